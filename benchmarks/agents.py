@@ -27,9 +27,9 @@ from typing import Any
 import posttrain
 from benchmarks.blind import unwatched
 from posttrain import faults
-from posttrain.core.errors import InvariantError
-from posttrain.core.run import Reinforce
+from posttrain.config.run import Reinforce
 from posttrain.recipe.recipes import recipe
+from posttrain.system.errors import InvariantError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/agents.json"

@@ -22,13 +22,13 @@ from pathlib import Path
 import numpy as np
 
 import posttrain
-from posttrain.core import reader
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.interval import Score
-from posttrain.core.ladder import LADDER, VAPO
-from posttrain.core.pieces.baseline import StepMean
-from posttrain.core.run import Model, Reinforce, Run
+from posttrain.config.run import Model, Reinforce, Run
+from posttrain.core.measure.interval import Score
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import StepMean
+from posttrain.ladder.policy_rows import LADDER, VAPO
 from posttrain.recipe.recipes import recipe
+from posttrain.record import run_reader
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/algorithms.json"
@@ -81,7 +81,7 @@ def start(seed: int, folder: Path) -> Path:
 def accuracies(folder: Path, index: int) -> dict[str, float]:
     """Per held-out task, the mean raw outcome of the evaluation after `index` steps."""
     sums: dict[str, list[float]] = {}
-    for recorded in reader.episodes(folder, "rl", index, "eval"):
+    for recorded in run_reader.episodes(folder, "rl", index, "eval"):
         if recorded.episode.reward is not None:
             sums.setdefault(recorded.episode.task.id, []).append(recorded.episode.reward)
     return {task: float(np.mean(x)) for task, x in sums.items()}

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from posttrain.core.types import Task
-from posttrain.verifier.math.source import math_source
+from posttrain.verifier.math.math_reward import math_source
 
 TABLE = Path(__file__).with_suffix(".txt")
 RESULTS = Path(__file__).parent / "results" / "answers.json"

@@ -39,14 +39,14 @@ from benchmarks.from_start import run_from, start
 from benchmarks.grpo_work import save_checkpoint
 from benchmarks.side import machine
 from benchmarks.whole_answers import whole_answers
-from posttrain.core import reader
-from posttrain.core.ladder import LADDER
+from posttrain.config.run import Embedded
 from posttrain.core.ports import Attempt, Talk
-from posttrain.core.run import Embedded
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.record import run_reader
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/asynchrony_arms.json"
@@ -180,9 +180,11 @@ def accuracy_of(arm: str, seed: int, folder: Path, model: Path, **changes: Any) 
         done = posttrain.run(run, out=folder / f"{name}-{seed}", quiet=True)
     out, stage = done.folder, done.stages[-1]
     assert stage.before is not None and stage.accuracy is not None
-    steps = [s for s in reader.steps(out) if "rollout/versions_behind" in s.gauges]
+    steps = [s for s in run_reader.steps(out) if "rollout/versions_behind" in s.gauges]
     behind = statistics.mean(s.gauges["rollout/versions_behind"].mean for s in steps) if steps else 0.0
-    said = [e.episode.segments for i in range(1, sizes["steps"] + 1) for e in reader.episodes(out, "rl", i, "train")]
+    said = [
+        e.episode.segments for i in range(1, sizes["steps"] + 1) for e in run_reader.episodes(out, "rl", i, "train")
+    ]
     versions = [{int(v) for s in segments for v in s.version[s.mask]} for segments in said]
     return ArmAccuracy(
         arm, seed, stage.before, stage.accuracy[0], behind, statistics.mean(len(v) > 1 for v in versions)

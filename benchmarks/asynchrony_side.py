@@ -23,22 +23,22 @@ import numpy as np
 from grpo_work import LR, SYMBOLS, prompt, reward
 from whole_answers import whole_answers
 
-from posttrain.api.build import facts, make_parts, make_policy
-from posttrain.api.target import keep_policy
-from posttrain.api.torch_settings import use_threads
-from posttrain.controller.interrupt import Stopper
-from posttrain.controller.parts import RunParts
-from posttrain.controller.stages import Progress, Stages
-from posttrain.core.algorithm import patch
-from posttrain.core.book import Book
+from posttrain.build.build_run import facts, make_parts, make_policy
+from posttrain.build.open_model import keep_policy
+from posttrain.config.run import Embedded, Evaluation, Model, Optimizer, Reinforce, Run
 from posttrain.core.gauge import Step
-from posttrain.core.ladder import LADDER
 from posttrain.core.ports import Attempt, Talk, TaskSource
-from posttrain.core.run import Embedded, Evaluation, Model, Optimizer, Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.engine.learner.torch_settings import use_threads
 from posttrain.environment.single import Generated, SingleTurn
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.record.run_folder import Book
+from posttrain.stages import Progress, Stages
+from posttrain.stages.interrupt import Stopper
+from posttrain.stages.run_parts import RunParts
 
 TURNS = 3
 MEAN, CAP = 8.0, 48

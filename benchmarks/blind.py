@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from posttrain.api import build, session
-from posttrain.engine.sharing import Sharing
+from posttrain.api import session
+from posttrain.build import build_run
+from posttrain.engine.layers.shared_prefixes import Sharing
 from posttrain.role.events import Observers
 
 
@@ -21,8 +22,8 @@ async def _believed(*_: Any) -> None:
 def unwatched() -> Iterator[None]:
     """Nothing is checked inside the block."""
     with (
-        patch.object(build, "observers", lambda *_: Observers()),
-        patch.object(build, "of_run", Observers),
+        patch.object(build_run, "observers", lambda *_: Observers()),
+        patch.object(build_run, "of_run", Observers),
         patch.object(session, "prove_start", _believed),
         patch.object(Sharing, "_prove", lambda *_: None),
     ):

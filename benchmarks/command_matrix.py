@@ -33,13 +33,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.core import reader, seeds
-from posttrain.core.errors import PosttrainError
-from posttrain.core.rejection import Rejection
+from posttrain.config.stages.rejection import Rejection
+from posttrain.core import seeds
+from posttrain.record import run_reader
 from posttrain.serve.app import Server
+from posttrain.serve.caller_limits import CallerLimits
 from posttrain.serve.command import make_served
-from posttrain.serve.limits import CallerLimits
 from posttrain.serve.listen import listening
+from posttrain.system.errors import PosttrainError
 
 RESULTS = Path(__file__).parent / "results" / "command_matrix.json"
 TINY = "model.hidden=32 model.ffn=64 model.layers=1 model.heads=2 model.kv_heads=2"
@@ -152,11 +153,11 @@ class Made:
 
     @property
     def last(self) -> str:
-        return reader.run_file(self.folder).run.stages[-1].name
+        return run_reader.run_file(self.folder).run.stages[-1].name
 
     def environment(self) -> list[str]:
         """Words that name its environment where a model alone is measured."""
-        env = reader.run_file(self.folder).run.env
+        env = run_reader.run_file(self.folder).run.env
         named = [f"env={env.name}"] if env.name != "prompts" else [f"env.prompts={env.prompts}"]
         rewards = [f"env.rewards={','.join(r.function for r in env.rewards)}"] if env.rewards else []
         rewards += [f"env.rewards.{i}.weight={r.weight:g}" for i, r in enumerate(env.rewards) if r.weight != 1]
@@ -199,7 +200,7 @@ def exported(made: Made, *more: str) -> tuple[Ran, str]:
         return done, ""
     if not (target / "certificate.json").exists():
         return done, "no certificate"
-    run = reader.run_file(made.folder).run
+    run = run_reader.run_file(made.folder).run
     if any(r.function.startswith("model:stage") for r in run.env.rewards):
         return done, ""  # the judge lies in the run folder
     if made.trains_policy:
@@ -237,29 +238,29 @@ def over(made: Made) -> list[str]:
 def resumed(made: Made) -> tuple[Ran, str]:
     """Two more steps, in a copy beside it."""
     shutil.copytree(made.folder, made.longer)
-    run: Any = reader.run_file(made.folder).run
+    run: Any = run_reader.run_file(made.folder).run
     stage = run.stage(made.last)
     more = [f"{made.last}.steps={stage.steps + 2}"]
     more += [f"{made.last}.rounds={stage.rounds + 2}"] if isinstance(stage, Rejection) else []
-    before = len(reader.steps(made.longer))
+    before = len(run_reader.steps(made.longer))
     done = call("run", "--resume", str(made.longer), *more, *over(made))
-    return done, "" if done.code or len(reader.steps(made.longer)) > before else "no step more"
+    return done, "" if done.code or len(run_reader.steps(made.longer)) > before else "no step more"
 
 
 def resumed_whole(made: Made) -> tuple[Ran, str]:
     """As it is: there is nothing to do."""
-    before = len(reader.steps(made.folder))
+    before = len(run_reader.steps(made.folder))
     done = call("run", "--resume", str(made.folder), *over(made))
-    return done, "" if len(reader.steps(made.folder)) == before else "steps were added"
+    return done, "" if len(run_reader.steps(made.folder)) == before else "steps were added"
 
 
 def branched(made: Made) -> tuple[Ran, str]:
     """A new run from its weights: RL of a policy, a second reward model of a reward model."""
-    out, env = made.scratch / "branch", reader.run_file(made.folder).run.env
+    out, env = made.scratch / "branch", run_reader.run_file(made.folder).run.env
     words = ["grpo", *shlex.split(RL)] if made.trains_policy else ["reward_model", "reward_model.steps=2"]
     words += [f"env={env.name}"] if made.trains_policy and env.name != "prompts" else []
     done = call("run", *words, *HELD.split(), f"model={made.folder}", "--out", str(out))
-    return done, "" if done.code or reader.steps(out) else "no step"
+    return done, "" if done.code or run_reader.steps(out) else "no step"
 
 
 def served(made: Made) -> tuple[Ran, str]:

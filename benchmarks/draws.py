@@ -1,5 +1,5 @@
-"""How many tokens the bet on draws (`posttrain.checks.draws`) needs until it stops a run, by entropy and by what is
-wrong.
+"""How many tokens the bet on draws (`posttrain.checks.sampling.sampler_draws`) needs until it stops a run, by entropy
+and by what is wrong.
 
     python benchmarks/draws.py        # two minutes; writes docs/draws-table.md
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from posttrain.checks.draws import ALPHA, MOST, SURE, TEMPERATURES
+from posttrain.checks.sampling.sampler_draws import ALPHA, MOST, SURE, TEMPERATURES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/draws-table.md"

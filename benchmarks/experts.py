@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 import posttrain
-from posttrain.core import reader
-from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
+from posttrain.config.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
+from posttrain.record import run_reader
 
 GAUGES = ("differ", "tokens_differ", "regret", "gap_alone", "gap_replayed", "drift", "rerouted", "dead", "load_entropy")
 
@@ -57,7 +57,7 @@ def measured(run: Run) -> dict[str, float]:
     """Means over the steps of RL, the first ones that wait for old samples included."""
     with tempfile.TemporaryDirectory() as folder:
         posttrain.run(run, out=Path(folder) / "run", quiet=True)
-        steps = [s for s in reader.steps(Path(folder) / "run") if s.stage == "rl"]
+        steps = [s for s in run_reader.steps(Path(folder) / "run") if s.stage == "rl"]
     found = {n: [s.gauges[f"experts/{n}"].mean for s in steps if f"experts/{n}" in s.gauges] for n in GAUGES}
     reward = [s.gauges["rollout/reward"].mean for s in steps]
     half = len(reward) // 2

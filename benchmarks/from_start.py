@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.run import Model, Optimizer, Reinforce, Run
+from posttrain.config.run import Model, Optimizer, Reinforce, Run
+from posttrain.ladder.algorithm import Algorithm
 from posttrain.recipe.recipes import recipe
 
 

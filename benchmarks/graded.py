@@ -24,7 +24,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import posttrain
-from posttrain.core import reader
+from posttrain.record import run_reader
 
 RESULTS = Path(__file__).parent / "results/graded.jsonl"
 REWARDS = """
@@ -91,7 +91,7 @@ def play(words: list[str], folder: Path) -> str:
 def means(folder: Path, index: int, by: str = "prompt") -> dict[str, list[float]]:
     """The outcomes of a held-out evaluation by prompt (or by row: `id`), from the verdicts alone."""
     out: defaultdict[str, list[float]] = defaultdict(list)
-    for r in reader.episodes(folder, "rl", index, "eval"):
+    for r in run_reader.episodes(folder, "rl", index, "eval"):
         out[str(getattr(r.episode.task, by))].append(
             sum(j.weight * (j.verdict.score or 0.0) for j in r.episode.verdicts)
         )
@@ -107,7 +107,7 @@ def near(said: str, true: float, digits: float = 6e-4) -> bool:
 
 def false_claims(folder: Path, output: str) -> list[str]:
     """What was printed and is not so."""
-    steps = max(s.index for s in reader.steps(folder) if s.stage == "rl")
+    steps = max(s.index for s in run_reader.steps(folder) if s.stage == "rl")
     flat, out = re.sub(r"(?<=\d),(?=\d{3})", "", " ".join(output.split())), list[str]()
     told = flat.split("next: ")[0].split("run folder: ")
     spoken = told[0].split("right: a reward")[0] + " ".join(told[1:])
@@ -139,7 +139,7 @@ def false_claims(folder: Path, output: str) -> list[str]:
     wanted = "learned" if lower > 0 else "got worse" if upper < 0 else None
     if not lower <= float(gain) <= upper or (wanted and wanted not in word) or (not wanted and word == "rl learned"):
         out.append(f"{word!r} of [{low}, {high}]")
-    lines = {s.index: s.gauges["rollout/reward"].mean for s in reader.steps(folder) if s.stage == "rl"}
+    lines = {s.index: s.gauges["rollout/reward"].mean for s in run_reader.steps(folder) if s.stage == "rl"}
     for index, said in re.findall(rf"rl (\d+)/\d+ reward {NUMBER}", flat):
         out += [] if near(said, lines[int(index)]) else [f"reward {said} of step {index}: {lines[int(index)]}"]
     most = json.loads((folder / "run.json").read_text()).get("prompts", math.inf) / 5
@@ -171,7 +171,7 @@ def main() -> None:
             output = play(words, out)
             false = false_claims(out, output)
             rules = sorted(
-                {note.split(":")[0] for s in reader.steps(out) for note in s.notes if note.startswith("rule ")}
+                {note.split(":")[0] for s in run_reader.steps(out) for note in s.notes if note.startswith("rule ")}
             )
             row = {"seed": args.seed, "index": index, "false": false, "rules": rules}
             print(json.dumps({**row, "seconds": round(time.perf_counter() - begun, 1)}), flush=True)

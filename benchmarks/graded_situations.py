@@ -22,7 +22,7 @@ from benchmarks import situations
 from benchmarks.graded import FORBIDDEN, false_claims
 from benchmarks.situations import SENTENCES as PASS_OR_FAIL
 from benchmarks.situations import TOOL, Situation, Stage, fresh
-from posttrain.core import reader
+from posttrain.record import run_reader
 
 RESULTS = Path(__file__).parent / "results/graded_situations.json"
 REWARDS = """
@@ -163,7 +163,7 @@ def play(name: str, seed: int, folder: Path) -> Outcome:
     may = (situation.says, *situation.allowed, *situations.EITHER.get(name, ()), *(("mute",) if stage.mixed else ()))
     other = [f"said {x!r}" for x in said if x not in may]
     (run,) = set(folder.glob("run-*")) - before
-    steps = [s for s in reader.steps(run) if s.stage == "rl" and "rollout/reward" in s.gauges]
+    steps = [s for s in run_reader.steps(run) if s.stage == "rl" and "rollout/reward" in s.gauges]
     graded = any(s.gauges["rollout/reward"].mean not in (0.0, 1.0) for s in steps)
     if graded and "paired over" in text:
         other += false_claims(run, output)

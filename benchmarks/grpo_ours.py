@@ -1,9 +1,9 @@
 """posttrain's side of `grpo_step.py`: a worker process that runs the real step, one per command.
 
-The parts are built by `posttrain.api.build.make_parts` from a `Run` with the shipped defaults, and as many tokens a
-pass as `posttrain run model=...` chooses; the one thing put
-in between is `ForcedLengths`, which gives each sibling its number of tokens through the Sampler port. All canaries
-are on; recording of episodes is off. KL is off, as on the other side.
+The parts are built by `posttrain.build.build_run.make_parts` from a `Run` with the shipped defaults, and as many tokens
+a pass as `posttrain run model=...` chooses; the one thing put in between is `ForcedLengths`, which gives each sibling
+its number of tokens through the Sampler port. All canaries are on; recording of episodes is off. KL is off, as on the
+other side.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from pathlib import Path
 import numpy as np
 from grpo_work import LR, SIBLINGS, SYMBOLS, Job, Wire, lengths_PG, memory_mb, prompt, reward
 
-from posttrain.api import overrides as dotted
-from posttrain.api.build import facts, make_parts, make_policy
-from posttrain.api.defaults import Choices
-from posttrain.api.measure import model_size
-from posttrain.api.torch_settings import use_threads
-from posttrain.controller.parts import RunParts
-from posttrain.controller.step import ask, learn
-from posttrain.core.algorithm import patch
-from posttrain.core.book import Book
-from posttrain.core.ladder import GRPO
-from posttrain.core.machine import during_steps
+from posttrain.build.build_run import facts, make_parts, make_policy
+from posttrain.build.request.defaults import Choices
+from posttrain.build.request.input_measures import model_size
+from posttrain.config import overrides as dotted
+from posttrain.config.run import Model, Optimizer, Reinforce, Run
 from posttrain.core.ports import Attempt, Sampler, TaskSource
-from posttrain.core.run import Model, Optimizer, Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Task
 from posttrain.core.verdict import Verdict
+from posttrain.engine.learner.torch_settings import use_threads
 from posttrain.environment.single import Generated, SingleTurn
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.policy_rows import GRPO
+from posttrain.record.run_folder import Book
 from posttrain.role.group_queue import MeteredSampler, Waves
-from posttrain.role.prompts import Prompts
+from posttrain.role.prompt_order import Prompts
 from posttrain.role.roles import ReinforceRoles, stream_of
+from posttrain.stages.run_parts import RunParts
+from posttrain.stages.training_step import ask, learn
+from posttrain.system.machine import during_steps
 
 NO_KL = patch(GRPO, "grpo_no_kl", "2402.03300", pull=None)
 
@@ -125,7 +125,7 @@ def make_run(job: Job) -> Run:
 
 
 def make_roles(parts: RunParts) -> ReinforceRoles:
-    """The roles of the run's one stage, as `controller.stages` builds them."""
+    """The roles of the run's one stage, as `stages` builds them."""
     stage = parts.run.stages[0]
     assert isinstance(stage, Reinforce)
     prompts = Prompts(parts.environment.train, parts.run.seed)

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from benchmarks.side import machine
 from posttrain.core.sampling import Sampling
-from posttrain.engine.kernels import TABLE
-from posttrain.engine.logprob import logprobs
-from posttrain.engine.transform import logit_dtype
+from posttrain.engine.head.kernel_table import TABLE
+from posttrain.engine.head.logit_transform import logit_dtype
+from posttrain.engine.head.logprob import logprobs
 from tests.peak import peak_bytes as cpu_peak_bytes
 
 RESULTS = Path(__file__).parent / "results" / "head.json"

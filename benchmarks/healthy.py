@@ -8,11 +8,11 @@
 
 A run is healthy by definition, before it is drawn: nothing is planted, and where it is stopped the same run with every
 check switched off has finite losses to its end. Run number i of seed s is a function of (s, i) alone. A stop of a
-healthy run is a false alarm; a finding of a live rule (`diagnose.rules`) in the notes of its record is a false note,
-and counted apart. Some runs draw settings of the learner too (`healthy_learner.py`); where the program refuses these
-for a stated rule, before anything runs, they are drawn again and counted. Writes benchmarks/results/healthy.json, or
-healthy_ahead.json: there each run has `staleness`, is free-running or deterministic, pushes with or without a drain,
-after one step or two, and may be resumed in its middle.
+healthy run is a false alarm; a finding of a live rule (`diagnose.rules.all_rules`) in the notes of its record is a
+false note, and counted apart. Some runs draw settings of the learner too (`healthy_learner.py`); where the program
+refuses these for a stated rule, before anything runs, they are drawn again and counted. Writes
+benchmarks/results/healthy.json, or healthy_ahead.json: there each run has `staleness`, is free-running or
+deterministic, pushes with or without a drain, after one step or two, and may be resumed in its middle.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ import numpy as np
 import posttrain
 from benchmarks.blind import unwatched
 from benchmarks.healthy_learner import AGAIN, drawn_of, draws_learner, learner_words, rule_of
-from posttrain.core import reader, seeds
-from posttrain.core.errors import ConfigError, DataError, PosttrainError, RunFolderError
-from posttrain.core.ladder import LADDER
-from posttrain.core.pieces.shape import BestOf
+from posttrain.core import seeds
+from posttrain.ladder.pieces.shape import BestOf
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.record import run_reader
+from posttrain.system.errors import ConfigError, DataError, PosttrainError, RunFolderError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/healthy.json"
@@ -246,14 +247,14 @@ def play(run: Drawn, folder: Path, scratch: Path, **over: Any) -> Outcome:
         )
     if "stopped" in told:
         told["healthy"] = _finite(run.recipe, words, folder / "unwatched")
-    steps = reader.steps(folder / "run") if (folder / "run/run.json").exists() else []
+    steps = run_reader.steps(folder / "run") if (folder / "run/run.json").exists() else []
     notes = sorted({n.split(":")[0].removeprefix("rule ") for s in steps for n in s.notes if n.startswith("rule ")})
     count = sum(s.stage == steps[-1].stage for s in steps)
     return Outcome(run.index, run.recipe, words, time.perf_counter() - begun, count, notes=notes, **told)
 
 
 def _begun(folder: Path) -> bool:
-    return (folder / "run.json").exists() and bool(reader.steps(folder))
+    return (folder / "run.json").exists() and bool(run_reader.steps(folder))
 
 
 def _finite(recipe: str, words: list[str], folder: Path) -> bool:
@@ -269,7 +270,7 @@ def _finite(recipe: str, words: list[str], folder: Path) -> bool:
         return False
     gauges = [
         s.gauges[n].sum
-        for s in reader.steps(folder)
+        for s in run_reader.steps(folder)
         for n in s.gauges
         if n in ("loss/total", "optim/grad_norm", "sft/loss")
     ]

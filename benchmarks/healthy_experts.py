@@ -102,16 +102,16 @@ def tie(module: Any, spread: float, seed: int) -> None:
 @contextlib.contextmanager
 def undecided() -> Iterator[None]:
     """Models that are built inside have routers whose experts score alike, but for rounding."""
-    from posttrain.engine import models
+    from posttrain.engine.model import policy_model
 
-    real = models.build_module
+    real = policy_model.build_module
 
     def built(*given: Any) -> Any:
         module = real(*given)
         tie(module, SPREAD, 0)
         return module
 
-    with patch.object(models, "build_module", built):
+    with patch.object(policy_model, "build_module", built):
         yield
 
 

@@ -29,16 +29,17 @@ import numpy as np
 import posttrain
 from benchmarks.blind import unwatched
 from benchmarks.healthy import RESULTS, Outcome, line, summary
-from posttrain.core import reader, seeds
-from posttrain.core.env import Env, Reward
-from posttrain.core.errors import ConfigError, DataError, PosttrainError, RunFolderError
-from posttrain.core.preference_ladder import PREFERENCES
-from posttrain.core.preference_stage import OnlinePreference, Preference
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Evaluation, Run, Supervised
+from posttrain.config.env import Env, Reward
+from posttrain.config.run import Evaluation, Run, Supervised
+from posttrain.config.stages.preference_settings import OnlinePreference, Preference
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.stage import Stage
+from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
-from posttrain.core.stage import Stage
+from posttrain.ladder.preference_rows import PREFERENCES
 from posttrain.recipe.example import PAIRS, TINY
+from posttrain.record import run_reader
+from posttrain.system.errors import ConfigError, DataError, PosttrainError, RunFolderError
 
 STEPS = {10: 0.7, 40: 0.3}
 """Steps of the stage that learns, and how often: most false alarms come in the first ones."""
@@ -174,7 +175,7 @@ def play(run: DrawnRun, folder: Path, **over: Any) -> Outcome:
         told["stopped"] = f"{type(error).__name__}: {error}"
     if "stopped" in told:
         told["healthy"] = _finite(run, words, folder / "unwatched")
-    steps = reader.steps(folder / "run") if (folder / "run/run.json").exists() else []
+    steps = run_reader.steps(folder / "run") if (folder / "run/run.json").exists() else []
     notes = sorted({n.split(":")[0].removeprefix("rule ") for s in steps for n in s.notes if n.startswith("rule ")})
     count = sum(s.stage == "learn" for s in steps)
     return Outcome(run.index, name, words, time.perf_counter() - begun, count, notes=notes, **told)
@@ -190,7 +191,7 @@ def _finite(run: DrawnRun, words: list[str], folder: Path) -> bool:
     except PosttrainError as error:
         print(f"  with checks off: {error}", flush=True)
         return False
-    gauges = [s.gauges[n].sum for s in reader.steps(folder) for n in LOSSES if n in s.gauges]
+    gauges = [s.gauges[n].sum for s in run_reader.steps(folder) for n in LOSSES if n in s.gauges]
     return bool(np.all(np.isfinite(gauges)))
 
 

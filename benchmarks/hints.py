@@ -34,15 +34,16 @@ import numpy as np
 
 import posttrain
 from benchmarks.from_start import run_from
-from posttrain.core import reader, seeds
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.ladder import DR_GRPO, OPD, SDFT, SDPO
-from posttrain.core.pieces.hint import Hint
-from posttrain.core.run import Run, Supervised
+from posttrain.config.run import Run, Supervised
+from posttrain.core import seeds
 from posttrain.core.types import Task
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.hint import Hint
+from posttrain.ladder.policy_rows import DR_GRPO, OPD, SDFT, SDPO
 from posttrain.recipe.recipes import recipe
+from posttrain.record import run_reader
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/hints.json"
@@ -100,9 +101,9 @@ def play(kind: str, arm: str, seed: int, model: Path, folder: Path) -> dict[str,
     """One arm: held-out accuracy before and after, and the share of answers that had a hint in the first step."""
     begun = time.perf_counter()
     out = posttrain.run(run_of(arm, seed, model), out=folder / f"{kind}-{arm}-{seed}", quiet=True).folder
-    steps = reader.steps(out)
+    steps = run_reader.steps(out)
     measured = {
-        i: [r.episode.reward for r in reader.episodes(out, "rl", i, "eval") if r.episode.reward is not None]
+        i: [r.episode.reward for r in run_reader.episodes(out, "rl", i, "eval") if r.episode.reward is not None]
         for i in (0, STEPS)
     }
     shares = [s.gauges["teacher/hinted"].mean for s in steps if "teacher/hinted" in s.gauges]

@@ -22,15 +22,15 @@ from pathlib import Path
 import numpy as np
 
 import posttrain
-from posttrain.api.generative_judges import generative_judge
-from posttrain.api.meta_rows import JudgedTask, asked, meta_rows, right
-from posttrain.api.reward_models import reward_member
-from posttrain.core import reader
-from posttrain.core.env import Reward
-from posttrain.environment.judge_rules import best_half, chosen, summed
+from posttrain.build.build_judges import generative_judge
+from posttrain.build.build_reward_models import reward_member
+from posttrain.config.env import Reward
+from posttrain.environment.judged.judge_rules import best_half, chosen, summed
 from posttrain.environment.make import environment
 from posttrain.faults import planted
-from posttrain.role.generative_judge import GenerativeJudge
+from posttrain.record import run_reader
+from posttrain.role.judges.generative_judge import GenerativeJudge
+from posttrain.role.judges.meta_rows import JudgedTask, asked, meta_rows, right
 
 VOTES = (1, 2, 4, 8, 16, 32)
 MOST = max(VOTES)
@@ -78,7 +78,7 @@ def measured(seed: int, folder: Path, pairs: int, train: int, steps: int) -> Tal
     """One judge and its meta reward model, from the first step on."""
     words = (f"seed={seed}", "env.args.format=grm", f"sft.steps={steps}", "rl=none", "env.heldout=0")
     posttrain.run("judge", *words, out=folder / "judge", quiet=True)
-    run = reader.run_file(folder / "judge").run
+    run = run_reader.run_file(folder / "judge").run
     judge = generative_judge(run, Reward(function=f"judge:{folder / 'judge'}"), 0.0, reward_member)
     world = environment(run.env, seed)
     taught = asyncio.run(asked(judge, [world.train.task(10**6 + i) for i in range(train)], LABELLED))

@@ -90,17 +90,17 @@ class Ours(Side):
 
     @cached_property
     def parts(self) -> Any:
-        from posttrain.algorithm.losses import Likelihood
-        from posttrain.core.adapter import Lora
+        from posttrain.algorithm.loss.losses import Likelihood
+        from posttrain.config.adapter import Lora
+        from posttrain.config.run import Model, Reinforce
+        from posttrain.config.stages.stage import Optimizer
         from posttrain.core.batch import Batch
-        from posttrain.core.run import Model, Reinforce
         from posttrain.core.sampling import Sampling
-        from posttrain.core.stage import Optimizer
         from posttrain.core.streams import WEIGHT
         from posttrain.core.types import Segment
-        from posttrain.engine.learner import HFLearner
-        from posttrain.engine.models import load_policy
-        from posttrain.engine.optimizer import StageOptimizer
+        from posttrain.engine.learner.learner import HFLearner
+        from posttrain.engine.model.policy_model import load_policy
+        from posttrain.engine.optimizer.optimizer import StageOptimizer
         from posttrain.role.trainer import Trainer
 
         segments = list[Segment]()
@@ -117,7 +117,7 @@ class Ours(Side):
         return Trainer(learner, optimizer, Reinforce(name="rl").micro_tokens), batch, Likelihood()
 
     def steps(self) -> AbstractContextManager[None]:
-        from posttrain.core.machine import during_steps
+        from posttrain.system.machine import during_steps
 
         return during_steps()
 

@@ -30,10 +30,10 @@ from typing import Any
 import posttrain
 from benchmarks.grpo_work import SIZES, Job, StepMemory, save_checkpoint
 from benchmarks.side import Worker
-from posttrain.api.target import built_policy
-from posttrain.core.checkpoint import find
-from posttrain.core.reader import run_file
-from posttrain.engine.learner import HFLearner
+from posttrain.build.open_model import built_policy
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.record.checkpoint import find
+from posttrain.record.run_reader import run_file
 
 RESULTS = Path(__file__).parent / "results" / "lora.json"
 TAUGHT = ("pretrain", "sft", "cot", "dpo", "sft_continued")

@@ -28,15 +28,15 @@ import numpy as np
 import posttrain
 from benchmarks.miniatures.draw import svg
 from benchmarks.miniatures.miniature import Curve, Figures, Picture, Statement, mean
-from posttrain.core import reader
-from posttrain.core.algorithm import patch
-from posttrain.core.env import Reward
-from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.pull import KL
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Model, Optimizer, Reinforce, Run, Supervised
-from posttrain.diagnose.said import findings_of
+from posttrain.config.env import Reward
+from posttrain.config.run import Model, Optimizer, Reinforce, Run, Supervised
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.diagnose.rules.notes_once import findings_of
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.recipe.recipes import recipe
+from posttrain.record import run_reader
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/overoptimisation.json"
@@ -141,7 +141,7 @@ def curve(folder: Path) -> np.ndarray:
                 s.gauges["rollout/reward"].mean,
                 s.gauges["rollout/truth"].mean,
             )
-            for s in reader.steps(folder)
+            for s in run_reader.steps(folder)
             if s.stage == "rl"
         ]
     )
@@ -170,7 +170,7 @@ def play(seed: int, folder: Path) -> dict[str, Any]:
         posttrain.run(rl(start, seed, arm, models), out=out, quiet=True)
         x = curve(out)
         curves[name] = x.round(5).tolist()
-        figures[name] = told(x, {f.rule for f in findings_of(reader.steps(out))})
+        figures[name] = told(x, {f.rule for f in findings_of(run_reader.steps(out))})
         print(seed, name, {k: round(v, 3) for k, v in figures[name].items()}, flush=True)
     return {"seed": seed, "figures": figures, "curves": curves}
 
@@ -188,7 +188,7 @@ def regularised(seed: int, folder: Path) -> Figures:
         assert done.agreement is not None
         run = rl(folder / "sft", seed, Arm(("one",)), {"one": folder / f"rm {share:g}"})
         posttrain.run(run, out=folder / name, quiet=True)
-        rules = {f.rule for f in findings_of(reader.steps(folder / name))}
+        rules = {f.rule for f in findings_of(run_reader.steps(folder / name))}
         figures[name] = {"agreement": done.agreement[0], **told(curve(folder / name), rules)}
         print(seed, name, {k: round(v, 3) for k, v in figures[name].items()}, flush=True)
     return figures

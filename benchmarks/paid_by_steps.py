@@ -61,17 +61,17 @@ from typing import Any
 import numpy as np
 
 import posttrain
-from posttrain.core import reader
-from posttrain.core.algorithm import patch
-from posttrain.core.env import Reward
-from posttrain.core.interval import Score
-from posttrain.core.ladder import GRPO, GRPO_PROCESS
-from posttrain.core.pieces.pull import KL
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Model, Optimizer, Reinforce, Run, Supervised
+from posttrain.config.env import Reward
+from posttrain.config.run import Model, Optimizer, Reinforce, Run, Supervised
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.step_labels import StepLabeling
+from posttrain.core.measure.interval import Score
 from posttrain.core.sampling import Sampling
-from posttrain.core.step_labels import StepLabeling
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.policy_rows import GRPO, GRPO_PROCESS
 from posttrain.recipe.recipes import recipe
+from posttrain.record import run_reader
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/paid_by_steps.json"
@@ -186,7 +186,7 @@ def shipped(world: str, seed: int) -> Run:
 def verdicts(folder: Path, index: int) -> dict[str, float]:
     """Of each held-out prompt the share of answers that the environment calls right."""
     found: dict[str, list[float]] = {}
-    for recorded in reader.episodes(folder, "rl", index, "eval"):
+    for recorded in run_reader.episodes(folder, "rl", index, "eval"):
         own = [j.verdict.score for j in recorded.episode.verdicts if j.source == "arithmetic" and j.end is None]
         found.setdefault(str(recorded.episode.task.prompt), []).append(own[0] or 0.0)
     return {task: float(np.mean(x)) for task, x in found.items()}
@@ -208,7 +208,7 @@ def play(arm: str, world: str, seed: int, begun: Path, paid: Path | None, folder
         posttrain.run(run, out=out, quiet=True)
     except posttrain.PosttrainError as error:
         stopped = str(error).split(":")[0][:120]
-    steps = [s for s in reader.steps(out) if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(out) if s.stage == "rl"]
     before, after = (verdicts(out, i) for i in (0, run.stages[-1].steps))
     long = [t for t in before if t.count("+") + 1 >= LONG]
     return {

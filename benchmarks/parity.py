@@ -29,21 +29,21 @@ import torch
 from grpo_work import Size, save_checkpoint
 from parity_cases import CASES, Case
 
-from posttrain.algorithm.preference import PreferenceLoss
-from posttrain.algorithm.preference_whole import mismatched, prepared
-from posttrain.algorithm.ranking import RankingLoss
+from posttrain.algorithm.preference.preference_loss import PreferenceLoss
+from posttrain.algorithm.preference.preference_minibatch import mismatched, prepared
+from posttrain.algorithm.preference.reward_model_loss import RankingLoss
+from posttrain.config.reward_head import HeadShape
+from posttrain.config.run import Model
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.pieces.link import SelfPlay, Square
-from posttrain.core.preference import SIDES
-from posttrain.core.reward_head import HeadShape
-from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import COLLISION, MARGIN, REFERENCE, SIDE, START, WEIGHT, Stream
 from posttrain.core.types import SHOWN, Segment
-from posttrain.engine.heads import RewardHead
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import load_policy
-from posttrain.engine.reward_folder import write_reward_model
+from posttrain.engine.files.reward_folder import write_reward_model
+from posttrain.engine.head.value_heads import RewardHead
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.ladder.pieces.link import SelfPlay, Square
+from posttrain.ladder.preference_algorithm import SIDES
 
 VALUE, GRADIENT = 1e-6, 1e-5
 """Largest differences: of the loss, relative to the largest of it, 1 and beta, which multiplies the rounding of

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core.algorithm import patch
-from posttrain.core.pieces.judged import (
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.link import Hinge, Square
+from posttrain.ladder.pieces.preference_pieces import (
     AlphaDivergence,
     Average,
     ChosenNLL,
@@ -15,9 +16,8 @@ from posttrain.core.pieces.judged import (
     ForwardKL,
     JensenShannon,
 )
-from posttrain.core.pieces.link import Hinge, Square
-from posttrain.core.preference import PreferenceAlgorithm
-from posttrain.core.preference_ladder import PREFERENCES
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
+from posttrain.ladder.preference_rows import PREFERENCES
 
 P = PREFERENCES
 

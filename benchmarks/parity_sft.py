@@ -20,16 +20,16 @@ import torch
 from grpo_work import Size
 from parity_trl import PLAIN
 
-from posttrain.algorithm.losses import Likelihood
-from posttrain.core.env import Env
-from posttrain.core.run import Model, Supervised
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import load_policy
-from posttrain.engine.tiny import build_module
-from posttrain.engine.vocabulary import raw_bytes
+from posttrain.algorithm.loss.losses import Likelihood
+from posttrain.config.env import Env
+from posttrain.config.run import Model, Supervised
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.built_tokenizers import raw_bytes
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.engine.model.tiny_models import build_module
 from posttrain.environment.make import environment
-from posttrain.environment.render import RenderedDialogue, Renderer
-from posttrain.role.demonstrate import shown, together
+from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
+from posttrain.role.learning.demonstrations import shown, together
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"

@@ -50,12 +50,12 @@ WARM = 3
 def side(name: str, quick: bool, staleness: int = 1, epochs: int = EPOCHS, slots: int = SLOTS) -> dict[str, float]:
     """Seconds a step of one side; called in a process of its own."""
     from posttrain.api import main
-    from posttrain.core import reader
-    from posttrain.core.engines import Embedded
-    from posttrain.core.ladder import DR_GRPO
-    from posttrain.core.placement import Local, Processes
-    from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run
+    from posttrain.config.engines import Embedded
+    from posttrain.config.placement import Local, Processes
+    from posttrain.config.run import Env, Evaluation, Model, Optimizer, Reinforce, Run
     from posttrain.core.sampling import Sampling
+    from posttrain.ladder.policy_rows import DR_GRPO
+    from posttrain.record import run_reader
 
     cores = sorted(os.sched_getaffinity(0))
     two = name in SIDES[2:]
@@ -90,7 +90,7 @@ def side(name: str, quick: bool, staleness: int = 1, epochs: int = EPOCHS, slots
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         times = _times(lambda: main.run(run, out=out, quiet=True))
-        rows = [s for s in reader.steps(out) if s.stage == "rl"][WARM:-1]
+        rows = [s for s in run_reader.steps(out) if s.stage == "rl"][WARM:-1]
     wall, cpu, engine, *kept = ((b - a) / len(rows) for a, b in zip(times[WARM - 1], times[-2], strict=True))
     passes = sum(s.clock.get("engine/step", 0.0) for s in rows) / len(rows)  # reports may come a step late
     if not two:
@@ -113,8 +113,8 @@ def side(name: str, quick: bool, staleness: int = 1, epochs: int = EPOCHS, slots
 def _times(play: Callable[[], object]) -> list[tuple[float, ...]]:
     """When each step of a run was written down, the processor time of this process and of its engines until then, and
     how long each of them was kept from a core."""
-    from posttrain.controller.parts import RunParts
     from posttrain.engine.pool.engine_pool import EnginePool
+    from posttrain.stages.run_parts import RunParts
 
     tell, seen = RunParts.tell, list[tuple[float, ...]]()
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import posttrain
-from posttrain.core import reader
+from posttrain.record import run_reader
 
 RESULTS = Path(__file__).parent / "results" / "precision.json"
 TYPES = ("float32", "bfloat16", "float16")
@@ -48,7 +48,7 @@ def measured(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
     begun = time.process_time()
     posttrain.run("arithmetic", *SHORT, *settings, out=folder, quiet=True)
     seconds = time.process_time() - begun
-    steps = [s for s in reader.steps(folder) if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(folder) if s.stage == "rl"]
     gauges = [s.gauges for s in steps]
     return {
         "mean": sum(g["canary/logp_gap"].sum for g in gauges) / sum(g["canary/logp_gap"].count for g in gauges),

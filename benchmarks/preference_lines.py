@@ -38,27 +38,27 @@ import numpy as np
 from preference_predictions import BATCH, FAILS, FOUND, LR, STEPS
 
 import posttrain
-from posttrain.algorithm.preference_whole import scores_of
-from posttrain.api.build import facts, make_parts, make_policy
-from posttrain.api.environments import make_environment
-from posttrain.api.target import keep_policy
-from posttrain.api.torch_settings import use_threads
-from posttrain.controller.interrupt import Stopper
-from posttrain.controller.parts import RunParts
-from posttrain.controller.stages import Progress, Stages
+from posttrain.algorithm.preference.preference_minibatch import scores_of
+from posttrain.build.build_environments import make_environment
+from posttrain.build.build_run import facts, make_parts, make_policy
+from posttrain.build.open_model import keep_policy
+from posttrain.config.env import Env
+from posttrain.config.run import Evaluation, Model, Optimizer, Run, Supervised
+from posttrain.config.stages.preference_settings import OnlinePreference, Preference
+from posttrain.config.stages.stage import Stage
 from posttrain.core import abilities, seeds
-from posttrain.core.book import Book
-from posttrain.core.env import Env
-from posttrain.core.interval import Score
 from posttrain.core.judgements import Judgement
-from posttrain.core.preference import PreferenceAlgorithm
-from posttrain.core.preference_ladder import PREFERENCES
-from posttrain.core.preference_stage import OnlinePreference, Preference
-from posttrain.core.run import Evaluation, Model, Optimizer, Run, Supervised
+from posttrain.core.measure.interval import Score
 from posttrain.core.sampling import Sampling
-from posttrain.core.stage import Stage
-from posttrain.role.evaluate import evaluate
-from posttrain.role.judgements import HELDOUT, batch_of
+from posttrain.engine.learner.torch_settings import use_threads
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
+from posttrain.ladder.preference_rows import PREFERENCES
+from posttrain.record.run_folder import Book
+from posttrain.role.heldout_evaluation import evaluate
+from posttrain.stages import Progress, Stages
+from posttrain.stages.interrupt import Stopper
+from posttrain.stages.preference.judged_batches import HELDOUT, batch_of
+from posttrain.stages.run_parts import RunParts
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/preference_lines.json"

@@ -20,23 +20,23 @@ from typing import Any
 from grpo_work import StepMemory, Wire, memory_mb
 from preference_work import BETA, LR, PairJob
 
-from posttrain.api import overrides as dotted
-from posttrain.api.build import facts, make_parts, make_policy
-from posttrain.api.defaults import Choices
-from posttrain.api.environments import make_environment
-from posttrain.api.measure import model_size
-from posttrain.api.target import keep_policy
-from posttrain.api.torch_settings import use_threads
-from posttrain.controller.interrupt import Stopper
-from posttrain.controller.stages import Progress, Stages
-from posttrain.core.book import Book
-from posttrain.core.env import Env
+from posttrain.build.build_environments import make_environment
+from posttrain.build.build_run import facts, make_parts, make_policy
+from posttrain.build.open_model import keep_policy
+from posttrain.build.request.defaults import Choices
+from posttrain.build.request.input_measures import model_size
+from posttrain.config import overrides as dotted
+from posttrain.config.env import Env
+from posttrain.config.run import Model, Optimizer, Run
+from posttrain.config.stages.preference_settings import Preference
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.stage import Stage
 from posttrain.core.gauge import Step
-from posttrain.core.preference_ladder import DPO
-from posttrain.core.preference_stage import Preference
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Model, Optimizer, Run
-from posttrain.core.stage import Stage
+from posttrain.engine.learner.torch_settings import use_threads
+from posttrain.ladder.preference_rows import DPO
+from posttrain.record.run_folder import Book
+from posttrain.stages import Progress, Stages
+from posttrain.stages.interrupt import Stopper
 
 STEPS = 400
 """More than are ever asked for."""

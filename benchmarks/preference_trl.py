@@ -28,8 +28,8 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
-from posttrain.core.reward_head import HeadShape
-from posttrain.engine.heads import RewardHead
+from posttrain.config.reward_head import HeadShape
+from posttrain.engine.head.value_heads import RewardHead
 
 UPDATES = 16
 """Updates of an epoch: the same pairs so many times, because the end of an epoch costs something."""

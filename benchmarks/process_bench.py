@@ -22,26 +22,26 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.api.generative_judges import by_its_form, generative_judge
-from posttrain.api.reward_models import reward_member, stage_policy
+from posttrain.build.build_judges import by_its_form, generative_judge
+from posttrain.build.build_reward_models import reward_member, stage_policy
+from posttrain.config.env import Reward
+from posttrain.config.run import Run
+from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
-from posttrain.core.env import Reward
+from posttrain.core.measure.answer_steps import first_error, step_ends
 from posttrain.core.ports import Attempt
-from posttrain.core.process import first_error, step_ends
-from posttrain.core.reader import run_file
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Run
 from posttrain.core.stop import Stop
 from posttrain.core.types import Segment, Task
 from posttrain.diagnose.process_bench import ProcessBenchScore
-from posttrain.engine.learner import HFLearner
+from posttrain.engine.learner.learner import HFLearner
 from posttrain.environment.make import environment
-from posttrain.environment.render import RenderedDialogue, Renderer
-from posttrain.role.demonstrate import demonstration
-from posttrain.role.generative_steps import GenerativeStepJudge
-from posttrain.role.step_scores import step_scores
-from posttrain.role.steps import TokenEnds
+from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
+from posttrain.record.run_reader import run_file
+from posttrain.role.judges.generative_steps import GenerativeStepJudge
+from posttrain.role.judges.step_completion import TokenEnds
+from posttrain.role.judges.step_scores import step_scores
+from posttrain.role.learning.demonstrations import demonstration
 
 STYLE = "cot"
 

@@ -33,20 +33,20 @@ import torch
 
 import posttrain
 from benchmarks.lora import TAUGHT
-from posttrain.api.target import built_policy
-from posttrain.core import reader, record
-from posttrain.core.checkpoint import find
-from posttrain.core.reader import run_file
-from posttrain.core.run import Optimizer
-from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.engine.process_ranks import joined
-from posttrain.engine.sharded import ShardedLearner
-from posttrain.role.saved_parts import SavedTensors
+from posttrain.build.open_model import built_policy
+from posttrain.config.run import Optimizer
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.engine.parallel.ranks.process_ranks import joined
+from posttrain.engine.parallel.sharded_learner import ShardedLearner
+from posttrain.record import run_reader, step_format
+from posttrain.record.checkpoint import find
+from posttrain.record.run_reader import run_file
 from posttrain.role.trainer import Trainer
-from posttrain.role.weights import WEIGHTS
+from posttrain.role.weights.saved_parts import SavedTensors
+from posttrain.role.weights.saved_weights import WEIGHTS
 
 RESULTS = Path(__file__).parent / "results" / "ranks.json"
 RANKS = 4
@@ -69,7 +69,7 @@ def trained(base: Path, seed: int, folder: Path, nproc: int | None) -> dict[str,
     words = (f"model={base}", *without, f"seed={seed}", *SAME)
     result = posttrain.run("ladder", *words, out=folder, quiet=True, nproc=nproc)
     last = result.stages[-1]
-    notes = [n for s in reader.steps(folder) for n in s.notes if n.startswith(("rule ", "stopped"))]
+    notes = [n for s in run_reader.steps(folder) for n in s.notes if n.startswith(("rule ", "stopped"))]
     return {
         "accuracy": last.accuracy,
         "before": last.before,
@@ -173,8 +173,8 @@ def apart(a: Path, b: Path) -> float:
 
 def first_other_token(a: Path, b: Path) -> int | None:
     """The first step in which a sampled token differs."""
-    for one, other in zip(reader.episode_files(a), reader.episode_files(b), strict=True):
-        x, y = (record.read_columns(row.path)["ids"].tobytes() for row in (one, other))
+    for one, other in zip(run_reader.episode_files(a), run_reader.episode_files(b), strict=True):
+        x, y = (step_format.read_columns(row.path)["ids"].tobytes() for row in (one, other))
         if x != y:
             return one.index
     return None

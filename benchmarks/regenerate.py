@@ -21,17 +21,17 @@ import numpy as np
 from transformers import AutoTokenizer
 
 import posttrain
-from posttrain.core import reader
-from posttrain.core.env import Env
+from posttrain.config.env import Env
+from posttrain.config.run import Evaluation, Model, Optimizer, Run, Supervised
+from posttrain.config.stages.rejection import RFT, Regenerate, Rejection
 from posttrain.core.gauge import merge
 from posttrain.core.ports import Attempt
-from posttrain.core.rejection import RFT, Regenerate, Rejection
-from posttrain.core.run import Evaluation, Model, Optimizer, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.environment.make import environment
 from posttrain.recipe.example import TINY
-from posttrain.role.kept import Candidate, read
+from posttrain.record import run_reader
+from posttrain.role.learning.rejection_selection import Candidate, read
 
 ENV = Env(name="arithmetic", args={"min_terms": 5, "max_terms": 6, "judge_steps": True}, heldout=100)
 ROUNDS = 4
@@ -82,7 +82,7 @@ def arm_run(arm: RegenerateArm, model: Path, seed: int) -> Run:
 def measured(arm: RegenerateArm, folder: Path) -> str:
     """One row: tokens said in all rounds; of the first round, prompts of which something is kept and completions a
     wrong answer; held-out accuracy."""
-    rounds = [s.gauges for s in reader.steps(folder) if "rollout/tokens" in s.gauges]
+    rounds = [s.gauges for s in run_reader.steps(folder) if "rollout/tokens" in s.gauges]
     said = merge(*({"said": g["engine/tokens"]} for g in rounds))["said"].sum
     first = rounds[0]
     kept = first["reject/covered"].sum
@@ -108,7 +108,7 @@ def right_ones(folder: Path) -> list[Candidate]:
 
 def sound(folder: Path, ones: list[Candidate]) -> int:
     """How many of these have no step that the world calls wrong: two errors may cancel."""
-    world: Any = environment(ENV, reader.run_file(folder).run.seed)
+    world: Any = environment(ENV, run_reader.run_file(folder).run.seed)
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     count = 0
     for c in ones:

@@ -14,9 +14,9 @@ from rollout_work import Job, Play, Work, serve, tokens
 from transformers import AutoModelForCausalLM
 
 from posttrain.core.sampling import Sampling
-from posttrain.engine import attention
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.embedded.blocks import BLOCK, blocks_for
+from posttrain.engine.embedded.cache.cache_blocks import BLOCK, blocks_for
+from posttrain.engine.layers import attention
 
 SIBLINGS, LONG, SHORT = 16, 512, 32
 """Siblings of a prompt, tokens of the prompt, tokens each says."""

@@ -100,7 +100,7 @@ def sgemm(seconds: float = 0.5, n: int = 1024) -> dict[str, float]:
     """
     import torch
 
-    from posttrain.engine.products import linear
+    from posttrain.engine.layers.layer_products import linear
 
     a, b = torch.randn(n, n), torch.randn(n, n)
     found = [_rate(lambda: a @ b, seconds / 2, n), _rate(lambda: linear(a, b), seconds / 2, n)]

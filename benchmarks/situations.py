@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import posttrain
-from posttrain.core.errors import PosttrainError
-from posttrain.core.run import Model
-from posttrain.engine.tiny import build_module
-from posttrain.engine.vocabulary import characters
+from posttrain.config.run import Model
+from posttrain.engine.model.built_tokenizers import characters
+from posttrain.engine.model.tiny_models import build_module
+from posttrain.system.errors import PosttrainError
 
 REWARDS = """
 import hashlib
@@ -319,7 +319,7 @@ from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.tools.tool import Toolbox, ToolError, tool
-from posttrain.environment.tools.world import ToolWorld
+from posttrain.environment.tools.tool_world import ToolWorld
 
 
 class Lookup(Toolbox):

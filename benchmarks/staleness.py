@@ -40,7 +40,7 @@ from benchmarks.staleness_arms import (
     STEPS,
 )
 from benchmarks.updates import judged, mean, silenced
-from posttrain.core import reader
+from posttrain.record import run_reader
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/staleness.json"
@@ -86,7 +86,7 @@ def play(arm: str, staleness: int, seed: int, model: Path, folder: Path, steps: 
         posttrain.run(run, out=out, quiet=True)
     except posttrain.PosttrainError as error:
         stopped = str(error).split(":")[0][:80]
-    lines = [s for s in reader.steps(out) if "policy/ratio" in s.gauges]
+    lines = [s for s in run_reader.steps(out) if "policy/ratio" in s.gauges]
     before, after = (list(accuracies(out, i).values()) for i in (0, steps))
     solved, late = [s.gauges["rollout/solved"].mean for s in lines], lines[len(lines) // 2 :]
     return StaleRow(

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.ladder import DECOUPLED, GRPO, M2PO, VCPO
-from posttrain.core.pieces.token import SecondMoment
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.token_choice import SecondMoment
+from posttrain.ladder.policy_rows import DECOUPLED, GRPO, M2PO, VCPO
 
 PROMPTS, SIBLINGS, STEPS = 8, 8, 48
 RATE = 1e-3

@@ -27,9 +27,10 @@ from pathlib import Path
 
 from benchmarks.healthy import BEST, HINTED, ROOT, SHOWN, TEACHERS, TURNS
 from benchmarks.situations import SENTENCES, Setting, Stage
-from posttrain.core import reader, seeds
-from posttrain.core.ladder import LADDER
-from posttrain.diagnose.said import findings_of
+from posttrain.core import seeds
+from posttrain.diagnose.rules.notes_once import findings_of
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.record import run_reader
 
 RESULTS = ROOT / "benchmarks/results/taught.json"
 LR = 5e-4
@@ -99,7 +100,7 @@ def play(seed: int, index: int, folder: Path) -> tuple[Outcome, str]:
     except Exception:
         output, stopped = "", traceback.format_exc()
     (run,) = set(home.glob("run-*")) - before or {home}
-    steps = list(reader.steps(run)) if (run / "run.json").exists() else []
+    steps = list(run_reader.steps(run)) if (run / "run.json").exists() else []
     found = {s.rule: s.message for s in findings_of(steps)}
     found |= {k: words for k, words in SENTENCES.items() if words in " ".join(output.split()) and k not in found}
     if not stopped and "\nposttrain: " in output:

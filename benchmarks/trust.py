@@ -32,50 +32,44 @@ from unittest.mock import patch
 import torch
 
 import posttrain
-from posttrain.api import proofs
-from posttrain.checks import (
-    ahead as asked_ahead,
-)
-from posttrain.checks import (
-    balance,
-    credit,
-    data,
-    draws,
-    experts,
-    fresh,
-    frozen,
-    generative,
-    hint,
-    loss,
-    measured,
-    outcomes,
-    preference_data,
-    preference_loss,
-    preference_online,
-    preference_reference,
-    ranking,
-    regenerated,
-    rejection,
+from posttrain.build import preflight_checks
+from posttrain.checks import data_checks as data
+from posttrain.checks import resume_checks
+from posttrain.checks.check_schedule import due
+from posttrain.checks.judging import (
+    evaluation_checks,
+    generative_judge_checks,
     rejudge,
-    resume,
-    reward_models,
-    sampler,
-    synthetic,
-    update,
-    verifier,
+    reward_model_scores,
+    verdict_checks,
 )
-from posttrain.checks.demand import demand
-from posttrain.checks.expected import plain
-from posttrain.checks.schedule import due
-from posttrain.core import reader
-from posttrain.core.errors import PosttrainError
-from posttrain.core.ladder import LADDER
-from posttrain.diagnose import rules
+from posttrain.checks.learning import (
+    credit_checks,
+    expert_balance_checks,
+    expert_checks,
+    frozen_parameters,
+    hint_checks,
+    implicit_reward_checks,
+    loss_checks,
+    synthetic_loss,
+    update_checks,
+)
+from posttrain.checks.learning.credit_by_definition import plain
+from posttrain.checks.learning.gradient_by_definition import demand
+from posttrain.checks.sampling import sampler_checks, sampler_draws, stale_logprobs
+from posttrain.checks.sampling import staleness_checks as asked_ahead
+from posttrain.diagnose.rules import all_rules
 from posttrain.faults import FAULTS
-from posttrain.role import rounding
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.record import run_reader
 from posttrain.role.events import Observers, PlayedEvent
+from posttrain.role.learning import logprob_tolerance
 from posttrain.role.roles import ReinforceRoles
-from posttrain.search import audit
+from posttrain.search import search_checks
+from posttrain.stages.preference import online_checks, preference_data, preference_loss_checks, preference_reference
+from posttrain.stages.rejection import regeneration_checks, rejection_checks
+from posttrain.stages.reward_model import reward_model_checks
+from posttrain.system.errors import PosttrainError
 from tests.faulty import BOUND, STEPS, acts_ahead, catch, named, smallest, start
 
 ROOT = Path(__file__).parents[1]
@@ -85,8 +79,19 @@ PAGE = ROOT / "docs" / "trust.md"
 HEALTHY = ("reinforce", "reinforce_ema", "rloo", "ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "maxrl")
 SEEDS = (0, 1, 2)
 EVERY_STEP = (
-    *(sampler.masks_cover_what_was_said, sampler.said_by_these_weights, sampler.stops_are_true, sampler.sampler_agrees),
-    *(sampler.reference_unmoved, sampler.no_distance_yet, draws.drawn_again, draws.bet_on_draws, draws.bet_on_siblings),
+    *(
+        sampler_checks.masks_cover_what_was_said,
+        sampler_checks.said_by_these_weights,
+        sampler_checks.stops_are_true,
+        sampler_checks.sampler_agrees,
+    ),
+    *(
+        sampler_checks.reference_unmoved,
+        sampler_checks.no_distance_yet,
+        sampler_draws.drawn_again,
+        sampler_draws.bet_on_draws,
+        sampler_draws.bet_on_siblings,
+    ),
     *(
         data.no_held_out_task,
         data.in_order_of_the_file,
@@ -95,49 +100,70 @@ EVERY_STEP = (
         data.same_question,
     ),
     *(
-        verifier.failures_stay_out,
+        verdict_checks.failures_stay_out,
         rejudge.RejudgedAnswers,
-        update.served_is_trained,
-        update.gradient_reaches,
-        update.moved,
-        update.keeps_to_schedule,
+        update_checks.served_is_trained,
+        update_checks.gradient_reaches,
+        update_checks.moved,
+        update_checks.keeps_to_schedule,
     ),
-    *(frozen.only_frozen_is_left_out, frozen.frozen_stays),
+    *(frozen_parameters.only_frozen_is_left_out, frozen_parameters.frozen_stays),
     *(asked_ahead.next_of_the_walk, asked_ahead.asks_on, asked_ahead.asked_within_bound, asked_ahead.as_old_as_asked),
     *(asked_ahead.versions_only_grow, asked_ahead.promised_as_begun, asked_ahead.ages_as_stamped),
     *(asked_ahead.unchanged_in_the_queue, asked_ahead.learned_before, asked_ahead.pushed_between_steps),
-    *(fresh.start_is_the_learner, fresh.FreshCheck),
-    hint.teacher_scores,
-    *(measured.measured_right, resume.goes_on, resume.came_back),
+    *(stale_logprobs.start_is_the_learner, stale_logprobs.FreshCheck),
+    hint_checks.teacher_scores,
+    *(evaluation_checks.measured_right, resume_checks.goes_on, resume_checks.came_back),
     *(preference_data.sides_are_as_judged, preference_data.completion_ends_once, preference_data.sides_share_a_prompt),
     *(preference_data.tokens_are_as_judged, preference_reference.reference_says),
-    *(preference_reference.starts_at_reference, preference_loss.shift_is),
-    *(ranking.score_reaches, ranking.sides_share_their_prompt, ranking.reads_the_end),
-    *(reward_models.holds_what_was_trained, reward_models.reads_the_last_token, reward_models.scores_hold),
-    *(generative.shows_no_verdict, generative.order_is_random, generative.votes_are_counted),
-    *(outcomes.scored_first, outcomes.scored_alone, outcomes.outcomes_agree),
-    *(preference_online.tokens_are_as_sampled, preference_online.opponents_play, preference_online.opponent_says),
-    *(rejection.kept_was_played, rejection.kept_passes, rejection.kept_once, rejection.imitates_kept),
-    *(experts.every_token_has_its_experts, experts.choices_are_the_samplers, experts.learner_follows),
-    *(experts.experts_learn, experts.experts_moved),
-    *(rejection.begins_with_its_weights, rejection.nothing_is_lost, regenerated.goes_on_from_its_step),
+    *(preference_reference.starts_at_reference, preference_loss_checks.shift_is),
+    *(
+        reward_model_checks.score_reaches,
+        reward_model_checks.sides_share_their_prompt,
+        reward_model_checks.reads_the_end,
+    ),
+    *(
+        reward_model_scores.holds_what_was_trained,
+        reward_model_scores.reads_the_last_token,
+        reward_model_scores.scores_hold,
+    ),
+    *(
+        generative_judge_checks.shows_no_verdict,
+        generative_judge_checks.order_is_random,
+        generative_judge_checks.votes_are_counted,
+    ),
+    *(implicit_reward_checks.scored_first, implicit_reward_checks.scored_alone, implicit_reward_checks.outcomes_agree),
+    *(online_checks.tokens_are_as_sampled, online_checks.opponents_play, online_checks.opponent_says),
+    *(
+        rejection_checks.kept_was_played,
+        rejection_checks.kept_passes,
+        rejection_checks.kept_once,
+        rejection_checks.imitates_kept,
+    ),
+    *(expert_checks.every_token_has_its_experts, expert_checks.choices_are_the_samplers, expert_checks.learner_follows),
+    *(expert_checks.experts_learn, expert_checks.experts_moved),
+    *(
+        rejection_checks.begins_with_its_weights,
+        rejection_checks.nothing_is_lost,
+        regeneration_checks.goes_on_from_its_step,
+    ),
 )
 SECOND_OPINIONS = (
-    credit.everyone_is_scored,
-    credit.StepCreditAudit,
-    loss.loss_agrees,
-    loss.entropy_and_value_agree,
-    preference_loss.preference_loss_agrees,
-    ranking.loss_is,
-    outcomes.outcome_loss_agrees,
-    update.update_agrees,
-    balance.balance_agrees,
+    credit_checks.everyone_is_scored,
+    credit_checks.StepCreditAudit,
+    loss_checks.loss_agrees,
+    loss_checks.entropy_and_value_agree,
+    preference_loss_checks.preference_loss_agrees,
+    reward_model_checks.loss_is,
+    implicit_reward_checks.outcome_loss_agrees,
+    update_checks.update_agrees,
+    expert_balance_checks.balance_agrees,
 )
 """What the page lists of `posttrain/checks`."""
 BEFORE = (
-    synthetic.agrees_on_synthetic_batch,
-    synthetic.points_uphill,
-    preference_loss.agrees_on_synthetic_judgements,
+    synthetic_loss.agrees_on_synthetic_batch,
+    synthetic_loss.points_uphill,
+    preference_loss_checks.agrees_on_synthetic_judgements,
 )
 HEALTHY_STEPS = 12
 MODES = ("free-running", "deterministic")
@@ -173,7 +199,7 @@ def healthy(name: str, seed: int, model: Path, folder: Path, *words: str) -> Hea
         tripped = f"rule {found.detector}" if found else ""
     except PosttrainError as error:
         tripped = str(error)
-    gauges = [s.gauges for s in reader.steps(out)]
+    gauges = [s.gauges for s in run_reader.steps(out)]
 
     def worst(gauge: str) -> float | None:
         return max((g[gauge].mean for g in gauges if gauge in g), default=None)
@@ -243,7 +269,7 @@ def cost(folder: Path) -> dict[str, float]:
         posttrain.run("arithmetic", *words, out=folder / "cost", quiet=True)
     phases = {
         s.index: [x for name, x in s.clock.items() if "/" not in name]
-        for s in reader.steps(folder / "cost")
+        for s in run_reader.steps(folder / "cost")
         if s.stage == "rl"
     }
     taken = {index: sum(seconds) for index, seconds in phases.items()}
@@ -348,7 +374,7 @@ def ahead_words(caught: dict[str, Any], stale: dict[str, Any]) -> list[str]:
 
 def coverage() -> dict[str, list[str]]:
     """Algorithms of the ladder whose loss, and whose value and entropy terms, have a second opinion."""
-    batch, logp, _ = synthetic._synthetic()
+    batch, logp, _ = synthetic_loss._synthetic()
     return {
         "loss": [
             a.name for a in LADDER.values() if demand(a, batch, logp.astype(float)) is not None and plain(a.aggregate)
@@ -515,10 +541,11 @@ def page(data: dict[str, Any]) -> str:
             " number although its verifier failed."
         ),
         "",
-        "**Before the first step** (`posttrain/api/proofs.py`, `posttrain/checks/synthetic.py`):",
+        "**Before the first step** (`posttrain/build/preflight_checks.py`,"
+        " `posttrain/checks/learning/synthetic_loss.py`):",
         "",
         *table(
-            [(f"`{n}`", t) for n, t in functions(proofs) if n != "prove_start"]
+            [(f"`{n}`", t) for n, t in functions(preflight_checks) if n != "prove_start"]
             + [(f"`{f.__name__}`", summary(f)) for f in BEFORE],
             "check",
             "what holds",
@@ -534,18 +561,18 @@ def page(data: dict[str, Any]) -> str:
             "what holds",
         ),
         (
-            "**A second opinion** (`posttrain/checks/credit.py`, `loss.py`, `update.py`),"
+            "**A second opinion** (`posttrain/checks/learning/credit_checks.py`, `loss.py`, `update.py`),"
             f" {summary(due).split(': ')[1]} Credit, weights and the loss are computed again from their definitions by"
             " code that shares nothing with what trained:"
         ),
         "",
         *table([(f"`{f.__name__}`", summary(f)) for f in SECOND_OPINIONS], "check", "what holds"),
-        "**In every search** at inference (`posttrain/search/audit.py`, [search](search.md)):",
+        "**In every search** at inference (`posttrain/search/search_checks.py`, [search](search.md)):",
         "",
-        *table([(f"`{n}`", t) for n, t in functions(audit)], "check", "what holds"),
-        "**Live rules** (`posttrain/diagnose/rules.py`) read the record and warn in its notes:",
+        *table([(f"`{n}`", t) for n, t in functions(search_checks)], "check", "what holds"),
+        "**Live rules** (`posttrain/diagnose/rules/all_rules.py`) read the record and warn in its notes:",
         "",
-        *table([(f"`{n}`", summary(f)) for n, f in rules.RULES.items()], "rule", "when it speaks"),
+        *table([(f"`{n}`", summary(f)) for n, f in all_rules.RULES.items()], "rule", "when it speaks"),
         (
             f"Watching costs {cost_['share']:.1%} of the recipe `arithmetic` (grpo, {cost_['steps']:.0f} steps,"
             f" {cost_['begin_seconds']:.2f} s of it before the first), {cost_['share_plain']:.1%} at steps after the"
@@ -570,10 +597,12 @@ def page(data: dict[str, Any]) -> str:
             if tripped
             else ""
         )
-        + f". Largest difference between the loss and its second opinion {max(gaps):.1e} (bound {loss.LOSS_BOUND:g}),"
+        + f". Largest difference between the loss and its second opinion {max(gaps):.1e}"
+        f" (bound {loss_checks.LOSS_BOUND:g}),"
         f" of a log-prob between sampler and learner {max(r['logp_gap'] for r in runs):.1e} (bound"
-        f" {rounding.LEAST['float32'].worst:g}), of a first update {max(r['update_gap'] or 0 for r in runs):.1e}"
-        f" learning rates (bound {update.UPDATE_BOUND:g}).",
+        f" {logprob_tolerance.LEAST['float32'].worst:g}), of a first update"
+        f" {max(r['update_gap'] or 0 for r in runs):.1e}"
+        f" learning rates (bound {update_checks.UPDATE_BOUND:g}).",
         "",
         f"Algorithms: {', '.join(HEALTHY)}.",
         "",

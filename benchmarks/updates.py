@@ -53,10 +53,10 @@ from benchmarks.updates_regions import (
     Prediction,
     drift_correlation,
 )
-from posttrain.core import reader
-from posttrain.core.algorithm import Algorithm
+from posttrain.config.run import Run
 from posttrain.core.gauge import Step
-from posttrain.core.run import Run
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.record import run_reader
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/updates.json"
@@ -131,7 +131,7 @@ def play(arm: str, rate: str, seed: int, model: Path, folder: Path, steps: int |
     except posttrain.PosttrainError as error:
         stopped = str(error).split(":")[0][:80]
         print(f"{arm} {rate} {seed}: {error}", flush=True)
-    lines, before = reader.steps(out), list(accuracies(out, 0).values())
+    lines, before = run_reader.steps(out), list(accuracies(out, 0).values())
     after = [] if stopped else list(accuracies(out, run.stages[-1].steps).values())
     learned = [s for s in lines if "policy/ratio" in s.gauges]
     solved = [s.gauges["rollout/solved"].mean for s in learned]

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.ladder import DR_GRPO, GRPO, IW_OPD, M2PO, MOPD, OPD, OTB, PPO, V_TRACE, VCPO
-from posttrain.core.pieces.baseline import GroupMean
-from posttrain.core.pieces.pull import TokenL2
-from posttrain.core.pieces.trust import Cap, Clip, Divergence, Geometric, Hump, Soft
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import GroupMean
+from posttrain.ladder.pieces.pull import TokenL2
+from posttrain.ladder.pieces.trust_region import Cap, Clip, Divergence, Geometric, Hump, Soft
+from posttrain.ladder.policy_rows import DR_GRPO, GRPO, IW_OPD, M2PO, MOPD, OPD, OTB, PPO, V_TRACE, VCPO
 
 PROMPTS, SIBLINGS, MINIBATCHES, EPOCHS, STEPS = 8, 8, 4, 4, 12
 """Each step 64 answers, and 16 optimizer steps on them."""

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.updates_regions import Figures, Prediction
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.ladder import A3PO, AIPO, DECOUPLED, GRPO, ICEPOP, M2PO, TIS, V_TRACE, VCPO
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.policy_rows import A3PO, AIPO, DECOUPLED, GRPO, ICEPOP, M2PO, TIS, V_TRACE, VCPO
 
 STALENESS = 4
 RATE = 5e-4

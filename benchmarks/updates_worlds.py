@@ -20,19 +20,19 @@ import posttrain
 from benchmarks import hints
 from benchmarks.from_start import start
 from benchmarks.updates_regions import CLIP, Figures, Prediction
+from posttrain.config.env import Env
+from posttrain.config.run import Optimizer, Reinforce, Run, Supervised
 from posttrain.core import seeds
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.env import Env
-from posttrain.core.ladder import DR_GRPO, ECHO, EMA, PRIME_RL, RAE, SDFT, SDPO
-from posttrain.core.pieces.baseline import Ema
-from posttrain.core.pieces.moving import SourceEma
 from posttrain.core.ports import Attempt, Talk
-from posttrain.core.run import Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.generated import GeneratedTasks
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import Ema
+from posttrain.ladder.pieces.source_ema import SourceEma
+from posttrain.ladder.policy_rows import DR_GRPO, ECHO, EMA, PRIME_RL, RAE, SDFT, SDPO
 from posttrain.recipe.recipes import recipe
 
 MOST = 3

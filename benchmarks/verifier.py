@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from side import machine
 
 from posttrain.core.types import Task
-from posttrain.sandbox.choose import choose
-from posttrain.sandbox.pool import Sandbox
-from posttrain.sandbox.port import Call, ProgramLimits
-from posttrain.sandbox.worker import SandboxWorker
-from posttrain.verifier.math.source import math_source
+from posttrain.sandbox.open_sandbox import choose
+from posttrain.sandbox.sandbox_pool import Sandbox
+from posttrain.sandbox.sandbox_types import Call, ProgramLimits
+from posttrain.sandbox.sandbox_worker import SandboxWorker
+from posttrain.verifier.math.math_reward import math_source
 
 RESULTS = Path(__file__).parent / "results" / "verifier.json"
 SMALL = "print(sum(range(10)))"

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.core.engines import GIB
-from posttrain.core.run import Model
+from posttrain.config.engines import GIB
+from posttrain.config.run import Model
 from posttrain.core.sampling import Sampling
-from posttrain.core.visible import tell
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import load_policy
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import load_policy
 from posttrain.engine.vllm.inprocess import VLLMEngine
-from posttrain.role.transport import whole_tensors
+from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.system.terminal_output import tell
 
 SIZES = {
     "1m": Model(hidden=128, layers=4, heads=4, kv_heads=2, ffn=384, context=512),

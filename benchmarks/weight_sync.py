@@ -37,14 +37,14 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.grpo_work import SIZES, save_checkpoint
 from benchmarks.side import machine
-from posttrain.engine.embedded.weights import replace_weights
-from posttrain.engine.models import served_tensors
-from posttrain.engine.parcel.carrier import Carrier
-from posttrain.engine.parcel.collective import CollectiveCarrier
-from posttrain.engine.parcel.receiver import ParcelReceiver
-from posttrain.engine.parcel.sender import ParcelSender
-from posttrain.engine.parcel.shared import SharedCarrier
-from posttrain.engine.parcel.shared_folder import FolderCarrier
+from posttrain.engine.embedded.load_weights import replace_weights
+from posttrain.engine.model.policy_model import served_tensors
+from posttrain.engine.transfer.carrier import Carrier
+from posttrain.engine.transfer.collective import CollectiveCarrier
+from posttrain.engine.transfer.receiver import ParcelReceiver
+from posttrain.engine.transfer.sender import ParcelSender
+from posttrain.engine.transfer.shared_folder import FolderCarrier
+from posttrain.engine.transfer.shared_memory import SharedCarrier
 
 RESULTS = Path(__file__).parent / "results" / "weight_sync.json"
 PAGE = Path(__file__).parents[1] / "docs" / "weight-sync.md"

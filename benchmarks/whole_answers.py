@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from posttrain.controller.stages.reinforce import ReinforceDriver
 from posttrain.core.sampling import Sampling
 from posttrain.role.group_queue import GroupQueue, GroupSource
-from posttrain.role.prompts import Prompts
+from posttrain.role.prompt_order import Prompts
+from posttrain.stages.reinforce.reinforce_stage import ReinforceDriver
 
 
 @contextmanager

@@ -18,31 +18,31 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.version import VERSION as __version__
+from posttrain.system.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from posttrain.api.ablate import ablate
-    from posttrain.api.check import check
-    from posttrain.api.compare import compare
-    from posttrain.api.handed import prompts
     from posttrain.api.main import evaluate, export, run
-    from posttrain.api.plots import plot
-    from posttrain.api.result import load
-    from posttrain.api.summary import summarize
-    from posttrain.core.errors import PosttrainError
+    from posttrain.build.request.user_objects import prompts
+    from posttrain.evaluate.ablation.ablation import ablate
+    from posttrain.evaluate.check_environment import check
+    from posttrain.report.compare_runs import compare
+    from posttrain.report.plots import plot
+    from posttrain.report.run_result import load
+    from posttrain.report.run_summary import summarize
+    from posttrain.system.errors import PosttrainError
 
 _PLACES = {
     "run": "posttrain.api.main",
     "evaluate": "posttrain.api.main",
     "export": "posttrain.api.main",
-    "prompts": "posttrain.api.handed",
-    "load": "posttrain.api.result",
-    "ablate": "posttrain.api.ablate",
-    "check": "posttrain.api.check",
-    "compare": "posttrain.api.compare",
-    "plot": "posttrain.api.plots",
-    "summarize": "posttrain.api.summary",
-    "PosttrainError": "posttrain.core.errors",
+    "prompts": "posttrain.build.request.user_objects",
+    "load": "posttrain.report.run_result",
+    "ablate": "posttrain.evaluate.ablation.ablation",
+    "check": "posttrain.evaluate.check_environment",
+    "compare": "posttrain.report.compare_runs",
+    "plot": "posttrain.report.plots",
+    "summarize": "posttrain.report.run_summary",
+    "PosttrainError": "posttrain.system.errors",
 }
 
 __all__ = [

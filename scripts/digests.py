@@ -93,9 +93,9 @@ def _imitated(stage: str, steps: int) -> tuple[str, ...]:
 
 def _first_steps(stage: Any) -> tuple[str, ...]:
     """Settings that cut a stage of a recipe to its first steps, by its kind."""
-    from posttrain.core.rejection import Rejection
-    from posttrain.core.run import Reinforce
-    from posttrain.core.step_labels import StepLabeling
+    from posttrain.config.run import Reinforce
+    from posttrain.config.stages.rejection import Rejection
+    from posttrain.config.stages.step_labels import StepLabeling
 
     if isinstance(stage, Reinforce):
         return tuple(w.replace("rl.", f"{stage.name}.", 1) for w in RL)
@@ -128,7 +128,7 @@ SEVERAL_TURNS = ("mt_grpo", "gigpo")
 
 def algorithms() -> Iterator[Play]:
     """Two steps of two minibatches of every algorithm: the second minibatch is off policy."""
-    from posttrain.core.ladder import LADDER
+    from posttrain.ladder.policy_rows import LADDER
 
     steps = (
         "rl.steps=2",

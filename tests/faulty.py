@@ -17,35 +17,35 @@ from pathlib import Path
 from typing import Any, Literal
 
 import posttrain
-from posttrain.api.generative_judges import generative_judge
-from posttrain.api.meta_rows import asked, meta_rows
-from posttrain.api.reward_models import reward_member
-from posttrain.api.searched import evaluate_searches
-from posttrain.core import reader
-from posttrain.core.asker import asker
-from posttrain.core.env import Reward
-from posttrain.core.errors import PosttrainError
+from posttrain.build.build_judges import generative_judge
+from posttrain.build.build_reward_models import reward_member
+from posttrain.config.env import Reward
+from posttrain.config.placement import Processes
+from posttrain.config.reward_head import HeadShape
+from posttrain.config.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
+from posttrain.config.stages.preference_settings import OnlinePreference, Preference
+from posttrain.config.stages.rejection import RFT, STAR, Regenerate, Rejection
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.step_labels import StepLabeling
+from posttrain.core.exchange.request_owner import asker
 from posttrain.core.gauge import Step
-from posttrain.core.ladder import GRPO_PROCESS, PRIME
-from posttrain.core.placement import Processes
 from posttrain.core.ports import Talk
-from posttrain.core.preference_stage import OnlinePreference, Preference
-from posttrain.core.rejection import RFT, STAR, Regenerate, Rejection
-from posttrain.core.reward_head import HeadShape
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
-from posttrain.core.step_labels import StepLabeling
 from posttrain.core.types import Stop, Task
-from posttrain.engine.heads import RewardHead
-from posttrain.engine.models import prepared
-from posttrain.engine.reward_folder import write_reward_model
-from posttrain.engine.tiny import build_module
-from posttrain.engine.vocabulary import characters, raw_bytes
+from posttrain.engine.files.reward_folder import write_reward_model
+from posttrain.engine.head.value_heads import RewardHead
+from posttrain.engine.model.built_tokenizers import characters, raw_bytes
+from posttrain.engine.model.policy_model import prepared
+from posttrain.engine.model.tiny_models import build_module
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.make import environment
+from posttrain.evaluate.evaluate_search import evaluate_searches
 from posttrain.faults import Fault, planted
+from posttrain.ladder.policy_rows import GRPO_PROCESS, PRIME
+from posttrain.record import run_reader
+from posttrain.role.judges.meta_rows import asked, meta_rows
+from posttrain.system.errors import PosttrainError
 from tests import families
 from tests.tiny import MODEL, tiny_run
 
@@ -56,7 +56,7 @@ BOUND = 2
 """By how many steps samples may be older in runs of faults between asking and learning."""
 AHEAD = ("ahead", "ahead_resume")
 RESUMED = ("resume", "ahead_resume")
-COMPARED = "posttrain.core.ranks"
+COMPARED = "posttrain.core.exchange.ranks"
 """Where values of ranks are compared for a check, which is what caught the fault."""
 ELSEWHERE = ("worlds", "fickle")
 OVER_RANKS = {"ranks": "rows", "rank_experts": "experts"}
@@ -413,7 +413,7 @@ def _caught_labelling(fault: Fault, model: Path, folder: Path) -> Caught | None:
     """What caught a fault of the rows for a meta reward model, which a trained judge's votes about pairs become."""
     made = model.parent / "judge-votes"
     _judging(smallest(None, model, folder), "votes", model.parent)
-    run = reader.run_file(made).run
+    run = run_reader.run_file(made).run
     judge = generative_judge(run, Reward(function=f"judge:{made}"), 0.0, reward_member)
     world = environment(run.env, run.seed)
     votes = asyncio.run(asked(judge, [world.train.task(10**6 + i) for i in range(24)], 4))
@@ -440,7 +440,7 @@ def reached(out: Path, error: BaseException) -> int:
     inside = {"learn", "learn_from", "ask", "imitate", "_learn", "_ask"} & {
         f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)
     }
-    steps = reader.steps(out) if (out / "run.json").exists() else []
+    steps = run_reader.steps(out) if (out / "run.json").exists() else []
     if steps and _between_stages(out, steps[-1]):
         return 0
     # the broken step is the last of them
@@ -450,7 +450,7 @@ def reached(out: Path, error: BaseException) -> int:
 
 def _between_stages(out: Path, last: Step) -> bool:
     """Whether a stage has ended and the next one has not begun: it broke before the first step of that."""
-    stages = reader.run_file(out).run.stages
+    stages = run_reader.run_file(out).run.stages
     ended = next(s for s in stages if s.name == last.stage)
     return (
         ended is not stages[-1] and last.index == ended.steps and not any(n.startswith("stopped") for n in last.notes)
@@ -459,7 +459,7 @@ def _between_stages(out: Path, last: Step) -> bool:
 
 def named(out: Path) -> Caught | None:
     """The first finding of a live rule in the notes of the record."""
-    for step in reader.steps(out):
+    for step in run_reader.steps(out):
         for note in step.notes:
             if note.startswith("rule "):
                 name, _, message = note.removeprefix("rule ").partition(": ")
@@ -475,7 +475,7 @@ def detector(error: BaseException) -> tuple[str, str]:
     name = code.co_qualname.removesuffix(".__post_init__")
     if module.startswith("posttrain.core."):
         return "type", name
-    if module in ("posttrain.api.proofs", "posttrain.checks.synthetic"):
+    if module in ("posttrain.build.preflight_checks", "posttrain.checks.learning.synthetic_loss"):
         return "proof", name
     return "canary", name
 
@@ -538,7 +538,7 @@ def _judged_anew(run: Run, folder: Path) -> Run:
 
 
 def tiny_rewards() -> tuple[Any, ...]:
-    from posttrain.core.env import Reward
+    from posttrain.config.env import Reward
 
     return (Reward(function="last_integer"),)
 

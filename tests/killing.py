@@ -21,22 +21,22 @@ import numpy as np
 import pytest
 
 from posttrain.api import main, session
-from posttrain.api.placed import EngineParts
-from posttrain.api.placed_environments import EnvironmentParts
-from posttrain.controller.interrupt import Interrupted
-from posttrain.controller.stages.reinforce import ReinforceDriver
-from posttrain.core.env import Reward
+from posttrain.build.spawn_engines import EngineParts
+from posttrain.build.spawn_environments import EnvironmentParts
+from posttrain.config.env import Reward
+from posttrain.config.run import Run
 from posttrain.core.ports import Attempt, Sampler
-from posttrain.core.run import Run
 from posttrain.core.verdict import Verdict
-from posttrain.engine.parcel import collective
+from posttrain.engine.transfer import collective
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.sandbox.choose import opened
-from posttrain.sandbox.pool import Sandbox
-from posttrain.sandbox.port import SandboxBroken, SandboxUnavailableError
+from posttrain.sandbox.open_sandbox import opened
+from posttrain.sandbox.sandbox_pool import Sandbox
+from posttrain.sandbox.sandbox_types import SandboxBroken, SandboxUnavailableError
+from posttrain.stages.interrupt import Interrupted
+from posttrain.stages.reinforce.reinforce_stage import ReinforceDriver
 from posttrain.verifier.integers import last_integer
-from posttrain.verifier.source import graded
+from posttrain.verifier.reward_source import graded
 
 KINDS = ("engine", "verifier", "guardian", "sandbox", "tracker", "environment", "learner")
 """Processes of a run under placement=processes: engines; the processes that answer for a reward function, and their

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch as patched
 
-from posttrain.api.environments import make_environment
-from posttrain.controller.stages.reinforce import ReinforceDriver
-from posttrain.core import reader, record
+from posttrain.build.build_environments import make_environment
+from posttrain.config.run import Run
 from posttrain.core.gauge import Step
 from posttrain.core.ports import Talk
-from posttrain.core.run import Run
 from posttrain.core.types import Stop, Task
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
+from posttrain.record import run_reader, step_format
 from posttrain.role.group_queue import GroupQueue, GroupSource
-from posttrain.role.prompts import Prompts
+from posttrain.role.prompt_order import Prompts
+from posttrain.stages.reinforce.reinforce_stage import ReinforceDriver
 from tests.tiny import tiny_run
 
 
@@ -57,11 +57,11 @@ def late_run(staleness: int, *, deterministic: bool = True, **rl: Any) -> Run:
 
 
 def rl_steps(folder: Path) -> list[Step]:
-    return [s for s in reader.steps(folder) if s.stage == "rl"]
+    return [s for s in run_reader.steps(folder) if s.stage == "rl"]
 
 
-def episodes_of(row: reader.EpisodeFile) -> tuple[record.Recorded, ...]:
-    return record.from_columns(record.read_columns(row.path))
+def episodes_of(row: run_reader.EpisodeFile) -> tuple[step_format.Recorded, ...]:
+    return step_format.from_columns(step_format.read_columns(row.path))
 
 
 def nothing_lost_or_doubled(folder: Path, run: Run) -> None:
@@ -69,7 +69,7 @@ def nothing_lost_or_doubled(folder: Path, run: Run) -> None:
     stage: Any = run.stages[-1]
     trained = [
         (e.episode.task.id, e.episode.visit, e.episode.sibling)
-        for row in reader.episode_files(folder)
+        for row in run_reader.episode_files(folder)
         if row.stage == "rl" and row.kind == "train"
         for e in episodes_of(row)
     ]

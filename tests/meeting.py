@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import Store
 
-from posttrain.core.errors import EngineError
-from posttrain.engine.process_ranks import joined
-from posttrain.engine.rank_orders import met
-from posttrain.engine.rank_processes import KEY
-from posttrain.engine.signed import VARIABLE
+from posttrain.engine.parallel.ranks.process_ranks import joined
+from posttrain.engine.parallel.ranks.rank_orders import met
+from posttrain.engine.parallel.ranks.rank_processes import KEY
+from posttrain.engine.parallel.ranks.signed_messages import VARIABLE
+from posttrain.system.errors import EngineError
 
 
 class DiesAfter(Store):

@@ -20,16 +20,16 @@ import pytest
 import torch
 
 from posttrain.api import main
-from posttrain.core import checkpoint as checkpoints
-from posttrain.core import reader, record
-from posttrain.core.adapter import Lora
-from posttrain.core.algorithm import patch
-from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.pull import KL
-from posttrain.core.run import Run
-from posttrain.engine.rank_processes import RankProcesses
-from posttrain.role.saved_parts import SavedTensors
-from posttrain.role.weights import OPTIMIZER, WEIGHTS
+from posttrain.config.adapter import Lora
+from posttrain.config.run import Run
+from posttrain.engine.parallel.ranks.rank_processes import RankProcesses
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.policy_rows import GRPO
+from posttrain.record import checkpoint as checkpoints
+from posttrain.record import run_reader, step_format
+from posttrain.role.weights.saved_parts import SavedTensors
+from posttrain.role.weights.saved_weights import OPTIMIZER, WEIGHTS
 from tests.tiny import tiny_run
 
 BOUND = 5e-5
@@ -73,8 +73,8 @@ def said(folder: Path) -> list[tuple[str, str, Any]]:
     rewards are)."""
     return [
         (row.path.name, name, column.tobytes())
-        for row in reader.episode_files(folder)
-        for name, column in sorted(record.read_columns(row.path).items())
+        for row in run_reader.episode_files(folder)
+        for name, column in sorted(step_format.read_columns(row.path).items())
         if name in ("ids", "mask", "length", "advantage")
     ]
 
@@ -91,7 +91,7 @@ def same_bits(a: Path, b: Path) -> None:
     """Weights, optimizer and record."""
     one, other = tensors(a), tensors(b)
     assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
-    assert reader.record_digest(a) == reader.record_digest(b)
+    assert run_reader.record_digest(a) == run_reader.record_digest(b)
 
 
 def is_that_of_one_process(whole: Path, folder: Path) -> None:
@@ -102,8 +102,8 @@ def is_that_of_one_process(whole: Path, folder: Path) -> None:
     assert {n: (t.dtype, t.shape) for n, t in tensors(whole).items()} == {
         n: (t.dtype, t.shape) for n, t in tensors(folder).items()
     }
-    assert [s.index for s in reader.steps(folder)] == [s.index for s in reader.steps(whole)]
-    assert not [n for s in reader.steps(folder) for n in s.notes if n.startswith(("stopped", "rule "))]
+    assert [s.index for s in run_reader.steps(folder)] == [s.index for s in run_reader.steps(whole)]
+    assert not [n for s in run_reader.steps(folder) for n in s.notes if n.startswith(("stopped", "rule "))]
 
 
 # --- lost processes ---------------------------------------------------------------------------------------------------

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.api import main, session
-from posttrain.controller.rank_lead import RankLead
-from posttrain.core.engines import VLLM
-from posttrain.core.placement import Processes
-from posttrain.core.run import Model, Optimizer, Run
-from posttrain.engine import gather
-from posttrain.engine.models import load_policy
+from posttrain.config.engines import VLLM
+from posttrain.config.placement import Processes
+from posttrain.config.run import Model, Optimizer, Run
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.engine.parallel import gather
 from posttrain.engine.vllm import worker_parts
 from posttrain.role.sync import Sync
+from posttrain.stages.ranks.rank_lead import RankLead
 from tests.over_ranks import run_of
 
 SIZES: dict[str, Model] = {

@@ -24,14 +24,14 @@ from benchmarks.side import ROOT, Worker
 from benchmarks.updates_regions import ARMS
 from benchmarks.updates_worlds import Nim
 from benchmarks.whole_answers import whole_answers
-from posttrain.core import reader
+from posttrain.config.reward_head import HeadShape
+from posttrain.config.run import Optimizer
 from posttrain.core.gauge import merge
-from posttrain.core.reward_head import HeadShape
-from posttrain.core.run import Optimizer
 from posttrain.core.types import Task
-from posttrain.engine import native
-from posttrain.engine.heads import RewardHead
-from posttrain.environment.scripted import ScriptedPolicy
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.head.value_heads import RewardHead
+from posttrain.environment.scripted_policy import ScriptedPolicy
+from posttrain.record import run_reader
 from tests import faulty
 from tests.late import Late, episodes_of, late_run
 
@@ -97,7 +97,7 @@ def test_the_head_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     monkeypatch.setattr(sys, "argv", ["head.py", "--quick"])
     head.main()
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    forms = {"torch", "naive"} | ({"compiled"} if not native.missing() else set[str]())
+    forms = {"torch", "naive"} | ({"compiled"} if not compile_native.missing() else set[str]())
     assert {(x["vocabulary"], x["form"]) for x in told} == {(v, f) for v in (258, 20_000) for f in forms}
     assert all(x["forward_backward"] > x["forward"] > 0 and x["peak_mib"] > 0 for x in told)
 
@@ -178,7 +178,7 @@ def test_arms_of_several_updates_part(tmp_path: Path) -> None:
             optimizer=Optimizer(lr=2e-3, warmup=0),
         )
         posttrain.run(run, out=tmp_path / arm, quiet=True)
-        gauges = merge(*(s.gauges for s in reader.steps(tmp_path / arm) if "policy/ratio" in s.gauges))
+        gauges = merge(*(s.gauges for s in run_reader.steps(tmp_path / arm) if "policy/ratio" in s.gauges))
         found[arm] = {name: gauge.mean for name, gauge in gauges.items()}
     silent = {arm: f["policy/clip_low"] + f["policy/clip_high"] for arm, f in found.items()}
     assert silent["no_clip"] == silent["seq_is"] == 0 < silent["clip"] < 0.4 < silent["gspo"], silent
@@ -317,7 +317,7 @@ def test_new_weights_wait_for_whole_answers(tmp_path: Path, monkeypatch: pytest.
         with whole_answers(wanted):
             run = late_run(1, steps=4, deterministic=False, eval_every=0, checkpoint_every=0)
             folder = posttrain.run(run, out=tmp_path / str(wanted), quiet=True).folder
-        rows = [r for r in reader.episode_files(folder) if (r.stage, r.kind) == ("rl", "train")]
+        rows = [r for r in run_reader.episode_files(folder) if (r.stage, r.kind) == ("rl", "train")]
         said = [e.episode.segments for r in rows for e in episodes_of(r)]
         mixed[wanted] = [len({int(v) for s in segments for v in s.version[s.mask]}) > 1 for segments in said]
     assert len(mixed[True]) == len(mixed[False]) == 4 * 4 * 4

@@ -41,7 +41,7 @@ def test_every_pattern_names_a_file_and_every_room_exists() -> None:
 
 
 def test_what_a_change_touches_comes_first_and_the_order_repeats() -> None:
-    change = {"posttrain/sandbox/pool.py"}
+    change = {"posttrain/sandbox/sandbox_pool.py"}
     names = [s["name"] for s in ci.ordered(SUITES, change, 7)]
     about = sum(ci.touched(s, change) for s in SUITES)
     assert 0 < about < len(SUITES) and all(ci.touched(s, change) for s in ci.ordered(SUITES, change, 7)[:about])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.api.overrides import apply
-from posttrain.core.step_labels import StepLabeling
+from posttrain.config.overrides import apply
+from posttrain.config.stages.step_labels import StepLabeling
 from posttrain.recipe.recipes import RECIPES
 from scripts import digests
 from scripts.digests import Difference, Play, compare, play, told

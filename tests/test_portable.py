@@ -34,19 +34,19 @@ LINUX = {
 PLACES = re.compile(r"^/(proc|sys|dev/shm)(/|$)")
 
 GUARDED = {
-    "posttrain/sandbox/": "sandboxes are for Linux; sandbox/choose.py refuses elsewhere before anything of it runs",
-    "posttrain/core/lifetime.py": "calls prctl on Linux alone",
-    "posttrain/core/machine.py": "asks hasattr first, and reads /proc and /sys where they are",
+    "posttrain/sandbox/": "for Linux; sandbox/open_sandbox.py refuses elsewhere before anything of it runs",
+    "posttrain/system/child_lifetime.py": "calls prctl on Linux alone",
+    "posttrain/system/machine.py": "asks hasattr first, and reads /proc and /sys where they are",
     "posttrain/environment/tools/fair_queue.py": "asks hasattr first",
-    "posttrain/engine/vllm/start.py": "takes /dev/shm where there is one",
-    "posttrain/role/memory.py": "reads /proc where it may, and asks getrusage elsewhere",
+    "posttrain/engine/vllm/start_vllm.py": "takes /dev/shm where there is one",
+    "posttrain/role/memory_peaks.py": "reads /proc where it may, and asks getrusage elsewhere",
     "posttrain/verifier/workers/guardian.py": "calls prctl on Linux, and watches its parent elsewhere",
-    "posttrain/api/placed.py": "core.placement.check_machine refuses cores where none can be pinned",
-    "posttrain/api/placed_environments.py": "asks hasattr first",
-    "posttrain/engine/rank_processes.py": "reads /proc where it is; else the state of a process is not told",
-    "posttrain/engine/parcel/shared.py": "lists the blocks where the system can, and names the folder in a message",
+    "posttrain/build/spawn_engines.py": "core.placement.check_machine refuses cores where none can be pinned",
+    "posttrain/build/spawn_environments.py": "asks hasattr first",
+    "posttrain/engine/parallel/ranks/rank_processes.py": "reads /proc where it is; else no state is told",
+    "posttrain/engine/transfer/shared_memory.py": "lists the blocks where the system can, and names the folder",
     "posttrain/engine/pool/engine_process.py": "pins where cores are asked for; core.placement refuses them elsewhere",
-    "posttrain/engine/pool/hosted.py": "reads /proc where it is; else the memory is not told",
+    "posttrain/engine/pool/worker_side.py": "reads /proc where it is; else the memory is not told",
     "posttrain/engine/vllm/launch.py": "calls prctl on Linux alone",
 }
 

@@ -144,7 +144,8 @@ def test_the_test_itself_finds_what_is_gone() -> None:
         "`core/gone.py`, posttrain.core.gone, `posttrain.core.types.Gone`, role.events.Gone, `Group.gone`, `GoneCheck`,"
         " tests/test_ci.py::test_gone, [x](gone.md), `make gone`, tests/rooms/test_{book,gone}.py, and what is there:"
         " `core/types.py`, posttrain.core.types.Group.mixed, `Group.mixed`, [x](recipes.md), `make lint`,"
-        " tests/rooms/test_{book,pages}.py, `engine/occupancy`, `GroupMean`, `role/`, python -m posttrain.api.pages"
+        " tests/rooms/test_{book,pages}.py, `engine/occupancy`, `GroupMean`, `role/`,"
+        " python -m scripts.site.generated_pages"
     )
     assert {x.split(": ")[0] for x in wrong(text, ROOT / "docs" / "recipes.md")} == {
         "core/gone.py",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.ladder import LADDER
+from posttrain.ladder.policy_rows import LADDER
 from scripts.site.drawings import DRAWINGS, QUESTIONS
 from scripts.site.examples import FIRST, LAST, TITLE, cut
 from scripts.site.pages import SiteError, Stage, outline, place, read_pages, relative, slug
@@ -105,7 +105,7 @@ def test_links_turn_into_those_of_the_site() -> None:
         "law 3 [d](nowhere)",
         "```",
     ]
-    assert stage.sources == {"posttrain/core/ladder.py"}
+    assert stage.sources == {"posttrain/ladder/policy_rows.py"}
     with pytest.raises(SiteError, match="neither a page nor a file"):
         stage.text("[x](gone.md)", "docs/recipes.md", "recipes")
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.api.overrides import address, surface, value
-from posttrain.core.run import Run
-from posttrain.core.tree import from_plain, to_plain
+from posttrain.config.overrides import address, surface, value
+from posttrain.config.run import Run
 from posttrain.recipe.recipes import RECIPES, recipe
+from posttrain.system.dataclass_json import from_plain, to_plain
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -21,27 +21,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.losses import Likelihood, PolicyLoss
-from posttrain.algorithm.objective import Terms, objective
-from posttrain.algorithm.preference import PreferenceLoss
-from posttrain.algorithm.preference_whole import prepared
-from posttrain.algorithm.streams import streams
-from posttrain.core.algorithm import Algorithm
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.loss.losses import Likelihood, PolicyLoss
+from posttrain.algorithm.loss.objective import Terms, objective
+from posttrain.algorithm.loss.torch_streams import streams
+from posttrain.algorithm.preference.preference_loss import PreferenceLoss
+from posttrain.algorithm.preference.preference_minibatch import prepared
+from posttrain.config.run import Model, Optimizer, Reinforce
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.ladder import LADDER
-from posttrain.core.preference_ladder import DPO
-from posttrain.core.run import Model, Optimizer, Reinforce
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Credit, Scored, ScoredGroup
-from posttrain.core.scores import TokenScores
 from posttrain.core.streams import REFERENCE, SIDE, START, VALUE, WEIGHT
 from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.engine.learner import FrozenScorer, HFLearner
-from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.role.demonstrate import imitated
+from posttrain.engine.learner.learner import FrozenScorer, HFLearner
+from posttrain.engine.model.policy_model import Policy, load_policy
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.ladder.preference_rows import DPO
+from posttrain.role.learning.demonstrations import imitated
 from posttrain.role.pack import pack
 from posttrain.role.score import score
 from posttrain.role.trainer import Trainer

@@ -32,7 +32,7 @@ NAMES = {
 """Import names that are not the names of their packages."""
 OWN_ENVIRONMENT = {
     "vllm": "has an environment of its own (constraints-vllm.txt)",
-    "triton": "comes with torch for CUDA; engine/triton_tiles.py is imported only where it is",
+    "triton": "comes with torch for CUDA; engine/head/triton_tiles.py is imported only where it is",
     "mpi4py": "",
     "pandas": "the user's",
 }

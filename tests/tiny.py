@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.api.build import facts, make_parts, make_policy
-from posttrain.api.environments import make_environment
-from posttrain.api.target import keep_policy
-from posttrain.api.torch_settings import use_threads
-from posttrain.controller.interrupt import Stopper
-from posttrain.controller.parts import RunParts
-from posttrain.controller.stages import Progress, StageResult, Stages
-from posttrain.core.book import Book
-from posttrain.core.ladder import GRPO
-from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
+from posttrain.build.build_environments import make_environment
+from posttrain.build.build_run import facts, make_parts, make_policy
+from posttrain.build.open_model import keep_policy
+from posttrain.config.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
+from posttrain.engine.learner.torch_settings import use_threads
+from posttrain.ladder.policy_rows import GRPO
+from posttrain.record.run_folder import Book
+from posttrain.stages import Progress, StageResult, Stages
+from posttrain.stages.interrupt import Stopper
+from posttrain.stages.run_parts import RunParts
 
 MODEL = Model(hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, context=64)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.trust import Clip
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.trust_region import Clip
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.answers import Answers, ask, siblings
 from posttrain.toy.policies import TabularPolicy
 from posttrain.toy.training import ToyTrainer, credit_by_pattern

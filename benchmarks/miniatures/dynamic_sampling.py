@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, first_at_least
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import DAPO
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import DAPO
 from posttrain.toy.answers import Answers, ask, siblings
 from posttrain.toy.policies import NetworkPolicy
 from posttrain.toy.sums import Sums

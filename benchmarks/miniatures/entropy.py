@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import CLIP_COV, GRPO, KL_COV
-from posttrain.core.pieces.token import ClipCov, KlCov
-from posttrain.core.pieces.trust import Clip
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.token_choice import ClipCov, KlCov
+from posttrain.ladder.pieces.trust_region import Clip
+from posttrain.ladder.policy_rows import CLIP_COV, GRPO, KL_COV
 from posttrain.toy.answers import ask, said_logp, siblings
 from posttrain.toy.sums import Sums
 from posttrain.toy.training import ToyTrainer, credit_by_pattern

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import RLOO
-from posttrain.core.pieces.pull import KL
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.policy_rows import RLOO
 from posttrain.toy.answers import ask, logp_of
 from posttrain.toy.policies import TabularPolicy
 from posttrain.toy.training import ToyTrainer, credit_in_full

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.miniatures.few_prompts import ARMS, TRAINED, WORLD, K
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
-from posttrain.core.algorithm import Algorithm
+from posttrain.ladder.algorithm import Algorithm
 from posttrain.toy.answers import ask, siblings
 from posttrain.toy.training import ToyTrainer, credit_by_pattern
 

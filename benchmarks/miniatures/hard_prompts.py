@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import GRPO, MAXRL, RLOO
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import GRPO, MAXRL, RLOO
 from posttrain.toy.answers import ask, siblings
 from posttrain.toy.policies import TabularPolicy
 from posttrain.toy.training import batch_of, credit_by_pattern, loss_of

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
-from posttrain.algorithm.credit import credit_step, without_credit
-from posttrain.algorithm.minibatch import IMITATE
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import PPO, VAPO
-from posttrain.core.pieces.baseline import Value
+from posttrain.algorithm.credit.step_credit import credit_step, without_credit
+from posttrain.algorithm.loss.minibatch_streams import IMITATE
 from posttrain.core.scored import Credit
 from posttrain.core.streams import RETURN, VALUE
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.baseline import Value
+from posttrain.ladder.policy_rows import PPO, VAPO
 from posttrain.toy.answers import Answers, ask, groups_of
 from posttrain.toy.policies import TabularPolicy
 from posttrain.toy.training import batch_of, loss_of

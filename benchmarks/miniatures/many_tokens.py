@@ -11,11 +11,11 @@ import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
 from benchmarks.miniatures.mismatch import noise
-from posttrain.algorithm.credit import whitened
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import DPPO, GRPO, REINFORCE_PP
-from posttrain.core.pieces.baseline import ToGo
-from posttrain.core.pieces.correction import Mask, Truncate
+from posttrain.algorithm.credit.step_credit import whitened
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.baseline import ToGo
+from posttrain.ladder.pieces.correction import Mask, Truncate
+from posttrain.ladder.policy_rows import DPPO, GRPO, REINFORCE_PP
 from posttrain.toy.answers import Answers, ask, siblings
 from posttrain.toy.policies import TabularPolicy
 from posttrain.toy.training import ToyTrainer, credit_by_pattern

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import DPPO, GRPO
-from posttrain.core.pieces.correction import Mask, Truncate
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.correction import Mask, Truncate
+from posttrain.ladder.policy_rows import DPPO, GRPO
 from posttrain.toy.answers import Answers, Disturb, ask, siblings
 from posttrain.toy.policies import TabularPolicy
 from posttrain.toy.training import ToyTrainer, credit_by_pattern

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, first_at_least
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import CISPO, DAPO, DPPO, GRPO
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import CISPO, DAPO, DPPO, GRPO
 from posttrain.toy.answers import Answers, logp_of
 from posttrain.toy.policies import TabularPolicy
 from posttrain.toy.training import batch_of, loss_of

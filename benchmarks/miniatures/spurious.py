@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import GRPO
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.answers import ask, siblings
 from posttrain.toy.sums import Sums
 from posttrain.toy.training import ToyTrainer, credit_by_pattern

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import DECOUPLED, GRPO, M2PO
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import DECOUPLED, GRPO, M2PO
 from posttrain.toy.answers import ask, siblings
 from posttrain.toy.policies import NetworkPolicy
 from posttrain.toy.sums import Sums

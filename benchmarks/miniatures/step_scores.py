@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from posttrain.core.process import Aggregate, aggregated
+from posttrain.core.measure.answer_steps import Aggregate, aggregated
 
 STEPS, ANSWERS, PROMPTS, NOISE, FLOOR = 8, 8, 4000, 0.5, 1e-3
 WORLDS = {"early": (0, 1), "late": (STEPS - 2, STEPS - 1)}

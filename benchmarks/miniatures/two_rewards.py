@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, first_at_least
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import GDPO, GRPO
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import GDPO, GRPO
 from posttrain.toy.answers import Answers, ask, imitate, siblings
 from posttrain.toy.policies import NetworkPolicy
 from posttrain.toy.training import ToyTrainer, credit_by_pattern

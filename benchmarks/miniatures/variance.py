@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from posttrain.algorithm.credit import credit_step
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import EMA, REINFORCE, RLOO
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import EMA, REINFORCE, RLOO
 from posttrain.toy.answers import ask, groups_of, siblings
 from posttrain.toy.policies import TabularPolicy
 from posttrain.toy.training import batch_of, loss_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from judges import served
 
 import posttrain
-from posttrain.core.env import Env, JudgeEndpoint, Reward
+from posttrain.config.env import Env, JudgeEndpoint, Reward
 
 LETTERS = "abcdefghijklmnop"
 RUBRIC = "The answer begins with the first letter of the word: 4 points. It is friendly: up to 6 points."

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from posttrain.algorithm.trust import Push, TrustInputs, pushed
-from posttrain.core.algorithm import patch
-from posttrain.core.ladder import DR_GRPO
-from posttrain.core.pieces.checks import positive
-from posttrain.core.pieces.pull import KL
-from posttrain.core.pieces.trust import Clip, TrustRegion
+from posttrain.algorithm.loss.push_factor import Push, TrustInputs, pushed
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.pieces.refusals import positive
+from posttrain.ladder.pieces.trust_region import Clip, TrustRegion
+from posttrain.ladder.policy_rows import DR_GRPO
 
 CAUTIOUS = patch(
     DR_GRPO,

@@ -14,14 +14,14 @@ from typing import Annotated
 
 import numpy as np
 
-from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.tools.tool import Toolbox, ToolError, tool
-from posttrain.environment.tools.world import ToolWorld
-from posttrain.verifier.source import graded
+from posttrain.environment.tools.tool_world import ToolWorld
+from posttrain.system.errors import ConfigError
+from posttrain.verifier.reward_source import graded
 
 COLDEST, WARMEST = 10, 30
 

@@ -7,8 +7,8 @@ until it registers its own. A type without a function is an error that names whe
 
 from __future__ import annotations
 
-from posttrain.core.errors import InvariantError
-from posttrain.core.pieces.piece import Piece
+from posttrain.ladder.pieces.piece import Piece
+from posttrain.system.errors import InvariantError
 
 
 def missing(piece: Piece, function: str) -> InvariantError:

@@ -1,1 +1,1 @@
-"""Builds the parts of a `Run`, and holds the functions that users call."""
+"""The Python surface: `main` has run, evaluate and export; `session` is one run from its start to its end."""

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.api.measure import machine
 from posttrain.api.planned import cache_file
-from posttrain.core.version import VERSION
-from posttrain.engine.products import linear
+from posttrain.build.request.input_measures import machine
+from posttrain.engine.layers.layer_products import linear
+from posttrain.system.version import VERSION
 
 SECONDS = 1.2
 """Of each measurement."""

@@ -14,34 +14,34 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from posttrain.api.branch import TOKENIZER
-from posttrain.api.console import PlainConsole
-from posttrain.api.endpoint import EndpointOptions, evaluate_remote, is_url, refuse
-from posttrain.api.environments import make_environment
-from posttrain.api.evaluation_target import asked_run
-from posttrain.api.handed import HandedObjects, setting_words
-from posttrain.api.hub import is_hub, push, ready, repository_of
-from posttrain.api.request import RunOptions, requested
-from posttrain.api.summary import show_report
-from posttrain.api.target import check_target, run_and_checkpoint
+from posttrain.build.build_environments import make_environment
+from posttrain.build.open_model import check_target, run_and_checkpoint
+from posttrain.build.request.branch import TOKENIZER
+from posttrain.build.request.run_request import RunOptions, requested
+from posttrain.build.request.user_objects import HandedObjects, setting_words
+from posttrain.config.env import Env
+from posttrain.config.rank_limits import SECONDS, Parallel, RankOptions, torchrun_rank, under_torchrun
+from posttrain.config.run import Evaluation, Reinforce, Run
 from posttrain.core.abilities import declared
-from posttrain.core.certificate import FAILED, ExportCertificate
-from posttrain.core.checkpoint import find
-from posttrain.core.env import Env
-from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.gauge import Step
-from posttrain.core.ladders import AnyAlgorithm
-from posttrain.core.over_ranks import SECONDS, Parallel, RankOptions, torchrun_rank, under_torchrun
 from posttrain.core.ports import Environment
-from posttrain.core.reader import is_run, run_file
-from posttrain.core.run import Evaluation, Reinforce, Run
 from posttrain.core.sampling import Sampling
-from posttrain.role.evaluate import EvaluationReport
-from posttrain.role.evaluate import evaluate as measure
+from posttrain.evaluate.evaluate_endpoint import EndpointOptions, evaluate_remote, is_url, refuse
+from posttrain.evaluate.evaluation_target import asked_run
+from posttrain.ladder.both_ladders import AnyAlgorithm
+from posttrain.record.certificate import FAILED, ExportCertificate
+from posttrain.record.checkpoint import find
+from posttrain.record.run_reader import is_run, run_file
+from posttrain.report.console import PlainConsole
+from posttrain.report.export.hub import is_hub, push, ready, repository_of
+from posttrain.report.run_summary import show_report
+from posttrain.role.heldout_evaluation import EvaluationReport
+from posttrain.role.heldout_evaluation import evaluate as measure
+from posttrain.system.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
-    from posttrain.api.build import PolicyRoles
-    from posttrain.api.result import Result
+    from posttrain.build.build_run import PolicyRoles
+    from posttrain.report.run_result import Result
 
 
 def run(
@@ -91,15 +91,15 @@ def run(
     handed = HandedObjects(None if isinstance(env, str) else env, rewards, own)
     ranks = RankOptions(nproc=nproc, seconds=rank_timeout, replicas=replicas, parallel=parallel)
     if under_torchrun() and torchrun_rank() > 0:
-        from posttrain.api.ranked import follow
+        from posttrain.build.distributed_run import follow
 
         sys.exit(follow(ranks))
     flags = {"quiet": quiet, "allow_fault": allow_fault, "trust": trust, "accept_changed": accept_changed}
     options = RunOptions(out=out, resume=resume, ranks=ranks, handed=handed, on_step=on_step, **flags)
     with requested(recipe, words, options) as request:
-        from posttrain.api.result import Result
         from posttrain.api.session import open_session
-        from posttrain.api.waiting import wait
+        from posttrain.report.run_result import Result
+        from posttrain.stages.run_coroutine import wait
 
         with open_session(request) as session:
             wait(session.play(), session.stopper)
@@ -148,11 +148,11 @@ def evaluate(
     run = _evaluated(run, contract)
     with closing(make_environment(run, given)) as environment:
         _check_measurable(environment, run.env, is_url(target))
-        from posttrain.api.build import make_policy, make_roles  # imports torch: a wrong setting is told before
-        from posttrain.api.reward_models import judges_of
-        from posttrain.api.torch_settings import use_threads
-        from posttrain.api.waiting import wait
-        from posttrain.role.weights import load_average, load_weights
+        from posttrain.build.build_reward_models import judges_of
+        from posttrain.build.build_run import make_policy, make_roles  # imports torch: a wrong setting is told before
+        from posttrain.engine.learner.torch_settings import use_threads
+        from posttrain.role.weights.saved_weights import load_average, load_weights
+        from posttrain.stages.run_coroutine import wait
 
         use_threads(run.threads)
         console = PlainConsole(soft_wrap=True, quiet=quiet)
@@ -253,7 +253,7 @@ def certified_export(
             raise RunFolderError(f"{target} exists and is not empty: choose another folder")
     else:
         ready(folder)
-    from posttrain.api.export import ExportChoice, export_to
+    from posttrain.report.export.export_model import ExportChoice, export_to
 
     choice = ExportChoice(checkpoint=checkpoint, trust=trust, adapter=adapter, ema=ema)
     if not is_hub(folder):

@@ -10,23 +10,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from posttrain.api import overrides as dotted
-from posttrain.api.defaults import Choices, given_paths, room_for_minibatches, word
-from posttrain.api.measure import GIB, Machine, ModelSize
-from posttrain.api.run_file import is_recipe, run_of
-from posttrain.core.cost import cost
-from posttrain.core.engines import VLLM
-from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.machine import cores
-from posttrain.core.over_ranks import Parallel
-from posttrain.core.run import BUILT_CONTEXT, Model, Reinforce, Run
-from posttrain.core.stage import Stage
+from posttrain.build.request.defaults import Choices, given_paths, room_for_minibatches, word
+from posttrain.build.request.input_measures import GIB, Machine, ModelSize
+from posttrain.build.request.run_file import is_recipe, run_of
+from posttrain.config import overrides as dotted
+from posttrain.config.engines import VLLM
+from posttrain.config.rank_limits import Parallel
+from posttrain.config.run import BUILT_CONTEXT, Model, Reinforce, Run
+from posttrain.config.stages.stage import Stage
+from posttrain.ladder.algorithm_cost import cost
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.machines import Device, Hardware, machine
 from posttrain.plan.models import shape_by_name
 from posttrain.plan.shapes import ModelShape, read_shape, shape_of
 from posttrain.plan.throughput import Assumed, Throughput, throughput
 from posttrain.plan.work import Work, work_of
+from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.machine import cores
 
 HERE = "here"
 PROBED = "machine.json"

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.api.reward_report import asked_run, loaded_policy
 from posttrain.core import abilities
-from posttrain.core.errors import ConfigError
-from posttrain.core.interval import Score
+from posttrain.core.measure.interval import Score
 from posttrain.core.ports import Learner, PairRenderer
 from posttrain.core.types import Episode, Group
+from posttrain.evaluate.reward_report import asked_run, loaded_policy
+from posttrain.system.errors import ConfigError
 
 SAMPLES = 8
 """Answers that a policy gives to each held-out prompt."""
@@ -81,9 +81,9 @@ def transfer(
     if samples < 2:
         raise ConfigError(f"--samples {samples}: answers of one prompt are compared, so sample 2 at least")
     from posttrain.api import main
-    from posttrain.engine.learner import HFLearner
+    from posttrain.engine.learner.learner import HFLearner
     from posttrain.environment.make import environment
-    from posttrain.environment.render import Renderer
+    from posttrain.environment.templates.renderer import Renderer
 
     run = asked_run(target, overrides, trust)
     env = replace(run.env, rewards=(), measured=False) if run.env.has_reward_models else run.env
@@ -113,7 +113,7 @@ def _of_policy(
     Raises:
         ConfigError: no two answers to a prompt differ in worth.
     """
-    from posttrain.role.ranked import agreement, scored_answers
+    from posttrain.stages.reward_model.reward_model_batches import agreement, scored_answers
 
     found = scored_answers([_readable(g, worth) for g in groups], worth, learner, renderer, context)
     ordered = agreement(found.score, found.worth, found.unit)

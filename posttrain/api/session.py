@@ -8,48 +8,48 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.api.admit import remember_run
-from posttrain.api.branch import is_branch, same_base
-from posttrain.api.build import facts, make_parts, make_policy, words_in_tokens
-from posttrain.api.by_rows import choose_reading
-from posttrain.api.engines import check_engine
-from posttrain.api.extend import Extension, begin
-from posttrain.api.inputs import INPUTS, input_digests, task_digests
-from posttrain.api.lineage import BEGAN, began_with, write_lineage
-from posttrain.api.proofs import prove_start
-from posttrain.api.ranked import leading, over_ranks, rank_threads, refuse_policy
-from posttrain.api.request import RunRequest
-from posttrain.api.role_table import RoleWatch
-from posttrain.api.summary import conclude, planted_lines
-from posttrain.api.target import keep_policy
-from posttrain.api.terminal import Terminal
-from posttrain.api.torch_settings import use_deterministic, use_threads
-from posttrain.api.trackers import make_trackers, tracker_lines
-from posttrain.controller.interrupt import Interrupted, Stopper
-from posttrain.controller.parts import RunParts
-from posttrain.controller.stages import Progress, Stages, check_drivers, where
-from posttrain.controller.stages.progress import StageResult
-from posttrain.core import reader
-from posttrain.core.book import Book
-from posttrain.core.certificate import LINEAGE
-from posttrain.core.checkpoint import Checkpoint
-from posttrain.core.errors import DataError, RunFolderError
-from posttrain.core.files import disk_full_is_reported
-from posttrain.core.given import DATA
-from posttrain.core.placement import learner_cores
+from posttrain.build.build_engines import check_engine
+from posttrain.build.build_run import facts, make_parts, make_policy, words_in_tokens
+from posttrain.build.distributed_run import leading, over_ranks, rank_threads, refuse_policy
+from posttrain.build.open_model import keep_policy
+from posttrain.build.preflight_checks import prove_start
+from posttrain.build.request.branch import is_branch, same_base
+from posttrain.build.request.extend import Extension, begin
+from posttrain.build.request.input_digests import INPUTS, input_digests, task_digests
+from posttrain.build.request.run_request import RunRequest
+from posttrain.build.request.trust_prompt import remember_run
+from posttrain.build.sharded_loading import choose_reading
+from posttrain.build.trackers import make_trackers, tracker_lines
+from posttrain.build.weight_lineage import BEGAN, began_with, write_lineage
+from posttrain.config.placement import learner_cores
+from posttrain.config.run import Run
+from posttrain.config.stages.stage import START
+from posttrain.core.measure.right import FULL
 from posttrain.core.ports import Environment, Tracker
-from posttrain.core.reader import damage_is_named
-from posttrain.core.right import FULL
-from posttrain.core.run import Run
-from posttrain.core.shell import command_line
-from posttrain.core.stage import START
-from posttrain.diagnose.learned import PROMPTS, judged
+from posttrain.diagnose.learning_verdict import PROMPTS, judged
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy
+from posttrain.engine.learner.learner.learner.learner import HFLearner
+from posttrain.engine.learner.learner.learner.torch_settings import use_deterministic, use_threads
+from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.pool.engine_pool import EnginePool
-from posttrain.role.weights import load_weights
-from posttrain.verifier.source import CALLS, CountedSource
+from posttrain.record import run_reader
+from posttrain.record.certificate import LINEAGE
+from posttrain.record.checkpoint import Checkpoint
+from posttrain.record.run_folder import Book
+from posttrain.record.run_reader import damage_is_named
+from posttrain.record.runtime_objects import DATA
+from posttrain.report.live.live_terminal import Terminal
+from posttrain.report.live.role_table import RoleWatch
+from posttrain.report.run_summary import conclude, planted_lines
+from posttrain.role.weights.saved_weights.saved_weights.saved_weights import load_weights
+from posttrain.stages import Progress, Stages, check_drivers, where
+from posttrain.stages.interrupt import Interrupted, Stopper
+from posttrain.stages.progress import StageResult
+from posttrain.stages.run_parts import RunParts
+from posttrain.system.errors import DataError, RunFolderError
+from posttrain.system.files import disk_full_is_reported
+from posttrain.system.shell import command_line
+from posttrain.verifier.reward_source import CALLS, CountedSource
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
 def count_on(folder: Path, environments: Iterable[Environment]) -> None:
     """Lets sources that may be asked a number of times in a run count on from its record."""
     sources = [s for e in environments for s in getattr(e, "rewards", ()) if isinstance(s, CountedSource)]
-    steps = reader.steps(folder) if sources else ()
+    steps = run_reader.steps(folder) if sources else ()
     for source in sources:
         name = f"verifier/{source.name}/{CALLS}"
         source.calls = max((int(s.clock.get(name, 0)) for s in steps), default=0)

@@ -1,5 +1,5 @@
-"""The checks of every run, by subject. Checks observe the events of a stage (`role.events`); no step calls them.
+"""The checks of every run. They observe the events of a stage (`role.events`); no step calls them.
 
-A check that fails stops the run with a message that says what to do. A statistical check states its chance of a false
-alarm. Cheap checks run at every step. Those that compute something a second time run ever more rarely (`schedule.due`).
+`sampling`, `learning` and `judging` are by subject; checks that only one kind of stage has lie in its folder below
+`posttrain.stages`, where `checks_by_kind` lists all. A broken invariant stops the run.
 """

@@ -1,7 +1,7 @@
 """The command line: `posttrain run | ladder | eval | serve | check | plan | new | show | export | faults`. Each command
 imports what it needs when it is called.
 
-Errors of `core.errors` end with one message and their own exit code. Any other exception is a bug and keeps its
+Errors of `system.errors` end with one message and their own exit code. Any other exception is a bug and keeps its
 traceback.
 """
 
@@ -14,11 +14,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from posttrain.cli.fold import screen_width
-from posttrain.core.errors import PosttrainError, RunFolderError
-from posttrain.core.files import full
-from posttrain.core.shell import wrapped
-from posttrain.core.visible import guard_errors, guard_logs, leave_lost_terminal, quiet_libraries, tell
+from posttrain.cli.wrap_text import screen_width
+from posttrain.system.errors import PosttrainError, RunFolderError
+from posttrain.system.files import full
+from posttrain.system.shell import wrapped
+from posttrain.system.terminal_output import guard_errors, guard_logs, leave_lost_terminal, quiet_libraries, tell
 
 
 class Terminated(BaseException):

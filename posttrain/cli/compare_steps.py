@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.cli.fold import fold, folded, screen_width
-from posttrain.cli.paint import number, paint
+from posttrain.cli.colors import number, paint
 from posttrain.cli.shown_episodes import PROMPT_LINES, SAID_LINES, ShowOptions, choose_stage, is_wrong
+from posttrain.cli.wrap_text import fold, folded, screen_width
+from posttrain.config.run import Run
+from posttrain.config.stages.stage import starts
 from posttrain.core.content import conversation
-from posttrain.core.errors import ConfigError
-from posttrain.core.interval import number_text
-from posttrain.core.reader import EpisodeFile, read_episodes
-from posttrain.core.record import Recorded
-from posttrain.core.run import Run
-from posttrain.core.stage import starts
+from posttrain.core.measure.interval import number_text
 from posttrain.core.types import Task
-from posttrain.core.visible import visible
+from posttrain.record.run_reader import EpisodeFile, read_episodes
+from posttrain.record.step_format import Recorded
+from posttrain.system.errors import ConfigError
+from posttrain.system.terminal_output import visible
 
 Answers = Mapping[str, list[Recorded]]
 """The episodes of each task, by its id."""

@@ -7,7 +7,6 @@ from argparse import ArgumentParser, Namespace
 from itertools import pairwise
 from typing import NoReturn, cast
 
-from posttrain.cli.command import EXIT_CODES, HelpText, Subparsers
 from posttrain.cli.commands import (
     check_command,
     compare_command,
@@ -24,9 +23,10 @@ from posttrain.cli.commands import (
     show_command,
     summary_command,
 )
+from posttrain.cli.shared_arguments import EXIT_CODES, HelpText, Subparsers
 from posttrain.cli.welcome import ShowVersion, welcome
-from posttrain.core.errors import closest, nearest
-from posttrain.core.visible import visible
+from posttrain.system.errors import closest, nearest
+from posttrain.system.terminal_output import visible
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _NO_COMMAND = re.compile(r"argument COMMAND: invalid choice: '([^']*)' ")

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from posttrain.api.planned import Planned, PlanOptions, planned
-from posttrain.cli.fold import hanging, screen_width
-from posttrain.core.errors import ConfigError
-from posttrain.core.visible import tell
+from posttrain.cli.wrap_text import hanging, screen_width
 from posttrain.plan.changes import fixes, largest
 from posttrain.plan.counted import counted
 from posttrain.plan.forces import CELLS, MIDDLE
 from posttrain.plan.memory import INSTANTS, Place, places
 from posttrain.plan.throughput import ROLES, Assumed
+from posttrain.system.errors import ConfigError
+from posttrain.system.terminal_output import tell
 
 SMALLEST = 0.002
 """Terms below this share of the peak are summed up."""

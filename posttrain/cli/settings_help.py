@@ -12,11 +12,11 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from posttrain.api.settings import Alternative, Setting, SettingGroup, groups
-from posttrain.core.errors import ConfigError, closest
-from posttrain.core.meanings import sentence
-from posttrain.core.run import Run
-from posttrain.core.visible import visible
+from posttrain.build.request.setting_groups import Alternative, Setting, SettingGroup, groups
+from posttrain.config.field_docs import sentence
+from posttrain.config.run import Run
+from posttrain.system.errors import ConfigError, closest
+from posttrain.system.terminal_output import visible
 
 LEFT = 34
 """Columns of `key = value`, with two spaces before it."""

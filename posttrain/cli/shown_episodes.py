@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.reader import EpisodeFile
-from posttrain.core.record import Recorded
-from posttrain.core.run import Run
-from posttrain.core.visible import visible
+from posttrain.config.run import Run
+from posttrain.record.run_reader import EpisodeFile
+from posttrain.record.step_format import Recorded
+from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.terminal_output import visible
 
 PROMPT_LINES, SAID_LINES = 6, 8
 """Lines of a prompt and of an answer that a list shows without --full."""

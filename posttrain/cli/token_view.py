@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from posttrain.cli.fold import folded, hanging, screen_width
-from posttrain.cli.paint import number, paint
-from posttrain.core import foreign
-from posttrain.core.errors import RunFolderError
-from posttrain.core.record import Recorded
+from posttrain.cli.colors import number, paint
+from posttrain.cli.wrap_text import folded, hanging, screen_width
 from posttrain.core.types import Segment
-from posttrain.core.visible import visible
+from posttrain.record.step_format import Recorded
+from posttrain.system import read_untrusted
+from posttrain.system.errors import RunFolderError
+from posttrain.system.terminal_output import visible
 
-LARGEST_TOKENIZER = 512 * foreign.MiB
+LARGEST_TOKENIZER = 512 * read_untrusted.MiB
 """Most bytes of a tokenizer.json."""
 UNLIKELY = 0.1
 """Probability below which a sampled token is marked."""
@@ -33,7 +33,7 @@ def decoder(folder: Path) -> Decode | None:
         return None
     from tokenizers import Tokenizer
 
-    text = foreign.read_bytes(path, LARGEST_TOKENIZER, RunFolderError)
+    text = read_untrusted.read_bytes(path, LARGEST_TOKENIZER, RunFolderError)
     try:
         tokenizer = Tokenizer.from_str(text.decode())
     except Exception as error:  # the tokenizers library raises plain exceptions

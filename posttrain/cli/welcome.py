@@ -8,10 +8,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.fold import screen_width
-from posttrain.core.shell import command_line, with_reasons
-from posttrain.core.version import VERSION
-from posttrain.core.visible import tell
+from posttrain.cli.wrap_text import screen_width
+from posttrain.system.shell import command_line, with_reasons
+from posttrain.system.terminal_output import tell
+from posttrain.system.version import VERSION
 
 SHOWN = ("torch", "transformers", "tokenizers", "numpy")
 """Packages whose versions are told: those whose change changes what a run computes."""

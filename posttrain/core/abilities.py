@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import numpy as np
 
 from posttrain.core.conversation import LearnedConversation
-from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.gauge import Gauges
 from posttrain.core.judgements import Judgement, Kind
 from posttrain.core.types import Group, Message, Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.system.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from posttrain.core.ports import Attempt

@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from posttrain.core.bins import Room, alike, balanced, bins, saved
-from posttrain.core.errors import InvariantError
-from posttrain.core.routed import check_routed, packed_routed
+from posttrain.core.exchange.expert_choices import check_routed, packed_routed
+from posttrain.core.exchange.micro_batches import Room, alike, balanced, bins, saved
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import Streamed
 from posttrain.core.types import Kept, Segment
+from posttrain.system.errors import InvariantError
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,10 +50,11 @@ class Packed:
     """int32: unit of each episode, 0..U-1, ascending. A unit is what a loss reads together (a pair, a list); no split
     divides it. None: each episode is a unit."""
     routed_N: np.ndarray | None = None
-    """int16 [N, R, K]: the experts that computed each token in its sampler (`core.routed`); None: none is known."""
+    """int16 [N, R, K]: the experts that computed each token in its sampler (`core.exchange.expert_choices`); None: none
+    is known."""
     balance_E: np.ndarray | None = None
     """float64 [E]: what a router's probability of each expert, at a token whose experts are known, adds to the
-    load-balance loss of the whole minibatch (`algorithm.balance`); None where there is no such loss."""
+    load-balance loss of the whole minibatch (`algorithm.loss.load_balance_loss`); None where there is no such loss."""
 
     def __post_init__(self) -> None:
         m = len(self.source_M)
@@ -224,7 +225,7 @@ class Packed:
 
     def bins(self, max_tokens: int, once: bool = False) -> list[np.ndarray]:
         """Episodes of each micro-batch: whole units, at most `max_tokens` packed tokens (one unit may exceed it). They
-        are few, and units that begin alike are together (`core.bins`).
+        are few, and units that begin alike are together (`core.exchange.micro_batches`).
 
         Args:
             once: what segments begin with alike takes room once.
@@ -242,8 +243,8 @@ class Packed:
         return [np.concatenate([members[u] for u in units]) for units in found]
 
     def shares(self, world: int) -> list[np.ndarray]:
-        """Episodes of each of `world` ranks, ascending: whole units, balanced by packed tokens (`core.bins.balanced`).
-        Every unit is on one rank. A rank may have none."""
+        """Episodes of each of `world` ranks, ascending: whole units, balanced by packed tokens
+        (`core.exchange.micro_batches.balanced`). Every unit is on one rank. A rank may have none."""
         sizes = self._sizes_E()
         members = [self.members(u) for u in range(self.units)]
         parts = balanced([int(sizes[m].sum()) for m in members], world)

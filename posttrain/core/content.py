@@ -1,7 +1,8 @@
 """The content of a message: text, or several parts, each text or a reference to an image, a sound, a video or a file.
 
 Parts from an environment, a row of data, a request or a record are all read by `content_of`. Media are references by
-path or digest. No model here reads media yet, so `environment.chat` refuses them before a run starts.
+path or digest. No model here reads media yet, so `environment.templates.chat_template` refuses them before a run
+starts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from posttrain.core.errors import DataError, nearest
+from posttrain.system.errors import DataError, nearest
 
 MEDIA = ("image", "audio", "video", "file")
 TYPES = ("text", *MEDIA)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from posttrain.core.errors import InvariantError
+from posttrain.system.errors import InvariantError
 
 if TYPE_CHECKING:  # the settings read this file, and they need no numpy
     import numpy as np

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from posttrain.core.errors import DataError
 from posttrain.core.types import Task
+from posttrain.system.errors import DataError
 
 Kind = Literal["pair", "ranking", "label", "rating", "steps"]
 """The kinds of judgement, by the name of their class in small letters (`steps` is `StepLabels`)."""

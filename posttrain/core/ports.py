@@ -11,14 +11,14 @@ import numpy as np
 from posttrain.core.abilities import Abilities
 from posttrain.core.batch import Packed
 from posttrain.core.conversation import PairRenderer as PairRenderer
-from posttrain.core.errors import InvariantError
+from posttrain.core.exchange.expert_choices import Routers
+from posttrain.core.exchange.scores import AdapterTrial, Odds, TokenScores
+from posttrain.core.exchange.shards import Shard
 from posttrain.core.gauge import Gauges, Step
-from posttrain.core.routed import Routers
 from posttrain.core.sampling import Sampling
-from posttrain.core.scores import AdapterTrial, Odds, TokenScores
-from posttrain.core.shards import Shard
 from posttrain.core.types import Episode, Message, Said, Stop, Task, Top
 from posttrain.core.verdict import Judged
+from posttrain.system.errors import InvariantError
 
 
 class Sampler(Protocol):

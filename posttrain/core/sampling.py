@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from posttrain.core.errors import ConfigError
+from posttrain.system.errors import ConfigError
 
 LEAST, MOST = 1e-6, 1e6
 """Smallest and largest temperature and repetition penalty. MOST is also the largest bias. Within these limits all

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from posttrain.core.errors import InvariantError
 from posttrain.core.stop import Stop as Stop
 from posttrain.core.streams import ADVANTAGE, RETURN, Stream, Streamed
 from posttrain.core.types import Episode, Group
+from posttrain.system.errors import InvariantError
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from posttrain.core.errors import ConfigError
+from posttrain.system.errors import ConfigError
 
 
 class Stop(StrEnum):

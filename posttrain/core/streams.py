@@ -4,8 +4,8 @@
 that names what is missing. `START in batch` and `batch.find(START)` test whether it is there.
 
 To add a stream that a model computes, write its `Stream` and its `Maker` here, and put the maker into `SCORED`. A
-stream that is made over a whole minibatch is added the same way in `algorithm/minibatch.py`. The library then scores or
-makes it, packs, selects and splits it, and passes it to the loss.
+stream that is made over a whole minibatch is added the same way in `algorithm/loss/minibatch_streams.py`. The library
+then scores or makes it, packs, selects and splits it, and passes it to the loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
-from posttrain.core.errors import InvariantError
+from posttrain.system.errors import InvariantError
 
 if TYPE_CHECKING:
     from posttrain.core.batch import Packed
@@ -174,7 +174,7 @@ class Distilled(Protocol):
 
 
 class ReadsStreams(Protocol):
-    """An algorithm, by what it reads of the models (`ladder.algorithm.Algorithm`)."""
+    """An algorithm, by what it reads of the models (`policy_rows.algorithm.Algorithm`)."""
 
     @property
     def name(self) -> str: ...

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from posttrain.core.errors import InvariantError
-from posttrain.core.routed import filled
+from posttrain.core.exchange.expert_choices import filled
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import SHOWN, Kept, Said, Segment, Top
+from posttrain.system.errors import InvariantError
 
 
 class Transcript:

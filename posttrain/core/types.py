@@ -16,15 +16,15 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from posttrain.core.content import Content
-from posttrain.core.errors import InvariantError
+from posttrain.core.exchange.expert_choices import check_routed
+from posttrain.core.exchange.other_seats import SeatTurn
 from posttrain.core.gauge import Gauge
-from posttrain.core.right import Right, right_of
-from posttrain.core.routed import check_routed
+from posttrain.core.measure.equal_numbers import rounding, spread
+from posttrain.core.measure.right import Right, right_of
 from posttrain.core.sampling import Sampling
-from posttrain.core.seats import SeatTurn
-from posttrain.core.spread import rounding, spread
 from posttrain.core.stop import Stop as Stop
 from posttrain.core.verdict import Judged, outcome, resolution, size, truth
+from posttrain.system.errors import InvariantError
 
 
 class Message(TypedDict):
@@ -140,8 +140,8 @@ class Said:
     kept: Kept | None = None
     top: Top | None = None
     routed: np.ndarray | None = None
-    """int16 [P + n - 1, R, K]: the experts of each token that was computed, those of the prompt first (`core.routed`).
-    Given by engines that record them, for a mixture of experts."""
+    """int16 [P + n - 1, R, K]: the experts of each token that was computed, those of the prompt first
+    (`core.exchange.expert_choices`). Given by engines that record them, for a mixture of experts."""
 
     def __post_init__(self) -> None:
         if self.routed is not None:
@@ -170,8 +170,8 @@ class Segment:
     exactly where `sampling.in_turn`. The mask does not show where a turn begins, because two turns may have nothing
     between them.
 
-    `routed` (int16 [T, R, K], `core.routed`) are the experts that computed each token in the sampler, where it is a
-    mixture of experts and its engine records them.
+    `routed` (int16 [T, R, K], `core.exchange.expert_choices`) are the experts that computed each token in the sampler,
+    where it is a mixture of experts and its engine records them.
     """
 
     ids: np.ndarray
@@ -353,7 +353,7 @@ class Group:
     logged: Mapping[str, Gauge] = field(default_factory=dict[str, Gauge])
     """What batch rewards logged about this group, as gauges of the step."""
     discount: float = 1.0
-    """Factor of its credit: less than 1 where a step learns from it again (`core.replay`)."""
+    """Factor of its credit: less than 1 where a step learns from it again (`config.stages.replay_settings`)."""
     again: bool = False
     """Whether a step learns from it again. A moving baseline has taken it in already, and does not a second time."""
 
@@ -378,7 +378,7 @@ class Group:
     @property
     def mixed(self) -> bool:
         """Whether the judged siblings that the policy sampled differ in raw outcome by
-        more than rounding (`core.spread`)."""
+        more than rounding (`core.measure.equal_numbers`)."""
         own = [e for e in self.judged if e.own]
         noise = rounding([size(e.verdicts) for e in own], max((resolution(e.verdicts) for e in own), default=0.0))
         return spread([e.reward for e in own if e.reward is not None], noise)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from posttrain.core.errors import InvariantError
-from posttrain.core.spread import RESOLUTION
+from posttrain.core.measure.equal_numbers import RESOLUTION
+from posttrain.system.errors import InvariantError
 
 SOLVED = 1.0 - 1e-9
 """A raw outcome of at least this counts as solved."""
@@ -61,9 +61,10 @@ class Judged:
     With `end` it is about a part: the episode up to its spoken token number `end`. A score of a step is never a part of
     the outcome; only a baseline that compares steps reads it. With `paid` it is a reward for the turn that ends there.
     That reward is a part of the outcome, and turn-level credit places it at the end of that turn.
-    `resolution` is the relative difference up to which two scores of this source count as equal (`core.spread`).
-    With `measured` it is no reward: it says how good the episode is, and nothing is learned from it.
-    With `by_model` a model gave the score (a reward model, a judge), so it is a grade (`core.right`).
+    `resolution` is the relative difference up to which two scores of this source count as equal
+    (`core.measure.equal_numbers`). With `measured` it is no reward: it says how good the episode is, and nothing is
+    learned from it. With `by_model` a model gave the score (a reward model, a judge), so it is a grade
+    (`core.measure.right`).
     """
 
     source: str

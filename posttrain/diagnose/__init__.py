@@ -1,1 +1,5 @@
-"""Floor 1: the definition of every metric, and the rules that read them. No torch."""
+"""The definition of every metric, the rules that read them, and what is said of a run. No torch.
+
+`gauges` defines, `rules` warn during a run, `run_outcome` reads a folder, `learning_verdict` and `advice` say what came
+of it.
+"""

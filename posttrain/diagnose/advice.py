@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from posttrain.core.interval import number_text
-from posttrain.core.run import Reinforce
-from posttrain.core.shell import command_line
+from posttrain.config.run import Reinforce
+from posttrain.core.measure.interval import number_text
 from posttrain.diagnose.advice_case import (
     Case,
     began_and_ended,
@@ -36,6 +35,7 @@ from posttrain.diagnose.advice_case import (
     sources,
     was_better,
 )
+from posttrain.system.shell import command_line
 
 
 @dataclass(frozen=True)

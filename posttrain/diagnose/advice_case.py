@@ -8,14 +8,14 @@ from typing import Literal
 
 import numpy as np
 
-from posttrain.core.env import Env
-from posttrain.core.interval import Gain, number_text
-from posttrain.core.pieces.pull import KL
-from posttrain.core.rejection import Rejection
-from posttrain.core.run import Reinforce, Run
-from posttrain.core.shell import command_line
-from posttrain.core.stage import Stage
-from posttrain.diagnose.outcome import Curve, StageOutcome
+from posttrain.config.env import Env
+from posttrain.config.run import Reinforce, Run
+from posttrain.config.stages.rejection import Rejection
+from posttrain.config.stages.stage import Stage
+from posttrain.core.measure.interval import Gain, number_text
+from posttrain.diagnose.run_outcome import Curve, StageOutcome
+from posttrain.ladder.pieces.pull import KL
+from posttrain.system.shell import command_line
 
 WORTH = 0.05
 """The smallest gain that a run is worth, as a share of the scale. An interval that holds 0 and stays below this says

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 
-from posttrain.core.interval import Gain, Score
-from posttrain.core.right import Grades
+from posttrain.core.measure.interval import Gain, Score
+from posttrain.core.measure.right import Grades
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.core.errors import DataError
+from posttrain.system.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.core.errors import DataError, nearest
+from posttrain.system.errors import DataError, nearest
 
 SECTIONS: dict[str, dict[str, int]] = {
     "Chat": {

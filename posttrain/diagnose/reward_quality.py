@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.core.errors import DataError
-from posttrain.core.interval import Score
+from posttrain.core.measure.interval import Score
+from posttrain.system.errors import DataError
 
 BINS = 10
 """Bins of a reliability diagram."""

@@ -10,11 +10,11 @@ from functools import cached_property
 
 import numpy as np
 
-from posttrain.core.errors import ConfigError
 from posttrain.core.ports import TaskSource
 from posttrain.core.seeds import generator
 from posttrain.core.types import Task
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn
+from posttrain.system.errors import ConfigError
 
 TRIES = 10_000
 """Draws for one task, after which the error says that the settings leave no room."""

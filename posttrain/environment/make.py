@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from posttrain.core.env import Scalar
-from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.given import Given, is_inline
-from posttrain.core.run import Env
-from posttrain.core.spread import RESOLUTION
+from posttrain.config.env import Scalar
+from posttrain.config.run import Env
+from posttrain.core.measure.equal_numbers import RESOLUTION
 from posttrain.environment.gallery import GALLERY, gallery_class
 from posttrain.environment.single import SingleTurn
+from posttrain.record.runtime_objects import Given, is_inline
+from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.configured import measured_names, sources
 from posttrain.verifier.user_code import load
 
@@ -28,7 +28,7 @@ def names() -> tuple[str, ...]:
 def shipped_class(name: str) -> type[SingleTurn] | None:
     """The class of a shipped environment, whose fields are what `env.args` may set; None for any other name."""
     if name == "prompts":
-        from posttrain.environment.prompts import PromptsEnv
+        from posttrain.environment.rows.own_prompts import PromptsEnv
 
         return PromptsEnv
     return gallery_class(name) if name in GALLERY else None
@@ -45,7 +45,7 @@ def environment(config: Env, seed: int, given: Given = Given()) -> Any:
     """
     own = _own(config.name) if is_own(config.name) else None
     if config.name == "prompts" or config.data or own is not None:
-        from posttrain.environment.prompts import PromptsEnv, read_tasks
+        from posttrain.environment.rows.own_prompts import PromptsEnv, read_tasks
 
         reads = PromptsEnv if config.name == "prompts" else own or SingleTurn
         if issubclass(reads, PromptsEnv):
@@ -53,7 +53,8 @@ def environment(config: Env, seed: int, given: Given = Given()) -> Any:
         if config.data:
             raise ConfigError(
                 f"env.prompts={config.prompts!r} is not read by the environment {config.name!r}: set env=prompts too,"
-                " derive your own class from posttrain.environment.prompts.PromptsEnv, or leave env.prompts out"
+                " derive your own class from posttrain.environment.rows.own_prompts.PromptsEnv, or leave"
+                " env.prompts out"
             )
     judges = sources(config.rewards, where=config.sandbox, given=given)
     common = {

@@ -10,17 +10,17 @@ from functools import cached_property
 
 import numpy as np
 
+from posttrain.config.env import SandboxSettings
 from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers, Judgements, StepNumber
-from posttrain.core.env import SandboxSettings
-from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Gauges, merge
+from posttrain.core.measure.equal_numbers import RESOLUTION
 from posttrain.core.ports import Attempt, Talk, TaskSource
-from posttrain.core.spread import RESOLUTION
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.judged_texts import judgements_of
-from posttrain.verifier.source import BatchSource, ContainedSource, Source, SourceWithProcesses
+from posttrain.environment.judged.judged_texts import judgements_of
+from posttrain.system.errors import ConfigError
+from posttrain.verifier.reward_source import BatchSource, ContainedSource, Source, SourceWithProcesses
 
 HELDOUT_SEED = 20_240_229
 """Seed of every generated held-out set. It is not the run's seed, so runs of different seeds are evaluated alike."""
@@ -78,9 +78,10 @@ class SingleTurn(ABC):
     sandbox: SandboxSettings = SandboxSettings()
     """Which sandbox runs programs that the policy wrote."""
     resolution: float = RESOLUTION
-    """Relative resolution of its own verdicts (`core.spread`). Set it larger if a model gives the verdicts."""
+    """Relative resolution of its own verdicts (`core.measure.equal_numbers`). Set it larger if a model gives the
+    verdicts."""
     measured: bool = False
-    """Whether its own verdict is measured and not paid (`core.env.Env.measured`)."""
+    """Whether its own verdict is measured and not paid (`config.env.Env.measured`)."""
     measured_rewards: tuple[str, ...] = ()
     """Names of those of `rewards` that are measured and not paid."""
 
@@ -199,7 +200,8 @@ class SingleTurn(ABC):
     @property
     def judgements(self) -> Judgements | None:
         """Judged completions, for stages that learn from preferences: those of `judged_style`, if there is one. Another
-        environment overrides this (`environment.taste` makes judges). None: no such stage can run here."""
+        environment overrides this (`environment.judged.synthetic_preferences` makes judges). None: no such stage can
+        run here."""
         return judgements_of(self.demonstrate, self.judged_style) if self.judged_style else None
 
     @property

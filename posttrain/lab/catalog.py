@@ -12,8 +12,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from posttrain.core.errors import ConfigError, nearest
 from posttrain.lab.lesson import Lesson
+from posttrain.system.errors import ConfigError, nearest
 
 FOLDER = Path(__file__).parent / "lessons"
 LISTED = ("number", "name", "title", "part", "force", "minutes", "question", "missing", "pace")

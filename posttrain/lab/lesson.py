@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from posttrain.core.errors import ConfigError, PosttrainError
+from posttrain.config.stages.reinforce import Reinforce
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.reinforce import Reinforce
+from posttrain.system.errors import ConfigError, PosttrainError
 from posttrain.web.picture import Picture
 
 Values = Mapping[str, Any]
@@ -149,7 +149,7 @@ def recorded(series: Mapping[str, Sequence[float]], stage: str = "rl") -> list[S
 def by_rules(history: Sequence[Step], stage: Reinforce, *names: str) -> tuple[Speech, ...]:
     """What the rules of a run say while these steps are made: each rule once, when it speaks first. With names, these
     rules alone."""
-    from posttrain.diagnose.rules import findings
+    from posttrain.diagnose.rules.all_rules import findings
 
     said: dict[str, Speech] = {}
     for end in range(1, len(history) + 1):

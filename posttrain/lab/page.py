@@ -11,9 +11,9 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.core.errors import ConfigError
 from posttrain.lab.catalog import FORCES, WAYS, Entry, entries, way
 from posttrain.lab.lesson import AskChoice, AskKnobs, Exercise, Knob, Lesson, Options, Slider, TextInput, Toggle
+from posttrain.system.errors import ConfigError
 from posttrain.web.html import Markup, data, document, inline, join, markdown, tag
 
 Where = Literal["server", "site"]

@@ -11,12 +11,12 @@ from typing import Any
 
 from aiohttp import web
 
-from posttrain.core.errors import ConfigError, PosttrainError
-from posttrain.core.visible import tell
 from posttrain.lab.catalog import MAP, entries, find, load
+from posttrain.lab.cut_work import Trainings
 from posttrain.lab.overview import map_page
 from posttrain.lab.page import lesson_page, waiting_page
-from posttrain.lab.work import Trainings
+from posttrain.system.errors import ConfigError, PosttrainError
+from posttrain.system.terminal_output import tell
 from posttrain.web.guard import Guard
 from posttrain.web.local import bound_socket, serve_locally, static_files
 

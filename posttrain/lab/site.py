@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import ConfigError
-from posttrain.core.visible import tell
 from posttrain.lab.catalog import entries, load
 from posttrain.lab.lesson import Lesson, Slider
 from posttrain.lab.overview import map_page
 from posttrain.lab.page import lesson_page
 from posttrain.lab.server import claim_rows
+from posttrain.system.errors import ConfigError
+from posttrain.system.terminal_output import tell
 from posttrain.web.local import static_files
 
 MOST = 200_000

@@ -12,9 +12,9 @@ CHUNK_ELEMENTS = {False: 1 << 21, True: 1 << 27}
 CHUNK_ROWS, CHUNK_IDS = 128, 16384
 KEPT_ELEMENTS = {False: 1 << 22, True: 0}
 TILE = {False: (256, 4096), True: (8192, 16384)}
-"""The numbers of `engine.logprob`, by whether it is an accelerator; a test compares them."""
+"""The numbers of `engine.head.logprob`, by whether it is an accelerator; a test compares them."""
 SCORE_TOKENS = 16384
-"""Of a pass without gradient (`engine.packed_reader`)."""
+"""Of a pass without gradient (`engine.learner.packed_reader`)."""
 
 
 def _widths(work: Work) -> tuple[int, int, int]:

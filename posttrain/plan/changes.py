@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from posttrain.core.adapter import Lora
-from posttrain.core.engines import GIB
-from posttrain.core.errors import ConfigError, nearest
+from posttrain.config.adapter import Lora
+from posttrain.config.engines import GIB
 from posttrain.plan.memory import places
 from posttrain.plan.models import MODELS, shape_by_name
 from posttrain.plan.work import Work
+from posttrain.system.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
 
-from posttrain.core.errors import ConfigError
+from posttrain.system.errors import ConfigError
 
 POINTS = 512
 """Quantiles over which means are taken."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import ConfigError, nearest
+from posttrain.system.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 A step goes through instants. What is always there is counted at each of them, the rest where it is there, and the
 peak is the highest sum, so training and sampling are added only where both are in memory. Two instants come in the
-first step alone, because a run proves once what it does (`checks.update`, `engine.sharing`).
+first step alone, because a run proves once what it does (`checks.learning.update_checks`,
+`engine.layers.shared_prefixes`).
 
-On a processor memory is what is resident: glibc keeps blocks below 32 MiB that were freed (`core.machine.kept_memory`),
-so of these the most that was ever in use counts at every later instant, with what lies unused between them.
+On a processor memory is what is resident: glibc keeps blocks below 32 MiB that were freed
+(`system.machine.kept_memory`), so of these the most that was ever in use counts at every later instant, with what lies
+unused between them.
 
 Letters: P parameters, T those that train, V x h the embedding, N tokens of a pass.
 """

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.core.errors import ConfigError, nearest
 from posttrain.plan.shapes import ModelShape, shape_of
+from posttrain.system.errors import ConfigError, nearest
 
 
 def _config(family: str, hidden: int, layers: int, heads: int, kv: int, feed: int, words: int, **more: Any) -> Any:

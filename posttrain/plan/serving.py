@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from posttrain.core.errors import ConfigError
 from posttrain.plan.machines import Device
 from posttrain.plan.shapes import ModelShape
+from posttrain.system.errors import ConfigError
 
 Bound = Literal["memory", "bandwidth", "arithmetic"]
 

@@ -15,8 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.files import read_json
+from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.files import read_json
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from posttrain.core.errors import ConfigError
 from posttrain.plan.machines import Hardware
 from posttrain.plan.serving import Decoding
 from posttrain.plan.work import Work
+from posttrain.system.errors import ConfigError
 
 Topology = Literal["colocated", "disaggregated", "asynchronous"]
 """colocated: all devices sample, then all learn. disaggregated: some sample and some learn, in turn. asynchronous:
@@ -42,7 +42,7 @@ class Assumed:
     draft_cost: float = 0.1
     """Time of a pass of the draft model, in passes of the policy."""
     forwards: int = 0
-    """Further passes without gradient (`core.cost`), beside the reference's."""
+    """Further passes without gradient (`ladder.algorithm_cost`), beside the reference's."""
 
     def __post_init__(self) -> None:
         if not 0 < self.kept <= 1:

@@ -5,28 +5,29 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from posttrain.core.adapter import ALL_LINEAR, Lora
-from posttrain.core.engines import GIB, Embedded
-from posttrain.core.errors import ConfigError
-from posttrain.core.over_ranks import Parallel
-from posttrain.core.placement import Local, Processes
-from posttrain.core.preference_stage import OnlinePreference, Preference
-from posttrain.core.rejection import Rejection
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Checkpointing, Reinforce, Run, Supervised
-from posttrain.core.stage import Stage
+from posttrain.config.adapter import ALL_LINEAR, Lora
+from posttrain.config.engines import GIB, Embedded
+from posttrain.config.placement import Local, Processes
+from posttrain.config.rank_limits import Parallel
+from posttrain.config.run import Checkpointing, Reinforce, Run, Supervised
+from posttrain.config.stages.preference_settings import OnlinePreference, Preference
+from posttrain.config.stages.rejection import Rejection
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.stage import Stage
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.shapes import ModelShape
+from posttrain.system.errors import ConfigError
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose layers run as few operations on a processor (`engine.training_layers`, `engine.embedded.fused`)."""
+"""Families whose layers run as few operations on a processor (`engine.layers.fused_layers`,
+`engine.embedded.cache.fused_decoder`)."""
 QUANTISED = {"int8": 1.0, "nf4": 0.516}
 """Bytes of a number of a quantised weight; scales of int8 rows come on top, those of nf4 are in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A stage as sizes. `posttrain.core.run` says what each setting means."""
+    """A stage as sizes. `posttrain.config.run` says what each setting means."""
 
     shape: ModelShape
     lengths: Lengths

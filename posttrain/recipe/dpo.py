@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from posttrain.core.env import Env, Reward
-from posttrain.core.preference_ladder import DPO
-from posttrain.core.preference_stage import Preference
-from posttrain.core.run import Evaluation, Optimizer, Run, Supervised
+from posttrain.config.env import Env, Reward
+from posttrain.config.run import Evaluation, Optimizer, Run, Supervised
+from posttrain.config.stages.preference_settings import Preference
+from posttrain.ladder.preference_rows import DPO
 from posttrain.recipe.example import PAIRS, TINY
 
 

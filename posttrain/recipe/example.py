@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.core.run import Model
+from posttrain.config.run import Model
 
 TINY = Model(arch="qwen3", hidden=64, layers=2, heads=4, kv_heads=4, ffn=192, context=128)
 """About 0.1 M parameters with random weights. It trains on one thread; a second one would make it slower."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from posttrain.core.env import Env
-from posttrain.core.ladder import DR_GRPO, GRPO
-from posttrain.core.run import Evaluation, Optimizer, Reinforce, Run, Supervised
+from posttrain.config.env import Env
+from posttrain.config.run import Evaluation, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
+from posttrain.ladder.policy_rows import DR_GRPO, GRPO
 from posttrain.recipe.example import TINY
 from posttrain.recipe.ladder import ladder
 

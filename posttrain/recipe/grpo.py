@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from posttrain.core.env import Env, Reward
-from posttrain.core.ladder import GRPO
-from posttrain.core.run import Evaluation, Optimizer, Reinforce, Run
+from posttrain.config.env import Env, Reward
+from posttrain.config.run import Evaluation, Optimizer, Reinforce, Run
 from posttrain.core.sampling import Sampling
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.recipe.example import PROMPTS, TINY
 
 

@@ -3,10 +3,10 @@ known."""
 
 from __future__ import annotations
 
-from posttrain.core.env import Env
-from posttrain.core.ladder import GRPO
-from posttrain.core.run import Evaluation, Optimizer, Reinforce, Run, Supervised
+from posttrain.config.env import Env
+from posttrain.config.run import Evaluation, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.recipe.example import TINY
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from posttrain.core.env import Env
-from posttrain.core.ladder import DR_GRPO
-from posttrain.core.preference_ladder import DPO
-from posttrain.core.preference_stage import Preference
-from posttrain.core.run import Optimizer, Reinforce, Run, Supervised
+from posttrain.config.env import Env
+from posttrain.config.run import Optimizer, Reinforce, Run, Supervised
+from posttrain.config.stages.preference_settings import Preference
 from posttrain.core.sampling import Sampling
+from posttrain.ladder.policy_rows import DR_GRPO
+from posttrain.ladder.preference_rows import DPO
 from posttrain.recipe.example import TINY
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from posttrain.core.algorithm import patch
-from posttrain.core.engines import Embedded
-from posttrain.core.env import Env, Reward
-from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.pull import KL
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Evaluation, Optimizer, Reinforce, Run, Supervised
+from posttrain.config.engines import Embedded
+from posttrain.config.env import Env, Reward
+from posttrain.config.run import Evaluation, Optimizer, Reinforce, Run, Supervised
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.step_labels import StepLabeling
 from posttrain.core.sampling import Sampling
-from posttrain.core.step_labels import StepLabeling
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.recipe.example import TINY
 
 SAMPLING = Sampling(max_tokens=80)

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.run import Run
+from posttrain.config.run import Run
 from posttrain.recipe.dpo import dpo
 from posttrain.recipe.gallery import arithmetic, calculator, programs, shop
 from posttrain.recipe.grpo import grpo
@@ -23,6 +22,7 @@ from posttrain.recipe.rlhf import rlhf
 from posttrain.recipe.score_pairs import reward_model
 from posttrain.recipe.sft import sft
 from posttrain.recipe.verifiable import verifiable
+from posttrain.system.errors import ConfigError, nearest
 
 Kind = Literal["yours", "tutorial"]
 KINDS: dict[Kind, str] = {

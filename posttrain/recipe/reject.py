@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from posttrain.core.pieces.keep import Best
-from posttrain.core.rejection import RAFT, Rejection
-from posttrain.core.run import Optimizer, Run
+from posttrain.config.run import Optimizer, Run
+from posttrain.config.stages.keep_rule import Best
+from posttrain.config.stages.rejection import RAFT, Rejection
 from posttrain.core.sampling import Sampling
 from posttrain.recipe.gallery import arithmetic
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from posttrain.core.env import Env
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Evaluation, Optimizer, Run
+from posttrain.config.env import Env
+from posttrain.config.run import Evaluation, Optimizer, Run
+from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.recipe.example import PAIRS, TINY
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain.core.env import Env, Reward
-from posttrain.core.run import Evaluation, Optimizer, Run, Supervised
+from posttrain.config.env import Env, Reward
+from posttrain.config.run import Evaluation, Optimizer, Run, Supervised
 from posttrain.recipe.example import PROMPTS, TINY
 
 

@@ -25,14 +25,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.core.batch import Batch
-from posttrain.core.experience import Experience
+from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Gauges, Step, merge
 from posttrain.core.scored import Credit, ScoredGroup
-from posttrain.role.evaluate import EvaluationReport
-from posttrain.role.kept import Candidate
-from posttrain.role.passes import Needs, Passes
-from posttrain.role.regenerate import RegeneratedAnswer
-from posttrain.role.steps import LabelledAnswer
+from posttrain.role.heldout_evaluation import EvaluationReport
+from posttrain.role.judges.regenerate import RegeneratedAnswer
+from posttrain.role.judges.step_completion import LabelledAnswer
+from posttrain.role.learner_passes import Needs, Passes
+from posttrain.role.learning.rejection_selection import Candidate
 
 
 @dataclass(frozen=True, eq=False)

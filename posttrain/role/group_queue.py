@@ -22,15 +22,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from posttrain.core.abilities import StepNumber
+from posttrain.core.exchange.role_status import RoleRow
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Sampler
-from posttrain.core.queued import QueuedGroup
-from posttrain.core.request import PassRate, RolloutRequest
-from posttrain.core.role_row import RoleRow
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Group, Said, Task
+from posttrain.ladder.rollout_request import PassRate, RolloutRequest
 from posttrain.plan.staleness import capacity
-from posttrain.role.prompts import Prompts
+from posttrain.record.queued_groups import QueuedGroup
+from posttrain.role.prompt_order import Prompts
 from posttrain.role.rollout import Rollout
 
 

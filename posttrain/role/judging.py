@@ -14,14 +14,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from posttrain.core.abilities import StepNumber, Together
-from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt, Environment, EpisodeJudge
-from posttrain.core.redact import redacted
+from posttrain.core.redact_secrets import redacted
 from posttrain.core.types import Episode, Segment, Stop, Task
 from posttrain.core.verdict import Judged, State, Verdict, failed
-from posttrain.environment.renderings import TAIL, opening
-from posttrain.role.concurrency import together
+from posttrain.environment.templates.rendering_differences import TAIL, opening
+from posttrain.system.concurrency import together
+from posttrain.system.errors import ConfigError, InvariantError
 
 JUDGE_RETRIES = 2
 UNCONTAINED = "sandbox=none"

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.algorithm.minibatch import WHOLE, Whole
-from posttrain.algorithm.weigh import weigh
+from posttrain.algorithm.loss.minibatch_streams import WHOLE, Whole
+from posttrain.algorithm.loss.token_weights import weigh
+from posttrain.config.run import Reinforce
 from posttrain.core import seeds
-from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.errors import InvariantError
-from posttrain.core.run import Reinforce
 from posttrain.core.scored import Credit, EpisodeCredit, GroupCredit
 from posttrain.core.streams import MU, VERSION, WEIGHT
 from posttrain.core.types import OUTSIDE
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.system.errors import InvariantError
 
 
 @dataclass(frozen=True)

@@ -10,29 +10,29 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from posttrain.algorithm.steer import AdaptiveState
+from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState
+from posttrain.config.run import Reinforce, Run, Supervised
+from posttrain.config.stages.preference_settings import OnlinePreference, Preference
+from posttrain.config.stages.rejection import Rejection
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.stage import Stage
+from posttrain.config.stages.step_labels import StepLabeling
 from posttrain.core import seeds
-from posttrain.core.book import Book
 from posttrain.core.ports import Dialogue, Environment, Learner, PairRenderer, Reference, TaskSource
-from posttrain.core.preference_stage import OnlinePreference, Preference
-from posttrain.core.rejection import Rejection
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
-from posttrain.core.stage import Stage
-from posttrain.core.step_labels import StepLabeling
+from posttrain.record.run_folder import Book
 from posttrain.role.events import Observers
 from posttrain.role.group_queue import GroupSource
-from posttrain.role.hinted import Hints
-from posttrain.role.implicit import ImplicitModel
-from posttrain.role.memory import PeakMemory
-from posttrain.role.opponent import Opponent
-from posttrain.role.prompts import Prompts
-from posttrain.role.reference_scores import ReferenceScores
-from posttrain.role.regenerate import Regenerator
-from posttrain.role.replay_buffer import ReplayBuffer
+from posttrain.role.judges.regenerate import Regenerator
+from posttrain.role.judges.step_completion import StepLabeler, TokenEnds
+from posttrain.role.learning.hinted_teacher import Hints
+from posttrain.role.learning.implicit_reward_model import ImplicitModel
+from posttrain.role.learning.reference_opponent import Opponent
+from posttrain.role.learning.reference_scores import ReferenceScores
+from posttrain.role.learning.replay_buffer import ReplayBuffer
+from posttrain.role.memory_peaks import PeakMemory
+from posttrain.role.prompt_order import Prompts
 from posttrain.role.rollout import Rollout
-from posttrain.role.steps import StepLabeler, TokenEnds
 from posttrain.role.sync import Sync
 from posttrain.role.trainer import Trainer
 

@@ -14,22 +14,22 @@ from functools import partial
 from typing import Protocol
 
 from posttrain.core import abilities, seeds
-from posttrain.core.asker import DEADLY, Asker, DeadLetter, asked_for
-from posttrain.core.errors import InvariantError, PosttrainError
+from posttrain.core.exchange.request_owner import DEADLY, Asker, DeadLetter, asked_for
+from posttrain.core.exchange.role_status import RoleRow
 from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Dialogue, Environment, EpisodeJudge, PairRenderer, Sampler, Talk
-from posttrain.core.redact import scrubbed, scrubbed_data
-from posttrain.core.request import PassRate, RolloutRequest
-from posttrain.core.role_row import RoleRow
+from posttrain.core.redact_secrets import scrubbed, scrubbed_data
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.role.concurrency import settled, together
-from posttrain.role.demonstrate import recited
+from posttrain.ladder.rollout_request import PassRate, RolloutRequest
+from posttrain.role.episode_conversation import Conversation, Player, tokens_upto
 from posttrain.role.judging import SiblingVerdicts, attempt_of, judged, with_judges
-from posttrain.role.talk import Conversation, Player, tokens_upto
+from posttrain.role.learning.demonstrations import recited
+from posttrain.system.concurrency import settled, together
+from posttrain.system.errors import InvariantError, PosttrainError
 
 
 class EpisodePlayer(Protocol):

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Packed
-from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Examiner, Learner, Scorer
 from posttrain.core.scored import Scored, ScoredGroup
 from posttrain.core.streams import SCORED, Scoring, Stream
 from posttrain.core.types import Episode, Group
-from posttrain.role.hinted import HintedEpisode, Hints, same_words
-from posttrain.role.rerouted import at_start
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.role.learning.hinted_teacher import HintedEpisode, Hints, same_words
+from posttrain.role.learning.router_replay import at_start
+from posttrain.system.errors import InvariantError
 
 
 def score(

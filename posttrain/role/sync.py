@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner, Sampler, Transport
-from posttrain.role.probe import packed_text
-from posttrain.role.rounding import Gap, allowed
-from posttrain.role.transport import InProcess
+from posttrain.role.learning.logprob_tolerance import Gap, allowed
+from posttrain.role.learning.probe_tokens import packed_text
+from posttrain.role.weights.weight_transport import InProcess
+from posttrain.system.errors import InvariantError
 
 
 def nothing_is_kept() -> None:

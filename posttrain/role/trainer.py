@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.algorithm.losses import STEP_SHARE, Loss
-from posttrain.algorithm.objective import Terms
+from posttrain.algorithm.loss.losses import STEP_SHARE, Loss
+from posttrain.algorithm.loss.objective import Terms
+from posttrain.config.run import Optimizer as OptimizerConfig
 from posttrain.core.batch import Batch
-from posttrain.core.divided import DividedGradients
-from posttrain.core.errors import ConfigError, InvariantError
+from posttrain.core.exchange.ranks import ALONE, Ranks
+from posttrain.core.exchange.row_gradient import held
+from posttrain.core.exchange.scores import ExpectedUpdate, TokenScores
+from posttrain.core.exchange.sharded_protocols import DividedGradients
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Learner
-from posttrain.core.ranks import ALONE, Ranks
-from posttrain.core.row_gradient import held
-from posttrain.core.run import Optimizer as OptimizerConfig
-from posttrain.core.scores import ExpectedUpdate, TokenScores
 from posttrain.role.events import UNOBSERVED, DifferentiatedEvent, LearnedEvent, Observers, PackedEvent
-from posttrain.role.memory import memory_suffices
-from posttrain.role.passes import Passes
-from posttrain.role.rank_share import check_shares, of_all_ranks, smallest_unit
+from posttrain.role.learner_passes import Passes
+from posttrain.role.learning.rank_share import check_shares, of_all_ranks, smallest_unit
+from posttrain.role.memory_peaks import memory_suffices
+from posttrain.system.errors import ConfigError, InvariantError
 
 
 class NonFiniteGradient(InvariantError):

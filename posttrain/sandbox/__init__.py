@@ -1,2 +1,2 @@
-"""Runs untrusted Python isolated from files, network and other processes: `choose.open_sandbox`, `Sandbox.run`, and its
-outcome `Ran`."""
+"""Runs untrusted Python isolated from files, network and other processes: `open_sandbox.open_sandbox`, `Sandbox.run`,
+and its outcome `Ran`."""

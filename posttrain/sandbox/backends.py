@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.sandbox.interpreter import Interpreter, package, python
-from posttrain.sandbox.port import MIB, ProgramLimits, SandboxUnavailableError
+from posttrain.sandbox.sandbox_types import MIB, ProgramLimits, SandboxUnavailableError
 
 CELL = Path(__file__).parent / "cell"
 SCRATCH_BYTES, SCRATCH_FILES = 32 * MIB, 4096

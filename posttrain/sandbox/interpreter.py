@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from posttrain.core.errors import ConfigError
+from posttrain.system.errors import ConfigError
 
 ASK = """
 import json, sys, sysconfig

@@ -18,8 +18,8 @@ from typing import Any
 from posttrain.sandbox.cell.cells import LENGTH
 from posttrain.sandbox.cell.program import MEMORY_ERROR
 from posttrain.sandbox.cell.zygote import GO, KILL, REST
-from posttrain.sandbox.port import KIB, ProgramLimits, Ran, SandboxBroken, Why
-from posttrain.sandbox.worker import GRACE, SPILL, PipeReader, SandboxWorker, how_it_ended, nothing, silent
+from posttrain.sandbox.sandbox_types import KIB, ProgramLimits, Ran, SandboxBroken, Why
+from posttrain.sandbox.sandbox_worker import GRACE, SPILL, PipeReader, SandboxWorker, how_it_ended, nothing, silent
 
 DONE = re.compile(rb"([0-9]{1,9}) ([0-9]{1,3})\n")
 CHATTER = 4 * KIB

@@ -28,15 +28,15 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from posttrain.core.errors import ConfigError, PosttrainError
-from posttrain.core.net import LogRateLimit, loopback, raise_file_limit
-from posttrain.core.visible import tell
-from posttrain.sandbox.callers import Callers
-from posttrain.sandbox.choose import open_sandbox
-from posttrain.sandbox.pool import IDLE, SESSIONS, Sandbox
-from posttrain.sandbox.port import MIB, MOST_SAID, ProgramLimits, Ran, SandboxBroken
+from posttrain.sandbox.executor_callers import Callers
+from posttrain.sandbox.open_sandbox import open_sandbox
+from posttrain.sandbox.program_session import PythonSession
 from posttrain.sandbox.remote import TOKEN, VERSION, packed
-from posttrain.sandbox.session import PythonSession
+from posttrain.sandbox.sandbox_pool import IDLE, SESSIONS, Sandbox
+from posttrain.sandbox.sandbox_types import MIB, MOST_SAID, ProgramLimits, Ran, SandboxBroken
+from posttrain.system.errors import ConfigError, PosttrainError
+from posttrain.system.hostile_callers import LogRateLimit, loopback, raise_file_limit
+from posttrain.system.terminal_output import tell
 
 MOST_BODY = 64 * MIB
 MOST_WALL = 300.0

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
-from posttrain.core.errors import ConfigError
-from posttrain.core.net import in_the_clear
 from posttrain.sandbox.backends import Start
-from posttrain.sandbox.port import ProgramLimits, Ran, SandboxBroken, SandboxUnavailableError, Why
-from posttrain.sandbox.worker import Job, SandboxWorker
+from posttrain.sandbox.sandbox_types import ProgramLimits, Ran, SandboxBroken, SandboxUnavailableError, Why
+from posttrain.sandbox.sandbox_worker import Job, SandboxWorker
+from posttrain.system.errors import ConfigError
+from posttrain.system.hostile_callers import in_the_clear
 
 TOKEN = "POSTTRAIN_SANDBOX_TOKEN"
 """Default environment variable that holds an executor's token."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from posttrain.sandbox import probes
 from posttrain.sandbox.backends import Backend
-from posttrain.sandbox.port import ProgramLimits, Ran, SandboxBroken, SandboxUnavailableError
-from posttrain.sandbox.worker import Job, SandboxWorker, begin
+from posttrain.sandbox.sandbox_types import ProgramLimits, Ran, SandboxBroken, SandboxUnavailableError
+from posttrain.sandbox.sandbox_worker import Job, SandboxWorker, begin
 
 CANARY = "POSTTRAIN_CANARY"
 ATTACK = b"@attack("

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from posttrain.core.types import Task
-from posttrain.search.steps import Beginning, StepSearch
+from posttrain.search.step_sampling import Beginning, StepSearch
 
 
 async def beam(search: StepSearch, task: Task, *, width: int, expand: int, steps: int = 64) -> Beginning:

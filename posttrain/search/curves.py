@@ -10,13 +10,13 @@ from operator import or_
 
 import numpy as np
 
-from posttrain.core.interval import Gain, Score
-from posttrain.core.right import Grades, Right
+from posttrain.core.measure.interval import Gain, Score
+from posttrain.core.measure.right import Grades, Right
 from posttrain.core.types import Task
-from posttrain.role.concurrency import together
-from posttrain.search.kinds import ONE, SearchKind
-from posttrain.search.play import play
-from posttrain.search.steps import StepSearch
+from posttrain.search.play_search import play
+from posttrain.search.search_kinds import ONE, SearchKind
+from posttrain.search.step_sampling import StepSearch
+from posttrain.system.concurrency import together
 
 
 @dataclass(frozen=True)

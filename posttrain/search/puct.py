@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from posttrain.core.types import Task
-from posttrain.search.audit import tree_adds_up
-from posttrain.search.kinds import TreeRule
-from posttrain.search.steps import Beginning, StepSearch
+from posttrain.search.search_checks import tree_adds_up
+from posttrain.search.search_kinds import TreeRule
+from posttrain.search.step_sampling import Beginning, StepSearch
 
 
 @dataclass(eq=False)

@@ -19,18 +19,18 @@ import numpy as np
 from aiohttp import web
 
 from posttrain.core import seeds
-from posttrain.core.errors import DataError, PosttrainError
 from posttrain.core.sampling import Sampling
-from posttrain.serve.choice import Choice, TextChunk
+from posttrain.serve.answer_format import Shape
+from posttrain.serve.answer_stream import Choice, TextChunk
+from posttrain.serve.caller_limits import CallerLimits
 from posttrain.serve.connections import Connection, Phase
 from posttrain.serve.intake import Intake, Understood
-from posttrain.serve.limits import CallerLimits
+from posttrain.serve.limited_log import LOG
 from posttrain.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from posttrain.serve.quiet import LOG
 from posttrain.serve.refusal import Refusal, answer, refusal_of
 from posttrain.serve.response_format import DRAWS, ResponseFormat
-from posttrain.serve.served import ServedModel
-from posttrain.serve.shape import Shape
+from posttrain.serve.served_model import ServedModel
+from posttrain.system.errors import DataError, PosttrainError
 
 Told = tuple[Choice, TextChunk | None]
 """(choice, its next text), or None for the text where the choice has ended."""

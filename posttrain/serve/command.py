@@ -10,15 +10,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.api import overrides as dotted
-from posttrain.api.target import built_policy, check_target, model_run, open_policy, run_and_checkpoint, target_run
+from posttrain.build.open_model import (
+    built_policy,
+    check_target,
+    model_run,
+    open_policy,
+    run_and_checkpoint,
+    target_run,
+)
+from posttrain.config import overrides as dotted
+from posttrain.config.engines import Embedded
+from posttrain.config.run import Run
 from posttrain.core import seeds
-from posttrain.core.engines import Embedded
-from posttrain.core.errors import ConfigError
-from posttrain.core.reader import is_run, run_file
-from posttrain.core.run import Run
-from posttrain.core.visible import guard_logs, tell
-from posttrain.serve.limits import CallerLimits, check_address
+from posttrain.record.run_reader import is_run, run_file
+from posttrain.serve.caller_limits import CallerLimits, check_address
+from posttrain.system.errors import ConfigError
+from posttrain.system.terminal_output import guard_logs, tell
 
 READ = ("model", "slots", "threads", "deterministic", "seed", "env", "engine")
 """Fields of `Run` that are used to serve its model."""
@@ -86,8 +93,8 @@ def serve(
     token = where.resolve()
     check_address(where.host, token)
     _stored(*run_and_checkpoint(target, checkpoint), overrides)
-    from posttrain.api.waiting import wait
     from posttrain.serve.listen import serve as listen
+    from posttrain.stages.run_coroutine import wait
 
     served, facts = make_served(target, *overrides, token=token, name=name, checkpoint=checkpoint, trust=trust)
     return wait(listen(served, where.host, where.port, facts, say, where.limits, where.token_env))
@@ -122,7 +129,7 @@ def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
             raise ConfigError(
                 "engine.update says what new weights do to sequences, and a server's weights stay. Leave it out"
             )
-        from posttrain.api.engines import check_engine
+        from posttrain.build.build_engines import check_engine
 
         check_engine(run)
         return replace(run.engine, timeline=False)
@@ -142,7 +149,7 @@ def make_served(
     checkpoint: str = "last",
     trust: bool = False,
 ) -> tuple[Any, tuple[str, ...]]:
-    """(the `serve.served.ServedModel`, lines about it for the banner)."""
+    """(the `serve.served_model.ServedModel`, lines about it for the banner)."""
     target, checkpoint = run_and_checkpoint(target, checkpoint)
     stored = _stored(target, checkpoint, overrides)
     how = served_by(dotted.apply(stored, list(overrides)), overrides)
@@ -152,15 +159,15 @@ def make_served(
     )
     import torch
 
-    from posttrain.api.engines import embedded_engine
-    from posttrain.api.torch_settings import use_threads
-    from posttrain.engine.fingerprint import fingerprint
-    from posttrain.engine.learner import HFLearner
-    from posttrain.engine.models import named_tensors
-    from posttrain.environment.render import Renderer
-    from posttrain.role.weights import load_weights
+    from posttrain.build.build_engines import embedded_engine
+    from posttrain.engine.files.fingerprint import fingerprint
+    from posttrain.engine.learner.learner import HFLearner
+    from posttrain.engine.learner.torch_settings import use_threads
+    from posttrain.engine.model.policy_model import named_tensors
+    from posttrain.environment.templates.renderer import Renderer
+    from posttrain.role.weights.saved_weights import load_weights
     from posttrain.serve.detokenize import TokenText
-    from posttrain.serve.served import ServedModel
+    from posttrain.serve.served_model import ServedModel
 
     use_threads(run.threads)
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))

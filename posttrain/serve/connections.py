@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from posttrain.core.net import network
-from posttrain.serve.limits import CallerLimits, most_connections
-from posttrain.serve.quiet import LOG
+from posttrain.serve.caller_limits import CallerLimits, most_connections
+from posttrain.serve.limited_log import LOG
 from posttrain.serve.refusal import Refusal, answer
+from posttrain.system.hostile_callers import network
 
 BACKLOG = 4096
 """Connections that may wait to be accepted. The usual 128 would drop some of a thousand simultaneous callers."""

@@ -18,13 +18,13 @@ import numpy as np
 from aiohttp import web
 
 from posttrain.core.content import shown
-from posttrain.core.errors import PosttrainError
 from posttrain.core.types import Message
-from posttrain.environment.chat import WEATHER
-from posttrain.serve.limits import CallerLimits
+from posttrain.environment.templates.chat_template import WEATHER
+from posttrain.serve.caller_limits import CallerLimits
 from posttrain.serve.protocol import ChatRequest, GenerationRequest, read
 from posttrain.serve.refusal import Refusal
-from posttrain.serve.served import ServedModel
+from posttrain.serve.served_model import ServedModel
+from posttrain.system.errors import PosttrainError
 from posttrain.verifier.calling import FORMATS
 
 SMALL = 64 << 10

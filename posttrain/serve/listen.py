@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from posttrain.core.errors import ConfigError
-from posttrain.core.net import loopback, raise_file_limit
 from posttrain.serve.app import Server
+from posttrain.serve.caller_limits import CallerLimits, check_address, most_connections
 from posttrain.serve.connections import Listener, bind
-from posttrain.serve.limits import CallerLimits, check_address, most_connections
-from posttrain.serve.quiet import quiet
-from posttrain.serve.served import ServedModel
+from posttrain.serve.limited_log import quiet
+from posttrain.serve.served_model import ServedModel
+from posttrain.system.errors import ConfigError
+from posttrain.system.hostile_callers import loopback, raise_file_limit
 
 GRACE = 10.0
 """Seconds that requests have to finish after the first signal."""

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from posttrain.core.content import Content, content_of, unread
-from posttrain.core.errors import DataError, nearest
 from posttrain.core.sampling import LARGEST, Sampling
 from posttrain.core.types import Message
 from posttrain.serve.refusal import Refusal
 from posttrain.serve.response_format import ResponseFormat
 from posttrain.serve.tool_fields import MOST_TOOLS, PastCall, ToolRequest, given_fields, past_calls
+from posttrain.system.errors import DataError, nearest
 
 MOST_CHOICES = 1024
 """Most answers to one request, over all its prompts."""

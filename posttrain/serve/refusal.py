@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from posttrain.core.errors import ConfigError, DataError, PosttrainError
+from posttrain.system.errors import ConfigError, DataError, PosttrainError
 
 LONGEST = 1000
 """Most characters of a message; it quotes the request, which may be long."""

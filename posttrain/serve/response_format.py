@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from posttrain.verifier.calling import reading
+from posttrain.verifier.calling import read_data
 
 DRAWS = 16
 """How often an answer is drawn until it has the form."""
@@ -127,7 +127,7 @@ class ResponseFormat(BaseModel):
         if self.type == "text":
             return True
         try:
-            value = reading.json_value(text)
-        except reading.Unreadable:
+            value = read_data.json_value(text)
+        except read_data.Unreadable:
             return False
         return isinstance(value, dict) if self.json_schema is None else conforms(value, self.json_schema.schema_)

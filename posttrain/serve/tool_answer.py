@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.verifier.calling import Malformed, ToolCall, parse
-from posttrain.verifier.spoken import THOUGHTS
+from posttrain.verifier.thoughts import THOUGHTS
 
 WITHIN = {
     "hermes": ("<tool_call>",),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from posttrain.verifier.calling import reading
+from posttrain.verifier.calling import read_data
 
 MOST_TOOLS = 128
 """Most tools of a request, and most calls of a message."""
@@ -52,8 +52,8 @@ def _arguments(text: Any) -> Any:
     if not isinstance(text, str):
         raise ValueError("arguments are a text with a JSON object")
     try:
-        value = reading.json_value(text or "{}")
-    except reading.Unreadable as error:
+        value = read_data.json_value(text or "{}")
+    except read_data.Unreadable as error:
         raise ValueError(f"arguments are a text with a JSON object: {error}") from None
     if not isinstance(value, dict):
         raise ValueError("arguments are a text with a JSON object")
@@ -77,7 +77,7 @@ class PastCall(_ToolField):
     def plain(self, as_text: bool) -> dict[str, Any]:
         """In the form that chat templates read: arguments as an object, or as text where a template wants that."""
         given = self.function.arguments
-        told = {"name": self.function.name, "arguments": given if as_text else reading.json_value(given)}
+        told = {"name": self.function.name, "arguments": given if as_text else read_data.json_value(given)}
         return {"id": self.id, "type": "function", "function": told}
 
 

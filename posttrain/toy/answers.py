@@ -132,7 +132,7 @@ def batch_of_answers(
 
     Args:
         credit_ET: credit of every token, [E, T], or one number per answer, [E].
-        weight_E: weight of each token of an answer in the loss (`posttrain.algorithm.weigh`).
+        weight_E: weight of each token of an answer in the loss (`posttrain.algorithm.loss.token_weights`).
     """
     e, t = answers.tokens_ET.shape
     ids = np.concatenate([np.zeros((e, 1), np.int32), answers.tokens_ET.numpy().astype(np.int32)], 1)

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.algorithm.losses import Likelihood
+from posttrain.algorithm.loss.losses import Likelihood
 from posttrain.core.batch import Batch
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.sampling import Sampling
-from posttrain.core.scores import TokenScores
 from posttrain.core.streams import WEIGHT
 from posttrain.core.transcript import Transcript
 

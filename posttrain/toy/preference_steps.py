@@ -1,6 +1,6 @@
 """Steps of gradient descent on pairs in a small world, with the library's preference losses.
 
->>> from posttrain.core.preference_ladder import IPO
+>>> from posttrain.ladder.preference_rows import IPO
 >>> from posttrain.toy.prefixes import PrefixPolicy
 >>> policy, start = (PrefixPolicy(0, vocabulary=3, longest=1) for _ in range(2))
 >>> round(descend(IPO, policy, start, [((0,), (1,))], steps=400, lr=0.1)[-1], 2)
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
-from posttrain.algorithm.preference import PreferenceLoss
-from posttrain.algorithm.preference_whole import prepared
-from posttrain.core.preference import PreferenceAlgorithm
-from posttrain.core.scores import TokenScores
+from posttrain.algorithm.preference.preference_loss import PreferenceLoss
+from posttrain.algorithm.preference.preference_minibatch import prepared
+from posttrain.core.exchange.scores import TokenScores
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.toy.pairs import AnswerPair, TablePolicy, batch_of_pairs, pair_logp
 
 

@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.algorithm.choose import choose
-from posttrain.algorithm.credit import credit_step, whitened
-from posttrain.algorithm.minibatch import CHOSEN
-from posttrain.algorithm.objective import objective
-from posttrain.algorithm.streams import streams
-from posttrain.algorithm.weigh import weigh
-from posttrain.core.algorithm import Algorithm
+from posttrain.algorithm.credit.step_credit import credit_step, whitened
+from posttrain.algorithm.loss.minibatch_streams import CHOSEN
+from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.token_selection import choose
+from posttrain.algorithm.loss.token_weights import weigh
+from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.core.batch import Batch
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.gauge import Gauges
-from posttrain.core.pieces.baseline import Ema, Value
 from posttrain.core.scored import ScoredGroup
-from posttrain.core.scores import TokenScores
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.baseline import Ema, Value
 from posttrain.toy.answers import Answers, batch_of_answers, groups_of, logp_of, said_logp
 from posttrain.toy.policies import ToyPolicy
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from posttrain.core.errors import DataError
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
-from posttrain.verifier.formats import answer_format, think_format, tool_call
+from posttrain.system.errors import DataError
+from posttrain.verifier.format_rewards import answer_format, think_format, tool_call
 from posttrain.verifier.integers import last_integer
-from posttrain.verifier.source import graded
-from posttrain.verifier.spoken import spoken
+from posttrain.verifier.reward_source import graded
+from posttrain.verifier.thoughts import spoken
 
 Builtin = Callable[[Task, str], Verdict]
 

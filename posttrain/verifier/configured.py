@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from posttrain.core.env import Reward, SandboxSettings
-from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.given import INLINE, Given, is_inline
+from posttrain.config.env import Reward, SandboxSettings
 from posttrain.core.types import Task
-from posttrain.sandbox.choose import opened
+from posttrain.record.runtime_objects import INLINE, Given, is_inline
+from posttrain.sandbox.open_sandbox import opened
+from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.builtin import BUILTIN, NAMES
-from posttrain.verifier.code.source import Code
-from posttrain.verifier.functions import TIMEOUT, FunctionSource, source
-from posttrain.verifier.math.source import math_source
-from posttrain.verifier.source import Checked
+from posttrain.verifier.code.code_reward import Code
+from posttrain.verifier.math.math_reward import math_source
+from posttrain.verifier.reward_source import Checked
 from posttrain.verifier.user_code import load
-from posttrain.verifier.workers.functions import pooled
+from posttrain.verifier.user_functions import TIMEOUT, FunctionSource, source
+from posttrain.verifier.workers.worker_functions import pooled
 
 
 def sources(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from posttrain.core.errors import ConfigError, EndpointError, nearest
-from posttrain.verifier.endpoint import Endpoint
+from posttrain.system.errors import ConfigError, EndpointError, nearest
+from posttrain.verifier.http_client import Endpoint
 
 Dialect = Literal["openai", "compatible", "vllm", "posttrain"]
 """openai: OpenAI's own API. compatible: the fields that all compatible servers have. vllm, posttrain:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 
-from posttrain.verifier.spoken import spoken
+from posttrain.verifier.thoughts import spoken
 
 _MINUS = "\u2212\u2010\u2011\u2013\ufe63\uff0d"
 _TRANSLATE = str.maketrans(

@@ -14,19 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core.env import JudgeEndpoint, Reward
-from posttrain.core.errors import ConfigError, EndpointError
+from posttrain.config.env import JudgeEndpoint, Reward
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.loop_thread import LoopThread
+from posttrain.core.measure.equal_numbers import RESOLUTION
 from posttrain.core.ports import Attempt
-from posttrain.core.redact import redacted
-from posttrain.core.spread import RESOLUTION
+from posttrain.core.redact_secrets import redacted
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, State, Verdict
+from posttrain.system.errors import ConfigError, EndpointError
+from posttrain.system.loop_thread import LoopThread
 from posttrain.verifier.discover import RemoteModel, discover
-from posttrain.verifier.endpoint import Endpoint, Patience
+from posttrain.verifier.http_client import Endpoint, Patience
+from posttrain.verifier.reward_source import CALLS
 from posttrain.verifier.rubric import Rubric
-from posttrain.verifier.source import CALLS
 
 TIMEOUT = 60.0
 """Default for the seconds that one try of a request may take."""

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.env import JudgeEndpoint
 from posttrain.core.content import conversation
-from posttrain.core.env import JudgeEndpoint
-from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Task
-from posttrain.verifier.batches import columns
-from posttrain.verifier.calling.reading import Unreadable, json_value
-from posttrain.verifier.spoken import spoken
+from posttrain.system.errors import ConfigError, DataError
+from posttrain.verifier.batch_functions import columns
+from posttrain.verifier.calling.read_data import Unreadable, json_value
+from posttrain.verifier.thoughts import spoken
 
 ENDINGS = (".md", ".txt")
 LONGEST = 256 << 10

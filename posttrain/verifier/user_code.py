@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from posttrain.core.errors import ConfigError, nearest
-from posttrain.verifier.calls import Raised
+from posttrain.system.errors import ConfigError, nearest
+from posttrain.verifier.timed_calls import Raised
 
 
 def load(path: Path, attribute: str, what: str = "reward", kind: str = "function") -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from posttrain.core.errors import ConfigError
+from posttrain.system.errors import ConfigError
 from posttrain.web.guard import Guard
 
 GRACE = 1.0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.gauge import Step
-from posttrain.core.reader import steps
+from posttrain.record.run_reader import steps
 from scripts.site.drawings import INTO, staleness
 from scripts.site.pictures import printed
 

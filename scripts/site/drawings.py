@@ -202,12 +202,12 @@ TALK = (
 
 def masked(turns: str) -> list[tuple[str, bool]]:
     """A dialogue in runs of text, each with whether it is learned, as an SFT stage with these `turns` makes it."""
-    from posttrain.core.env import Env
-    from posttrain.core.run import Supervised
-    from posttrain.engine.vocabulary import raw_bytes
+    from posttrain.config.env import Env
+    from posttrain.config.run import Supervised
+    from posttrain.engine.model.built_tokenizers import raw_bytes
     from posttrain.environment.make import environment
-    from posttrain.environment.render import RenderedDialogue, Renderer
-    from posttrain.role.demonstrate import shown
+    from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
+    from posttrain.role.learning.demonstrations import shown
 
     words = raw_bytes()
     words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})  # type: ignore[dict-item]
@@ -278,7 +278,7 @@ def laid_out(asked: Sequence[float], learned: Sequence[float], ahead: int) -> tu
 
 def staleness(folder: Path) -> Drawing:
     """Sampler and learner of a run's steps in time, for three bounds; the seconds are those that its record has."""
-    from posttrain.core.reader import steps
+    from posttrain.record.run_reader import steps
 
     taken = [s for s in steps(folder) if s.stage == "rl"][:STEPS]
     asked = [s.clock["rollout"] for s in taken]

@@ -20,20 +20,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.api.build import probe_ids
+from posttrain.build.build_run import probe_ids
+from posttrain.config.engines import KernelChoice
+from posttrain.config.run import Model
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
-from posttrain.core.engines import KernelChoice
 from posttrain.core.ports import Sampler
-from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Said, Segment
-from posttrain.engine.embedded import EmbeddedEngine, cached_model
-from posttrain.engine.embedded.prefix_tree import PrefixTree
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.vllm.requests import ExpectedTensors
+from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.embedded.cache import cached_model
+from posttrain.engine.embedded.cache.prefix_tree import PrefixTree
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy, load_policy
+from posttrain.engine.vllm.sampler_requests import ExpectedTensors
 from posttrain.role.sync import Sync
 
 ENGINES = tuple(os.environ.get("POSTTRAIN_ENGINES", "embedded").split(","))
@@ -232,9 +233,9 @@ def _vllm(workers: int = 1) -> Subject:
 
 
 def _vllm_server(workers: int = 1) -> Subject:
-    from posttrain.engine.vllm.server import VLLMServer
-    from posttrain.engine.vllm.spawn import Spawned
-    from posttrain.verifier.endpoint import Endpoint
+    from posttrain.engine.vllm.spawn_server import Spawned
+    from posttrain.engine.vllm.vllm_server import VLLMServer
+    from posttrain.verifier.http_client import Endpoint
 
     policy = new_policy()
     own = Spawned(policy, slots=SLOTS, cache_bytes=64 << 20, eager=True, workers=workers)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.api.build import probe_ids
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import load_policy
+from posttrain.build.build_run import probe_ids
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import load_policy
 from posttrain.engine.vllm.inprocess import VLLMEngine
-from posttrain.role.rounding import LEAST
+from posttrain.role.learning.logprob_tolerance import LEAST
 from posttrain.role.sync import Sync
 from tests.conformance import subjects
 from tests.conformance.subjects import contract, randomize, segment

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import posttrain
-from posttrain.core import reader
-from posttrain.core.engines import VLLM, Embedded, Engine
-from posttrain.core.run import Run
-from posttrain.role.rounding import LEAST
+from posttrain.config.engines import VLLM, Embedded, Engine
+from posttrain.config.run import Run
+from posttrain.record import run_reader
+from posttrain.role.learning.logprob_tolerance import LEAST
 from tests.conformance import subjects
 from tests.late import episodes_of, late_run, nothing_lost_or_doubled, rl_steps
 from tests.tiny import MODEL, only_rl
@@ -43,7 +43,7 @@ def test_asking_a_step_ahead_keeps_its_bound_and_its_log_probs(name: str, tmp_pa
     assert max(s.gauges["rollout/most_behind"].sum for s in steps) == 1, "samples ran ahead, by one step and no more"
     gaps = [s.gauges["canary/logp_gap_worst"].sum for s in steps if "canary/logp_gap_worst" in s.gauges]
     assert gaps and max(gaps) < LEAST["float32"].worst, "under equal weights both sides have the same log-probs"
-    for row in reader.episode_files(folder):
+    for row in run_reader.episode_files(folder):
         if row.stage == "rl" and row.kind == "train":
             said = {int(v) for e in episodes_of(row) for s in e.episode.segments for v in s.version[s.mask]}
             assert said <= {row.index - 1, max(0, row.index - 2)}, f"step {row.index} learns from versions {said}"

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from posttrain.core.batch import Packed
-from posttrain.core.errors import ConfigError, DataError, EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Stop
-from posttrain.role.rounding import LEAST
+from posttrain.role.learning.logprob_tolerance import LEAST
+from posttrain.system.errors import ConfigError, DataError, EngineError
 from tests.conformance.subjects import CONTEXT, Subject, contract, segment
 
 OPTIONS = {

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.core.engines import KernelChoice
-from posttrain.core.ladder import GRPO
+from posttrain.config.engines import KernelChoice
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
-from posttrain.engine import attention
-from posttrain.engine.accept import LayerShape
-from posttrain.engine.attention import PackedLayout
-from posttrain.engine.embedded.blocks import BLOCK
-from posttrain.engine.embedded.cache import CachedLayout, CachePool
-from posttrain.engine.kernels import FORMS, TABLE, Kernel, kernel
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.logprob import logprobs
-from posttrain.engine.readout import read_out
-from posttrain.engine.tree import SharedTree, TreeLayout
+from posttrain.engine.embedded.cache.cache_blocks import BLOCK
+from posttrain.engine.embedded.cache.key_value_cache import CachedLayout, CachePool
+from posttrain.engine.head.kernel_table import FORMS, TABLE, Kernel, kernel
+from posttrain.engine.head.logprob import logprobs
+from posttrain.engine.head.readout import read_out
+from posttrain.engine.layers import attention
+from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.layers.prefix_tree_attention import SharedTree, TreeLayout
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.supported_models import LayerShape
+from posttrain.ladder.policy_rows import GRPO
 from tests.rooms.engine_parts import packed, policy
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 

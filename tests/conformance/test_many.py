@@ -10,7 +10,7 @@ from scipy import stats
 
 from posttrain.core.batch import Packed
 from posttrain.core.types import Said, Stop
-from posttrain.role.rounding import LEAST
+from posttrain.role.learning.logprob_tolerance import LEAST
 from tests.conformance.subjects import Subject, contract, segment
 
 

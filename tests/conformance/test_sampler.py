@@ -15,10 +15,10 @@ import torch
 from scipy import stats
 
 from posttrain.core import seeds
-from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
-from posttrain.engine.embedded.sampler import Contracts, draw, kept_mask, lowest_argmax, pick
-from posttrain.engine.embedded.slot_rules import NothingLeft
+from posttrain.engine.embedded.schedule.slot_rules import NothingLeft
+from posttrain.engine.embedded.token_sampler import Contracts, draw, kept_mask, lowest_argmax, pick
+from posttrain.system.errors import EngineError
 
 DRAWS = 50_000
 LOGITS = torch.log(torch.tensor([0.32, 0.05, 0.28, 0.21, 0.10, 0.04])) + 1.8

@@ -10,17 +10,17 @@ from functools import cache
 import numpy as np
 import pytest
 
-from posttrain.core.errors import ConfigError, DataError, EngineError
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy
-from posttrain.engine.openai import TokenSampler, discover
-from posttrain.environment.render import Renderer
+from posttrain.engine.endpoint import TokenSampler, discover
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy
+from posttrain.environment.templates.renderer import Renderer
 from posttrain.serve.app import Server
 from posttrain.serve.detokenize import TokenText
 from posttrain.serve.listen import listening
-from posttrain.serve.served import ServedModel
-from posttrain.verifier.endpoint import Endpoint, Patience
+from posttrain.serve.served_model import ServedModel
+from posttrain.system.errors import ConfigError, DataError, EngineError
+from posttrain.verifier.http_client import Endpoint, Patience
 from tests.conformance import subjects, test_contract, test_many
 from tests.conformance.subjects import CONTEXT, SLOTS, Subject, contract
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.errors import EndpointError, EngineError
 from posttrain.core.types import Said
-from posttrain.engine.vllm.server import VLLMServer
-from posttrain.engine.vllm.spawn import Spawned
-from posttrain.role.transport import whole_tensors
-from posttrain.verifier.endpoint import Endpoint, Patience
+from posttrain.engine.vllm.spawn_server import Spawned
+from posttrain.engine.vllm.vllm_server import VLLMServer
+from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.system.errors import EndpointError, EngineError
+from posttrain.verifier.http_client import Endpoint, Patience
 from tests.conformance import subjects
 
 pytestmark = pytest.mark.skipif("vllm-server" not in subjects.ENGINES, reason="needs vLLM: make test-vllm")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.api.build import make_policy
-from posttrain.api.environments import make_environment
-from posttrain.core.engines import VLLM
-from posttrain.core.reader import steps as read_steps
-from posttrain.engine.vllm.spawn import Spawned
+from posttrain.build.build_environments import make_environment
+from posttrain.build.build_run import make_policy
+from posttrain.config.engines import VLLM
+from posttrain.engine.vllm.spawn_server import Spawned
+from posttrain.record.run_reader import steps as read_steps
 from tests.conformance import subjects
 from tests.tiny import MODEL, only_rl, play, tiny_parts, tiny_run
 

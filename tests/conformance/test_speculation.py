@@ -15,13 +15,13 @@ from scipy import stats
 from torch import Tensor
 
 from posttrain.core import seeds
-from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Stop
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.embedded.plan import Drafts, Plan
-from posttrain.engine.embedded.sampler import Contracts, Spread
-from posttrain.engine.embedded.speculate import Draft, Lookup, verify
+from posttrain.engine.embedded.cache.forward_plan import Drafts, Plan
+from posttrain.engine.embedded.speculation import Draft, Lookup, verify
+from posttrain.engine.embedded.token_sampler import Contracts, Spread
+from posttrain.system.errors import EngineError
 
 SMALL = {
     "num_hidden_layers": 1,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.errors import EngineError, InvariantError
 from posttrain.core.types import Said, Stop
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.role.rounding import LEAST
-from posttrain.role.transport import whole_tensors
+from posttrain.role.learning.logprob_tolerance import LEAST
+from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.system.errors import EngineError, InvariantError
 from tests.conformance.subjects import Subject, contract, segment
 
 LONG = "A prompt of several cache blocks, so that there is something to find again under the new weights: " + "=" * 60

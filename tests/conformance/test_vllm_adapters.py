@@ -15,23 +15,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import posttrain
-from posttrain.api.build import probe_ids
-from posttrain.core.adapter import Lora
-from posttrain.core.checkpoint import find
-from posttrain.core.engines import VLLM
-from posttrain.core.errors import ConfigError, EngineError, InvariantError
+from posttrain.build.build_run import probe_ids
+from posttrain.config.adapter import Lora
+from posttrain.config.engines import VLLM
+from posttrain.config.run import Run
 from posttrain.core.ports import Sampler
-from posttrain.core.reader import steps as read_steps
-from posttrain.core.run import Run
-from posttrain.engine import adapter
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.vllm import hot_load
+from posttrain.engine.adapters import adapter_modules
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy, load_policy
+from posttrain.engine.vllm import adapter_load
 from posttrain.engine.vllm.inprocess import VLLMEngine
-from posttrain.engine.vllm.server import VLLMServer
-from posttrain.role.probe import packed_text
-from posttrain.role.rounding import LEAST
+from posttrain.engine.vllm.vllm_server import VLLMServer
+from posttrain.record.checkpoint import find
+from posttrain.record.run_reader import steps as read_steps
+from posttrain.role.learning.logprob_tolerance import LEAST
+from posttrain.role.learning.probe_tokens import packed_text
 from posttrain.role.sync import Sync
+from posttrain.system.errors import ConfigError, EngineError, InvariantError
 from tests.conformance import subjects
 from tests.conformance.subjects import contract, randomize, segment
 
@@ -45,10 +45,10 @@ LORA = Lora(rank=3, alpha=5)
 def adapted(lora: Lora = LORA, **changes: Any) -> Policy:
     """A policy with an adapter, over weights whose distributions are far from uniform."""
     policy = load_policy(replace(subjects.MODEL, lora=lora, **changes), None, 0)
-    own = {n: t.detach().clone() for n, t in adapter.adapter_tensors(policy.module).items()}
+    own = {n: t.detach().clone() for n, t in adapter_modules.adapter_tensors(policy.module).items()}
     randomize(policy, 1)
     with torch.no_grad():
-        for name, tensor in adapter.adapter_tensors(policy.module).items():
+        for name, tensor in adapter_modules.adapter_tensors(policy.module).items():
             tensor.copy_(own[name])
     return policy
 
@@ -57,7 +57,7 @@ def learn(policy: Policy, seed: int) -> None:
     """Numbers for B that change log-probs by much."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, tensor in adapter.adapter_tensors(policy.module).items():
+        for name, tensor in adapter_modules.adapter_tensors(policy.module).items():
             if "lora_B" in name:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
 
@@ -81,7 +81,7 @@ class Served:
 
     def base(self) -> np.ndarray:
         """What the model without its adapter scores."""
-        with adapter.switched_off(self.policy.module):
+        with adapter_modules.switched_off(self.policy.module):
             return self.learner.score(packed_text(probe_ids(self.policy)))
 
 
@@ -89,8 +89,8 @@ def started(name: str, policy: Policy, workers: int = 1) -> Served:
     if name == "vllm":
         engine = VLLMEngine(policy, slots=16, cache_bytes=32 << 20, eager=True, workers=workers)
         return Served(engine, policy, HFLearner(policy), engine.close)
-    from posttrain.engine.vllm.spawn import Spawned
-    from posttrain.verifier.endpoint import Endpoint
+    from posttrain.engine.vllm.spawn_server import Spawned
+    from posttrain.verifier.http_client import Endpoint
 
     own = Spawned(policy, slots=16, cache_bytes=32 << 20, eager=True, workers=workers)
     endpoint = Endpoint(own.url, "rollout")
@@ -133,19 +133,19 @@ def test_every_push_is_served_and_it_alone(served: Served) -> None:
 
 def test_only_the_adapter_travels(served: Served) -> None:
     """Its float32 numbers, and a header with their names."""
-    own = sum(t.nbytes for t in adapter.adapter_tensors(served.policy.module).values())
+    own = sum(t.nbytes for t in adapter_modules.adapter_tensors(served.policy.module).values())
     served.sampler.gauges()
-    given = list(adapter.adapter_tensors(served.policy.module).items())
+    given = list(adapter_modules.adapter_tensors(served.policy.module).items())
     asyncio.run(served.sampler.load(served.sampler.version + 1, given))
     gauge = served.sampler.gauges()["engine/pushed"]
     assert (gauge.sum, gauge.count) == (own, 1)
-    assert own < sum(t.nbytes for t in adapter.base_tensors(served.policy.module).values()) / 5
+    assert own < sum(t.nbytes for t in adapter_modules.base_tensors(served.policy.module).values()) / 5
 
 
 def test_nothing_of_an_adapter_stays_on_disk(served: Served) -> None:
     import tempfile
 
-    from posttrain.engine.vllm.start import memory_folder
+    from posttrain.engine.vllm.start_vllm import memory_folder
 
     def left() -> set[Path]:
         places = {memory_folder(), Path(tempfile.gettempdir())}
@@ -165,7 +165,7 @@ def test_nothing_of_an_adapter_stays_on_disk(served: Served) -> None:
 def test_an_engine_that_answers_without_the_adapter_is_found(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the adapter is still nothing, so that no log-prob differs."""
     with torch.no_grad():
-        for name, tensor in adapter.adapter_tensors(served.policy.module).items():
+        for name, tensor in adapter_modules.adapter_tensors(served.policy.module).items():
             if "lora_B" in name:
                 tensor.zero_()
     if isinstance(served.sampler, VLLMServer):
@@ -191,7 +191,7 @@ def test_another_adapter_than_was_sent_is_found(fault: str, monkeypatch: pytest.
     if "vllm" not in subjects.ENGINES:
         pytest.skip("in this process")
     own = started("vllm", adapted())
-    save = hot_load.save_file
+    save = adapter_load.save_file
 
     def spoiled(tensors: dict[str, Tensor], file: Path, **words: Any) -> None:
         held = {n: t.clone() for n, t in tensors.items()}
@@ -207,7 +207,7 @@ def test_another_adapter_than_was_sent_is_found(fault: str, monkeypatch: pytest.
     try:
         learn(own.policy, 1)
         asyncio.run(own.push())
-        monkeypatch.setattr(hot_load, "save_file", spoiled)
+        monkeypatch.setattr(adapter_load, "save_file", spoiled)
         learn(own.policy, 2)
         with pytest.raises(EngineError, match="another adapter|no place|not sent"):
             asyncio.run(own.push())
@@ -226,8 +226,8 @@ def test_another_base_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         held[name].view(torch.int32)[1, 1] ^= 1
         hot_load_save(held, file, **words)
 
-    hot_load_save = hot_load.save_file
-    monkeypatch.setattr(hot_load, "save_file", spoiled)
+    hot_load_save = adapter_load.save_file
+    monkeypatch.setattr(adapter_load, "save_file", spoiled)
     own = started("vllm", policy)
     monkeypatch.undo()
     try:
@@ -272,7 +272,7 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts() -> None:
     with pytest.raises(ConfigError, match="DoRA"):
         Run(recipe="x", stages=(), engine=VLLM(), model=replace(subjects.MODEL, lora=Lora(dora=True)))
     with pytest.raises(ConfigError, match="up to 512"):
-        hot_load.rank_for(Lora(rank=600))
+        adapter_load.rank_for(Lora(rank=600))
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.core.errors import EngineError
-from posttrain.engine.vllm.server import VLLMServer
-from posttrain.role.rounding import LEAST
+from posttrain.engine.vllm.vllm_server import VLLMServer
+from posttrain.role.learning.logprob_tolerance import LEAST
+from posttrain.system.errors import EngineError
 from tests.conformance import subjects
 from tests.conformance.test_architectures import serves
 from tests.conformance.test_vllm_adapters import Served, adapted, learn, say, started

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.core.engines import VLLM
-from posttrain.core.placement import Processes
+from posttrain.config.engines import VLLM
+from posttrain.config.placement import Processes
 from posttrain.engine.pool.engine_pool import EnginePool
-from posttrain.engine.pool.turns import PooledEngine, PooledTurn
-from posttrain.role.rounding import LEAST
+from posttrain.engine.pool.pool_turns import PooledEngine, PooledTurn
+from posttrain.role.learning.logprob_tolerance import LEAST
 from tests.conformance import subjects
 from tests.conformance.test_asked_ahead import ahead
 from tests.late import nothing_lost_or_doubled, rl_steps

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.api import main
-from posttrain.core.engines import VLLM
-from posttrain.engine.models import load_policy
+from posttrain.config.engines import VLLM
+from posttrain.engine.model.policy_model import load_policy
 from tests.conformance import subjects
 from tests.over_ranks import run_of
 from tests.rank_memory import peaks, saved

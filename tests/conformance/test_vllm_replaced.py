@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.api.build import make_policy
-from posttrain.api.environments import make_environment
-from posttrain.api.placed import engine_pool
-from posttrain.core.engines import VLLM
-from posttrain.core.placement import Processes
+from posttrain.build.build_environments import make_environment
+from posttrain.build.build_run import make_policy
+from posttrain.build.spawn_engines import engine_pool
+from posttrain.config.engines import VLLM
+from posttrain.config.placement import Processes
 from posttrain.core.types import Said
-from posttrain.engine.learner import HFLearner
-from posttrain.role.transport import whole_tensors
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.role.weights.weight_transport import whole_tensors
 from tests.conformance import subjects
 from tests.conformance.test_asked_ahead import ahead
 from tests.conformance.test_server_life import alive, left_in_memory, soon

@@ -25,16 +25,16 @@ import torch
 from safetensors.torch import save_file
 
 import posttrain
-from posttrain.api.build import probe_ids
-from posttrain.core.errors import EngineError, InvariantError
-from posttrain.core.reader import steps as read_steps
+from posttrain.build.build_run import probe_ids
 from posttrain.engine.vllm import worker_parts
 from posttrain.engine.vllm.inprocess import VLLMEngine
-from posttrain.engine.vllm.server import VLLMServer
-from posttrain.role.probe import packed_text
-from posttrain.role.rounding import LEAST
+from posttrain.engine.vllm.vllm_server import VLLMServer
+from posttrain.record.run_reader import steps as read_steps
+from posttrain.role.learning.logprob_tolerance import LEAST
+from posttrain.role.learning.probe_tokens import packed_text
 from posttrain.role.sync import Sync
-from posttrain.role.transport import whole_tensors
+from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.system.errors import EngineError, InvariantError
 from tests.conformance import subjects
 from tests.conformance.subjects import Subject, contract, segment
 from tests.conformance.test_server_life import alive, soon
@@ -119,7 +119,11 @@ def test_log_probs_are_the_learners_and_follow_each_push(two: Subject) -> None:
 def test_weights_come_in_buckets(two: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several files, none larger than the bound unless it is one tensor; what is served is the same."""
     sizes = list[int]()
-    module = "posttrain.engine.vllm.staged" if isinstance(two.sampler, VLLMServer) else "posttrain.engine.vllm.updates"
+    module = (
+        "posttrain.engine.vllm.staged_weights"
+        if isinstance(two.sampler, VLLMServer)
+        else "posttrain.engine.vllm.weight_updates"
+    )
 
     def counted(bucket: dict[str, torch.Tensor], path: Path) -> None:
         sizes.append(sum(t.nbytes for t in bucket.values()) if len(bucket) > 1 else 0)

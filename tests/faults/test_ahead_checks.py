@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.checks import ahead, fresh
-from posttrain.checks.draws import Bets
-from posttrain.checks.probe_round import ProbeCheck
-from posttrain.checks.sampler import said_by_these_weights
+from posttrain.checks.sampling import stale_logprobs, staleness_checks
+from posttrain.checks.sampling.probe_round import ProbeCheck
+from posttrain.checks.sampling.sampler_checks import said_by_these_weights
+from posttrain.checks.sampling.sampler_draws import Bets
 from posttrain.core.batch import Batch
-from posttrain.core.errors import InvariantError
-from posttrain.core.experience import Experience
+from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Gauge
 from posttrain.core.ports import TaskSource
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import START
 from posttrain.core.types import Episode, Group, Segment, Stop, Task
-from posttrain.diagnose.played import ages
+from posttrain.diagnose.gauges.rollout_gauges import ages
 from posttrain.role.events import PlayedEvent
-from posttrain.role.prompts import Prompts
+from posttrain.role.prompt_order import Prompts
+from posttrain.system.errors import InvariantError
 
 
 class Numbers:
@@ -61,12 +61,12 @@ def test_the_walk_is_that_of_the_prompts(count: int | None, seed: int, begin: in
     source = cast("TaskSource", Numbers(count))
     prompts = Prompts(source, seed, cursor=begin)
     played = [group(*next(prompts)) for _ in range(step)]
-    ahead.next_of_the_walk(played, begin, source, seed)
+    staleness_checks.next_of_the_walk(played, begin, source, seed)
     for wrong in ([*played[1:], group(*next(prompts))], [played[0], *played], played[::-1]):
-        names = [ahead.name_of(g) for g in wrong]
-        if names != [ahead.name_of(g) for g in played][: len(names)]:
+        names = [staleness_checks.name_of(g) for g in wrong]
+        if names != [staleness_checks.name_of(g) for g in played][: len(names)]:
             with pytest.raises(InvariantError, match="lost, learned twice, or overtaken"):
-                ahead.next_of_the_walk(wrong, begin, source, seed)
+                staleness_checks.next_of_the_walk(wrong, begin, source, seed)
 
 
 TASK = Task("t", "t")
@@ -74,23 +74,23 @@ TASK = Task("t", "t")
 
 def test_versions_only_grow() -> None:
     crossed = group(TASK, versions=((3, 3, 4), (4,)))
-    ahead.versions_only_grow([crossed], drained=False, whole=False)
-    ahead.versions_only_grow([group(TASK, versions=((3, 3), (4, 4)))], drained=True, whole=False)
-    ahead.versions_only_grow([group(TASK, versions=((3, 3), (3,)))], drained=True, whole=True)
+    staleness_checks.versions_only_grow([crossed], drained=False, whole=False)
+    staleness_checks.versions_only_grow([group(TASK, versions=((3, 3), (4, 4)))], drained=True, whole=False)
+    staleness_checks.versions_only_grow([group(TASK, versions=((3, 3), (3,)))], drained=True, whole=True)
     with pytest.raises(InvariantError, match="several versions"):
-        ahead.versions_only_grow([crossed], drained=True, whole=False)
+        staleness_checks.versions_only_grow([crossed], drained=True, whole=False)
     with pytest.raises(InvariantError, match="before, and the run cannot"):
-        ahead.versions_only_grow([group(TASK, versions=((3, 3), (4, 4)))], drained=True, whole=True)
+        staleness_checks.versions_only_grow([group(TASK, versions=((3, 3), (4, 4)))], drained=True, whole=True)
     with pytest.raises(InvariantError, match="never falls"):
-        ahead.versions_only_grow([group(TASK, versions=((4, 3),))], drained=False, whole=False)
+        staleness_checks.versions_only_grow([group(TASK, versions=((4, 3),))], drained=False, whole=False)
 
 
 def test_a_group_is_as_old_as_it_was_asked() -> None:
-    ahead.as_old_as_asked([group(TASK, versions=((2, 3),))], [2], exactly=False)
-    ahead.as_old_as_asked([group(TASK, versions=((2, 2),))], [2], exactly=True)
+    staleness_checks.as_old_as_asked([group(TASK, versions=((2, 3),))], [2], exactly=False)
+    staleness_checks.as_old_as_asked([group(TASK, versions=((2, 2),))], [2], exactly=True)
     for versions, exactly in (((1, 2), False), ((2, 3), True), ((3, 3), True)):
         with pytest.raises(InvariantError, match="the sampler had version 2"):
-            ahead.as_old_as_asked([group(TASK, versions=(versions,))], [2], exactly=exactly)
+            staleness_checks.as_old_as_asked([group(TASK, versions=(versions,))], [2], exactly=exactly)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.data())
@@ -101,81 +101,81 @@ def test_ages_are_counted_from_versions(steps: list[int], data: st.DataObject) -
     said = np.array(data.draw(st.lists(st.sampled_from(promised), min_size=1, max_size=9)), np.int32)
     behind = Experience(1, 0, (), (), 1, versions=promised).behind(said)
     told = ages(behind, len(promised) - 1)
-    ahead.ages_as_stamped(told, said, promised)
+    staleness_checks.ages_as_stamped(told, said, promised)
     wrong = {**told, "rollout/versions_behind": Gauge(told["rollout/versions_behind"].sum + 1, len(said))}
     with pytest.raises(InvariantError, match="the tokens' versions say"):
-        ahead.ages_as_stamped(wrong, said, promised)
+        staleness_checks.ages_as_stamped(wrong, said, promised)
 
 
 def test_the_promised_versions_are_those_that_were_seen() -> None:
-    ahead.promised_as_begun((4, 5, 6), [6])
-    ahead.promised_as_begun((4, 5, 6), [3, 4, 5, 6])
+    staleness_checks.promised_as_begun((4, 5, 6), [6])
+    staleness_checks.promised_as_begun((4, 5, 6), [3, 4, 5, 6])
     with pytest.raises(InvariantError, match="not counted as the weights changed"):
-        ahead.promised_as_begun((5, 6, 6), [4, 5, 6])
+        staleness_checks.promised_as_begun((5, 6, 6), [4, 5, 6])
 
 
 def test_weights_are_pushed_between_steps() -> None:
-    ahead.pushed_between_steps(3, 3, None, "Inside a step")
-    ahead.pushed_between_steps(3, 5, 5, "After a step")
+    staleness_checks.pushed_between_steps(3, 3, None, "Inside a step")
+    staleness_checks.pushed_between_steps(3, 5, 5, "After a step")
     for now, pushed in ((4, None), (4, 5), (3, 5)):
         with pytest.raises(InvariantError, match="should have"):
-            ahead.pushed_between_steps(3, now, pushed, "Then")
+            staleness_checks.pushed_between_steps(3, now, pushed, "Then")
 
 
 def test_no_more_is_asked_than_steps_will_take() -> None:
-    ahead.asked_within_bound(waiting=8, staleness=2, prompts=4, left=9)
+    staleness_checks.asked_within_bound(waiting=8, staleness=2, prompts=4, left=9)
     for waiting, left in ((9, 9), (5, 1), (1, 0)):
         with pytest.raises(InvariantError, match=f"{waiting} groups are asked ahead"):
-            ahead.asked_within_bound(waiting, staleness=2, prompts=4, left=left)
+            staleness_checks.asked_within_bound(waiting, staleness=2, prompts=4, left=left)
 
 
 def test_a_resumed_stage_asks_on() -> None:
-    ahead.asks_on(12, 12)
+    staleness_checks.asks_on(12, 12)
     with pytest.raises(InvariantError, match="12 prompts of the stage were asked"):
-        ahead.asks_on(12, 0)
+        staleness_checks.asks_on(12, 0)
 
 
 def test_a_group_that_waited_is_the_one_that_ended() -> None:
     one, other = group(TASK, versions=((2, 2),)), group(TASK, versions=((3, 3),))
-    known = {ahead.name_of(one): ahead.digest_of(one)}
-    ahead.unchanged_in_the_queue(known, [one, group(Task("u", "u"))])
+    known = {staleness_checks.name_of(one): staleness_checks.digest_of(one)}
+    staleness_checks.unchanged_in_the_queue(known, [one, group(Task("u", "u"))])
     with pytest.raises(InvariantError, match="has changed since it ended"):
-        ahead.unchanged_in_the_queue(known, [other])
+        staleness_checks.unchanged_in_the_queue(known, [other])
     e = one.episodes[0]
     louder = replace(e.segments[0], logp=e.segments[0].logp / 2)
     with pytest.raises(InvariantError, match="has changed since it ended"):
-        ahead.unchanged_in_the_queue(known, [replace(one, episodes=(replace(e, segments=(louder,)),))])
+        staleness_checks.unchanged_in_the_queue(known, [replace(one, episodes=(replace(e, segments=(louder,)),))])
 
 
 def test_what_is_replayed_was_learned_from() -> None:
     one, other = group(TASK, versions=((2, 2),)), group(Task("u", "u"))
-    learned = {ahead.name_of(g): (ahead.digest_of(g), 3) for g in (one, other)}
-    ahead.learned_before([other, replace(one, discount=0.5)], learned, step=5, age=2)
+    learned = {staleness_checks.name_of(g): (staleness_checks.digest_of(g), 3) for g in (one, other)}
+    staleness_checks.learned_before([other, replace(one, discount=0.5)], learned, step=5, age=2)
     with pytest.raises(InvariantError, match="twice"):
-        ahead.learned_before([one, one], learned, step=5, age=2)
+        staleness_checks.learned_before([one, one], learned, step=5, age=2)
     with pytest.raises(InvariantError, match="learned from in step 3, and replay.age=2"):
-        ahead.learned_before([one], learned, step=6, age=2)
+        staleness_checks.learned_before([one], learned, step=6, age=2)
     with pytest.raises(InvariantError, match="in none of the last steps"):
-        ahead.learned_before([group(Task("v", "v"))], learned, step=5, age=2)
+        staleness_checks.learned_before([group(Task("v", "v"))], learned, step=5, age=2)
     with pytest.raises(InvariantError, match="has changed since"):
-        ahead.learned_before([group(TASK, versions=((3, 3),))], learned, step=5, age=2)
+        staleness_checks.learned_before([group(TASK, versions=((3, 3),))], learned, step=5, age=2)
 
 
 def test_what_other_weights_began_is_read_first() -> None:
     """A cache that old weights made shows in what new ones say after it; where caches are kept, nothing is said."""
     pure, crossed, old = (group(TASK, versions=(v,)) for v in ((5, 5), (4, 5), (4, 4)))
     of = lambda g: g.episodes[0].segments[0]  # noqa: E731
-    assert fresh.fresh_segments([old, pure, crossed], 5) == [of(crossed), of(pure)]
-    assert fresh.fresh_segments([old, pure, crossed], 5, stale=True) == [of(pure)]
-    assert fresh.fresh_segments([old], 5) == []
+    assert stale_logprobs.fresh_segments([old, pure, crossed], 5) == [of(crossed), of(pure)]
+    assert stale_logprobs.fresh_segments([old, pure, crossed], 5, stale=True) == [of(pure)]
+    assert stale_logprobs.fresh_segments([old], 5) == []
 
 
 def test_the_start_of_a_step_is_the_learner() -> None:
     segments = list(group(TASK).episodes[0].segments)
     batch = cast("Any", Batch.of(segments, [0], streams={START: np.full(2, -1, np.float32)}))
-    fresh.start_is_the_learner(batch, np.full(2, -1, np.float32), "float32", lambda: None)
+    stale_logprobs.start_is_the_learner(batch, np.full(2, -1, np.float32), "float32", lambda: None)
     with pytest.raises(InvariantError, match="not the learner's"):
-        fresh.start_is_the_learner(batch, np.full(2, -1.1, np.float32), "float32", lambda: None)
+        stale_logprobs.start_is_the_learner(batch, np.full(2, -1.1, np.float32), "float32", lambda: None)
 
 
 def test_a_version_that_was_not_promised_is_refused() -> None:

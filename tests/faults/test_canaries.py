@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.checks.update import Handed, moved
-from posttrain.controller.parts import RunParts
+from posttrain.checks.learning.update_checks import Handed, moved
+from posttrain.config.run import Optimizer, Run
 from posttrain.core.batch import Packed
-from posttrain.core.errors import InvariantError, RewardError
-from posttrain.core.ladder import GRPO
-from posttrain.core.run import Optimizer, Run
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.engine.optimizer import StageOptimizer
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.ladder.policy_rows import GRPO
+from posttrain.stages.run_parts import RunParts
+from posttrain.system.errors import InvariantError, RewardError
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 

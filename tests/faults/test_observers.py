@@ -16,23 +16,21 @@ import pytest
 import torch
 
 import posttrain
-from posttrain.checks.change import before
-from posttrain.checks.data import TaskCheck
-from posttrain.checks.update import Handed, UpdateCheck, update_agrees
-from posttrain.checks.watch import observers
-from posttrain.core import reader
+from posttrain.checks.data_checks import TaskCheck
+from posttrain.checks.learning.update_checks import Handed, UpdateCheck, update_agrees
+from posttrain.checks.sampling.policy_change import before
+from posttrain.config.run import Optimizer, Reinforce
+from posttrain.config.stages.stage import Stage
 from posttrain.core.abilities import Abilities
 from posttrain.core.batch import Packed
-from posttrain.core.errors import InvariantError
-from posttrain.core.experience import Experience
+from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Step
-from posttrain.core.ladder import DAPO, DR_GRPO
-from posttrain.core.run import Optimizer, Reinforce
 from posttrain.core.sampling import Sampling
-from posttrain.core.stage import Stage
 from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.engine.optimizer import StageOptimizer
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.ladder.policy_rows import DAPO, DR_GRPO
+from posttrain.record import run_reader
 from posttrain.role.events import (
     Event,
     LearnedEvent,
@@ -43,6 +41,8 @@ from posttrain.role.events import (
     PlayedEvent,
     PushedEvent,
 )
+from posttrain.stages.checks_by_kind import observers
+from posttrain.system.errors import InvariantError
 from tests.tiny import play, tiny_parts, tiny_run
 
 
@@ -65,7 +65,7 @@ class Counts(Observer):
 
 def test_the_end_of_a_step_is_heard_in_every_kind_of_stage(tmp_path: Path) -> None:
     observed(tmp_path / "run", Counts())
-    steps = list(reader.steps(tmp_path / "run"))
+    steps = list(run_reader.steps(tmp_path / "run"))
     assert {s.stage for s in steps} == {"sft", "rl"}
     assert all(f"after {s.stage} {s.index}" in s.notes for s in steps)
 
@@ -142,7 +142,9 @@ def test_the_policy_before_a_step_is_read_of_its_own_rollouts_in_float32(tmp_pat
     assert len(reads.read) >= 3 and reads.passes == [0, 1] * len(reads.read), "no pass in float32, one elsewhere"
     for read, scored in zip(reads.read, reads.scored, strict=True):
         assert len(read) and float(np.abs(read - scored).max()) <= 1e-4
-    assert all(float(s.gauges["policy/kl_step"].mean) >= 0 for s in reader.steps(tmp_path / "run") if s.stage == "rl")
+    assert all(
+        float(s.gauges["policy/kl_step"].mean) >= 0 for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"
+    )
 
 
 def test_rollouts_of_older_weights_are_scored_before_a_step() -> None:

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.core import reader
-from posttrain.core.errors import InvariantError
-from posttrain.core.run import Optimizer
-from posttrain.core.scores import ExpectedUpdate
-from posttrain.engine.optimizer import StageOptimizer
+from posttrain.config.run import Optimizer
+from posttrain.core.exchange.scores import ExpectedUpdate
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.record import run_reader
+from posttrain.system.errors import InvariantError
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 
@@ -122,7 +122,7 @@ def trains(folder: Path, optimizer: Callable[[Any, Optimizer], Any]) -> None:
 
 def test_an_optimizer_from_outside_is_followed_by_its_own_word(tmp_path: Path) -> None:
     trains(tmp_path / "run", Momentum)
-    first = next(s for s in reader.steps(tmp_path / "run") if "canary/update_gap" in s.gauges)
+    first = next(s for s in run_reader.steps(tmp_path / "run") if "canary/update_gap" in s.gauges)
     assert abs(first.gauges["canary/update_gap"].mean) < 1e-3
     assert first.gauges["canary/moved"].sum > 0
 

@@ -12,9 +12,9 @@ import pytest
 
 import posttrain
 from posttrain.cli import main
-from posttrain.core import reader
-from posttrain.core.errors import ConfigError
 from posttrain.faults import FAULTS, find, planted
+from posttrain.record import run_reader
+from posttrain.system.errors import ConfigError
 from tests.faulty import AHEAD, ELSEWHERE, OVER_RANKS, ROOT, STEPS, catch, smallest, start
 
 
@@ -81,7 +81,7 @@ def test_at_least_nine_in_ten_are_caught() -> None:
 def test_the_runs_they_are_planted_in_are_healthy_without_them(needs: str, model: Path, tmp_path: Path) -> None:
     faults = [f for f in FAULTS.values() if f.needs == needs]
     posttrain.run(smallest(faults[0], model, tmp_path, steps=6), out=tmp_path / "healthy", quiet=True)
-    steps = reader.steps(tmp_path / "healthy")
+    steps = run_reader.steps(tmp_path / "healthy")
     assert [s.index for s in steps][-6:] == [*range(1, 7)]
     assert not [n for s in steps for n in s.notes if n.startswith("rule ")]
 
@@ -119,7 +119,7 @@ def test_a_planted_fault_is_said_aloud_and_written_down(
     posttrain.run(run, "fault=optimizer_lost_at_resume", out=tmp_path / "run", allow_fault=True)
     said = capsys.readouterr().out
     assert said.count("PLANTED FAULT optimizer_lost_at_resume") == 2
-    assert reader.run_file(tmp_path / "run").run.fault == "optimizer_lost_at_resume"
+    assert run_reader.run_file(tmp_path / "run").run.fault == "optimizer_lost_at_resume"
     with pytest.raises(ConfigError, match="plants a bug"):
         posttrain.run(resume=tmp_path / "run", quiet=True)
 

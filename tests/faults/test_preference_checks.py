@@ -12,24 +12,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.algorithm import preference
-from posttrain.checks.preference_data import completion_ends_once, sides_are_as_judged, sides_share_a_prompt
-from posttrain.checks.preference_demand import JudgedRows, unknown
-from posttrain.checks.preference_loss import PreferenceLossCheck, agrees_on_synthetic_judgements
-from posttrain.checks.preference_reference import starts_at_reference
-from posttrain.checks.watch import observers
-from posttrain.core.algorithm import patch
+from posttrain.algorithm.preference import preference_loss
+from posttrain.config.stages.preference_settings import Preference
 from posttrain.core.batch import Batch
-from posttrain.core.errors import InvariantError
-from posttrain.core.pieces.judged import AlphaDivergence, ChosenNLL, ForwardKL, JensenShannon, RatioMargin
-from posttrain.core.pieces.link import Link
-from posttrain.core.preference import PreferenceAlgorithm
-from posttrain.core.preference_ladder import DPO, PREFERENCES, SIMPO
-from posttrain.core.preference_stage import Preference
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import SIDE, WEIGHT
 from posttrain.core.types import Segment
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.link import Link
+from posttrain.ladder.pieces.preference_pieces import (
+    AlphaDivergence,
+    ChosenNLL,
+    ForwardKL,
+    JensenShannon,
+    RatioMargin,
+)
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
+from posttrain.ladder.preference_rows import DPO, PREFERENCES, SIMPO
 from posttrain.role.events import PackedEvent
+from posttrain.stages.checks_by_kind import observers
+from posttrain.stages.preference.preference_data import (
+    completion_ends_once,
+    sides_are_as_judged,
+    sides_share_a_prompt,
+)
+from posttrain.stages.preference.preference_gradient import JudgedRows, unknown
+from posttrain.stages.preference.preference_loss_checks import PreferenceLossCheck, agrees_on_synthetic_judgements
+from posttrain.stages.preference.preference_reference import starts_at_reference
+from posttrain.system.errors import InvariantError
 
 MORE = [
     *(patch(DPO, "more", "", divergence=d) for d in (ForwardKL(), JensenShannon(), AlphaDivergence(alpha=0.3))),
@@ -48,7 +58,7 @@ def test_every_shipped_loss_has_the_gradient_of_its_definition(a: PreferenceAlgo
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_a_gradient_that_is_off_by_one_percent_of_a_side_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where = "statistic" if name == "aot" else "score"
-    real = getattr(preference, where)
+    real = getattr(preference_loss, where)
 
     def bent(a: Any, of: Any) -> Tensor:
         h_E = real(a, of)
@@ -56,7 +66,7 @@ def test_a_gradient_that_is_off_by_one_percent_of_a_side_is_told(name: str, monk
 
     if name == "nash_md":  # it reads no score of completions
         return
-    monkeypatch.setattr(preference, where, bent)
+    monkeypatch.setattr(preference_loss, where, bent)
     with pytest.raises(InvariantError, match=r"before the first step: the gradient is not that of"):
         agrees_on_synthetic_judgements(PREFERENCES[name])
 

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.checks.ranking import expected_loss, loss_is
-from posttrain.checks.reward_models import reads_the_last_token, scores_hold
-from posttrain.checks.watch import observers
+from posttrain.checks.judging.reward_model_scores import reads_the_last_token, scores_hold
+from posttrain.config.run import Reinforce
+from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.batch import Packed
-from posttrain.core.errors import InvariantError
 from posttrain.core.judgements import Label, Pair, Ranking
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Reinforce
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict, failed, outcome, truth
-from posttrain.role.reward_judge import JudgeMember, RewardModelJudge
+from posttrain.role.judges.reward_judge import JudgeMember, RewardModelJudge
+from posttrain.stages.checks_by_kind import observers
+from posttrain.stages.reward_model.reward_model_checks import expected_loss, loss_is
+from posttrain.system.errors import InvariantError
 
 TASK = Task("a", "1")
 STAGE = RewardModel(name="rm")

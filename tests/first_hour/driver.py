@@ -20,7 +20,7 @@ def prepare(toy: bool) -> None:
     """From here on `posttrain.run` appends small sizes, if that is asked for, and a folder that is written again makes
     room: a page may show the same run as a command and as a program."""
     import posttrain
-    from posttrain.core.run import Run
+    from posttrain.config.run import Run
     from posttrain.recipe.recipes import recipe as shipped
 
     full, export = posttrain.run, posttrain.export

@@ -70,9 +70,9 @@ def files() -> None:
 
 def model(folder: str) -> None:
     """A tiny model with random weights that can write any text and has a chat template."""
-    from posttrain.core.run import Model
-    from posttrain.engine.tiny import build_module
-    from posttrain.engine.vocabulary import raw_bytes
+    from posttrain.config.run import Model
+    from posttrain.engine.model.built_tokenizers import raw_bytes
+    from posttrain.engine.model.tiny_models import build_module
 
     tokenizer = raw_bytes()
     tokenizer.chat_template = TEMPLATE

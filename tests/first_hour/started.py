@@ -12,7 +12,7 @@ IMPORTED = (
     "torch",
     "transformers.models.qwen3.modeling_qwen3",
     "posttrain.api.session",
-    "posttrain.api.build",
+    "posttrain.build.build_run",
     "posttrain.cli",
 )
 

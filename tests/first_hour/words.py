@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from posttrain.core.errors import PosttrainError
-from posttrain.core.rejection import Rejection
-from posttrain.core.run import Reinforce, Run, Supervised
-from posttrain.core.step_labels import StepLabeling
+from posttrain.config.run import Reinforce, Run, Supervised
+from posttrain.config.stages.rejection import Rejection
+from posttrain.config.stages.step_labels import StepLabeling
 from posttrain.recipe.recipes import recipe
+from posttrain.system.errors import PosttrainError
 
 PAGES = (
     *("README.md", "docs/recipes.md", "docs/environments.md", "docs/tools.md", "docs/**/*.md", "examples/**/*.md"),

@@ -12,11 +12,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from posttrain.core.errors import ConfigError
 from posttrain.lab.catalog import PLANNED, WAYS, entries, find, load, way
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Readout
 from posttrain.lab.page import lesson_page, source
 from posttrain.lab.site import default_index, fitted
+from posttrain.system.errors import ConfigError
 from scripts.site import lessons as tables
 
 NAMES = [e.name for e in entries()]

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 from aiohttp import ClientSession, CookieJar, web
 
-from posttrain.core.errors import ConfigError
 from posttrain.lab.overview import listed, map_page
 from posttrain.lab.server import Lab
+from posttrain.system.errors import ConfigError
 from posttrain.web.guard import POLICY
 from posttrain.web.html import data, markdown, tag
 from posttrain.web.local import bound_socket

@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-from posttrain.core.errors import ConfigError
+from posttrain.system.errors import ConfigError
 
 
 def best_of_kl_bound(n: int) -> float:

@@ -29,23 +29,23 @@ from law_ranks import (
 )
 from transformers.distributed import expert_parallel as plans
 
-from posttrain.algorithm.balance import Balanced, to_balance
-from posttrain.algorithm.losses import Loss
-from posttrain.core.adapter import Lora
+from posttrain.algorithm.loss.load_balance_loss import Balanced, to_balance
+from posttrain.algorithm.loss.losses import Loss
+from posttrain.config.adapter import Lora
 from posttrain.core.batch import Batch
-from posttrain.core.errors import PosttrainError
 from posttrain.core.gauge import Gauges
-from posttrain.engine.expert_parallel import ExpertLearner
-from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.gather import gathered
-from posttrain.engine.joined_experts import JoinedExperts
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, named_tensors
-from posttrain.engine.process_ranks import ProcessRanks
-from posttrain.engine.sharded_checkpoint import load_sharded, save_sharded
-from posttrain.engine.tensor_parallel import TensorLearner
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy, named_tensors
+from posttrain.engine.parallel.expert_parallel import ExpertLearner
+from posttrain.engine.parallel.gather import gathered
+from posttrain.engine.parallel.joined_experts import JoinedExperts
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
+from posttrain.engine.parallel.sharded_checkpoint import load_sharded, save_sharded
+from posttrain.engine.parallel.tensor_parallel import TensorLearner
 from posttrain.role.trainer import Trainer
-from posttrain.role.transport import whole_tensors
+from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.system.errors import PosttrainError
 from tests.rooms.engine_parts import policy
 
 EXPERTS = 8

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.core.run import Model
-from posttrain.engine.models import Policy, load_policy
+from posttrain.config.run import Model
+from posttrain.engine.model.policy_model import Policy, load_policy
 from tests.rooms.engine_parts import ALPHABET
 
 ARCHS = ("qwen3_moe", "mixtral")

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from posttrain.algorithm.shape import Array, dropped, shape
-from posttrain.algorithm.trust import Push, TrustInputs, pushed
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.pieces.checks import positive
-from posttrain.core.pieces.shape import Shaping
-from posttrain.core.pieces.trust import TrustRegion
+from posttrain.algorithm.credit.reward_shaping import Array, dropped, shape
+from posttrain.algorithm.loss.push_factor import Push, TrustInputs, pushed
 from posttrain.core.types import Episode
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.refusals import positive
+from posttrain.ladder.pieces.shape import Shaping
+from posttrain.ladder.pieces.trust_region import TrustRegion
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from textbooks_preference import Row, Side
 
-from posttrain.algorithm.preference import PreferenceLoss
-from posttrain.algorithm.preference_whole import prepared
+from posttrain.algorithm.preference.preference_loss import PreferenceLoss
+from posttrain.algorithm.preference.preference_minibatch import prepared
 from posttrain.core.batch import Batch
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.gauge import Gauges
-from posttrain.core.preference import SIDES, PreferenceAlgorithm
 from posttrain.core.sampling import Sampling
-from posttrain.core.scores import TokenScores
 from posttrain.core.streams import COLLISION, MARGIN, OPPONENT, REFERENCE, SIDE, START, WEIGHT, Stream
 from posttrain.core.types import Segment
+from posttrain.ladder.preference_algorithm import SIDES, PreferenceAlgorithm
 
 Z = 0.5
 """KTO's z in these laws."""

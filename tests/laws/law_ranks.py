@@ -22,30 +22,31 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Starcoder2Config
 
-from posttrain.algorithm.losses import Likelihood, Loss, PolicyLoss
-from posttrain.algorithm.preference import PreferenceLoss
-from posttrain.algorithm.preference_whole import prepared
-from posttrain.algorithm.ranking import RankingLoss
-from posttrain.core.adapter import Lora
+from posttrain.algorithm.loss.losses import Likelihood, Loss, PolicyLoss
+from posttrain.algorithm.preference.preference_loss import PreferenceLoss
+from posttrain.algorithm.preference.preference_minibatch import prepared
+from posttrain.algorithm.preference.reward_model_loss import RankingLoss
+from posttrain.config.adapter import Lora
+from posttrain.config.reward_head import HeadShape
+from posttrain.config.run import Checkpointing, Model, Optimizer
 from posttrain.core.batch import Batch
+from posttrain.core.exchange.ranks import ALONE
 from posttrain.core.gauge import Gauges
-from posttrain.core.ladder import LADDER
-from posttrain.core.preference_ladder import PREFERENCES
-from posttrain.core.ranks import ALONE
-from posttrain.core.reward_head import HeadShape
-from posttrain.core.run import Checkpointing, Model, Optimizer
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, SIDE, START, VALUE, VERSION, WEIGHT
 from posttrain.core.types import Segment
-from posttrain.engine import attention, models
-from posttrain.engine.adapter import attach
-from posttrain.engine.heads import RewardHead
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.engine.process_ranks import ProcessRanks, joined
-from posttrain.engine.sharded import ShardedLearner
-from posttrain.engine.tensor_parallel import TensorLearner
-from posttrain.engine.vocabulary import characters
+from posttrain.engine.adapters.adapter_modules import attach
+from posttrain.engine.head.value_heads import RewardHead
+from posttrain.engine.layers import attention
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model import policy_model
+from posttrain.engine.model.built_tokenizers import characters
+from posttrain.engine.model.policy_model import Policy
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks, joined
+from posttrain.engine.parallel.sharded_learner import ShardedLearner
+from posttrain.engine.parallel.tensor_parallel import TensorLearner
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.ladder.preference_rows import PREFERENCES
 from posttrain.role.trainer import Trainer
 from tests.rooms.engine_parts import ALPHABET, policy, segments
 
@@ -176,7 +177,7 @@ def starcoder() -> Policy:
         torch.manual_seed(0)
         module = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
     stops = (int(str(tokenizer.eos_token_id)),)
-    made = models.prepared(Model(context=64), module, tokenizer, stops, "built", [])
+    made = policy_model.prepared(Model(context=64), module, tokenizer, stops, "built", [])
     with torch.no_grad():
         for p in made.module.parameters():
             p.mul_(8) if p.ndim > 1 else p.add_(0.1)

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.streams import Streams
-from posttrain.algorithm.trust import TrustInputs
-from posttrain.core.algorithm import Algorithm
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.loss.push_factor import TrustInputs
+from posttrain.algorithm.loss.torch_streams import Streams
+from posttrain.config.run import Reinforce
 from posttrain.core.batch import Batch
-from posttrain.core.run import Reinforce
 from posttrain.core.scored import Credit
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, START, WEIGHT
+from posttrain.ladder.algorithm import Algorithm
 from posttrain.role.pack import pack
 from posttrain.toy.episodes import SAMPLING, rewarded
 

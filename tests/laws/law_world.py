@@ -15,17 +15,17 @@ import torch
 from law_toys import NOW, batch_of
 from torch import Tensor
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.objective import Terms, objective
-from posttrain.algorithm.streams import streams
-from posttrain.core.algorithm import Algorithm
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.loss.objective import Terms, objective
+from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.core.batch import Batch
-from posttrain.core.pieces.baseline import AnchorMean, TurnMean
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.scored import Credit
-from posttrain.core.scores import TokenScores
 from posttrain.core.streams import TOP_IDS
 from posttrain.core.types import Top
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.baseline import AnchorMean, TurnMean
 from posttrain.toy.episodes import SAMPLING, PlainEpisode, scored_group
 
 L_MAX = SAMPLING.max_tokens

@@ -15,19 +15,19 @@ import torch
 from law_ranks import LOSSES, Case, Groups, apart, minibatch, trained, trainer, whole
 from rank_wider import parts
 
-from posttrain.core.adapter import Lora
-from posttrain.core.errors import PosttrainError
-from posttrain.core.run import Model
-from posttrain.engine import sharded_load
-from posttrain.engine.gather import gathered
-from posttrain.engine.models import load_policy
-from posttrain.engine.process_ranks import ProcessRanks, joined
-from posttrain.engine.sharded import ShardedLearner
-from posttrain.engine.sharded_checkpoint import ShardedWriter, load_sharded, save_sharded
-from posttrain.engine.sharded_load import RowFiles, load_by_rows
-from posttrain.engine.training_layers import SwiGLU
+from posttrain.config.adapter import Lora
+from posttrain.config.run import Model
+from posttrain.engine.layers.fused_layers import SwiGLU
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.engine.parallel import sharded_load
+from posttrain.engine.parallel.gather import gathered
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks, joined
+from posttrain.engine.parallel.sharded_checkpoint import ShardedWriter, load_sharded, save_sharded
+from posttrain.engine.parallel.sharded_learner import ShardedLearner
+from posttrain.engine.parallel.sharded_load import RowFiles, load_by_rows
 from posttrain.role.trainer import Trainer
-from posttrain.role.transport import whole_tensors
+from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.system.errors import PosttrainError
 from tests.rooms.engine_parts import policy
 
 BATCH = Case("likelihood", 4096)
@@ -222,7 +222,7 @@ def killed_while_writing(rank: int, folder: Path) -> None:
         t.step(minibatch(CASE), LOSSES[CASE.loss])
         assert isinstance(t.learner, ShardedLearner)
         writer = ShardedWriter(t.learner)
-        with patch("posttrain.core.files.share", lambda staged: time.sleep(60)):  # all is written, nothing renamed
+        with patch("posttrain.system.files.share", lambda staged: time.sleep(60)):  # all is written, nothing renamed
             writer.begin(folder / "second", parts(t)[1], t.version)
             for _ in range(2):
                 t.step(minibatch(CASE), LOSSES[CASE.loss])

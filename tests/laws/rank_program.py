@@ -6,20 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
-from posttrain.algorithm.losses import Likelihood
+from posttrain.algorithm.loss.losses import Likelihood
+from posttrain.config.run import Model, Optimizer
 from posttrain.core.batch import Batch
-from posttrain.core.run import Model, Optimizer
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import WEIGHT
 from posttrain.core.types import Segment
-from posttrain.engine.gather import gathered
-from posttrain.engine.models import load_policy
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.engine.process_ranks import joined
-from posttrain.engine.sharded import ShardedLearner
-from posttrain.engine.sharded_checkpoint import load_sharded, save_sharded
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.engine.parallel.gather import gathered
+from posttrain.engine.parallel.ranks.process_ranks import joined
+from posttrain.engine.parallel.sharded_checkpoint import load_sharded, save_sharded
+from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.role.trainer import Trainer
-from posttrain.role.transport import whole_tensors
+from posttrain.role.weights.weight_transport import whole_tensors
 
 
 def segment(ids: list[int], prompt: int) -> Segment:

@@ -15,21 +15,21 @@ import torch.distributed as dist
 from law_ranks import LOSSES, Case, Distance, Groups, distance, minibatch, one_process, results, train, trained, trainer
 
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.errors import InvariantError, PosttrainError
 from posttrain.core.streams import ADVANTAGE, WEIGHT
-from posttrain.engine import optimizer as optimizers
-from posttrain.engine import sharded, sharded_cut
-from posttrain.engine.gather import gathered
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.engine.process_ranks import ProcessRanks
-from posttrain.engine.sharded import ShardedLearner
-from posttrain.engine.sharded_checkpoint import load_sharded, save_sharded
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.optimizer import optimizer as optimizers
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.engine.parallel import sharded_cut, sharded_learner
+from posttrain.engine.parallel.gather import gathered
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
+from posttrain.engine.parallel.sharded_checkpoint import load_sharded, save_sharded
+from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.role import trainer as trainers
 from posttrain.role.events import DifferentiatedEvent, Observer, Observers
-from posttrain.role.passes import Needs
+from posttrain.role.learner_passes import Needs
 from posttrain.role.trainer import NonFiniteGradient, Trainer
-from posttrain.role.transport import whole_tensors
+from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.system.errors import InvariantError, PosttrainError
 
 CASE = Case("likelihood", 24)
 
@@ -122,8 +122,8 @@ def _given(other: Batch) -> Callable[..., None]:
 
 
 def _other_weights(rank: int) -> Any:
-    real = sharded.fingerprint
-    return patch.object(sharded, "fingerprint", lambda tensors: f"{real(tensors)} {rank}")
+    real = sharded_learner.fingerprint
+    return patch.object(sharded_learner, "fingerprint", lambda tensors: f"{real(tensors)} {rank}")
 
 
 FAULTS: dict[str, tuple[Callable[[int], Any], str]] = {

@@ -28,23 +28,23 @@ from law_ranks import (
 )
 from rank_tasks import sent_bytes
 
-from posttrain.core.adapter import Lora
-from posttrain.core.errors import PosttrainError
+from posttrain.config.adapter import Lora
 from posttrain.core.streams import WEIGHT
-from posttrain.engine import sharded, sharded_cut, sharded_scoring
-from posttrain.engine.adapter import adapter_tensors, base_tensors
-from posttrain.engine.gather import gathered
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import named_tensors
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.engine.process_ranks import ProcessRanks
-from posttrain.engine.sharded import ShardedLearner
-from posttrain.engine.sharded_checkpoint import load_sharded, save_sharded
-from posttrain.engine.sharded_reader import IndexReader
-from posttrain.engine.sharing import Sharing
-from posttrain.engine.tensor_parallel import TensorLearner
+from posttrain.engine.adapters.adapter_modules import adapter_tensors, base_tensors
+from posttrain.engine.layers.shared_prefixes import Sharing
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import named_tensors
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.engine.parallel import sharded_cut, sharded_learner, sharded_scoring
+from posttrain.engine.parallel.gather import gathered
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
+from posttrain.engine.parallel.sharded_checkpoint import load_sharded, save_sharded
+from posttrain.engine.parallel.sharded_index import IndexReader
+from posttrain.engine.parallel.sharded_learner import ShardedLearner
+from posttrain.engine.parallel.tensor_parallel import TensorLearner
 from posttrain.role.trainer import Trainer
-from posttrain.role.transport import whole_tensors
+from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.system.errors import PosttrainError
 
 LORA, DORA = Lora(rank=4), Lora(rank=4, dora=True)
 ADAPTED = Case("likelihood", 24, lora=LORA)
@@ -139,7 +139,7 @@ def _refused(folder: Path, groups: Groups) -> str:
             next(iter(base_tensors(module).values())).mul_(1.01)
         return real(module, *rest, **more)
 
-    with patch.object(sharded, "cut", other):
+    with patch.object(sharded_learner, "cut", other):
         t = trainer(ADAPTED, groups[4])
     try:
         load_sharded(folder, *parts(t))
@@ -257,7 +257,7 @@ def _wrong_copy(rank: int) -> Any:
 
 
 def _copies_counted(rank: int) -> Any:
-    from posttrain.engine import optimizer
+    from posttrain.engine.optimizer import optimizer
 
     return patch.object(optimizer, "of_one_copy", lambda ranks, norm, what: ranks.every(norm))
 

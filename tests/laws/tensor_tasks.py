@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from law_ranks import Groups
 
-from posttrain.checks.update import gradient_reaches
-from posttrain.core.errors import InvariantError
-from posttrain.engine.tensor_parallel import TensorLearner
+from posttrain.checks.learning.update_checks import gradient_reaches
+from posttrain.engine.parallel.tensor_parallel import TensorLearner
+from posttrain.system.errors import InvariantError
 from tests.rooms.engine_parts import policy
 
 

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.api.build import probe_ids
+from posttrain.build.build_run import probe_ids
+from posttrain.config.run import Model
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
-from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Segment
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, load_policy
-from posttrain.role.rounding import LEAST
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy, load_policy
+from posttrain.role.learning.logprob_tolerance import LEAST
 from posttrain.role.sync import Sync
 
 OPTIONS = {

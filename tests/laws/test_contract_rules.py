@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from posttrain.config.run import Model
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
-from posttrain.core.errors import InvariantError
-from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Segment, Stop
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, load_policy
-from posttrain.environment.render import Renderer
-from posttrain.role.rounding import LEAST
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy, load_policy
+from posttrain.environment.templates.renderer import Renderer
+from posttrain.role.learning.logprob_tolerance import LEAST
+from posttrain.system.errors import InvariantError
 
 ALPHABET = "0123456789+-=;<>"
 STOP = (15, 16)

@@ -20,8 +20,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.checks import draws
-from posttrain.checks.draws import (
+from posttrain.checks.sampling import sampler_draws
+from posttrain.checks.sampling.sampler_draws import (
     ALPHA,
     MOST,
     STAKES,
@@ -34,19 +34,19 @@ from posttrain.checks.draws import (
 )
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
-from posttrain.core.errors import InvariantError
-from posttrain.core.experience import Experience
-from posttrain.core.request import RolloutRequest
+from posttrain.core.exchange.experience import Experience
+from posttrain.core.exchange.scores import Odds
 from posttrain.core.sampling import Sampling
-from posttrain.core.scores import Odds
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Said, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.engine.attention import PackedLayout, using
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.embedded import sampler as drawing
-from posttrain.engine.learner import HFLearner
+from posttrain.engine.embedded import token_sampler as drawing
+from posttrain.engine.layers.attention import PackedLayout, using
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.role.rollout import Rollout
+from posttrain.system.errors import InvariantError
 from tests.laws.test_agreement import OPTIONS, PROMPTS, policy, sharpen
 
 SEED, STREAM = 11, "train/rl"
@@ -80,11 +80,15 @@ def episodes(
 
 
 def again(learner: HFLearner, played: Sequence[Episode], *, seed: int = SEED, first: int = 0) -> Any:
-    looked = draws.look(played, first)
+    looked = sampler_draws.look(played, first)
     assert looked is not None
     odds = learner.odds(looked.packed, TEMPERATURES)
-    return draws.drawn_again(
-        looked, odds, draws.uniforms(looked, seed, STREAM), lambda: draws.SURE, lambda ids: str(ids.tolist())
+    return sampler_draws.drawn_again(
+        looked,
+        odds,
+        sampler_draws.uniforms(looked, seed, STREAM),
+        lambda: sampler_draws.SURE,
+        lambda ids: str(ids.tolist()),
     )
 
 
@@ -104,7 +108,7 @@ def test_every_token_can_be_drawn_again(name: str, first: int, made: tuple[HFLea
     learner, engine = made
     played = episodes(engine, OPTIONS[name])
     told = again(learner, played, first=first)
-    assert told["canary/drawn_again"].sum == min(draws.PROBED, sum(e.spoken for e in played)) > 100
+    assert told["canary/drawn_again"].sum == min(sampler_draws.PROBED, sum(e.spoken for e in played)) > 100
 
 
 def test_rules_before_the_temperature_are_drawn_again_too(made: tuple[HFLearner, EmbeddedEngine]) -> None:
@@ -152,7 +156,7 @@ def test_odds_are_the_borders_of_the_inverse_of_the_cumulative_distribution(
     """Against a table of the whole distribution, made by the module itself."""
     learner, engine = made
     e = episodes(engine, Sampling(temperature=0.7, top_p=0.9))[0]
-    looked = draws.look([e], 0)
+    looked = sampler_draws.look([e], 0)
     assert looked is not None
     packed, found = looked.packed, learner.odds(looked.packed, (0.5,))
     with torch.no_grad():
@@ -176,20 +180,24 @@ def test_beginnings_are_settled_before_they_are_known(made: tuple[HFLearner, Emb
     """Changing what an episode says behind the border changes nothing of what is looked at before it."""
     _, engine = made
     played = episodes(engine, Sampling())
-    looked = draws.look(played, 3)
-    assert looked is not None and looked.packed.spoken == min(draws.PROBED, sum(e.spoken for e in played))
-    part = draws.beginning(played[0].segments[0], 3)
+    looked = sampler_draws.look(played, 3)
+    assert looked is not None and looked.packed.spoken == min(sampler_draws.PROBED, sum(e.spoken for e in played))
+    part = sampler_draws.beginning(played[0].segments[0], 3)
     assert part.spoken == 3 and bool(part.mask[-1])
 
 
 def test_a_distribution_that_is_no_number_is_no_agreement(made: tuple[HFLearner, EmbeddedEngine]) -> None:
     _, engine = made
-    looked = draws.look(episodes(engine, Sampling()), 0)
+    looked = sampler_draws.look(episodes(engine, Sampling()), 0)
     assert looked is not None
     blank = np.full(looked.packed.spoken, np.nan)
     with pytest.raises(InvariantError, match="does not draw from the distribution it reports"):
-        draws.drawn_again(
-            looked, Odds(blank, blank, blank, blank), draws.uniforms(looked, SEED, STREAM), lambda: draws.SURE, str
+        sampler_draws.drawn_again(
+            looked,
+            Odds(blank, blank, blank, blank),
+            sampler_draws.uniforms(looked, SEED, STREAM),
+            lambda: sampler_draws.SURE,
+            str,
         )
 
 

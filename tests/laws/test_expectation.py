@@ -16,16 +16,16 @@ import torch
 from law_toys import streams_of
 from torch import Tensor
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.objective import objective
-from posttrain.algorithm.weigh import weigh
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.ladder import DR_GRPO, EMA, GRPO, PPO, REINFORCE
-from posttrain.core.pieces.baseline import Ema, GroupMean, Others, Value
-from posttrain.core.pieces.correction import Mask, Truncate
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.token_weights import weigh
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.scored import ScoredGroup
-from posttrain.core.scores import TokenScores
 from posttrain.core.streams import RETURN, VALUE
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import Ema, GroupMean, Others, Value
+from posttrain.ladder.pieces.correction import Mask, Truncate
+from posttrain.ladder.policy_rows import DR_GRPO, EMA, GRPO, PPO, REINFORCE
 from posttrain.toy.episodes import PlainEpisode, rewarded, scored_group
 from posttrain.toy.prefixes import PrefixPolicy
 

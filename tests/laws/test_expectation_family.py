@@ -17,16 +17,29 @@ import torch
 from law_toys import streams_of
 from torch import Tensor
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.objective import objective
-from posttrain.algorithm.value import v_trace
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.ladder import GPG, MAXRL, MAXRL_SUCCESS, OPD, OPMD, OPO, OTB, PKPO, REINFORCE, REMAX, RLOO, TOPR
-from posttrain.core.pieces.baseline import GroupMean, Others, ToGo
-from posttrain.core.pieces.pull import KL
-from posttrain.core.pieces.shape import BestOf
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.credit.value_estimates import v_trace
+from posttrain.algorithm.loss.objective import objective
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.scored import ScoredGroup
-from posttrain.core.scores import TokenScores
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import GroupMean, Others, ToGo
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.pieces.shape import BestOf
+from posttrain.ladder.policy_rows import (
+    GPG,
+    MAXRL,
+    MAXRL_SUCCESS,
+    OPD,
+    OPMD,
+    OPO,
+    OTB,
+    PKPO,
+    REINFORCE,
+    REMAX,
+    RLOO,
+    TOPR,
+)
 from posttrain.toy.episodes import PlainEpisode, scored_group
 from posttrain.toy.prefixes import PrefixPolicy, answer_kl, state_kl
 

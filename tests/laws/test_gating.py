@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.algorithm.ranking import RankingLoss
+from posttrain.algorithm.preference.reward_model_loss import RankingLoss
+from posttrain.config.reward_head import HeadShape, Pool
 from posttrain.core.batch import Batch
-from posttrain.core.reward_head import HeadShape, Pool
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.sampling import Sampling
-from posttrain.core.scores import TokenScores
 from posttrain.core.streams import MARGIN, RATING, SIDE, WEIGHT, Stream
 from posttrain.core.types import SHOWN, Segment
-from posttrain.engine.heads import RewardHead
+from posttrain.engine.head.value_heads import RewardHead
 
 H, K = 5, 3
 PROMPTS = (2, 2, 4, 4, 1, 1)

@@ -15,14 +15,10 @@ import torch
 from law_cases import CASES, THE_LADDER
 from law_world import Book, world
 
-from posttrain.algorithm.minibatch import CHOSEN, IMITATE, MIX, WAS_SHOWN
-from posttrain.algorithm.objective import objective, supervised
-from posttrain.algorithm.streams import streams
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.errors import InvariantError
-from posttrain.core.ladder import A3PO, DPPO_TOP, DR_GRPO, GKD, GRPO, KL_COV, LADDER, LUFFY, PPO, TOP_ENTROPY, VAPO
-from posttrain.core.pieces.token import EntropyBonus
-from posttrain.core.scores import TokenScores
+from posttrain.algorithm.loss.minibatch_streams import CHOSEN, IMITATE, MIX, WAS_SHOWN
+from posttrain.algorithm.loss.objective import objective, supervised
+from posttrain.algorithm.loss.torch_streams import streams
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.streams import (
     ADVANTAGE,
     ENERGY,
@@ -39,6 +35,22 @@ from posttrain.core.streams import (
     WEIGHT,
     Stream,
 )
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.token_choice import EntropyBonus
+from posttrain.ladder.policy_rows import (
+    A3PO,
+    DPPO_TOP,
+    DR_GRPO,
+    GKD,
+    GRPO,
+    KL_COV,
+    LADDER,
+    LUFFY,
+    PPO,
+    TOP_ENTROPY,
+    VAPO,
+)
+from posttrain.system.errors import InvariantError
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from posttrain.core.gauge import Gauge
 from posttrain.core.ports import TaskSource
-from posttrain.core.queued import QueuedGroup
-from posttrain.core.request import PassRate, RolloutRequest
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Group, Task
+from posttrain.ladder.rollout_request import PassRate, RolloutRequest
 from posttrain.plan.staleness import capacity
+from posttrain.record.queued_groups import QueuedGroup
 from posttrain.role.group_queue import GroupQueue
-from posttrain.role.prompts import Prompts
+from posttrain.role.prompt_order import Prompts
 
 
 async def idle() -> None:

@@ -14,25 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_toys import batch_of
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.objective import objective
-from posttrain.algorithm.streams import streams
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.torch_streams import streams
+from posttrain.config.run import Reinforce
 from posttrain.core.abilities import Abilities
-from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.errors import ConfigError, InvariantError
-from posttrain.core.ladder import GKD, GRPO, OPD, SDFT, SDPO
-from posttrain.core.pieces.hint import Hint
-from posttrain.core.pieces.pull import KL
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.ports import Learner
-from posttrain.core.run import Reinforce
 from posttrain.core.sampling import Sampling
-from posttrain.core.scores import TokenScores
 from posttrain.core.streams import REFERENCE, START, TOP_IDS
 from posttrain.core.types import Episode, Group, Segment, Stop, Task, Top
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.role.hinted import NOBODY, Hints, behind
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.hint import Hint
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.policy_rows import GKD, GRPO, OPD, SDFT, SDPO
+from posttrain.role.learning.hinted_teacher import NOBODY, Hints, behind
 from posttrain.role.score import score
+from posttrain.system.errors import ConfigError, InvariantError
 
 VOCABULARY, CONTEXT = 8, 40
 SAMPLING = Sampling(max_tokens=20, stop_ids=(0,))
@@ -310,7 +310,7 @@ def test_moved_labels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
             version=np.roll(out.version, -by),
         )
 
-    monkeypatch.setattr("posttrain.role.hinted.behind", shifted)
+    monkeypatch.setattr("posttrain.role.learning.hinted_teacher.behind", shifted)
     with pytest.raises(InvariantError, match="other tokens than the policy said"):
         scored(LIVE, Mind(7), World())
 

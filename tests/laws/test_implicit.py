@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from law_world import L_MAX
 from torch import Tensor
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.process_rewards import OutcomeLoss
-from posttrain.checks.expected import expected_credit
-from posttrain.core.algorithm import Algorithm, patch
+from posttrain.algorithm.credit.process_rewards import OutcomeLoss
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.checks.learning.credit_by_definition import expected_credit
 from posttrain.core.batch import Batch
-from posttrain.core.errors import DataError, InvariantError
-from posttrain.core.ladder import PRIME, PRIME_RL
-from posttrain.core.pieces.baseline import Others
-from posttrain.core.pieces.implicit import ImplicitOthers
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.scored import Scored
-from posttrain.core.scores import TokenScores
 from posttrain.core.streams import OUTCOME, REFERENCE
-from posttrain.role.implicit import outcome_batch, outcomes
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import Others
+from posttrain.ladder.pieces.implicit import ImplicitOthers
+from posttrain.ladder.policy_rows import PRIME, PRIME_RL
+from posttrain.role.learning.implicit_reward_model import outcome_batch, outcomes
+from posttrain.system.errors import DataError, InvariantError
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 RLOO = patch(PRIME, "prime_without_process", "-", baseline=Others())

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.interval import Z95, Gain, Score
-from posttrain.role.evaluate import pass_at_k
+from posttrain.core.measure.interval import Z95, Gain, Score
+from posttrain.role.heldout_evaluation import pass_at_k
 
 REPEATS = 1500
 Draw = Callable[[np.random.Generator, int], np.ndarray]

@@ -11,15 +11,15 @@ import torch
 from law_toys import streams_of
 from torch import Tensor
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.kl import estimate, in_loss
-from posttrain.algorithm.objective import objective
-from posttrain.core.algorithm import patch
-from posttrain.core.errors import ConfigError
-from posttrain.core.ladder import REINFORCE
-from posttrain.core.pieces import pull as data
-from posttrain.core.pieces.pull import KL, Estimator, Placement, SequenceL2
-from posttrain.core.scores import TokenScores
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.loss.kl import estimate, in_loss
+from posttrain.algorithm.loss.objective import objective
+from posttrain.core.exchange.scores import TokenScores
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces import pull as data
+from posttrain.ladder.pieces.pull import KL, Estimator, Placement, SequenceL2
+from posttrain.ladder.policy_rows import REINFORCE
+from posttrain.system.errors import ConfigError
 from posttrain.toy.episodes import PlainEpisode, scored_group
 from posttrain.toy.prefixes import PrefixPolicy, answer_kl, state_kl
 

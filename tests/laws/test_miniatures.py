@@ -7,10 +7,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.weigh import weigh
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import DAPO, DR_GRPO, GRPO
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.loss.token_weights import weigh
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import DAPO, DR_GRPO, GRPO
 from posttrain.toy.episodes import rewarded
 
 CAP, PROMPTS, SIBLINGS, STEPS = 200, 16, 8, 400

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.steer import AdaptiveState
-from posttrain.controller.stages.reinforce import ReinforceState
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import EMA, RAE
+from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState
+from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.core.scored import Credit, ScoredGroup
-from posttrain.core.tree import from_plain, to_plain
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import EMA, RAE
+from posttrain.stages.reinforce.reinforce_stage import ReinforceState
+from posttrain.system.dataclass_json import from_plain, to_plain
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 laws = settings(max_examples=60, deadline=None)

@@ -9,24 +9,24 @@ import pytest
 import torch
 from law_toys import credits, look, streams_of
 
-from posttrain.algorithm import kl
-from posttrain.algorithm.correction import effective_share
-from posttrain.algorithm.credit import credit_step, whitened
-from posttrain.algorithm.objective import objective
-from posttrain.algorithm.shape import shaped
-from posttrain.algorithm.trust import importance, push
-from posttrain.algorithm.value import gae, value_loss
-from posttrain.algorithm.weigh import weigh
-from posttrain.core.algorithm import patch
-from posttrain.core.errors import InvariantError
+from posttrain.algorithm.credit.reward_shaping import shaped
+from posttrain.algorithm.credit.step_credit import credit_step, whitened
+from posttrain.algorithm.credit.value_estimates import gae, value_loss
+from posttrain.algorithm.loss import kl
+from posttrain.algorithm.loss.mismatch_correction import effective_share
+from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.push_factor import importance, push
+from posttrain.algorithm.loss.token_weights import weigh
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.gauge import Gauge
-from posttrain.core.ladder import DAPO, DR_GRPO, EMA, GRPO, PPO, REINFORCE, RLOO
-from posttrain.core.pieces.baseline import Ema, GroupMean, Others, Value, Zero
-from posttrain.core.pieces.pull import KL, SequenceL2
-from posttrain.core.pieces.shape import DropTruncated, Overlong, Signed
-from posttrain.core.pieces.trust import Clip
-from posttrain.core.scores import TokenScores
 from posttrain.core.types import Stop
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.baseline import Ema, GroupMean, Others, Value, Zero
+from posttrain.ladder.pieces.pull import KL, SequenceL2
+from posttrain.ladder.pieces.shape import DropTruncated, Overlong, Signed
+from posttrain.ladder.pieces.trust_region import Clip
+from posttrain.ladder.policy_rows import DAPO, DR_GRPO, EMA, GRPO, PPO, REINFORCE, RLOO
+from posttrain.system.errors import InvariantError
 from posttrain.toy.episodes import PlainEpisode, rewarded, scored_group
 
 CENTRED = patch(REINFORCE, "centred", "-", baseline=GroupMean())

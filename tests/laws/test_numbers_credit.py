@@ -15,17 +15,22 @@ from hypothesis import strategies as st
 from law_toys import credits
 from torch import Tensor
 
-from posttrain.algorithm.baseline import credit_lambda
-from posttrain.algorithm.choose import covariance, largest, within_moment
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.distance import jensen_shannon
-from posttrain.algorithm.shape import best_gain, best_of, best_spread
-from posttrain.algorithm.steer import AdaptiveState, remember, steered
-from posttrain.algorithm.streams import discounted
-from posttrain.algorithm.value import gae, v_trace
-from posttrain.core.algorithm import Algorithm, patch
+from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState, remember, steered
+from posttrain.algorithm.credit.baseline_values import credit_lambda
+from posttrain.algorithm.credit.reward_shaping import best_gain, best_of, best_spread
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.credit.value_estimates import gae, v_trace
+from posttrain.algorithm.loss.distribution_distance import jensen_shannon
+from posttrain.algorithm.loss.token_selection import covariance, largest, within_moment
+from posttrain.algorithm.loss.torch_streams import discounted
 from posttrain.core.gauge import Gauge
-from posttrain.core.ladder import (
+from posttrain.core.scored import ScoredGroup
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import Others, SoftMean
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.pieces.shape import BestOf
+from posttrain.ladder.policy_rows import (
     DR_GRPO,
     GDPO,
     GPG,
@@ -45,11 +50,6 @@ from posttrain.core.ladder import (
     SKYWORK,
     VAPO,
 )
-from posttrain.core.pieces.baseline import Others, SoftMean
-from posttrain.core.pieces.pull import KL
-from posttrain.core.pieces.shape import BestOf
-from posttrain.core.scored import ScoredGroup
-from posttrain.core.verdict import Judged, Verdict
 from posttrain.toy.episodes import PlainEpisode, rewarded, scored_group
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from posttrain.algorithm.shape import shaped
-from posttrain.core.errors import DataError
-from posttrain.core.pieces.shape import (
+from posttrain.algorithm.credit.reward_shaping import shaped
+from posttrain.core.types import Episode, Stop
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.ladder.pieces.shape import (
     Cosine,
     Gate,
     RankLength,
@@ -17,8 +18,7 @@ from posttrain.core.pieces.shape import (
     Shaping,
     TargetLength,
 )
-from posttrain.core.types import Episode, Stop
-from posttrain.core.verdict import Judged, Verdict
+from posttrain.system.errors import DataError
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 

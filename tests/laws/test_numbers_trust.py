@@ -12,18 +12,28 @@ import torch
 from law_toys import NOW, look, streams_of
 from torch import Tensor
 
-from posttrain.algorithm.choose import mixing, within_moment
-from posttrain.algorithm.correction import correct
-from posttrain.algorithm.distance import binary_kl, forward_kl, total_variation
-from posttrain.algorithm.objective import objective, shown_push, unsure
-from posttrain.algorithm.streams import discounted
-from posttrain.algorithm.trust import TrustInputs, future, importance, push
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.ladder import DECOUPLED, REINFORCE
-from posttrain.core.pieces.correction import BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
-from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper, TrustRegion
-from posttrain.core.scores import TokenScores
+from posttrain.algorithm.loss.distribution_distance import binary_kl, forward_kl, total_variation
+from posttrain.algorithm.loss.mismatch_correction import correct
+from posttrain.algorithm.loss.objective import objective, shown_push, unsure
+from posttrain.algorithm.loss.push_factor import TrustInputs, future, importance, push
+from posttrain.algorithm.loss.token_selection import mixing, within_moment
+from posttrain.algorithm.loss.torch_streams import discounted
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.streams import ADVANTAGE
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.correction import BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
+from posttrain.ladder.pieces.trust_region import (
+    Cap,
+    Clip,
+    Divergence,
+    FutureKL,
+    Geometric,
+    Hump,
+    Soft,
+    Taper,
+    TrustRegion,
+)
+from posttrain.ladder.policy_rows import DECOUPLED, REINFORCE
 
 
 def tensor(*x: float) -> Tensor:

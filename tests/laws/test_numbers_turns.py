@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_numbers_credit import of
 
-from posttrain.algorithm.spread import compared
-from posttrain.core.algorithm import Scale
-from posttrain.core.ladder import GDPO, GIGPO, GRPO, MT_GRPO, PPO, REINFORCE
-from posttrain.core.pieces.baseline import AnchorMean, GroupMean, ToGo, TurnMean, Value
-from posttrain.core.pieces.pull import KL
+from posttrain.algorithm.credit.reward_spread import compared
 from posttrain.core.streams import REFERENCE, START
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.ladder.algorithm import Scale
+from posttrain.ladder.pieces.baseline import AnchorMean, GroupMean, ToGo, TurnMean, Value
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.policy_rows import GDPO, GIGPO, GRPO, MT_GRPO, PPO, REINFORCE
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 

@@ -23,34 +23,34 @@ import torch
 from law_toys import credits
 from law_world import World
 
-from posttrain.algorithm.baseline import by_token, centred
-from posttrain.algorithm.choose import choose
-from posttrain.algorithm.correction import factor
-from posttrain.algorithm.pull import pull_term
-from posttrain.algorithm.shape import shape, shaped, sizes
-from posttrain.algorithm.trust import pushed
-from posttrain.api.overrides import apply, surface
-from posttrain.cli import ladder as terminal
-from posttrain.core import ladder
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.asks import asks, decided
-from posttrain.core.cost import cost, reads
-from posttrain.core.errors import ConfigError, InvariantError
-from posttrain.core.formula import formula, formulas, patches
-from posttrain.core.ladder import DAPO, DR_GRPO, GRPO, LADDER, LUFFY, REMAX
-from posttrain.core.open import Open, alternatives, is_open
-from posttrain.core.pieces.baseline import Baseline
-from posttrain.core.pieces.correction import Correction
-from posttrain.core.pieces.piece import Piece
-from posttrain.core.pieces.pull import KL, Pull
-from posttrain.core.pieces.shape import Shaping, Signed
-from posttrain.core.pieces.token import Curriculum, NoEasy, Priority, Tokens
-from posttrain.core.pieces.trust import Clip, TrustRegion
-from posttrain.core.request import RolloutRequest
-from posttrain.core.run import Reinforce, Run
+from posttrain.algorithm.credit.baseline_values import by_token, centred
+from posttrain.algorithm.credit.reward_shaping import shape, shaped, sizes
+from posttrain.algorithm.loss.mismatch_correction import factor
+from posttrain.algorithm.loss.push_factor import pushed
+from posttrain.algorithm.loss.regularisers import pull_term
+from posttrain.algorithm.loss.token_selection import choose
+from posttrain.cli import ladder_tables as terminal
+from posttrain.config.overrides import apply, surface
+from posttrain.config.run import Reinforce, Run
 from posttrain.core.streams import ADVANTAGE, START, WEIGHT
-from posttrain.core.tree import from_plain, to_plain
+from posttrain.ladder import policy_rows
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.algorithm_cost import cost, reads
+from posttrain.ladder.formula import formula, formulas, patches
+from posttrain.ladder.pieces.baseline import Baseline
+from posttrain.ladder.pieces.correction import Correction
+from posttrain.ladder.pieces.piece import Piece
+from posttrain.ladder.pieces.pull import KL, Pull
+from posttrain.ladder.pieces.shape import Shaping, Signed
+from posttrain.ladder.pieces.token_choice import Curriculum, NoEasy, Priority, Tokens
+from posttrain.ladder.pieces.trust_region import Clip, TrustRegion
+from posttrain.ladder.policy_rows import DAPO, DR_GRPO, GRPO, LADDER, LUFFY, REMAX
+from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.recipe.recipes import recipe
+from posttrain.record.external_access import asks, decided
+from posttrain.system.dataclass_json import from_plain, to_plain
+from posttrain.system.errors import ConfigError, InvariantError
+from posttrain.system.subclass_registry import Open, alternatives, is_open
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 CHOICES: tuple[type[Piece], ...] = (Baseline, Correction, Pull, Shaping, Tokens, Curriculum, TrustRegion)
@@ -225,7 +225,7 @@ def test_every_shipped_piece_has_its_mathematics() -> None:
 
 
 def test_an_algorithm_is_one_line_of_the_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = inspect.getsource(ladder)
+    source = inspect.getsource(policy_rows)
     line = 'TOY = _patch(DAPO, "toy", "2501.00001", clip=Cap(high=3.0))\n'
     before = "# --- on-policy distillation"
     assert source.count(before) == 1

@@ -12,21 +12,21 @@ import pytest
 import torch
 from law_toys import STAGE
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.minibatch import CHOSEN, HEARD, IMITATE, MIX, WAS_SHOWN, WHOLE, Whole
-from posttrain.algorithm.streams import streams
-from posttrain.checks.credit import StepCreditAudit
-from posttrain.checks.expected import expected_credit
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.loss.minibatch_streams import CHOSEN, HEARD, IMITATE, MIX, WAS_SHOWN, WHOLE, Whole
+from posttrain.algorithm.loss.torch_streams import streams
+from posttrain.checks.learning.credit_by_definition import expected_credit
+from posttrain.checks.learning.credit_checks import StepCreditAudit
 from posttrain.core import streams as declared
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.errors import InvariantError
-from posttrain.core.ladder import GRPO, REINFORCE
 from posttrain.core.ports import Learner
 from posttrain.core.scored import ScoredGroup
 from posttrain.core.streams import ADVANTAGE, MU, SCORED, START, VERSION, WEIGHT, Maker, Scoring, Stream
 from posttrain.core.types import Group
+from posttrain.ladder.policy_rows import GRPO, REINFORCE
 from posttrain.role.pack import pack
 from posttrain.role.score import score
+from posttrain.system.errors import InvariantError
 from posttrain.toy.episodes import SAMPLING, PlainEpisode, scored_group
 
 SURPRISE = Stream("surprise", "float32", "minus the learner's log-prob before the step", "the loss of this test")

@@ -11,22 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from posttrain.algorithm.losses import Likelihood
+from posttrain.algorithm.loss.losses import Likelihood
+from posttrain.config.stages.stage import Optimizer
 from posttrain.core.batch import Batch
-from posttrain.core.bins import PACKED, WORTH, Room, alike, bins, families
-from posttrain.core.errors import InvariantError
+from posttrain.core.exchange.micro_batches import PACKED, WORTH, Room, alike, bins, families
 from posttrain.core.sampling import Sampling
-from posttrain.core.stage import Optimizer
 from posttrain.core.streams import WEIGHT
 from posttrain.core.types import Segment
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import load_policy
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.engine.readout import read_out
-from posttrain.engine.sharing import _until_read  # pyright: ignore[reportPrivateUsage]
-from posttrain.engine.tree import SharedTree
-from posttrain.faults.registry import planted
+from posttrain.engine.head.readout import read_out
+from posttrain.engine.layers.prefix_tree_attention import SharedTree
+from posttrain.engine.layers.shared_prefixes import _until_read  # pyright: ignore[reportPrivateUsage]
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.faults.planting import planted
 from posttrain.role.trainer import Trainer
+from posttrain.system.errors import InvariantError
 from tests.rooms.engine_parts import ALPHABET, tiny
 
 PROMPT = 20

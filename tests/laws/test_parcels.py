@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.engine.fingerprint import ROW, Spot, fingerprint
-from posttrain.engine.parcel.block import DTYPES, HEAD, head_bytes, raw, read_block, table_bytes
-from posttrain.engine.parcel.parcel import AuditRule, Parcel, ParcelBaseError, ParcelDamageError, ParcelEntry
-from posttrain.engine.parcel.receiver import ParcelReceiver
-from posttrain.engine.parcel.sender import ParcelSender
+from posttrain.engine.files.fingerprint import ROW, Spot, fingerprint
+from posttrain.engine.transfer.block import DTYPES, HEAD, head_bytes, raw, read_block, table_bytes
+from posttrain.engine.transfer.parcel import AuditRule, Parcel, ParcelBaseError, ParcelDamageError, ParcelEntry
+from posttrain.engine.transfer.receiver import ParcelReceiver
+from posttrain.engine.transfer.sender import ParcelSender
 
 
 class Kept:

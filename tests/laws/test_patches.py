@@ -7,9 +7,57 @@ from typing import Any
 
 import pytest
 
-from posttrain.core.algorithm import Algorithm, differences, patch
-from posttrain.core.errors import ConfigError
-from posttrain.core.ladder import (
+from posttrain.ladder.algorithm import Algorithm, differences, patch
+from posttrain.ladder.algorithm_notes import NOTES
+from posttrain.ladder.pieces.baseline import (
+    AnchorMean,
+    Ema,
+    EnergyMean,
+    Greedy,
+    GroupMean,
+    LengthMean,
+    OffPolicyMean,
+    Others,
+    SecondBest,
+    SoftMean,
+    StepMean,
+    ToGo,
+    TurnMean,
+    Value,
+    Zero,
+)
+from posttrain.ladder.pieces.correction import BinaryKL, Mask, NegativeMask, Reject, Truncate, Veto
+from posttrain.ladder.pieces.implicit import ImplicitOthers
+from posttrain.ladder.pieces.pull import KL, SequenceL2, TokenL2
+from posttrain.ladder.pieces.shape import (
+    BestOf,
+    Cosine,
+    DropTruncated,
+    Gate,
+    Overlong,
+    RankLength,
+    RateLength,
+    RelativeLength,
+    Repetition,
+    Signed,
+    TargetLength,
+)
+from posttrain.ladder.pieces.source_ema import SourceEma
+from posttrain.ladder.pieces.step_size import EffectiveSize
+from posttrain.ladder.pieces.token_choice import (
+    ClipCov,
+    Distill,
+    EntropyBonus,
+    Imitate,
+    KlCov,
+    NoEasy,
+    Priority,
+    SecondMoment,
+    Shown,
+    TopEntropy,
+)
+from posttrain.ladder.pieces.trust_region import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper
+from posttrain.ladder.policy_rows import (
     A3PO,
     CHORD,
     CLIP_COV,
@@ -45,56 +93,8 @@ from posttrain.core.ladder import (
     VESPO,
     algorithm,
 )
-from posttrain.core.notes import NOTES
-from posttrain.core.open import alternatives
-from posttrain.core.pieces.baseline import (
-    AnchorMean,
-    Ema,
-    EnergyMean,
-    Greedy,
-    GroupMean,
-    LengthMean,
-    OffPolicyMean,
-    Others,
-    SecondBest,
-    SoftMean,
-    StepMean,
-    ToGo,
-    TurnMean,
-    Value,
-    Zero,
-)
-from posttrain.core.pieces.correction import BinaryKL, Mask, NegativeMask, Reject, Truncate, Veto
-from posttrain.core.pieces.implicit import ImplicitOthers
-from posttrain.core.pieces.moving import SourceEma
-from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
-from posttrain.core.pieces.shape import (
-    BestOf,
-    Cosine,
-    DropTruncated,
-    Gate,
-    Overlong,
-    RankLength,
-    RateLength,
-    RelativeLength,
-    Repetition,
-    Signed,
-    TargetLength,
-)
-from posttrain.core.pieces.step import EffectiveSize
-from posttrain.core.pieces.token import (
-    ClipCov,
-    Distill,
-    EntropyBonus,
-    Imitate,
-    KlCov,
-    NoEasy,
-    Priority,
-    SecondMoment,
-    Shown,
-    TopEntropy,
-)
-from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper
+from posttrain.system.errors import ConfigError
+from posttrain.system.subclass_registry import alternatives
 
 PAID = KL(coef=0.1, estimator="k1", placement="reward")
 PER_TOKEN = KL(coef=0.1, estimator="k1", placement="token")
@@ -278,7 +278,7 @@ def test_pieces_own_their_numbers(piece: type, numbers: dict[str, Any]) -> None:
 
 def test_every_piece_is_refused_something() -> None:
     """A new piece with numbers says which of them mean nothing."""
-    from posttrain.core.pieces import baseline, correction, pull, shape, step, token, trust
+    from posttrain.ladder.pieces import baseline, correction, pull, shape, step_size, token_choice, trust_region
 
     everything: set[type] = set()
     for choice in (
@@ -286,10 +286,10 @@ def test_every_piece_is_refused_something() -> None:
         correction.Correction,
         pull.Pull,
         shape.Shaping,
-        step.StepScale,
-        token.Tokens,
-        token.Curriculum,
-        trust.TrustRegion,
+        step_size.StepScale,
+        token_choice.Tokens,
+        token_choice.Curriculum,
+        trust_region.TrustRegion,
     ):
         everything |= set(alternatives(choice))
     assert everything | {EntropyBonus, Imitate, Shown, Distill} == {p for p, _ in NUMBERS} | set(PLAIN)

@@ -18,15 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.api import main
-from posttrain.core import checkpoint as checkpoints
-from posttrain.core import reader, record
-from posttrain.core.asker import Asker, DeadLetter, asked_for
-from posttrain.core.env import Env
-from posttrain.core.placement import Local, Placement, Processes
-from posttrain.core.run import Run
+from posttrain.config.env import Env
+from posttrain.config.placement import Local, Placement, Processes
+from posttrain.config.run import Run
+from posttrain.core.exchange.request_owner import Asker, DeadLetter, asked_for
 from posttrain.engine.pool.engine_pool import EnginePool
-from posttrain.engine.pool.router import BLOCK, CALLS_AHEAD, Beginnings, EngineLoad, choose
-from posttrain.role import weights as stored
+from posttrain.engine.pool.turn_router import BLOCK, CALLS_AHEAD, Beginnings, EngineLoad, choose
+from posttrain.record import checkpoint as checkpoints
+from posttrain.record import run_reader, step_format
+from posttrain.role.weights import saved_weights as stored
 from tests.killing import kill
 from tests.rooms.pool_parts import PLAIN, MemoryWeights, Script, known, prompt, scripted_pool
 from tests.tiny import tiny_run
@@ -165,11 +165,11 @@ def outcome(folder: Path) -> str:
         path = last.folder / name
         h.update(path.read_bytes() if path.exists() else b"-")
     h.update(repr(sorted((k, v) for k, v in last.state.items() if k in ("stage", "version", "accuracy"))).encode())
-    for s in reader.steps(folder):
+    for s in run_reader.steps(folder):
         kept = {n: g for n, g in s.gauges.items() if not n.startswith("engine/") or n == "engine/tokens"}
         h.update(repr((s.stage, s.index, s.version, sorted(kept.items()), s.notes)).encode())
-    for row in reader.episode_files(folder):
-        for name, column in sorted(record.read_columns(row.path).items()):
+    for row in run_reader.episode_files(folder):
+        for name, column in sorted(step_format.read_columns(row.path).items()):
             h.update(f"{row.path.name} {name} {column.dtype} {column.shape}".encode() + column.tobytes())
     return h.hexdigest()
 
@@ -255,7 +255,7 @@ def test_killed_engines_change_no_bit(staleness: int, tmp_path: Path, monkeypatc
     finally:
         killer.over.set()
         killer.thread.join()
-    steps = [s for s in reader.steps(tmp_path / "killed") if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(tmp_path / "killed") if s.stage == "rl"]
     told = sum(s.clock.get("engine/deaths", 0) for s in steps)
     print(f"{killer.killed} engines killed, {told:g} told in the record")
     assert killer.killed and told <= killer.killed

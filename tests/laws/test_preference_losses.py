@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from law_preferences import Judged, judged, outcome, textbook
 from textbooks_preference import BOOKS, alpha_half, forward_kl, jensen_shannon
 
-from posttrain.core.algorithm import patch
-from posttrain.core.pieces.judged import (
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.link import Hinge
+from posttrain.ladder.pieces.preference_pieces import (
     AlphaDivergence,
     Conservative,
     FixedMargin,
@@ -20,20 +21,8 @@ from posttrain.core.pieces.judged import (
     RatioMargin,
     Robust,
 )
-from posttrain.core.pieces.link import Hinge
-from posttrain.core.preference import SIDES, PreferenceAlgorithm
-from posttrain.core.preference_ladder import (
-    CPO,
-    DPO,
-    IPO,
-    IPO_MEAN,
-    KTO,
-    NASH_MD,
-    ORPO,
-    PREFERENCES,
-    SIMPO,
-    SLIC,
-)
+from posttrain.ladder.preference_algorithm import SIDES, PreferenceAlgorithm
+from posttrain.ladder.preference_rows import CPO, DPO, IPO, IPO_MEAN, KTO, NASH_MD, ORPO, PREFERENCES, SIMPO, SLIC
 
 ROWS = sorted(PREFERENCES)
 LENGTHS = st.lists(st.integers(1, 9), min_size=6, max_size=24)

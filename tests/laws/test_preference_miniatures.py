@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.algorithm.preference import PreferenceLoss
-from posttrain.algorithm.preference_whole import prepared
-from posttrain.core.errors import ConfigError
+from posttrain.algorithm.preference.preference_loss.preference_loss.preference_loss import PreferenceLoss
+from posttrain.algorithm.preference.preference_loss.preference_loss.preference_minibatch import prepared
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.judgements import Pair
-from posttrain.core.preference import PreferenceAlgorithm
-from posttrain.core.preference_ladder import CDPO, DPO, IPO, ROBUST_DPO, SIMPO
-from posttrain.core.scores import TokenScores
 from posttrain.core.types import Task
 from posttrain.environment.gallery.replies import POLITE, Replies, best_reply, features
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
+from posttrain.ladder.preference_rows import CDPO, DPO, IPO, ROBUST_DPO, SIMPO
+from posttrain.system.errors import ConfigError
 from posttrain.toy.pairs import AnswerPair, TablePolicy, TiedPolicy, batch_of_pairs, pair_logp
 from posttrain.toy.prefixes import PrefixPolicy
 from tests.laws.best_of import best_of_kl_bound, best_of_mean, best_of_probabilities

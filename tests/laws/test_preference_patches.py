@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from posttrain.core import tree
-from posttrain.core.algorithm import differences, patch
-from posttrain.core.errors import ConfigError
-from posttrain.core.formula.preferred import preference_formula, preference_formulas
-from posttrain.core.ladder import LADDER
-from posttrain.core.open import alternatives
-from posttrain.core.pieces.draw import (
+from posttrain.ladder.algorithm import differences, patch
+from posttrain.ladder.formula.preference_formula import preference_formula, preference_formulas
+from posttrain.ladder.pieces.link import AnchoredZero, Binary, Exact, Hinge, Link, Nash, Prospect, SelfPlay, Square
+from posttrain.ladder.pieces.pair_source import (
     AgainstMixture,
     AgainstReference,
     BestWorst,
@@ -20,7 +17,7 @@ from posttrain.core.pieces.draw import (
     RejectionSampled,
     TwoSamples,
 )
-from posttrain.core.pieces.judged import (
+from posttrain.ladder.pieces.preference_pieces import (
     Added,
     AlphaDivergence,
     Average,
@@ -39,9 +36,10 @@ from posttrain.core.pieces.judged import (
     Robust,
     Statistic,
 )
-from posttrain.core.pieces.link import AnchoredZero, Binary, Exact, Hinge, Link, Nash, Prospect, SelfPlay, Square
-from posttrain.core.preference import PREFERENCE_CHOICES, PreferenceAlgorithm
-from posttrain.core.preference_ladder import (
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.ladder.preference_algorithm import PREFERENCE_CHOICES, PreferenceAlgorithm
+from posttrain.ladder.preference_notes import PREFERENCE_NOTES
+from posttrain.ladder.preference_rows import (
     AOT,
     APO_DOWN,
     BCO,
@@ -57,7 +55,9 @@ from posttrain.core.preference_ladder import (
     XPO,
     preference,
 )
-from posttrain.core.preference_notes import PREFERENCE_NOTES
+from posttrain.system import dataclass_json
+from posttrain.system.errors import ConfigError
+from posttrain.system.subclass_registry import alternatives
 
 
 def test_every_row_is_dpo_with_patches_and_has_a_note_a_paper_and_a_formula() -> None:
@@ -75,7 +75,7 @@ def test_every_row_is_dpo_with_patches_and_has_a_note_a_paper_and_a_formula() ->
 @pytest.mark.parametrize("name", sorted(PREFERENCES))
 def test_a_row_is_written_and_read_back_equal(name: str) -> None:
     a = PREFERENCES[name]
-    assert tree.from_plain(PreferenceAlgorithm, tree.to_plain(a)) == a
+    assert dataclass_json.from_plain(PreferenceAlgorithm, dataclass_json.to_plain(a)) == a
 
 
 def test_every_piece_that_ships_is_on_the_ladder_or_an_option_of_dpo() -> None:

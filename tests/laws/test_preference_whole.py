@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from law_preferences import judged
 
-from posttrain.algorithm.preference_whole import SHIFT, mismatched, prepared
-from posttrain.core.errors import DataError, InvariantError
-from posttrain.core.preference_ladder import AOT, BCO, DPO, KTO
+from posttrain.algorithm.preference.preference_minibatch import SHIFT, mismatched, prepared
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import SIDE, WEIGHT
 from posttrain.core.types import SHOWN, Segment
+from posttrain.ladder.preference_rows import AOT, BCO, DPO, KTO
+from posttrain.system.errors import DataError, InvariantError
 
 
 def segment(prompt: list[int], said: list[int]) -> Segment:

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.algorithm.objective import Terms
-from posttrain.algorithm.ranking import RankingLoss
+from posttrain.algorithm.loss.objective import Terms
+from posttrain.algorithm.preference.reward_model_loss import RankingLoss
+from posttrain.config.reward_head import HeadShape
+from posttrain.config.stages.reward_model_settings import Regulariser
 from posttrain.core.batch import Batch
-from posttrain.core.errors import InvariantError
+from posttrain.core.exchange.scores import Rewards, TokenScores
 from posttrain.core.gauge import merge
-from posttrain.core.reward_head import HeadShape
-from posttrain.core.reward_model import Regulariser
 from posttrain.core.sampling import Sampling
-from posttrain.core.scores import Rewards, TokenScores
 from posttrain.core.streams import MARGIN, RATING, REFERENCE, SIDE, STEP, WEIGHT
 from posttrain.core.types import SHOWN, Segment
+from posttrain.system.errors import InvariantError
 
 
 def batch(sizes: list[int], sides: list[int], weights: list[float], **more: Any) -> Batch:

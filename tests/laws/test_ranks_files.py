@@ -16,7 +16,7 @@ from law_ranks import over_ranks, trainer
 from rank_files import ASKED, CASE, Beside, ByRows, Memory, killed_while_writing
 from rank_wider import parts
 
-from posttrain.engine.sharded_checkpoint import load_sharded
+from posttrain.engine.parallel.sharded_checkpoint import load_sharded
 
 pytestmark = pytest.mark.prove
 

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.algorithm.losses import Likelihood
+from posttrain.algorithm.loss.losses import Likelihood
+from posttrain.config.stages.keep_rule import Passing
+from posttrain.config.stages.rejection import RFT, STAR, RejectionMethod
 from posttrain.core.batch import Batch
-from posttrain.core.pieces.keep import Passing
-from posttrain.core.rejection import RFT, STAR, RejectionMethod
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.sampling import Sampling
-from posttrain.core.scores import TokenScores
 from posttrain.core.stop import Stop
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Said, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.role.demonstrate import imitated
-from posttrain.role.kept import HINTED, candidates_of, select, to_ask_again
+from posttrain.role.learning.demonstrations import imitated
+from posttrain.role.learning.rejection_selection import HINTED, candidates_of, select, to_ask_again
 
 EASY, HARD, HINT = 10, 11, 12
 SOUND, COPIED, OTHER, RIGHT, WRONG = range(5)

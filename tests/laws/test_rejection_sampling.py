@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.checks.preference_online import kept_again
-from posttrain.role.sampled_pairs import rejection_sampled
+from posttrain.stages.preference.online_checks import kept_again
+from posttrain.stages.preference.sampled_pairs import rejection_sampled
 
 REF = np.array([0.5, 0.3, 0.2])
 REWARD = np.array([0.0, 0.5, 1.0])

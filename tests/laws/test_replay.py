@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.checks.expected import expected_credit
-from posttrain.controller.step import moved
-from posttrain.core.algorithm import Algorithm
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.checks.learning.credit_by_definition import expected_credit
+from posttrain.config.stages.replay_settings import Replay
 from posttrain.core.batch import Packed
-from posttrain.core.errors import ConfigError
-from posttrain.core.ladder import DR_GRPO, EMA, GRPO, RAE, RLOO
 from posttrain.core.ports import Learner
-from posttrain.core.replay import Replay
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Credit, Scored, ScoredGroup
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Said, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.role.replay_buffer import ReplayBuffer
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import DR_GRPO, EMA, GRPO, RAE, RLOO
+from posttrain.role.learning.replay_buffer import ReplayBuffer
+from posttrain.stages.training_step import moved
+from posttrain.system.errors import ConfigError
 
 
 def group(name: str, visit: int, rewards: tuple[float, ...] = (0.0, 1.0), version: int = 0) -> Group:

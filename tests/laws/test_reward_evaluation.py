@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from posttrain.core.errors import DataError
 from posttrain.diagnose.reward_bench import SECTIONS, TiesPrompt, best_of_four, reward_bench, reward_bench_2, ties
 from posttrain.diagnose.reward_quality import agrees, calibration, debias, flattery, rank_correlation
+from posttrain.system.errors import DataError
 
 
 def test_reward_bench_weighs_subsets_inside_sections_and_sections_equally() -> None:

@@ -9,9 +9,9 @@ import pytest
 from posttrain.core.batch import Packed
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment
-from posttrain.engine import learner as engine_learner
-from posttrain.engine.learner import HFLearner
-from posttrain.role.rounding import CEILING, LEAST, MARGIN, Gap, allowed, noise, unmeasured
+from posttrain.engine.learner import learner as engine_learner
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.role.learning.logprob_tolerance import CEILING, LEAST, MARGIN, Gap, allowed, noise, unmeasured
 from tests.laws.test_agreement import policy
 
 

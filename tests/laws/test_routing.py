@@ -19,23 +19,23 @@ from law_mixtures import mixture as policy
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from posttrain.algorithm.balance import GAUGE, Balanced, balance_weights, to_balance
-from posttrain.algorithm.losses import Likelihood
+from posttrain.algorithm.loss.load_balance_loss import GAUGE, Balanced, balance_weights, to_balance
+from posttrain.algorithm.loss.losses import Likelihood
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.errors import ConfigError, InvariantError
-from posttrain.core.record import Recorded, from_columns, to_columns
-from posttrain.core.routed import UNKNOWN, check_routed, known_rows
+from posttrain.core.exchange.expert_choices import UNKNOWN, check_routed, known_rows
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import ADVANTAGE, MU, WEIGHT
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Said, Segment, Stop, Task
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.embedded.speculate import Lookup
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.learner_routers import refuse_replay
-from posttrain.engine.models import Policy
-from posttrain.engine.reference import freeze
-from posttrain.engine.routing import routers_of, weights_of, why_not
+from posttrain.engine.embedded.speculation import Lookup
+from posttrain.engine.layers.expert_routing import routers_of, weights_of, why_not
+from posttrain.engine.learner.frozen_reference import freeze
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.learner.learner_routers import refuse_replay
+from posttrain.engine.model.policy_model import Policy
+from posttrain.record.step_format import Recorded, from_columns, to_columns
+from posttrain.system.errors import ConfigError, InvariantError
 from tests import families
 
 SAMPLING = Sampling(max_tokens=12, stop_ids=())

@@ -17,10 +17,10 @@ from posttrain.core.batch import Packed
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Task
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.embedded.blocks import blocks_for
+from posttrain.engine.embedded.cache.cache_blocks import blocks_for
 from posttrain.search.beam import beam
 from posttrain.search.puct import tree_search
-from posttrain.search.steps import Beginning, StepSearch
+from posttrain.search.step_sampling import Beginning, StepSearch
 from tests.rooms.embedded_parts import engine
 from tests.rooms.process_parts import Counting, needed
 

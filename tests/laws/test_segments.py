@@ -14,13 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.core.errors import EngineError
-from posttrain.engine import native, segments
-from posttrain.engine.attention import PackedLayout
-from posttrain.engine.tree import SharedTree, TreeLayout
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.layers import packed_attention
+from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.layers.prefix_tree_attention import SharedTree, TreeLayout
+from posttrain.system.errors import EngineError
 from tests.laws.test_sharing import forest
 
-pytestmark = pytest.mark.skipif(bool(native.missing()), reason=f"no compiled kernels: {native.missing()}")
+pytestmark = pytest.mark.skipif(
+    bool(compile_native.missing()), reason=f"no compiled kernels: {compile_native.missing()}"
+)
 HEADS = [(4, 4), (4, 2), (3, 1)]
 WIDTHS = [(32, 32), (16, 24), (20, 7), (64, 64)]
 BOUND = 2e-5
@@ -111,25 +114,25 @@ def test_no_bit_of_a_tree_depends_on_the_others() -> None:
 
 @pytest.fixture
 def unproved() -> Iterator[None]:
-    segments._prove.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    packed_attention._prove.cache_clear()  # pyright: ignore[reportPrivateUsage]
     yield
-    segments._prove.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    packed_attention._prove.cache_clear()  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.usefixtures("unproved")
 @pytest.mark.parametrize(("wrong", "of"), [("segments_forward", "outputs"), ("segments_backward", "dq")])
 def test_the_first_use_finds_wrong_code(wrong: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that scales the scores by 1 % more is refused, and nothing is attended by it."""
-    real = native.library()
+    real = compile_native.library()
 
     def scaled(told: Any, *addresses: int) -> int:
-        changed = native.Segments.from_buffer_copy(told._obj)
+        changed = compile_native.Segments.from_buffer_copy(told._obj)
         changed.scale *= 1.01
         return getattr(real, wrong)(ctypes.byref(changed), *addresses)
 
     names = ("segments_forward", "segments_backward")
     code = SimpleNamespace(**{name: scaled if name == wrong else getattr(real, name) for name in names})
-    monkeypatch.setattr(native, "library", lambda: code)
+    monkeypatch.setattr(compile_native, "library", lambda: code)
     *rows, _ = rows_of(5, (2, 2), (8, 8))
     with pytest.raises(EngineError, match=rf"differs from its definition by .*\({of};.*model.kernels=torch"):
         PackedLayout([5]).attend(torch.nn.Module(), *rows, scaling=0.3, sliding_window=None, softcap=None)

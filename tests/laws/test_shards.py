@@ -12,20 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.config.run import Optimizer
 from posttrain.core.batch import Batch
-from posttrain.core.bins import balanced
-from posttrain.core.errors import ConfigError, InvariantError
-from posttrain.core.ranks import ALONE, check_same, joint_norm
-from posttrain.core.run import Optimizer
+from posttrain.core.exchange.micro_batches import balanced
+from posttrain.core.exchange.ranks import ALONE, check_same, joint_norm
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import WEIGHT
-from posttrain.engine.models import load_policy
-from posttrain.engine.optimizer import ELEMENTWISE, StageOptimizer
-from posttrain.engine.process_ranks import ProcessRanks
-from posttrain.engine.quantise import quantise
-from posttrain.engine.sharded import ShardedLearner
-from posttrain.role.rank_share import check_shares, digest, smallest_unit
+from posttrain.engine.adapters.quantise import quantise
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.engine.optimizer.optimizer import ELEMENTWISE, StageOptimizer
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
+from posttrain.engine.parallel.sharded_learner import ShardedLearner
+from posttrain.role.learning.rank_share import check_shares, digest, smallest_unit
 from posttrain.role.trainer import Trainer
+from posttrain.system.errors import ConfigError, InvariantError
 from tests.rooms.engine_parts import ALPHABET, policy, segments, tiny
 
 

@@ -13,24 +13,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.algorithm.preference import PreferenceLoss
-from posttrain.algorithm.preference_whole import prepared
+from posttrain.algorithm.preference.preference_loss import PreferenceLoss
+from posttrain.algorithm.preference.preference_minibatch import prepared
+from posttrain.config.engines import KernelChoice
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.bins import LEAST
-from posttrain.core.engines import KernelChoice
-from posttrain.core.errors import InvariantError
-from posttrain.core.preference_ladder import DPO
+from posttrain.core.exchange.micro_batches import LEAST
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import REFERENCE, SIDE
 from posttrain.core.types import Segment
-from posttrain.engine import sharing, tree
-from posttrain.engine.attention import PackedLayout
-from posttrain.engine.learner import FrozenScorer, HFLearner
-from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.readout import read_out
-from posttrain.engine.segments import Runs
-from posttrain.engine.tree import SharedTree, TreeLayout
+from posttrain.engine.head.readout import read_out
+from posttrain.engine.layers import prefix_tree_attention, shared_prefixes
+from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.layers.packed_attention import Runs
+from posttrain.engine.layers.prefix_tree_attention import SharedTree, TreeLayout
+from posttrain.engine.learner.learner import FrozenScorer, HFLearner
+from posttrain.engine.model.policy_model import Policy, load_policy
 from posttrain.faults import planted
+from posttrain.ladder.preference_rows import DPO
+from posttrain.system.errors import InvariantError
 from tests.rooms.engine_parts import ALPHABET, ARCHS, tiny
 
 
@@ -196,7 +196,7 @@ def test_what_nobody_reads_is_not_computed_and_the_rest_is_the_same(
     at = rng.choice(len(data.ids_N), max(1, int(part * len(data.ids_N))))
     made = policy(arch)
     out, ran = read_out(made.module.double()), list[int]()
-    rows = sharing.Sharing(out, made.kernels, share)
+    rows = shared_prefixes.Sharing(out, made.kernels, share)
     rows.hidden(data, at)  # the first use proves itself, which computes too
     handle = out.decoder.get_submodule("h.0" if arch == "gpt2" else "layers.0").register_forward_pre_hook(
         lambda _, args: ran.append(args[0].shape[-2])  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
@@ -238,7 +238,7 @@ def test_gradients_that_overflow_are_no_wrong_tree(monkeypatch: pytest.MonkeyPat
     HFLearner(steep()).score(data)
     with planted("positions_begin_again_after_prefix"), pytest.raises(InvariantError, match="share_prefixes=false"):
         HFLearner(steep()).score(data)
-    monkeypatch.setattr(sharing, "SCALES", (1.0,))
+    monkeypatch.setattr(shared_prefixes, "SCALES", (1.0,))
     with pytest.raises(InvariantError, match="differ by inf"):
         HFLearner(steep()).score(data)
 
@@ -257,14 +257,14 @@ def test_the_first_use_finds_a_wrong_tree(fault: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(TreeLayout, "_mask", leak(TreeLayout))
     elif fault == "one token more":
         kernels = "auto"
-        monkeypatch.setattr(tree, "alike", lambda a, b: min(len(a), len(b)) - 1)
+        monkeypatch.setattr(prefix_tree_attention, "alike", lambda a, b: min(len(a), len(b)) - 1)
     elif fault == "runs":
         kernels = "auto"
-        monkeypatch.setattr(tree, "Runs", _Shallow)
+        monkeypatch.setattr(prefix_tree_attention, "Runs", _Shallow)
     else:
-        real = tree._Padded.backward  # pyright: ignore[reportPrivateUsage]
+        real = prefix_tree_attention._Padded.backward  # pyright: ignore[reportPrivateUsage]
         monkeypatch.setattr(
-            tree._Padded,  # pyright: ignore[reportPrivateUsage]
+            prefix_tree_attention._Padded,  # pyright: ignore[reportPrivateUsage]
             "backward",
             staticmethod(lambda ctx, *grads: (real(ctx, *grads)[0] * 0.5, None, None)),
         )

@@ -18,16 +18,16 @@ from law_toys import batch_of
 from law_world import L_MAX, World, world
 from torch import Tensor
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.objective import objective
-from posttrain.algorithm.streams import streams
-from posttrain.core.algorithm import Algorithm, patch
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.core.batch import Batch
-from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauges, merge
-from posttrain.core.ladder import LADDER, PPO
-from posttrain.core.pieces.baseline import AnchorMean, TurnMean, Value
 from posttrain.core.streams import ADVANTAGE, START, TOP_LOGP, WEIGHT
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import AnchorMean, TurnMean, Value
+from posttrain.ladder.policy_rows import LADDER, PPO
+from posttrain.system.errors import InvariantError
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 SEED = 3

@@ -12,23 +12,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_symmetry import RELATIVE, bare
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.shape import shaped, sizes
-from posttrain.checks.credit import CREDIT_BOUND, StepCreditAudit
-from posttrain.checks.data import filter_reads_outcomes
-from posttrain.checks.expected import expected_credit
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.errors import InvariantError
-from posttrain.core.ladder import DR_GRPO, EMA, GRPO, LADDER, MAXRL, PPO, REINFORCE
-from posttrain.core.pieces.baseline import Value
-from posttrain.core.pieces.shape import BestOf, Cosine, Gate, Overlong, Repetition, Signed
-from posttrain.core.run import Reinforce
+from posttrain.algorithm.credit.reward_shaping import shaped, sizes
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.checks.data_checks import filter_reads_outcomes
+from posttrain.checks.learning.credit_by_definition import expected_credit
+from posttrain.checks.learning.credit_checks import CREDIT_BOUND, StepCreditAudit
+from posttrain.config.run import Reinforce
+from posttrain.core.measure.equal_numbers import RESOLUTION
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Credit, ScoredGroup
-from posttrain.core.spread import RESOLUTION
 from posttrain.core.streams import WEIGHT
 from posttrain.core.verdict import Judged, Verdict, size
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import Value
+from posttrain.ladder.pieces.shape import BestOf, Cosine, Gate, Overlong, Repetition, Signed
+from posttrain.ladder.policy_rows import DR_GRPO, EMA, GRPO, LADDER, MAXRL, PPO, REINFORCE
 from posttrain.role.pack import pack
+from posttrain.system.errors import InvariantError
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 Terms = tuple[float, ...]

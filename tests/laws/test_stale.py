@@ -13,17 +13,21 @@ from hypothesis import strategies as st
 from law_toys import STAGE, batch_of
 from law_world import L_MAX, World, world
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.losses import STEP_SHARE, PolicyLoss
-from posttrain.algorithm.minibatch import CHOSEN
-from posttrain.algorithm.objective import Terms
-from posttrain.algorithm.sample import early_weight
-from posttrain.algorithm.step_scale import ANSWER_RATIO, ANSWER_RATIO_SQUARE, step_share
-from posttrain.core.algorithm import Algorithm, patch
+from posttrain.algorithm.credit.judged_sample import early_weight
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.loss.losses import STEP_SHARE, PolicyLoss
+from posttrain.algorithm.loss.minibatch_streams import CHOSEN
+from posttrain.algorithm.loss.objective import Terms
+from posttrain.algorithm.loss.step_scale import ANSWER_RATIO, ANSWER_RATIO_SQUARE, step_share
 from posttrain.core.batch import Packed
-from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.ladder import (
+from posttrain.core.streams import ADVANTAGE, MU, START
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import OffPolicyMean
+from posttrain.ladder.pieces.step_size import EffectiveSize
+from posttrain.ladder.pieces.token_choice import SecondMoment
+from posttrain.ladder.pieces.trust_region import Clip
+from posttrain.ladder.policy_rows import (
     DECOUPLED,
     DR_GRPO,
     GRPO,
@@ -38,12 +42,8 @@ from posttrain.core.ladder import (
     TIS,
     VCPO,
 )
-from posttrain.core.pieces.baseline import OffPolicyMean
-from posttrain.core.pieces.step import EffectiveSize
-from posttrain.core.pieces.token import SecondMoment
-from posttrain.core.pieces.trust import Clip
-from posttrain.core.streams import ADVANTAGE, MU, START
 from posttrain.role.pack import pack
+from posttrain.system.errors import InvariantError
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 PLAIN = patch(DR_GRPO, "opob", "-", baseline=OffPolicyMean())

@@ -8,12 +8,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from law_toys import credits
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.ladder import DR_GRPO, EMA, GRPO, LADDER, MAXRL, PASS_AT_K, PKPO, REINFORCE, REMAX, RLOO
-from posttrain.core.pieces.baseline import Ema, Others
-from posttrain.core.pieces.shape import BestOf
+from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import Ema, Others
+from posttrain.ladder.pieces.shape import BestOf
+from posttrain.ladder.policy_rows import DR_GRPO, EMA, GRPO, LADDER, MAXRL, PASS_AT_K, PKPO, REINFORCE, REMAX, RLOO
 from posttrain.toy.episodes import PlainEpisode, rewarded, scored_group
 
 CREDIT = ("baseline", "scale", "rewards", "whiten", "shape")

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.checks.update import UPDATE_BOUND, Handed, departure
-from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
-from posttrain.core.run import Optimizer, Reinforce
-from posttrain.core.scores import ExpectedUpdate
-from posttrain.core.stage import check_patterns, fits
-from posttrain.engine import eight_bit
-from posttrain.engine.optimizer import StageOptimizer, hidden_matrix
-from posttrain.engine.update_rules import orthogonal
+from posttrain.checks.learning.update_checks import UPDATE_BOUND, Handed, departure
+from posttrain.config.run import Optimizer, Reinforce
+from posttrain.config.stages.stage import check_patterns, fits
+from posttrain.core.exchange.scores import ExpectedUpdate
+from posttrain.engine.optimizer import eight_bit
+from posttrain.engine.optimizer.optimizer import StageOptimizer, hidden_matrix
+from posttrain.engine.optimizer.update_rules import orthogonal
+from posttrain.system.errors import ConfigError, InvariantError, RunFolderError
 
 ALONG = 0.01
 """Largest error of a Muon step along its definition."""

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import posttrain
-from posttrain.core import reader
-from posttrain.diagnose.learned import learned
-from posttrain.diagnose.outcome import read_outcome
+from posttrain.diagnose.learning_verdict import learned
+from posttrain.diagnose.run_outcome import read_outcome
+from posttrain.record import run_reader
 
 pytestmark = pytest.mark.prove
 
@@ -25,10 +25,10 @@ def test_rl_gains_on_held_out_prompts(seed: int, tmp_path: Path) -> None:
     assert rl.accuracy.low > 0.2 and rl.accuracy.after > 0.75, rl.accuracy
     trained = {
         str(r.episode.task.prompt)
-        for f in reader.episode_files(folder)
+        for f in run_reader.episode_files(folder)
         if f.kind == "train"
-        for r in reader.read_episodes(f.path)
+        for r in run_reader.read_episodes(f.path)
     }
-    held_out = {str(r.episode.task.prompt) for r in reader.episodes(folder, "rl", 60, "eval")}
+    held_out = {str(r.episode.task.prompt) for r in run_reader.episodes(folder, "rl", 60, "eval")}
     assert len(held_out) == 100 and not trained & held_out
     assert learned(of).word == "learned" and "](summary.svg)" in (folder / "summary.md").read_text()

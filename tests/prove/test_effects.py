@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.miniatures.__main__ import NAMES, miniature
 from benchmarks.miniatures.miniature import mean
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import GDPO, GRPO, MAXRL, PKPO, REINFORCE_PP_BASELINE
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import GDPO, GRPO, MAXRL, PKPO, REINFORCE_PP_BASELINE
 from posttrain.toy.answers import Answers
 from posttrain.toy.training import credit_by_pattern, credit_in_full
 

@@ -23,15 +23,15 @@ import numpy as np
 import pytest
 
 from posttrain.api import main
-from posttrain.core import checkpoint as checkpoints
-from posttrain.core.algorithm import patch
-from posttrain.core.ladder import DAPO, GRPO, PPO
-from posttrain.core.pieces.baseline import Ema
-from posttrain.core.pieces.pull import KL
-from posttrain.core.pieces.token import EntropyBonus
-from posttrain.core.reader import record_digest
-from posttrain.core.run import Run
-from posttrain.role import weights
+from posttrain.config.run import Run
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.baseline import Ema
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.pieces.token_choice import EntropyBonus
+from posttrain.ladder.policy_rows import DAPO, GRPO, PPO
+from posttrain.record import checkpoint as checkpoints
+from posttrain.record.run_reader import record_digest
+from posttrain.role.weights import saved_weights
 from tests.late import late_run, nothing_lost_or_doubled, rl_steps
 from tests.tiny import tiny_run
 
@@ -61,7 +61,7 @@ def digest(folder: Path) -> str:
     """Everything law 7 speaks of: the last checkpoint's files, and the record without its clock."""
     last = checkpoints.find(folder)
     h = hashlib.blake2b(record_digest(folder).encode())
-    for name in (weights.WEIGHTS, weights.OPTIMIZER):
+    for name in (saved_weights.WEIGHTS, saved_weights.OPTIMIZER):
         path = last.folder / name
         h.update(name.encode() + (path.read_bytes() if path.exists() else b"-"))
     state = {k: v for k, v in last.state.items() if k in ("stage", "version", "accuracy")}
@@ -172,18 +172,18 @@ def test_killed_inside_a_checkpoint_write(whole: Whole, tmp_path: Path, call: in
 
     def work() -> None:
         calls = 0
-        original = weights.save_file
+        original = saved_weights.save_file
 
         def dies(tensors: object, path: Path) -> None:
             nonlocal calls
-            if path.name == weights.OPTIMIZER:
+            if path.name == saved_weights.OPTIMIZER:
                 calls += 1
                 if calls == call:
                     path.write_bytes(b"half a file")
                     os.kill(os.getpid(), signal.SIGKILL)
             original(tensors, path)  # type: ignore[arg-type]
 
-        weights.save_file = dies  # type: ignore[assignment]
+        saved_weights.save_file = dies  # type: ignore[assignment]
         start(folder, whole.run)()
 
     _, status = os.waitpid(child(work), 0)
@@ -208,16 +208,16 @@ def test_state_that_only_some_algorithms_have(tmp_path: Path) -> None:
         folder = tmp_path / algorithm.name
 
         def work(run: Run = run, folder: Path = folder) -> None:
-            original, calls = weights.save_file, 0
+            original, calls = saved_weights.save_file, 0
 
             def dies(tensors: object, path: Path) -> None:
                 nonlocal calls
-                calls += path.name == weights.OPTIMIZER
+                calls += path.name == saved_weights.OPTIMIZER
                 if calls == 6:
                     os.kill(os.getpid(), signal.SIGKILL)
                 original(tensors, path)  # type: ignore[arg-type]
 
-            weights.save_file = dies  # type: ignore[assignment]
+            saved_weights.save_file = dies  # type: ignore[assignment]
             start(folder, run)()
 
         _, status = os.waitpid(child(work), 0)

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.core import reader, record
-from posttrain.core.asker import DEADLY
-from posttrain.core.placement import Local, Processes
-from posttrain.core.run import Run
-from posttrain.sandbox.choose import choose
+from posttrain.config.placement import Local, Processes
+from posttrain.config.run import Run
+from posttrain.core.exchange.request_owner import DEADLY
+from posttrain.record import run_reader, step_format
+from posttrain.sandbox.open_sandbox import choose
 from tests.killing import (
     KINDS,
     POISON,
@@ -61,7 +61,7 @@ def drawn_seed() -> int:
 
 @pytest.fixture(autouse=True)
 def environments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.api.placed_environments.EnvironmentParts", CheckedEnvironmentParts)
+    monkeypatch.setattr("posttrain.build.spawn_environments.EnvironmentParts", CheckedEnvironmentParts)
 
 
 def processes(folder: Path, staleness: int, steps: int = 12, **how: Any) -> Run:
@@ -124,7 +124,7 @@ def test_a_poisonous_task_ends_on_the_dead_letter_list_whoever_else_dies(
     poisoned = healthy[0].episode
     segment = poisoned.segments[0]
     monkeypatch.setenv(POISON, " ".join(str(int(i)) for i in segment.ids[: int(np.argmax(segment.mask))]))
-    monkeypatch.setattr("posttrain.api.placed.EngineParts", DeadlyParts)
+    monkeypatch.setattr("posttrain.build.spawn_engines.EngineParts", DeadlyParts)
     rng = np.random.default_rng(drawn_seed())
     killer = RoleKiller(order_of_kinds(rng, KILLS, KINDS[1:6]), rng, BETWEEN)
     ended(tmp_path / "poisoned", run, killer)
@@ -138,16 +138,16 @@ def test_a_poisonous_task_ends_on_the_dead_letter_list_whoever_else_dies(
     assert all(e.verdicts[0].source == DEADLY and "2 engines died" in e.error for e in failed)
     others = [{said(e) for e in rows if e.episode.task.id != poisoned.task.id} for rows in (healthy, found)]
     assert others[0] == others[1] and others[0]
-    notes = [n for s in reader.steps(tmp_path / "poisoned") for n in s.notes if n.startswith("dead letter")]
+    notes = [n for s in run_reader.steps(tmp_path / "poisoned") for n in s.notes if n.startswith("dead letter")]
     assert notes and all(f"task {poisoned.task.id!r}" in n for n in notes)
 
 
-def first_step(folder: Path) -> tuple[record.Recorded, ...]:
+def first_step(folder: Path) -> tuple[step_format.Recorded, ...]:
     """The episodes of the first step of reinforcement."""
-    rows = [r for r in reader.episode_files(folder) if (r.stage, r.kind) == ("rl", "train")]
-    return record.from_columns(record.read_columns(rows[0].path))
+    rows = [r for r in run_reader.episode_files(folder) if (r.stage, r.kind) == ("rl", "train")]
+    return step_format.from_columns(step_format.read_columns(rows[0].path))
 
 
-def said(row: record.Recorded) -> tuple[str, int, bytes, float | None]:
+def said(row: step_format.Recorded) -> tuple[str, int, bytes, float | None]:
     e = row.episode
     return e.task.id, e.sibling, e.segments[0].ids.tobytes(), e.reward

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.config.run import Env
 from posttrain.core.ports import Talk
-from posttrain.core.request import RolloutRequest
-from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.environment.gallery.calculator import CalculatorEnv
+from posttrain.ladder.rollout_request import RolloutRequest
 from tests.tiny import MODEL, only_rl, tiny_parts, tiny_run
 
 pytestmark = pytest.mark.prove

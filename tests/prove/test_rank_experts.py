@@ -16,11 +16,11 @@ import pytest
 import posttrain
 from benchmarks.healthy_experts import undecided
 from posttrain.api import main
-from posttrain.core import reader
-from posttrain.core.errors import ConfigError
-from posttrain.core.run import Optimizer, Run
-from posttrain.core.stage import Stage
+from posttrain.config.run import Optimizer, Run
+from posttrain.config.stages.stage import Stage
 from posttrain.faults import FAULTS
+from posttrain.record import run_reader
+from posttrain.system.errors import ConfigError
 from tests.faulty import catch, smallest
 from tests.killing import cut_run
 from tests.over_ranks import BOUND, apart, drawn, is_that_of_one_process, run_of
@@ -65,7 +65,7 @@ def test_ranks_train_to_what_one_process_comes_to(kind: str, tmp_path: Path) -> 
     for world in drawn(["2", "4"], 1):
         main.run(KINDS[kind], out=tmp_path / world, quiet=True, nproc=int(world), parallel="experts")
         is_that_of_one_process(tmp_path / "one", tmp_path / world)
-        told, wanted = (reader.steps(tmp_path / x)[-1].gauges for x in (world, "one"))
+        told, wanted = (run_reader.steps(tmp_path / x)[-1].gauges for x in (world, "one"))
         assert {n for n in told if n.startswith("experts/")} == {n for n in wanted if n.startswith("experts/")} != set()
 
 
@@ -145,7 +145,7 @@ def test_a_healthy_run_is_not_disturbed(number: str, tmp_path: Path) -> None:
     run, world = any_run(rng), rng.choice([2, 2, 4])
     with undecided() if rng.random() < 0.4 else nullcontext():
         main.run(run, out=tmp_path / "run", quiet=True, nproc=world, parallel="experts")
-    assert not [n for s in reader.steps(tmp_path / "run") for n in s.notes if n.startswith(("rule ", "stopped"))]
+    assert not [n for s in run_reader.steps(tmp_path / "run") for n in s.notes if n.startswith(("rule ", "stopped"))]
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -176,6 +176,6 @@ def test_a_planted_fault_stops_the_run(name: str, tmp_path: Path) -> None:
 def test_the_run_they_are_planted_in_is_healthy_without_them(tmp_path: Path) -> None:
     run = smallest(FAULTS["rank_experts_left_out"], tmp_path / "no model is read", tmp_path, steps=3)
     posttrain.run(run, out=tmp_path / "healthy", quiet=True, **EXPERTS)
-    steps = reader.steps(tmp_path / "healthy")
+    steps = run_reader.steps(tmp_path / "healthy")
     assert [s.index for s in steps] == [*range(1, 61), 1, 2, 3]
     assert not [n for s in steps for n in s.notes if n.startswith(("rule ", "stopped"))]

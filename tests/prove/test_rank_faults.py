@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import posttrain
-from posttrain.core import reader
 from posttrain.faults import FAULTS
+from posttrain.record import run_reader
 from tests.faulty import catch, smallest
 from tests.over_ranks import drawn
 
@@ -47,6 +47,6 @@ def test_a_planted_fault_stops_the_run(name: str, tmp_path: Path) -> None:
 def test_the_run_they_are_planted_in_is_healthy_without_them(tmp_path: Path) -> None:
     run = smallest(FAULTS["uneven_units_dropped"], tmp_path / "no model is read", tmp_path)
     posttrain.run(run, out=tmp_path / "healthy", quiet=True, nproc=2)
-    steps = reader.steps(tmp_path / "healthy")
+    steps = run_reader.steps(tmp_path / "healthy")
     assert [s.index for s in steps] == [1, 2, 3, 1, 2]
     assert not [n for s in steps for n in s.notes if n.startswith(("rule ", "stopped"))]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from posttrain.api import main
-from posttrain.core import reader
-from posttrain.core.adapter import Lora
-from posttrain.core.errors import InvariantError
-from posttrain.core.run import Optimizer
+from posttrain.config.adapter import Lora
+from posttrain.config.run import Optimizer
+from posttrain.record import run_reader
+from posttrain.system.errors import InvariantError
 from tests.killing import cut_run
 from tests.over_ranks import BOUND, apart, drawn, run_of, said, same_bits, tensors
 
@@ -66,7 +66,7 @@ def test_it_is_the_run_of_one_process(word: str, tmp_path: Path, monkeypatch: py
         assert gap <= BOUND
         assert said(tmp_path / "one") == said(tmp_path / how) != []
         assert types == {n: t.dtype for n, t in tensors(tmp_path / how).items()}
-        assert not [n for s in reader.steps(tmp_path / how) for n in s.notes if n.startswith(("stopped", "rule "))]
+        assert not [n for s in run_reader.steps(tmp_path / how) for n in s.notes if n.startswith(("stopped", "rule "))]
 
 
 NARROW: dict[str, dict[str, Any]] = {
@@ -96,7 +96,7 @@ def test_below_float32_it_learns_and_goes_on(word: str, tmp_path: Path, monkeypa
     types = {n: t.dtype for n, t in tensors(tmp_path / "one").items()}
     for how in ("over", "to one"):
         assert types == {n: t.dtype for n, t in tensors(tmp_path / how).items()}
-        assert not [n for s in reader.steps(tmp_path / how) for n in s.notes if n.startswith(("stopped", "rule "))]
+        assert not [n for s in run_reader.steps(tmp_path / how) for n in s.notes if n.startswith(("stopped", "rule "))]
     losses = {how: imitated(tmp_path / how) for how in ("one", "over")}
     print(f"{word}: {losses}; weights {apart(tmp_path / 'one', tmp_path / 'over'):.2g} apart")
     assert all(loss[-1] < 0.9 * loss[0] for loss in losses.values())
@@ -109,7 +109,7 @@ def test_no_check_is_disturbed(seed: str, tmp_path: Path) -> None:
     """Of other weights, tasks and answers, each kind in turn: nothing stops, and no rule speaks."""
     run = replace(run_of([*SUMS.values()][int(seed) % len(SUMS)]), seed=int(seed))
     main.run(run, out=tmp_path / "run", quiet=True, nproc=2)
-    assert not [n for s in reader.steps(tmp_path / "run") for n in s.notes if n.startswith(("stopped", "rule "))]
+    assert not [n for s in run_reader.steps(tmp_path / "run") for n in s.notes if n.startswith(("stopped", "rule "))]
 
 
 LOST = ("gradients_averaged_over_ranks", "gradients_reduced_twice", "rank_not_in_the_sum")
@@ -123,7 +123,7 @@ def test_a_wrong_sum_is_found(fault: str, word: str, tmp_path: Path) -> None:
     run = replace(run_of(SUMS[word]), fault=fault)
     with pytest.raises(InvariantError, match="averaged over ranks, summed twice, or lacks a rank's part"):
         main.run(run, out=tmp_path / "run", quiet=True, nproc=2, allow_fault=True)
-    assert not reader.steps(tmp_path / "run")
+    assert not run_reader.steps(tmp_path / "run")
 
 
 SMALL = "model.hidden=32 model.ffn=64 rl.steps=1 rl.prompts=4 rl.siblings=4 env.heldout=8 seed=1"
@@ -150,4 +150,4 @@ def test_a_scale_left_in_the_gradient_is_found_over_ranks(tmp_path: Path) -> Non
 
 def imitated(folder: Path) -> list[float]:
     """The loss of each step of imitation."""
-    return [s.gauges["sft/loss"].mean for s in reader.steps(folder) if s.stage == "sft"]
+    return [s.gauges["sft/loss"].mean for s in run_reader.steps(folder) if s.stage == "sft"]

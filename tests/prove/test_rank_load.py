@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from posttrain.api import main, session
-from posttrain.core.adapter import Lora
-from posttrain.core.errors import InvariantError
-from posttrain.core.placement import Processes
-from posttrain.core.run import Run
-from posttrain.engine.models import load_policy
+from posttrain.config.adapter import Lora
+from posttrain.config.placement import Processes
+from posttrain.config.run import Run
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.system.errors import InvariantError
 from tests.over_ranks import drawn, run_of, said, same_bits
 from tests.rank_memory import RANKS, peaks, saved
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from posttrain.api import main
-from posttrain.core import checkpoint as checkpoints
-from posttrain.core import reader
-from posttrain.core.placement import Processes
-from posttrain.core.preference_stage import OnlinePreference, Preference
-from posttrain.core.run import Optimizer
+from posttrain.config.placement import Processes
+from posttrain.config.run import Optimizer
+from posttrain.config.stages.preference_settings import OnlinePreference, Preference
+from posttrain.config.stages.stage import Stage
 from posttrain.core.sampling import Sampling
-from posttrain.core.stage import Stage
+from posttrain.record import checkpoint as checkpoints
+from posttrain.record import run_reader
 from tests.killing import cut_run
 from tests.over_ranks import BOUND, WORDS, apart, drawn, free_port, run_of, said, same_bits, tensors, torchrun
 
@@ -59,8 +59,8 @@ def test_ranks_train_to_what_one_process_comes_to(whole: Path, two: Path, tmp_pa
         gap = apart(whole, folder)
         print(f"{folder.name}: a weight differs by at most {gap:.2g} (bound {BOUND:g})")
         assert gap <= BOUND and said(whole) == said(folder) != []
-        assert [s.index for s in reader.steps(folder)] == [s.index for s in reader.steps(whole)]
-        assert not [n for s in reader.steps(folder) for n in s.notes if n.startswith("stopped")]
+        assert [s.index for s in run_reader.steps(folder)] == [s.index for s in run_reader.steps(whole)]
+        assert not [n for s in run_reader.steps(folder) for n in s.notes if n.startswith("stopped")]
 
 
 def test_twice_the_same(two: Path, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from posttrain.api import main
-from posttrain.core.errors import ConfigError
-from posttrain.core.run import Run
+from posttrain.config.run import Run
+from posttrain.system.errors import ConfigError
 from tests.killing import cut_run
 from tests.over_ranks import BOUND, apart, drawn, is_that_of_one_process, run_of, same_bits
 from tests.prove.test_rank_runs import STAGES

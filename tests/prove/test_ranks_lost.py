@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from posttrain.api import main
-from posttrain.controller.stages.reinforce import ReinforceDriver
-from posttrain.core.adapter import Lora
-from posttrain.core.run import Run
-from posttrain.engine.rank_orders import RankLost
+from posttrain.config.adapter import Lora
+from posttrain.config.run import Run
+from posttrain.engine.parallel.ranks.rank_orders import RankLost
+from posttrain.stages.reinforce.reinforce_stage import ReinforceDriver
 from tests.killing import gone
 from tests.over_ranks import WORDS, begun_by, drawn, go_on, launched, run_of, same_bits, signalled, torchrun, watched
 

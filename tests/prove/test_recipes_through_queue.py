@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.run import Reinforce
+from posttrain.config.run import Reinforce
 from posttrain.recipe.recipes import RECIPES
 from scripts.digests import REWARDS, Parts, Play, play, recipes
 from tests.late import through_the_queue

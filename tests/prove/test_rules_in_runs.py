@@ -11,11 +11,11 @@ import pytest
 import posttrain
 from benchmarks.blind import unwatched
 from benchmarks.situations import Stage, tuned
-from posttrain.core import reader
-from posttrain.core.run import Reinforce
-from posttrain.diagnose.rules import findings
-from posttrain.diagnose.said import findings_of
+from posttrain.config.run import Reinforce
+from posttrain.diagnose.rules.all_rules import findings
+from posttrain.diagnose.rules.notes_once import findings_of
 from posttrain.faults import FAULTS
+from posttrain.record import run_reader
 from tests.faulty import smallest, start
 
 pytestmark = pytest.mark.prove
@@ -102,7 +102,7 @@ def found(stage: Stage, *words: str, lr: float = 1.0) -> set[str]:
     runs = set(stage.folder.glob("run-*")) - before
     assert len(runs) == 1, output
     (run,) = runs
-    out = {f.rule for f in findings_of(reader.steps(run))}
+    out = {f.rule for f in findings_of(run_reader.steps(run))}
     print(output)
     return out
 
@@ -143,7 +143,7 @@ def test_broken_machinery_shows_in_a_record_that_no_check_stopped(fault: str, ru
     run = smallest(FAULTS[fault], start(tmp_path), tmp_path, steps=6)
     with unwatched():
         posttrain.run(run, *FAULTS[fault].shows, f"fault={fault}", out=tmp_path / "run", quiet=True, allow_fault=True)
-    stage, steps = run.stages[-1], reader.steps(tmp_path / "run")
+    stage, steps = run.stages[-1], run_reader.steps(tmp_path / "run")
     assert isinstance(stage, Reinforce)
     if fault == "old_logprob_after_step":
         stage = replace(stage, minibatches=2)

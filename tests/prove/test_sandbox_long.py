@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.sandbox.pool import RECYCLE, Sandbox
-from posttrain.sandbox.port import ProgramLimits
+from posttrain.sandbox.sandbox_pool import RECYCLE, Sandbox
+from posttrain.sandbox.sandbox_types import ProgramLimits
 from tests.rooms.sandbox_parts import NAMES, backend, living
 
 pytestmark = pytest.mark.prove
@@ -125,8 +125,8 @@ import sys, time
 sys.dont_write_bytecode = True
 sys.path.insert(0, sys.argv[1])
 from posttrain.sandbox.backends import *
-from posttrain.sandbox.choose import *
-from posttrain.sandbox.port import *
+from posttrain.sandbox.open_sandbox import *
+from posttrain.sandbox.sandbox_types import *
 from posttrain.sandbox.selftest import selftest
 print(selftest(Namespaces(())), selftest(Landlock(())))
 with open_sandbox(packages=(), workers=1) as pool:

@@ -10,8 +10,8 @@ import pytest
 
 import posttrain
 from benchmarks.trust import HEALTHY, SEEDS, healthy
-from posttrain.core.ladder import LADDER
 from posttrain.faults import FAULTS
+from posttrain.ladder.policy_rows import LADDER
 from tests.faulty import AHEAD, BOUND, OVER_RANKS, STEPS, acts_ahead, catch, named, smallest, start
 
 pytestmark = pytest.mark.prove

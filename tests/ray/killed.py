@@ -21,8 +21,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from posttrain.core.placement import Local, Ray
-from posttrain.engine.pool.ray_host import RayHost
+from posttrain.config.placement import Local, Ray
+from posttrain.engine.pool.ray_actor import RayHost
 from tests.killing import CheckedEnvironmentParts, RoleKiller, checked, ended, kinds_of, living, order_of_kinds
 from tests.late import nothing_lost_or_doubled
 from tests.laws.test_placement import outcome, placed
@@ -81,7 +81,7 @@ def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_bits(
             (started / f"{self.name.partition(' ')[0]}-{self.pid}").touch()
 
     monkeypatch.setattr(RayHost, "_known", tells)
-    monkeypatch.setattr("posttrain.api.placed_environments.EnvironmentParts", CheckedEnvironmentParts)
+    monkeypatch.setattr("posttrain.build.spawn_environments.EnvironmentParts", CheckedEnvironmentParts)
     how = Ray(engines=2, environments=2, verifiers=True, deaths=KILLS + 2)
     run = checked(placed(how, 2, steps=12), tmp_path / "rewards")
     ended(tmp_path / "whole", replace(run, placement=Local()), NOBODY)

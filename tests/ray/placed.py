@@ -21,18 +21,18 @@ import pytest
 
 pytest.importorskip("ray")
 
-from posttrain.core import reader
-from posttrain.core.env import Reward
-from posttrain.core.errors import ConfigError, EngineError
-from posttrain.core.placement import Local, Ray
+from posttrain.config.env import Reward
+from posttrain.config.placement import Local, Ray
 from posttrain.core.types import Said
-from posttrain.engine.parcel.receiver import ParcelReceiver
-from posttrain.engine.parcel.sender import ParcelSender
-from posttrain.engine.parcel.shared import SharedCarrier
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.environment_pool import EnvironmentPool
-from posttrain.engine.pool.hosted import EngineFacts, EngineStart
-from posttrain.engine.pool.ray_host import RayCluster, RayHost
+from posttrain.engine.pool.ray_actor import RayCluster, RayHost
+from posttrain.engine.pool.worker_side import EngineFacts, EngineStart
+from posttrain.engine.transfer.receiver import ParcelReceiver
+from posttrain.engine.transfer.sender import ParcelSender
+from posttrain.engine.transfer.shared_memory import SharedCarrier
+from posttrain.record import run_reader
+from posttrain.system.errors import ConfigError, EngineError
 from posttrain.verifier.workers.ray_worker import RayWorker
 from tests.killing import REWARD
 from tests.laws.test_placement import Killer, placed, played
@@ -95,7 +95,7 @@ def test_a_killed_actor_is_replaced_and_its_turns_are_asked_again(cluster: RayCl
 LOST_NODE = """
 import asyncio, os, signal, sys, time
 import ray
-from posttrain.engine.pool.ray_host import RayCluster
+from posttrain.engine.pool.ray_actor import RayCluster
 from tests.ray.placed import actor_pool
 from tests.rooms.pool_parts import PLAIN, prompt
 
@@ -175,7 +175,7 @@ def test_episodes_on_ray_change_no_bit_though_their_actors_are_killed(
     finally:
         killer.over.set()
         killer.thread.join()
-    told = sum(s.clock.get("environment/deaths", 0) for s in reader.steps(tmp_path / "ray"))
+    told = sum(s.clock.get("environment/deaths", 0) for s in run_reader.steps(tmp_path / "ray"))
     print(f"{killer.killed} actors that play episodes killed, {told:g} told in the record")
     assert killer.killed
 
@@ -202,7 +202,7 @@ def test_engines_on_ray_change_no_bit_though_they_are_killed(
         finally:
             killer.over.set()
             killer.thread.join()
-        told = sum(s.clock.get("engine/deaths", 0) for s in reader.steps(folder))
+        told = sum(s.clock.get("engine/deaths", 0) for s in run_reader.steps(folder))
         print(f"{killer.killed} actors killed, {told:g} told in the record", flush=True)
         assert killer.killed, "a run in which nobody could be killed"
         killed += killer.killed

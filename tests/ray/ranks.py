@@ -21,9 +21,9 @@ import torch
 
 pytest.importorskip("ray")
 
-from posttrain.core import reader
-from posttrain.core.errors import ConfigError
-from posttrain.engine.pool.ray_host import must_answer
+from posttrain.engine.pool.ray_actor import must_answer
+from posttrain.record import run_reader
+from posttrain.system.errors import ConfigError
 from tests.over_ranks import WORDS, free_port, said, tensors
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ def test_the_command_of_the_page_trains_to_what_ranks_come_to_alone(address: str
         one, other = tensors(alone), tensors(folder)
         assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
         assert said(alone) == said(folder) != []
-        assert [s.index for s in reader.steps(folder)] == [s.index for s in reader.steps(alone)]
+        assert [s.index for s in run_reader.steps(folder)] == [s.index for s in run_reader.steps(alone)]
         print(f"{name}: the same bits")
 
 

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("vllm")
 
-from posttrain.core.placement import Ray
-from posttrain.engine.pool.ray_host import RayCluster
+from posttrain.config.placement import Ray
+from posttrain.engine.pool.ray_actor import RayCluster
 from tests.conformance.test_vllm_placed import HOW, plays_on_though_one_is_killed
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.config.run import Model
 from posttrain.core.batch import Packed
-from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept, Segment
-from posttrain.engine.models import Policy, load_policy
+from posttrain.engine.model.policy_model import Policy, load_policy
 
 ALPHABET = "0123456789+-*= \nabcdefgh"
 ARCHS = ("qwen3", "llama", "gpt2", "gemma")

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Attempt, Environment, Talk, TaskSource, Utterance
 from posttrain.core.stop import Stop
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.system.errors import InvariantError
 
 MARKS = "POSTTRAIN_TEST_PLAYED_MARKS"
 """Environment variable with a folder. `Counts` leaves a file there for each process that it kills."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from posttrain.verifier.endpoint import Patience
+from posttrain.verifier.http_client import Patience
 
 QUICK = Patience(connect=2, answer=2, tries=4, first=0.0, longest=0.01)
 

@@ -6,9 +6,9 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from posttrain.api import overrides
-from posttrain.core.run import Run
-from posttrain.environment.prompts import PromptsEnv
+from posttrain.config import overrides
+from posttrain.config.run import Run
+from posttrain.environment.rows.own_prompts import PromptsEnv
 
 SPAN = re.compile(r"`([^`]+)`")
 SETTING = re.compile(r"[a-z_]+(\.\w+)*(=\S*)?")

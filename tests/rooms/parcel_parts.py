@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.engine.parcel import collective
-from posttrain.engine.parcel.parcel import Parcel, ParcelError, ParcelGoneError
-from posttrain.engine.parcel.receiver import ParcelReceiver
-from posttrain.engine.parcel.sender import ParcelSender
-from posttrain.engine.parcel.shared import FOLDER, PREFIX, SharedCarrier
+from posttrain.engine.transfer import collective
+from posttrain.engine.transfer.parcel import Parcel, ParcelError, ParcelGoneError
+from posttrain.engine.transfer.receiver import ParcelReceiver
+from posttrain.engine.transfer.sender import ParcelSender
+from posttrain.engine.transfer.shared_memory import FOLDER, PREFIX, SharedCarrier
 
 
 def blocks() -> set[str]:

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 from posttrain.core import seeds
-from posttrain.core.errors import ConfigError, EndpointError
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Stop
-from posttrain.engine.parcel.parcel import Parcel
-from posttrain.engine.parcel.receiver import ParcelReceiver
-from posttrain.engine.parcel.sender import ParcelSender
-from posttrain.engine.parcel.shared import SharedCarrier
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.engine_process import ProcessHost
-from posttrain.engine.pool.host import OpenCalls
-from posttrain.engine.pool.hosted import EngineFacts, EngineReport, EngineStart, HostedEngine
+from posttrain.engine.pool.parent_side import OpenCalls
+from posttrain.engine.pool.worker_side import EngineFacts, EngineReport, EngineStart, HostedEngine
+from posttrain.engine.transfer.parcel import Parcel
+from posttrain.engine.transfer.receiver import ParcelReceiver
+from posttrain.engine.transfer.sender import ParcelSender
+from posttrain.engine.transfer.shared_memory import SharedCarrier
+from posttrain.system.errors import ConfigError, EndpointError
 
 PLAIN = Sampling(max_tokens=8)
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.controller.parts import RunParts
-from posttrain.core.engines import Embedded
-from posttrain.core.env import Env, Reward
-from posttrain.core.ladder import GRPO_PROCESS
-from posttrain.core.rejection import RFT, Regenerate, Rejection
-from posttrain.core.request import RolloutRequest
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Optimizer, Run
+from posttrain.config.engines import Embedded
+from posttrain.config.env import Env, Reward
+from posttrain.config.run import Optimizer, Run
+from posttrain.config.stages.rejection import RFT, Regenerate, Rejection
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.step_labels import StepLabeling
 from posttrain.core.sampling import Sampling
-from posttrain.core.step_labels import StepLabeling
 from posttrain.core.types import Group, Said
-from posttrain.role.prompts import Prompts
-from posttrain.role.regenerate import RegeneratedAnswer, Regenerator
-from posttrain.role.steps import LabelledAnswer, StepLabeler, TokenEnds
+from posttrain.ladder.policy_rows import GRPO_PROCESS
+from posttrain.ladder.rollout_request import RolloutRequest
+from posttrain.role.judges.regenerate import RegeneratedAnswer, Regenerator
+from posttrain.role.judges.step_completion import LabelledAnswer, StepLabeler, TokenEnds
+from posttrain.role.prompt_order import Prompts
+from posttrain.stages.run_parts import RunParts
 from tests.tiny import tiny_parts, tiny_run
 
 ENV = Env(name="arithmetic", args={"min_terms": 3, "max_terms": 3, "max_operand": 4}, heldout=6)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 import posttrain
-from posttrain.api.result import Result
+from posttrain.config.run import Env, Optimizer, Run
+from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.abilities import Abilities, Judgements
 from posttrain.core.judgements import Judgement, Kind, Label, Pair, Ranking, Rating
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Env, Optimizer, Run
 from posttrain.core.types import Task
 from posttrain.environment.gallery.arithmetic import Arithmetic
+from posttrain.report.run_result import Result
 from tests.tiny import tiny_run
 
 

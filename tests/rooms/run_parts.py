@@ -15,18 +15,18 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.cli import main
-from posttrain.core import reader
-from posttrain.core.checkpoint import find
 from posttrain.core.gauge import Step
-from posttrain.core.open import alternatives
-from posttrain.core.pieces.baseline import Baseline
-from posttrain.core.pieces.judged import Added, LabelNoise, MarginTerm, Statistic
-from posttrain.core.pieces.link import Link
-from posttrain.core.pieces.shape import Shaping
-from posttrain.core.pieces.trust import TrustRegion
-from posttrain.engine.tiny import build_module
-from posttrain.engine.vocabulary import characters
-from posttrain.role.weights import WEIGHTS
+from posttrain.engine.model.built_tokenizers import characters
+from posttrain.engine.model.tiny_models import build_module
+from posttrain.ladder.pieces.baseline import Baseline
+from posttrain.ladder.pieces.link import Link
+from posttrain.ladder.pieces.preference_pieces import Added, LabelNoise, MarginTerm, Statistic
+from posttrain.ladder.pieces.shape import Shaping
+from posttrain.ladder.pieces.trust_region import TrustRegion
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find
+from posttrain.role.weights.saved_weights.saved_weights.saved_weights import WEIGHTS
+from posttrain.system.subclass_registry import alternatives
 from tests.vocabularies import train_bpe, train_byte_level, train_unigram
 
 SMALL = (
@@ -105,7 +105,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:
 
 def rl_steps(folder: Path) -> list[Step]:
     """The RL steps of a run, whose numbers are finite."""
-    found = [s for s in reader.steps(folder) if s.stage == "rl"]
+    found = [s for s in run_reader.steps(folder) if s.stage == "rl"]
     for step in found:
         wrong = {n: g for n, g in step.gauges.items() if g.count and not math.isfinite(g.mean)}
         assert not wrong, wrong

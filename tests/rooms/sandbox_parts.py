@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.sandbox.backends import CELL, Backend, Landlock, Namespaces
-from posttrain.sandbox.port import ProgramLimits, Ran
+from posttrain.sandbox.sandbox_types import ProgramLimits, Ran
+from posttrain.sandbox.sandbox_worker import Job, SandboxWorker
 from posttrain.sandbox.selftest import selftest
-from posttrain.sandbox.worker import Job, SandboxWorker
 from tests.needed import program
 
 NAMES = ("namespaces", "landlock")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.engine.vocabulary import raw_bytes
-from posttrain.environment.render import History, Renderer
+from posttrain.engine.model.built_tokenizers import raw_bytes
+from posttrain.environment.templates.renderer import History, Renderer
 
 
 @dataclass(frozen=True)

@@ -13,25 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.api import proofs
-from posttrain.api.build import facts, make_parts, make_policy
-from posttrain.api.environments import check_environment, own_environments
-from posttrain.checks.data import sameness
-from posttrain.checks.rejudge import RejudgedAnswers
-from posttrain.core import reader
+from posttrain.build import preflight_checks
+from posttrain.build.build_environments import check_environment, own_environments
+from posttrain.build.build_run import facts, make_parts, make_policy
+from posttrain.checks.data_checks import sameness
+from posttrain.checks.judging.rejudge import RejudgedAnswers
+from posttrain.config.env import Env
+from posttrain.config.run import Run
 from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers
-from posttrain.core.book import Book
 from posttrain.core.conversation import LearnedConversation
-from posttrain.core.env import Env
-from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.ports import Attempt, Environment, Talk
-from posttrain.core.run import Run
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.make import environment
 from posttrain.environment.single import Generated
+from posttrain.record import run_reader
+from posttrain.record.run_folder import Book
 from posttrain.role.judging import judged
+from posttrain.system.errors import ConfigError, DataError, InvariantError
 from tests.tiny import only_rl, play, tiny_run
 
 TOLD = Task("t", "<1>", "2")
@@ -70,7 +70,7 @@ def played(folder: Path, env: Environment, run: Run) -> Sequence[Any]:
     policy = make_policy(run, env)
     parts = make_parts(run, policy, env, Book.create(folder, run, facts(policy, 2)), [])
     try:
-        asyncio.run(proofs.prove_start(parts, policy.tokenizer))
+        asyncio.run(preflight_checks.prove_start(parts, policy.tokenizer))
         return asyncio.run(play(parts))
     finally:
         parts.close()
@@ -80,7 +80,7 @@ def test_a_bare_environment_runs(tmp_path: Path) -> None:
     """Its model has a tokenizer of bytes, and nothing is known of its right answers."""
     assert Bare().abilities == Abilities()
     (result,) = played(tmp_path, Bare(), only_rl(tiny_run(steps=2)))
-    assert result.steps == 2 and len(list(reader.episodes(tmp_path, "rl", 2)))
+    assert result.steps == 2 and len(list(run_reader.episodes(tmp_path, "rl", 2)))
 
 
 def test_one_that_derives_from_nothing_says_what_it_can(tmp_path: Path) -> None:
@@ -137,13 +137,13 @@ async def test_right_answers_are_asked_again_and_those_vouched_for_are_proved() 
         await judges.begin(env, 0)
         assert len(judges._gold) == remembered
     false = GoldAnswers(right=lambda _: ("0",))
-    await proofs.gold_is_paid(able(gold=false), Bare.heldout)
+    await preflight_checks.gold_is_paid(able(gold=false), Bare.heldout)
     with pytest.raises(InvariantError, match="scores the right answer"):
-        await proofs.gold_is_paid(able(gold=replace(false, verdict=verdict)), Bare.heldout)
+        await preflight_checks.gold_is_paid(able(gold=replace(false, verdict=verdict)), Bare.heldout)
     vouched = GoldAnswers(right=right, verdict=verdict)
-    await proofs.near_misses_are_not(able(gold=vouched), Bare.heldout)
+    await preflight_checks.near_misses_are_not(able(gold=vouched), Bare.heldout)
     with pytest.raises(InvariantError, match="which is no answer"):
-        await proofs.near_misses_are_not(able(gold=replace(vouched, wrong=right)), Bare.heldout)
+        await preflight_checks.near_misses_are_not(able(gold=replace(vouched, wrong=right)), Bare.heldout)
 
 
 async def test_a_verifier_that_fails_is_no_verdict_on_a_right_answer() -> None:
@@ -158,10 +158,10 @@ async def test_a_verifier_that_fails_is_no_verdict_on_a_right_answer() -> None:
         return Verdict.failed("sandbox", "it was killed")
 
     gold = GoldAnswers(right=right, verdict=shaky)
-    await proofs.gold_is_paid(able(gold=gold), Bare.heldout)
-    await proofs.near_misses_are_not(able(gold=gold), Bare.heldout)
+    await preflight_checks.gold_is_paid(able(gold=gold), Bare.heldout)
+    await preflight_checks.near_misses_are_not(able(gold=gold), Bare.heldout)
     assert next(fails) >= 6
-    for proof in (proofs.gold_is_paid, proofs.near_misses_are_not):
+    for proof in (preflight_checks.gold_is_paid, preflight_checks.near_misses_are_not):
         with pytest.raises(InvariantError, match=r"fails on task .* \(sandbox: it was killed\), each of 3 times"):
             await proof(able(gold=replace(gold, verdict=down)), Bare.heldout)
 
@@ -200,7 +200,7 @@ async def test_tools_say_that_the_world_answers(tmp_path: Path) -> None:
     for number, env in enumerate((able(alphabet="0123456789<>"), able(alphabet="0123456789<>", tools=lambda _: ()))):
         policy = make_policy(run, env)
         parts = make_parts(run, policy, env, Book.create(tmp_path / str(number), run, facts(policy, 2)), [])
-        notes.append(await proofs.conversations_append(parts, parts.setting(run.stages[-1]), env.heldout[0]))
+        notes.append(await preflight_checks.conversations_append(parts, parts.setting(run.stages[-1]), env.heldout[0]))
         parts.close()
     assert notes == [False, True]
 

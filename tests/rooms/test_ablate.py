@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.api.ablate import Ablation, AblationRow, ablate
 from posttrain.cli import main
-from posttrain.cli.ablate import HEAD, table
-from posttrain.core import reader
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.book import Book
-from posttrain.core.errors import ConfigError, RunFolderError
-from posttrain.core.ladder import GRPO, LADDER, REINFORCE, VAPO, algorithm
-from posttrain.core.pieces.baseline import Greedy, Value
-from posttrain.core.pieces.pull import KL
-from posttrain.core.pieces.token import EntropyBonus
-from posttrain.core.pieces.trust import Divergence
+from posttrain.cli.ablation_tables import HEAD, table
+from posttrain.evaluate.ablation.ablation import Ablation, AblationRow, ablate
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import Greedy, Value
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.pieces.token_choice import EntropyBonus
+from posttrain.ladder.pieces.trust_region import Divergence
+from posttrain.ladder.policy_rows import GRPO, LADDER, REINFORCE, VAPO, algorithm
+from posttrain.record import run_reader
+from posttrain.record.run_folder import Book
+from posttrain.system.errors import ConfigError, RunFolderError
 from tests.tiny import play, tiny_parts, tiny_run
 
 WARM = patch(VAPO, "warm", "here", baseline=Value(gae_lambda=1.0, warmup=1))
@@ -71,7 +71,9 @@ def digest(folder: Path) -> str:
 
 
 def recorded_norm(folder: Path, step: int) -> float:
-    return next(s for s in reader.steps(folder) if (s.stage, s.index) == ("rl", step)).gauges["optim/grad_norm"].mean
+    return (
+        next(s for s in run_reader.steps(folder) if (s.stage, s.index) == ("rl", step)).gauges["optim/grad_norm"].mean
+    )
 
 
 # --- the run's own step -----------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def test_a_moving_baseline_is_replayed_from_the_steps_before(grpo: Path) -> None
     ema, plain = found.rows[1:]
     moving, credits = 0.0, list[float]()
     for i in (1, 2, 3):
-        for r in reader.episodes(grpo, "rl", i):
+        for r in run_reader.episodes(grpo, "rl", i):
             assert r.episode.reward is not None
             credits += [r.episode.reward - moving] * r.episode.spoken * (i == 3)
             moving = 0.95 * moving + 0.05 * r.episode.reward

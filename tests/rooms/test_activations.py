@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.adapter import Lora
-from posttrain.core.errors import ConfigError
-from posttrain.core.run import Checkpointing, Model, Reinforce
-from posttrain.core.tree import from_plain, to_plain
-from posttrain.engine import native
-from posttrain.engine.embedded.fused import fusable
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import load_policy
-from posttrain.role.warm_up import largest
+from posttrain.config.adapter import Lora
+from posttrain.config.run import Checkpointing, Model, Reinforce
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.embedded.cache.fused_decoder import fusable
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.stages.warm_up import largest
+from posttrain.system.dataclass_json import from_plain, to_plain
+from posttrain.system.errors import ConfigError
 from tests.peak import peak_bytes
 from tests.rooms.engine_parts import ALPHABET, tiny
 
@@ -70,7 +70,7 @@ def test_each_keeps_less() -> None:
         work()
         taken[how] = peak_bytes(work)
     assert taken["selective"] < 0.8 * taken["none"] and taken["full"] < 0.6 * taken["selective"]
-    assert native.missing() or taken["fused"] < 0.8 * taken["none"]
+    assert compile_native.missing() or taken["fused"] < 0.8 * taken["none"]
 
 
 def test_offloading_copies_activations_and_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import posttrain
-from posttrain.core.checkpoint import find
-from posttrain.core.errors import ConfigError, RunFolderError
-from posttrain.core.reader import run_file, steps
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import load_policy
-from posttrain.engine.saved_adapter import saved_adapter
+from posttrain.engine.adapters.saved_adapter import saved_adapter
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.record.checkpoint import find
+from posttrain.record.run_reader import run_file, steps
+from posttrain.system.errors import ConfigError, RunFolderError
 from tests.rooms.engine_parts import packed, tiny
 
 pytestmark = pytest.mark.prove

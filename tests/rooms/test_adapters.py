@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.api import overrides as dotted
-from posttrain.api.build import probe_ids
-from posttrain.core.adapter import ALL_LINEAR, Lora
-from posttrain.core.errors import ConfigError, InvariantError
-from posttrain.core.run import Optimizer
-from posttrain.engine import adapter
+from posttrain.build.build_run import probe_ids
+from posttrain.config import overrides as dotted
+from posttrain.config.adapter import ALL_LINEAR, Lora
+from posttrain.config.run import Optimizer
+from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, base_digest, load_policy, named_tensors
-from posttrain.engine.optimizer import StageOptimizer
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy, base_digest, load_policy, named_tensors
+from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.recipe.recipes import recipe
 from posttrain.role.sync import Sync
+from posttrain.system.errors import ConfigError, InvariantError
 from tests.rooms.engine_parts import ALPHABET, ARCHS, packed, tiny
 
 KINDS: Mapping[str, dict[str, Any]] = {
@@ -74,14 +74,14 @@ def test_it_begins_as_the_model_that_was_loaded(arch: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_adapter_and_the_value_head_train(kind: str) -> None:
     learner = HFLearner(adapted(**KINDS[kind]))
-    own = adapter.adapter_tensors(learner.policy.module)
+    own = adapter_modules.adapter_tensors(learner.policy.module)
     assert own and set(learner.parameters()) == {*own, "value_head.weight", "value_head.bias"}
     assert {s.name for s in learner.shards()} == set(own), "and only its tensors travel"
 
 
 def test_adapters_are_float32_over_a_bfloat16_base() -> None:
     module = adapted(dtype="bfloat16").module
-    own = adapter.adapter_tensors(module)
+    own = adapter_modules.adapter_tensors(module)
     assert {t.dtype for t in own.values()} == {torch.float32}
     assert {t.dtype for n, t in named_tensors(module) if n not in own} == {torch.bfloat16}
 
@@ -95,7 +95,7 @@ def test_the_gradient_is_that_of_the_full_weights_through_the_chain_rule() -> No
     for one in (learner, full):
         one.forward(packed(4), entropy=False, value=False).logp.sum().backward()
     whole: dict[str, Tensor] = {n: p.grad for n, p in full.policy.module.named_parameters() if p.grad is not None}
-    for name, layer in adapter.layers(module).items():
+    for name, layer in adapter_modules.layers(module).items():
         parts: Any = layer
         a, b, scale = parts.lora_A["default"].weight, parts.lora_B["default"].weight, parts.scaling["default"]
         outer = whole[f"{name}.weight"]
@@ -110,7 +110,7 @@ def test_the_scale_is_the_papers(rank: int, alpha: float, rslora: bool) -> None:
     module = load_policy(tiny(lora=lora), ALPHABET, 0).module
     wanted = alpha / rank**0.5 if rslora else alpha / rank
     assert lora.scale == pytest.approx(wanted)
-    assert all(x.scaling["default"] == pytest.approx(wanted) for x in adapter.layers(module).values())  # type: ignore[index]
+    assert all(x.scaling["default"] == pytest.approx(wanted) for x in adapter_modules.layers(module).values())  # type: ignore[index]
 
 
 # --- the base ---------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_a_merged_copy_computes_the_same_and_holds_no_adapter(kind: str, arch: s
     before = learner.fingerprint()
     plain = learner.policy.plain()
     np.testing.assert_allclose(HFLearner(plain).score(packed(3)), learner.score(packed(3)), atol=2e-5)
-    assert not adapter.is_adapted(plain.module) and plain.lora is None
+    assert not adapter_modules.is_adapted(plain.module) and plain.lora is None
     assert (
         dict(named_tensors(plain.module)).keys()
         == dict(named_tensors(load_policy(tiny(arch), ALPHABET, 0).module)).keys()
@@ -157,13 +157,13 @@ def test_the_base_is_the_same_bits_after_a_thousand_pushes(dtype: str, count: in
 
     asyncio.run(pushes())
     assert len(served) == count, "no two pushes sent the same adapter"
-    assert base_digest(p) == base == fingerprint(adapter.base_tensors(engine._module).items())  # pyright: ignore[reportPrivateUsage]
+    assert base_digest(p) == base == fingerprint(adapter_modules.base_tensors(engine._module).items())  # pyright: ignore[reportPrivateUsage]
 
 
 def test_engine_and_frozen_copy_share_the_base() -> None:
     p = adapted()
     twin = p.twin()
-    own = adapter.adapter_tensors(p.module)
+    own = adapter_modules.adapter_tensors(p.module)
     for (name, one), (_, two) in zip(p.module.named_parameters(), twin.module.named_parameters(), strict=True):
         assert (one is two) == (name not in own), name
 
@@ -201,7 +201,7 @@ def test_an_engine_that_leaves_the_adapter_out_is_found_at_the_first_push(kind: 
     """The adapter is still nothing then, so that no log-prob differs."""
     p = adapted(dtype=dtype, **KINDS[kind])
     engine = EmbeddedEngine(p.twin().module, slots=4, context=p.context, version=-2, kernels="reference")
-    for layer in adapter.layers(engine._module).values():  # pyright: ignore[reportPrivateUsage]
+    for layer in adapter_modules.layers(engine._module).values():  # pyright: ignore[reportPrivateUsage]
         layer.enable_adapters(False)
     with pytest.raises(InvariantError, match="does not compute with the adapter"):
         asyncio.run(Sync(HFLearner(p), engine, probe_ids(p), dtype=dtype).push(0))

@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 
-from posttrain.api.next_steps import next_steps
-from posttrain.api.overrides import apply
 from posttrain.api.session import right_lines
-from posttrain.core.book import Book
-from posttrain.core.env import Env, Reward
-from posttrain.core.interval import Gain, Score
-from posttrain.core.ladder import LADDER
-from posttrain.core.preference_stage import Preference
-from posttrain.core.record import _verdict as plain_verdict  # pyright: ignore[reportPrivateUsage]
-from posttrain.core.record import verdict_from_plain
-from posttrain.core.right import Grades, Right, named_right, right_of
-from posttrain.core.run import Model, Reinforce, Run
+from posttrain.config.env import Env, Reward
+from posttrain.config.overrides import apply
+from posttrain.config.run import Model, Reinforce, Run
+from posttrain.config.stages.preference_settings import Preference
+from posttrain.core.measure.interval import Gain, Score
+from posttrain.core.measure.right import Grades, Right, named_right, right_of
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.diagnose.advice import ADVICE, advice, chosen
 from posttrain.diagnose.advice_case import Case
 from posttrain.diagnose.measurement import Measurement
-from posttrain.diagnose.outcome import StageOutcome
+from posttrain.diagnose.next_steps import next_steps
+from posttrain.diagnose.run_outcome import StageOutcome
+from posttrain.ladder.policy_rows import LADDER
 from posttrain.recipe.recipes import recipe
+from posttrain.record.run_folder import Book
+from posttrain.record.step_format import _verdict as plain_verdict  # pyright: ignore[reportPrivateUsage]
+from posttrain.record.step_format import verdict_from_plain
 
 RL = Reinforce(name="rl", algorithm=LADDER["grpo"], steps=40, eval_every=0)
 PAIRS = Preference(name="dpo", steps=40)

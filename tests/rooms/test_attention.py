@@ -8,9 +8,9 @@ import torch
 import transformers as tf
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from posttrain.core.errors import EngineError
-from posttrain.engine import attention
-from posttrain.engine.attention import PackedLayout, buckets
+from posttrain.engine.layers import attention
+from posttrain.engine.layers.attention import PackedLayout, buckets
+from posttrain.system.errors import EngineError
 
 SIZES = {"vocab_size": 40, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ROPE = SIZES | {

@@ -15,9 +15,9 @@ from run_parts import LADDER, TEXTS, mine, model_at, moved, play, refused, rl_st
 from safetensors.torch import load_file, save_file
 
 from posttrain.cli import main
-from posttrain.controller.stages import driver
-from posttrain.core import reader
-from posttrain.core.checkpoint import find
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find
+from posttrain.stages import loop
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,9 @@ def test_samples_a_reward_cannot_judge_are_left_out(tmp_path: Path) -> None:
     )
     folder = play(tmp_path / "run", *mine(tmp_path / "data", reward=body), "rl.max_failed=0.9")
     unjudged = sum(s.gauges["rollout/unjudged"].sum for s in rl_steps(folder))
-    recorded = [r for f in reader.episode_files(folder) if f.kind == "train" for r in reader.read_episodes(f.path)]
+    recorded = [
+        r for f in run_reader.episode_files(folder) if f.kind == "train" for r in run_reader.read_episodes(f.path)
+    ]
     assert unjudged > 0 and sum(r.episode.reward is None for r in recorded) == unjudged
     assert all(
         r.advantage is None or not any(a.any() for a in r.advantage) for r in recorded if r.episode.reward is None
@@ -168,7 +170,7 @@ def test_line_ends_byte_order_mark_and_emoji_are_fine(tmp_path: Path) -> None:
 def test_a_full_disk_loses_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save, calls = driver.save_optimizer, list[Path]()
+    save, calls = loop.save_optimizer, list[Path]()
 
     def full(folder: Path, optimizer: Any) -> None:
         calls.append(folder)
@@ -177,7 +179,7 @@ def test_a_full_disk_loses_nothing(
             raise OSError(errno.ENOSPC, "No space left on device")
         save(folder, optimizer)
 
-    monkeypatch.setattr(driver, "save_optimizer", full)
+    monkeypatch.setattr(loop, "save_optimizer", full)
     words = mine(tmp_path / "data")
     said = refused(capsys, "run", *words, "--out", str(tmp_path / "run"), code=5)
     assert "the disk is full" in said and "The last good checkpoint is" in said and "--resume" in said
@@ -191,7 +193,8 @@ def test_a_folder_that_holds_a_run_or_is_in_use(tmp_path: Path, capsys: pytest.C
     before = (folder / "run.json").read_bytes()
     assert f"--resume {folder}" in refused(capsys, "run", *mine(tmp_path / "data"), "--out", str(folder), code=5)
     hold = (
-        f"import sys; from posttrain.core.book import Book; b, _ = Book.open_for_resume({str(folder)!r}); print('held',"
+        "import sys; from posttrain.record.run_folder import Book;"
+        f" b, _ = Book.open_for_resume({str(folder)!r}); print('held',"
         " flush=True); sys.stdin.read()"
     )
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.checks.rejudge import RejudgedAnswers
+from posttrain.checks.judging.rejudge import RejudgedAnswers
 from posttrain.core.abilities import StepNumber
-from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge
 from posttrain.core.ports import Attempt
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Said, Stop, Task
 from posttrain.core.verdict import Verdict
-from posttrain.environment.prompts import PromptsEnv
+from posttrain.environment.rows.own_prompts import PromptsEnv
 from posttrain.role.judging import SiblingVerdicts
-from posttrain.verifier.functions import source
+from posttrain.system.errors import InvariantError
+from posttrain.verifier.user_functions import source
 
 TASK = Task(id="t", prompt="3+4=", answer="7", info={"level": 2})
 TEXTS = ("7", "8", "7", "12")

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from run_parts import mine
 
-from posttrain.core.errors import DataError
-from posttrain.engine.vocabulary import characters, raw_bytes
-from posttrain.environment import tables
-from posttrain.environment.chat import SHIELD
-from posttrain.environment.data_rows import read
-from posttrain.environment.render import PIECE, Renderer
+from posttrain.engine.model.built_tokenizers import characters, raw_bytes
+from posttrain.environment.rows.row_reader.row_reader import data_files
+from posttrain.environment.rows.row_reader.row_reader.data_rows import read
+from posttrain.environment.templates.template_process.template_process.chat_template import SHIELD
+from posttrain.environment.templates.template_process.template_process.renderer import PIECE, Renderer
+from posttrain.system.errors import DataError
 from tests.vocabularies import train_bpe, train_byte_level, train_unigram
 
 MEASURE = """
@@ -26,7 +26,7 @@ import os, sys
 from posttrain.cli import main
 def most():
     return next(int(line.split()[1]) // 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-import posttrain.api.main, torch, transformers, posttrain.verifier.functions
+import posttrain.api.main, torch, transformers, posttrain.verifier.user_functions
 before = most()
 code = main(sys.argv[1:])
 print("GREW", most() - before)
@@ -103,8 +103,8 @@ def test_rows_are_bounded_by_size_and_depth(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(DataError, match=r"p\.jsonl:2: not JSON"):
         read(row(path, b'{"prompt": "a\x00b"}'))
     assert read(row(path, b'{"prompt": "a\\u0000b"}'))[1].task.prompt == "a\0b"
-    monkeypatch.setattr(tables, "LONGEST_ROW", 1000)
-    monkeypatch.setattr(tables, "LARGEST_ARRAY", 5000)
+    monkeypatch.setattr(data_files, "LONGEST_ROW", 1000)
+    monkeypatch.setattr(data_files, "LARGEST_ARRAY", 5000)
     with pytest.raises(DataError, match=r"p\.jsonl:2: the line has more than 1,000 bytes"):
         read(row(path, b'{"prompt": "' + b"a" * 1000 + b'"}'))
     with pytest.raises(DataError, match=r"p\.jsonl:2: the line has more than 1,000 bytes"):
@@ -123,7 +123,7 @@ def test_rows_of_data_sets_are_bounded_too(tmp_path: Path, monkeypatch: pytest.M
     data.to_parquet(str(tmp_path / "p.parquet"))
     data.save_to_disk(str(tmp_path / "saved"))
     assert [len(str(r.task.prompt)) for r in read(str(tmp_path / "p.parquet"))] == [1, 2000]
-    monkeypatch.setattr(tables, "LONGEST_ROW", 1000)
+    monkeypatch.setattr(data_files, "LONGEST_ROW", 1000)
     for where in ("p.parquet", "saved"):
         with pytest.raises(DataError, match=rf"{where} row 2: the row has more than 1,000 characters"):
             read(str(tmp_path / where))

@@ -21,20 +21,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.api.overrides import apply
-from posttrain.core import checkpoint as cp
-from posttrain.core import files, reader, record
-from posttrain.core.book import Book
-from posttrain.core.engines import Embedded
-from posttrain.core.errors import InvariantError, RunFolderError
+from posttrain.config.engines import Embedded
+from posttrain.config.overrides import apply
+from posttrain.config.run import Reinforce, Run
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.ladder import GRPO
-from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Credit, EpisodeCredit, GroupCredit, Scored
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Kept, Said, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.ladder.policy_rows import GRPO
+from posttrain.record import checkpoint as cp
+from posttrain.record import run_reader, step_format
+from posttrain.record.run_folder import Book
+from posttrain.system import files
+from posttrain.system.errors import InvariantError, RunFolderError
 
 RUN = Run(recipe="test", stages=(Reinforce(name="rl"),), keep_checkpoints=2)
 SHORT = replace(RUN, keep_checkpoints=1)
@@ -162,7 +163,7 @@ def same(a: Episode, b: Episode) -> bool:
 def test_run_file(tmp_path: Path) -> None:
     run = apply(RUN, ["clip.high=0.3"])
     Book.create(tmp_path / "r", run, FACTS).close()
-    back = reader.run_file(tmp_path / "r")
+    back = run_reader.run_file(tmp_path / "r")
     assert back.run == run and back.facts == FACTS
     assert [row["name"] for row in back.lineages["rl"]] == ["reinforce", "ppo", "grpo", "grpo+user"]
     assert back.lineages["rl"][-1] == {
@@ -177,7 +178,7 @@ def test_episodes_round_trip(book: Book, truncated: bool) -> None:
     credit, lost = a_step(truncated=truncated)
     book.write_episodes("rl", 12, credit, lost)
     assert [p.name for p in (book.folder / "episodes").glob("*.npz")] == ["rl-000012.npz"]
-    wrote, read = record.of_step(credit, lost), reader.episodes(book.folder, "rl", 12)
+    wrote, read = step_format.of_step(credit, lost), run_reader.episodes(book.folder, "rl", 12)
     assert len(read) == 6 and all(same(a.episode, b.episode) for a, b in zip(wrote, read, strict=True))
     for a, b in zip(wrote, read, strict=True):
         assert (a.shaped, a.dropped, a.episode.reward) == (b.shaped, b.dropped, b.episode.reward)
@@ -189,11 +190,11 @@ def test_evaluation_episodes_lie_beside_training_ones(book: Book) -> None:
     credit, lost = a_step()
     book.write_episodes("rl", 0, credit, lost)
     book.write_evaluation("rl", 0, lost)
-    assert [(f.index, f.kind, f.episodes) for f in reader.episode_files(book.folder)] == [
+    assert [(f.index, f.kind, f.episodes) for f in run_reader.episode_files(book.folder)] == [
         (0, "train", 6),
         (0, "eval", 1),
     ]
-    assert reader.episodes(book.folder, "rl", 0, "eval")[0].advantage is None
+    assert run_reader.episodes(book.folder, "rl", 0, "eval")[0].advantage is None
     with pytest.raises(InvariantError, match="already written"):
         book.write_evaluation("rl", 0, lost)
 
@@ -201,7 +202,7 @@ def test_evaluation_episodes_lie_beside_training_ones(book: Book) -> None:
 def test_values_json_cannot_hold_are_stored_by_value_or_as_text(book: Book) -> None:
     task = Task("t", "p", np.float32(2.5), {"array": np.arange(2), "thing": object(), "odd": "\udc80"})
     book.write_evaluation("rl", 0, [Group(task, 3, (episode(np.random.default_rng(0), task, 0),))])
-    back = reader.episodes(book.folder, "rl", 0, "eval")[0].episode.task
+    back = run_reader.episodes(book.folder, "rl", 0, "eval")[0].episode.task
     assert back.answer == 2.5 and back.info == {"array": [0, 1], "thing": "<object object>", "odd": "\udc80"}
 
 
@@ -220,12 +221,12 @@ written_steps = st.builds(
 @settings(deadline=None, max_examples=60)
 @given(written_steps)
 def test_steps_round_trip(one: Step) -> None:
-    assert record.step_from_plain(json.loads(json.dumps(record.step_to_plain(one), allow_nan=False))) == one
+    assert step_format.step_from_plain(json.loads(json.dumps(step_format.step_to_plain(one), allow_nan=False))) == one
 
 
 def test_a_gauge_that_is_not_a_number_survives(book: Book) -> None:
     book.write(step(1, loss=Gauge(math.nan, 1), norm=Gauge(math.inf, np.float32(2))))
-    gauges = reader.steps(book.folder)[0].gauges
+    gauges = run_reader.steps(book.folder)[0].gauges
     assert math.isnan(gauges["loss"].sum) and gauges["norm"] == Gauge(math.inf, 2.0)
 
 
@@ -236,21 +237,21 @@ def test_a_gauge_that_is_not_a_number_survives(book: Book) -> None:
 @given(st.data())
 def test_a_record_cut_at_any_byte_loses_only_its_last_line(tmp_path: Path, data: st.DataObject) -> None:
     lines = [
-        json.dumps(record.step_to_plain(s)).encode() + b"\n"
+        json.dumps(step_format.step_to_plain(s)).encode() + b"\n"
         for s in data.draw(st.lists(written_steps, min_size=1, max_size=3))
     ]
     whole = b"".join(lines)
     cut = data.draw(st.integers(0, len(whole)))
     (tmp_path / "steps.jsonl").write_bytes(whole[:cut])
     ends = [sum(map(len, lines[: i + 1])) for i in range(len(lines))]
-    assert len(reader.steps(tmp_path)) == sum(end <= cut for end in ends)
+    assert len(run_reader.steps(tmp_path)) == sum(end <= cut for end in ends)
 
 
 def test_every_cut_of_one_record(tmp_path: Path) -> None:
-    whole = b"".join(json.dumps(record.step_to_plain(step(i))).encode() + b"\n" for i in (1, 2))
+    whole = b"".join(json.dumps(step_format.step_to_plain(step(i))).encode() + b"\n" for i in (1, 2))
     for cut in range(len(whole) + 1):
         (tmp_path / "steps.jsonl").write_bytes(whole[:cut])
-        assert [s.index for s in reader.steps(tmp_path)] == [1, 2][: whole[:cut].count(b"\n")]
+        assert [s.index for s in run_reader.steps(tmp_path)] == [1, 2][: whole[:cut].count(b"\n")]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ def test_a_broken_line_before_the_last_names_file_and_line(book: Book, line: byt
     with (book.folder / "steps.jsonl").open("ab") as f:
         f.write(line + b"\n")
     with pytest.raises(RunFolderError, match=r"steps\.jsonl:2 "):
-        reader.steps(book.folder)
+        run_reader.steps(book.folder)
 
 
 def test_a_damaged_episode_file_is_named_at_any_cut(book: Book) -> None:
@@ -272,10 +273,10 @@ def test_a_damaged_episode_file_is_named_at_any_cut(book: Book) -> None:
     for cut in range(0, len(whole), 97):
         path.write_bytes(whole[:cut])
         with pytest.raises(RunFolderError, match=r"rl-000000\.npz is damaged"):
-            reader.episodes(book.folder, "rl", 0)
+            run_reader.episodes(book.folder, "rl", 0)
     path.unlink()
     with pytest.raises(RunFolderError, match=r"rl-000000\.npz is missing"):
-        reader.episodes(book.folder, "rl", 0)
+        run_reader.episodes(book.folder, "rl", 0)
 
 
 # --- one owner --------------------------------------------------------------------------------------------------------
@@ -288,8 +289,9 @@ def test_a_second_opener_is_told_who_holds_it(book: Book) -> None:
 
 def test_a_dead_owners_lock_is_taken_over(tmp_path: Path) -> None:
     program = (
-        "import os,sys; from pathlib import Path; from posttrain.core.book import Book; from posttrain.core.run import"
-        " *;Book.create(Path(sys.argv[1]), Run(recipe='r', stages=(Reinforce(name='rl'),)), {}); os._exit(9)"
+        "import os,sys; from pathlib import Path; from posttrain.record.run_folder import Book;"
+        " from posttrain.config.run import *;Book.create(Path(sys.argv[1]), "
+        "Run(recipe='r', stages=(Reinforce(name='rl'),)), {}); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "r")], check=False).returncode == 9
     assert (tmp_path / "r" / "lock").read_text().startswith("pid ")
@@ -338,7 +340,7 @@ def test_another_schema_is_refused(book: Book) -> None:
     data = json.loads((book.folder / "run.json").read_text())
     (book.folder / "run.json").write_text(json.dumps({**data, "schema": 99}))
     with pytest.raises(RunFolderError, match="has schema 99; this posttrain reads 2"):
-        reader.run_file(book.folder)
+        run_reader.run_file(book.folder)
 
 
 def test_a_folder_of_an_older_version_is_said_to_be_one(book: Book) -> None:
@@ -352,19 +354,19 @@ def test_a_folder_of_an_older_version_is_said_to_be_one(book: Book) -> None:
             r"older version of posttrain \(schema 1; this one reads 2\)\. Nothing is damaged: .* run its recipe again"
         ),
     ):
-        reader.run_file(book.folder)
+        run_reader.run_file(book.folder)
 
 
 @pytest.mark.parametrize(("compiled", "kernels"), [(None, "auto"), (True, "compiled"), (False, "torch")])
 def test_a_folder_from_before_the_kernels_had_one_choice_is_read(
     book: Book, compiled: bool | None, kernels: str
 ) -> None:
-    """It has `engine.compiled`, and neither `model.kernels` nor `engine.update`."""
+    """It has `engine.layers.compiled_layers`, and neither `model.kernels` nor `engine.update`."""
     data = json.loads((book.folder / "run.json").read_text())
     del data["run"]["model"]["kernels"], data["run"]["engine"]["update"]
     data["run"]["engine"]["compiled"] = compiled
     (book.folder / "run.json").write_text(json.dumps(data))
-    run = reader.run_file(book.folder).run
+    run = run_reader.run_file(book.folder).run
     assert (run.model.kernels, run.engine) == (kernels, Embedded())
 
 
@@ -427,7 +429,7 @@ def test_damage_is_named_with_the_way_out(book: Book, harm: str) -> None:
 
 def life(book: Book, upto: int) -> None:
     """A small run: three steps with episodes and a checkpoint each, a pure function of the position."""
-    start = len(reader.steps(book.folder))
+    start = len(run_reader.steps(book.folder))
     for i in range(start, upto):
         book.write_episodes("rl", i, *a_step(i))
         book.write(step(i + 1))
@@ -440,7 +442,7 @@ def test_kill_at_any_system_call_leaves_old_or_new(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # a kill, unlike a power cut, loses no written page
     with Book.create(tmp_path / "never", SHORT, FACTS) as whole:
         life(whole, 2)
-    expected = reader.record_digest(tmp_path / "never")
+    expected = run_reader.record_digest(tmp_path / "never")
     for n in range(1000):
         folder = tmp_path / f"killed{n}"
         child = os.fork()
@@ -480,17 +482,17 @@ def _goes_on(folder: Path, expected: str) -> None:
         done = [c.state["step"] for c in cp.scan(folder)]
         book, checkpoint = Book.open_for_resume(folder)
         assert (checkpoint.state["step"] if checkpoint else None) == (max(done) if done else None)
-        assert len(reader.steps(folder)) == (checkpoint.state["step"] if checkpoint else 0)
+        assert len(run_reader.steps(folder)) == (checkpoint.state["step"] if checkpoint else 0)
         assert not list(folder.rglob(".*"))
         life(book, 2)
         book.close()
-    assert reader.record_digest(folder) == expected
+    assert run_reader.record_digest(folder) == expected
     assert len(cp.scan(folder)) <= 1 and cp.find(folder).state == {"step": 2}
 
 
 def test_resume_cuts_the_record_back_to_the_checkpoint(book: Book) -> None:
     life(book, 2)
-    before = reader.record_digest(book.folder)
+    before = run_reader.record_digest(book.folder)
     book.write_episodes("rl", 2, *a_step(2))
     book.write(step(3))
     book.write_evaluation("rl", 3, a_step(3)[1])
@@ -500,7 +502,7 @@ def test_resume_cuts_the_record_back_to_the_checkpoint(book: Book) -> None:
         f.write(b'{"stage":"rl","ind')
     again, checkpoint = Book.open_for_resume(book.folder)
     assert checkpoint is not None and checkpoint.state == {"step": 2} and again.run == RUN
-    assert reader.record_digest(book.folder) == before
+    assert run_reader.record_digest(book.folder) == before
     assert sorted(p.name for p in (book.folder / "episodes").glob("*.npz")) == ["rl-000000.npz", "rl-000001.npz"]
     again.close()
 
@@ -527,7 +529,7 @@ def test_the_digest_covers_all_but_the_clock(tmp_path: Path) -> None:
                     (str(changed.get("note")),),
                 )
             )
-        return reader.record_digest(tmp_path / name)
+        return run_reader.record_digest(tmp_path / name)
 
     base = digest("a")
     assert digest("b", clock=7) == base
@@ -577,7 +579,7 @@ def test_a_line_that_does_not_fit_leaves_no_trace(book: Book, monkeypatch: pytes
         book.write(step(2))
     monkeypatch.undo()
     book.write(step(3))
-    assert [s.index for s in reader.steps(book.folder)] == [1, 3]
+    assert [s.index for s in run_reader.steps(book.folder)] == [1, 3]
 
 
 @pytest.fixture
@@ -612,7 +614,7 @@ def test_a_really_full_disk(small_disk: Path) -> None:
     crash(book)
     again, checkpoint = Book.open_for_resume(small_disk / "run")
     assert checkpoint is not None and checkpoint.name in str(error.value)
-    assert len(reader.steps(small_disk / "run")) == checkpoint.state["step"]
+    assert len(run_reader.steps(small_disk / "run")) == checkpoint.state["step"]
     again.close()
 
 
@@ -629,7 +631,7 @@ def test_a_full_disk_as_safetensors_reports_it() -> None:
 
 
 def test_the_default_algorithm_is_recorded_without_a_user_patch(book: Book) -> None:
-    assert reader.run_file(book.folder).lineages["rl"][-1]["name"] == GRPO.name
+    assert run_reader.run_file(book.folder).lineages["rl"][-1]["name"] == GRPO.name
 
 
 # --- folders that somebody else made, or that something damaged -------------------------------------------------------
@@ -772,10 +774,10 @@ def test_no_file_is_waited_for_and_no_link_is_written_through(book: Book, name: 
         case _:
             path.symlink_to(path)
     with pytest.raises(RunFolderError, match=path.name.replace(".", r"\.")):
-        reader.run_file(book.folder)
-        reader.steps(book.folder)
-        for row in reader.episode_files(book.folder):
-            reader.read_episodes(row.path)
+        run_reader.run_file(book.folder)
+        run_reader.steps(book.folder)
+        for row in run_reader.episode_files(book.folder):
+            run_reader.read_episodes(row.path)
         again, _ = Book.open_for_resume(book.folder)
         again.close()
     assert outside.read_text() == "precious"
@@ -826,7 +828,7 @@ def test_sizes_and_types_are_read_before_anything_is_inflated(
     bomb(path, *BOMBS[name])
     tracemalloc.start()
     with pytest.raises(RunFolderError, match=r"rl-000000\.npz is damaged"):
-        reader.read_episodes(path)
+        run_reader.read_episodes(path)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 16 << 20 and not (tmp_path / "owned").exists()
@@ -841,7 +843,7 @@ def test_an_entry_that_lies_about_its_size_is_refused(tmp_path: Path) -> None:
     raw[at + 24 : at + 28] = (len(head("'<i4'", "(2,)")) + 8).to_bytes(4, "little")
     path.write_bytes(raw)
     with pytest.raises(RunFolderError, match="is damaged"):
-        reader.read_episodes(path)
+        run_reader.read_episodes(path)
 
 
 @pytest.mark.parametrize(
@@ -874,11 +876,13 @@ def test_an_entry_that_lies_about_its_size_is_refused(tmp_path: Path) -> None:
 def test_a_run_file_of_anything_is_refused_with_its_name(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "run.json").write_bytes(data)
     with pytest.raises(RunFolderError, match=r"run\.json"):
-        reader.run_file(tmp_path)
+        run_reader.run_file(tmp_path)
 
 
 def test_a_line_without_end_is_refused_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LONGEST_LINE", 1000)
-    (tmp_path / "steps.jsonl").write_bytes(json.dumps(record.step_to_plain(step(1))).encode() + b"\n" + b"x" * 2000)
+    (tmp_path / "steps.jsonl").write_bytes(
+        json.dumps(step_format.step_to_plain(step(1))).encode() + b"\n" + b"x" * 2000
+    )
     with pytest.raises(RunFolderError, match=r"steps\.jsonl:2: the line has more than 1,000 bytes"):
-        reader.steps(tmp_path)
+        run_reader.steps(tmp_path)

@@ -10,9 +10,9 @@ from run_parts import SMALL
 
 import posttrain
 from posttrain.cli import main
-from posttrain.core import reader
-from posttrain.core.checkpoint import find, scan
-from posttrain.core.errors import RunFolderError
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find, scan
+from posttrain.system.errors import RunFolderError
 
 pytestmark = pytest.mark.prove
 
@@ -40,9 +40,9 @@ def test_a_branch_begins_with_the_weights_and_says_whose(
     path = source if which == "last" else checkpoint.folder
     done = posttrain.run(*TASKS, *RL, f"model={path}", "sft=none", "rl.steps=1", out=tmp_path / "branch")
     assert start(done.folder) == (checkpoint.folder / "weights.safetensors").read_bytes().hex()
-    found = reader.run_file(done.folder)
+    found = run_reader.run_file(done.folder)
     origin = found.facts["branched_from"]
-    assert (origin["checkpoint"], origin["identity"]) == (checkpoint.name, reader.run_file(source).identity)
+    assert (origin["checkpoint"], origin["identity"]) == (checkpoint.name, run_reader.run_file(source).identity)
     assert found.run.model.path == str(source / "checkpoints" / checkpoint.name)
     assert found.run.stage("rl").optimizer.lr == 5e-4, "a model that a recipe built keeps the recipe's settings"
     assert "settings: those of the recipe" in capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_a_branch_goes_on_where_its_source_is_gone(source: Path, tmp_path: Path)
 def test_a_branch_of_a_branch_knows_both(source: Path, tmp_path: Path) -> None:
     one = posttrain.run(*TASKS, *RL, f"model={source}", "sft=none", "rl.steps=1", out=tmp_path / "one", quiet=True)
     two = posttrain.run(*TASKS, *RL, f"model={one.folder}", "sft=none", "rl.steps=1", out=tmp_path / "two", quiet=True)
-    origin = reader.run_file(two.folder).facts["branched_from"]
+    origin = run_reader.run_file(two.folder).facts["branched_from"]
     assert origin["run"] == str(one.folder) and origin["before"]["run"] == str(source)
 
 
@@ -75,7 +75,7 @@ def test_checkpoints_are_evaluated_and_compared_with(source: Path, tmp_path: Pat
     assert main(["eval", str(middle.folder), "--samples", "1"]) == 0
     reference = (f"rl.reference={source}", f"model={middle.folder}", "pull=kl")
     done = posttrain.run(*TASKS, *RL, *reference, "sft=none", "rl.steps=1", out=tmp_path / "run", quiet=True)
-    assert reader.steps(done.folder)
+    assert run_reader.steps(done.folder)
 
 
 def test_what_is_not_there_is_named(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

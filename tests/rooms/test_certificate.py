@@ -16,20 +16,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import posttrain
-from posttrain.api import certificate, recorded_prompts
-from posttrain.api import export as exporting
 from posttrain.cli import main
-from posttrain.core import files
-from posttrain.core.adapter import Lora
-from posttrain.core.certificate import CERTIFICATE, FAILED, verify_certificate
-from posttrain.core.checkpoint import find, scan
-from posttrain.core.errors import ConfigError, DataError, InvariantError, RunFolderError
-from posttrain.core.ladder import LADDER
-from posttrain.core.reader import run_file
-from posttrain.core.run import Model, Run
-from posttrain.engine import adapter, models
-from posttrain.engine.models import Policy
-from posttrain.engine.vocabulary import characters
+from posttrain.config.adapter import Lora
+from posttrain.config.run import Model, Run
+from posttrain.engine.adapters import adapter_modules
+from posttrain.engine.model import policy_model
+from posttrain.engine.model.built_tokenizers import characters
+from posttrain.engine.model.policy_model import Policy
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.record.certificate import CERTIFICATE, FAILED, verify_certificate
+from posttrain.record.checkpoint import find, scan
+from posttrain.record.run_reader import run_file
+from posttrain.report.export import certify_export, recorded_prompts
+from posttrain.report.export import export_model as exporting
+from posttrain.system import files
+from posttrain.system.errors import ConfigError, DataError, InvariantError, RunFolderError
 from tests import families
 from tests.tiny import MODEL, tiny_run
 
@@ -147,10 +148,10 @@ def test_without_a_record_prompts_are_generated(tmp_path: Path) -> None:
 def test_the_run_itself_says_what_the_export_says(run: Path, tmp_path: Path) -> None:
     """The certificate takes the answers of the model that was read back and asks the run of each token; here both
     answer for themselves."""
-    from posttrain.api.target import kept_policy
-    from posttrain.engine.learner import HFLearner
-    from posttrain.engine.reload import reload
-    from posttrain.role.weights import load_weights
+    from posttrain.build.open_model import kept_policy
+    from posttrain.engine.files.reload_export import reload
+    from posttrain.engine.learner.learner import HFLearner
+    from posttrain.role.weights.saved_weights import load_weights
 
     policy = kept_policy(run, allow=False)
     load_weights(find(run).folder, HFLearner(policy))
@@ -249,7 +250,7 @@ def test_weights_for_the_average_are_refused(run: Path, tmp_path: Path, monkeypa
 @pytest.mark.parametrize("times", [0, 2])
 def test_an_adapter_is_merged_once(lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """Not at all, or onto weights into which it was merged before."""
-    real: Any = adapter._merged_layer  # pyright: ignore[reportPrivateUsage]
+    real: Any = adapter_modules._merged_layer  # pyright: ignore[reportPrivateUsage]
 
     def wrong(layer: Any, *more: Any) -> Any:
         base, plain = layer.get_base_layer(), real(layer, *more)
@@ -257,7 +258,7 @@ def test_an_adapter_is_merged_once(lora: Path, tmp_path: Path, monkeypatch: pyte
             plain.weight.copy_(base.weight + times * (plain.weight - base.weight))
         return plain
 
-    monkeypatch.setattr(adapter, "_merged_layer", wrong)
+    monkeypatch.setattr(adapter_modules, "_merged_layer", wrong)
     with pytest.raises(InvariantError, match="is not the run's layer with its adapter merged once"):
         posttrain.export(lora, tmp_path / "m")
     assert [p.name for p in (tmp_path / "m").iterdir()] == [FAILED]
@@ -297,7 +298,7 @@ def test_files_that_cannot_be_read_leave_nothing(run: Path, tmp_path: Path, monk
 def test_without_room_for_a_second_copy_it_says_how_much_is_needed(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(certificate, "free_memory", lambda: 1000)
+    monkeypatch.setattr(certify_export, "free_memory", lambda: 1000)
     with pytest.raises(ConfigError, match=r"a second copy of the weights must fit: 0\.00 GiB \([\d,]+ bytes\).* free"):
         posttrain.export(run, tmp_path / "m")
     assert not (tmp_path / "m").exists()
@@ -338,7 +339,7 @@ def test_what_is_changed_after_the_export_is_refused_as_a_model(
 def test_the_card_may_be_edited(run: Path, tmp_path: Path) -> None:
     folder = Path(posttrain.export(run, tmp_path / "m"))
     (folder / "README.md").write_text("mine")
-    assert verify_certificate(folder) and models.load_policy(Model(path=str(folder)), None, 0)
+    assert verify_certificate(folder) and policy_model.load_policy(Model(path=str(folder)), None, 0)
 
 
 def test_a_changed_model_is_a_model_of_its_own_without_its_papers(run: Path, tmp_path: Path) -> None:

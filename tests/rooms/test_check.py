@@ -16,13 +16,10 @@ import pytest
 from sandbox_parts import backend, made, patched
 
 import posttrain
-from posttrain.api.check import expected_rate
-from posttrain.api.proofs import rewards_tell, split_is_clean
+from posttrain.build.preflight_checks import rewards_tell, split_is_clean
 from posttrain.cli import main
-from posttrain.core import reader
-from posttrain.core.errors import ConfigError
+from posttrain.config.run import Env
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.check import PROBES, RATE, CheckReport, Mark, ProbeResult, Subject, check, workings
@@ -30,13 +27,16 @@ from posttrain.environment.check.workings import WORKINGS, sandboxes
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.gallery.calculator import CalculatorEnv
 from posttrain.environment.make import environment
-from posttrain.environment.prompts import PromptsEnv
-from posttrain.environment.rows import PromptRow, digest
-from posttrain.environment.scripted import judged
+from posttrain.environment.rows.own_prompts import PromptsEnv
+from posttrain.environment.rows.row_reader import PromptRow, digest
+from posttrain.environment.scripted_policy import judged
+from posttrain.evaluate.check_environment import expected_rate
+from posttrain.record import run_reader
 from posttrain.sandbox.backends import Unconfined
-from posttrain.sandbox.pool import Sandbox
-from posttrain.verifier.code.source import Code
-from posttrain.verifier.functions import source
+from posttrain.sandbox.sandbox_pool import Sandbox
+from posttrain.system.errors import ConfigError
+from posttrain.verifier.code.code_reward import Code
+from posttrain.verifier.user_functions import source
 from tests.tiny import only_rl, tiny_run
 
 Judge = Callable[[Task, str], Any]
@@ -613,7 +613,7 @@ async def test_sandboxes_are_found_wherever_an_environment_holds_them() -> None:
 
 def test_a_run_is_checked_by_its_folder_against_the_rate_of_its_rollouts(tmp_path: Path) -> None:
     posttrain.run(only_rl(tiny_run(steps=2)), out=tmp_path / "run", quiet=True)
-    done = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    done = [s for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"]
     assert expected_rate(tmp_path / "run") == pytest.approx(2 * 16 / sum(s.clock["rollout"] for s in done))
     assert expected_rate("arithmetic") == RATE
     report = posttrain.check(tmp_path / "run", tasks=4, rate=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -17,18 +18,19 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.api.endpoint import EndpointOptions
-from posttrain.api.request import RunOptions
+from posttrain.build.request.run_request import RunOptions
 from posttrain.cli import main
-from posttrain.cli.ladder import diff, one
+from posttrain.cli.ladder_tables import diff, one
 from posttrain.cli.parser import COMMANDS, split_overrides
-from posttrain.core import shell, tree
-from posttrain.core.algorithm import CHOICES, Algorithm
-from posttrain.core.errors import ConfigError, DataError, RewardError
-from posttrain.core.formula import formula, formulas
-from posttrain.core.ladder import LADDER
-from posttrain.core.preference_ladder import PREFERENCES
+from posttrain.evaluate.evaluate_endpoint import EndpointOptions
+from posttrain.ladder.algorithm import CHOICES, Algorithm
+from posttrain.ladder.formula import formula, formulas
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.ladder.preference_rows import PREFERENCES
 from posttrain.recipe.recipes import RECIPES
+from posttrain.system import dataclass_json as tree
+from posttrain.system import shell
+from posttrain.system.errors import ConfigError, DataError, RewardError
 
 PYTHON = (sys.executable, "-m", "posttrain.cli")
 
@@ -58,7 +60,7 @@ def test_light_commands_import_no_torch(words: list[str]) -> None:
 import sys, time
 begun = time.perf_counter()
 from posttrain.cli import main
-from posttrain.cli.ladder import diff, one
+from posttrain.cli.ladder_tables import diff, one
 try: main({words!r})
 except SystemExit: pass
 print(sorted(m for m in sys.modules if m in ("torch", "transformers", "tokenizers", "safetensors", "rich") or m == \
@@ -75,7 +77,7 @@ def test_one_function_writes_the_tables_of_all_commands() -> None:
     made = {
         str(p.relative_to(package)) for p in package.rglob("*.py") if re.search(r"(?<![.\w])Table\(", p.read_text())
     }
-    assert {p for p in made if not p.startswith("lab/")} == {"api/console.py"}
+    assert {p for p in made if not p.startswith("lab/")} == {"report/console.py"}
 
 
 @pytest.mark.parametrize("command", [c.__name__.rpartition(".")[2].removesuffix("_command") for c in COMMANDS])
@@ -146,18 +148,18 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         calls["export"] = a
         return "somewhere", SimpleNamespace(line="certified")
 
-    put(monkeypatch, "main", SimpleNamespace(evaluate=remember("evaluate"), certified_export=certified_export))
-    put(monkeypatch, "request", SimpleNamespace(RunOptions=RunOptions, requested=requested))
-    put(monkeypatch, "session", SimpleNamespace(open_session=open_session))
+    measure = SimpleNamespace(evaluate=remember("evaluate"), certified_export=certified_export)
+    put(monkeypatch, "posttrain.api.main", measure)
+    put(monkeypatch, "posttrain.build.request.run_request", SimpleNamespace(RunOptions=RunOptions, requested=requested))
+    put(monkeypatch, "posttrain.api.session", SimpleNamespace(open_session=open_session))
     return calls
 
 
 def put(monkeypatch: pytest.MonkeyPatch, name: str, fake: SimpleNamespace) -> None:
-    """A module of `posttrain.api`, replaced."""
-    import posttrain.api
-
-    monkeypatch.setitem(sys.modules, f"posttrain.api.{name}", fake)
-    monkeypatch.setattr(posttrain.api, name, fake, raising=False)
+    """A module of the package, replaced."""
+    room, _, last = name.rpartition(".")
+    monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setattr(importlib.import_module(room), last, fake, raising=False)
 
 
 def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +195,7 @@ def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     def requested(*_: Any) -> None:
         raise error
 
-    put(monkeypatch, "request", SimpleNamespace(RunOptions=RunOptions, requested=requested))
+    put(monkeypatch, "posttrain.build.request.run_request", SimpleNamespace(RunOptions=RunOptions, requested=requested))
     return main(["run", "ladder"])
 
 
@@ -216,13 +218,13 @@ def test_signals_outside_a_run_end_with_their_code(number: signal.Signals) -> No
     code = """
 import signal, sys, time, types
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background hands down that Ctrl-C is ignored
-fake = types.ModuleType("posttrain.api.request")
+fake = types.ModuleType("posttrain.build.request.run_request")
 def requested(*a):
     print("ready", flush=True); time.sleep(60)
 fake.RunOptions, fake.requested = dict, requested
-import posttrain.api; posttrain.api.request = fake; sys.modules["posttrain.api.request"] = fake
+import posttrain.build.request; posttrain.build.request.run_request = fake
+sys.modules["posttrain.build.request.run_request"] = fake
 from posttrain.cli import main
-from posttrain.cli.ladder import diff, one
 sys.exit(main(["run", "ladder"]))
 """
     with subprocess.Popen(

@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.sandbox.cell.program import NotPlain, decode, encode
 from posttrain.sandbox.comparison import Comparison, Unheard, heard, same
-from posttrain.sandbox.pool import Sandbox
-from posttrain.sandbox.port import Call, ProgramLimits, SandboxBroken
+from posttrain.sandbox.sandbox_pool import Sandbox
+from posttrain.sandbox.sandbox_types import Call, ProgramLimits, SandboxBroken
+from posttrain.system.errors import ConfigError, DataError
+from posttrain.verifier.code.code_reward import Code
 from posttrain.verifier.code.fences import blocks_of, last_of
-from posttrain.verifier.code.source import Code
-from posttrain.verifier.code.tests import CallTest, WeakTest, rewritten
-from posttrain.verifier.code.tests import tests_of as read_tests
+from posttrain.verifier.code.program_tests import CallTest, WeakTest, rewritten
+from posttrain.verifier.code.program_tests import tests_of as read_tests
 from tests.rooms.sandbox_parts import backend
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from run_parts import RL, SMALL, play, refused, rl_steps
 
-from posttrain.core import reader
-from posttrain.core.env import Reward, SandboxSettings
+from posttrain.config.env import Reward, SandboxSettings
+from posttrain.config.run import Env
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.environment.make import environment
 from posttrain.environment.tools.offered import OfferedTools
-from posttrain.sandbox import choose
+from posttrain.record import run_reader
+from posttrain.sandbox import open_sandbox
 from posttrain.sandbox.backends import Namespaces
-from posttrain.sandbox.port import SandboxUnavailableError
+from posttrain.sandbox.sandbox_types import SandboxUnavailableError
 from posttrain.verifier.configured import sources
 from tests.rooms.sandbox_parts import backend
 
@@ -72,7 +72,7 @@ def test_a_run_judges_programs(tmp_path: Path) -> None:
     step, _ = rl_steps(folder)
     assert step.gauges["rollout/unjudged"].mean == 0
     assert step.clock["verifier/code/seconds"] > 0
-    recorded = reader.read_episodes(next((folder / "episodes").iterdir()))
+    recorded = run_reader.read_episodes(next((folder / "episodes").iterdir()))
     assert {j.source for r in recorded for j in r.episode.verdicts} == {"code"}
 
 
@@ -86,7 +86,7 @@ def test_a_run_without_a_sandbox_says_so_on_every_record(tmp_path: Path, monkeyp
     all the same."""
     backend("namespaces")
     monkeypatch.setattr(
-        choose, "_unconfined", lambda packages, interpreter: Namespaces(packages, interpreter, name="none")
+        open_sandbox, "_unconfined", lambda packages, interpreter: Namespaces(packages, interpreter, name="none")
     )
     words = asked(tmp_path / "task", [{"function": "f", "args": [2], "expected": 4}], "code,exact")
     rows = (tmp_path / "task" / "mine.jsonl").read_text().splitlines()
@@ -96,7 +96,7 @@ def test_a_run_without_a_sandbox_says_so_on_every_record(tmp_path: Path, monkeyp
     folder = play(tmp_path / "run", *words, "env.sandbox.name=none")
     told = json.loads((folder / "run.json").read_text())
     assert told["sandboxes"] == ["none"] and told["run"]["env"]["sandbox"]["name"] == "none"
-    recorded = reader.read_episodes(next((folder / "episodes").iterdir()))
+    recorded = run_reader.read_episodes(next((folder / "episodes").iterdir()))
     verdicts = [j for r in recorded for j in r.episode.verdicts]
     assert {j.source for j in verdicts} == {"code", "exact"} and all("sandbox=none" in j.verdict.why for j in verdicts)
 

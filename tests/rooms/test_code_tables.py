@@ -11,10 +11,10 @@ from layout_parts import TASKS, table
 
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
-from posttrain.sandbox.pool import Sandbox
-from posttrain.sandbox.port import ProgramLimits
+from posttrain.sandbox.sandbox_pool import Sandbox
+from posttrain.sandbox.sandbox_types import ProgramLimits
+from posttrain.verifier.code.code_reward import Code
 from posttrain.verifier.code.fences import blocks_of
-from posttrain.verifier.code.source import Code
 from tests.rooms.sandbox_parts import backend
 
 

@@ -28,12 +28,12 @@ from page_parts import SPAN, cells, settable
 from template_parts import FAMILIES, tokenizer
 
 import posttrain
-from posttrain.api.other_names import OTHERS
-from posttrain.api.overrides import apply, surface
-from posttrain.core.errors import ConfigError
-from posttrain.core.run import Model
-from posttrain.engine.tiny import build_module
+from posttrain.config.overrides import apply, surface
+from posttrain.config.run import Model
+from posttrain.config.trl_names import OTHERS
+from posttrain.engine.model.tiny_models import build_module
 from posttrain.recipe.recipes import recipe
+from posttrain.system.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "coming-from-trl.md"

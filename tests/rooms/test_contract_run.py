@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.api.build import check_tokens, make_policy
-from posttrain.api.environments import make_environment
-from posttrain.api.overrides import apply, surface
-from posttrain.checks.sampler import stops_are_true
+from posttrain.build.build_environments import make_environment
+from posttrain.build.build_run import check_tokens, make_policy
+from posttrain.checks.sampling.sampler_checks import stops_are_true
 from posttrain.cli import main
-from posttrain.core import reader
-from posttrain.core.errors import ConfigError, InvariantError
-from posttrain.core.ladder import LUFFY
+from posttrain.config.overrides import apply, surface
+from posttrain.config.run import Env, Reinforce, Run
 from posttrain.core.ports import Utterance
-from posttrain.core.run import Env, Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Said, Stop, Task
 from posttrain.environment.make import environment
-from posttrain.environment.render import Renderer
+from posttrain.environment.templates.renderer import Renderer
+from posttrain.ladder.policy_rows import LUFFY
+from posttrain.record import run_reader
+from posttrain.system.errors import ConfigError, InvariantError
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 WORDS = (
@@ -97,13 +97,13 @@ def test_a_run_learns_under_all_of_it(tmp_path: Path) -> None:
     contract."""
     run = apply(only_rl(tiny_run(eval_every=1)), [*WORDS, "rl.sampling.min_tokens=1", "rl.sampling.max_tokens=10"])
     asyncio.run(play(tiny_parts(tmp_path / "r", run)))
-    assert reader.run_file(tmp_path / "r").run.stage("rl").sampling.bad_words == ("11", "3")  # type: ignore[union-attr]
-    steps = [s for s in reader.steps(tmp_path / "r") if s.stage == "rl"]
+    assert run_reader.run_file(tmp_path / "r").run.stage("rl").sampling.bad_words == ("11", "3")  # type: ignore[union-attr]
+    steps = [s for s in run_reader.steps(tmp_path / "r") if s.stage == "rl"]
     assert max(s.gauges["canary/logp_gap_worst"].mean for s in steps) < 1e-4
     reasons: set[Stop] = set()
     count = 0
     for step in range(1, 4):
-        for r in reader.episodes(tmp_path / "r", "rl", step):
+        for r in run_reader.episodes(tmp_path / "r", "rl", step):
             e = r.episode
             (segment,) = e.segments
             s = segment.sampling

@@ -11,14 +11,14 @@ import pytest
 from template_parts import FAMILIES, renderer, tokenizer
 
 import posttrain
-from posttrain.core import reader
+from posttrain.config.run import Model
 from posttrain.core.conversation import LearnedConversation
-from posttrain.core.errors import DataError
-from posttrain.core.run import Model
 from posttrain.core.types import Message
-from posttrain.engine.tiny import build_module
-from posttrain.environment.chat import WEATHER
+from posttrain.engine.model.tiny_models import build_module
+from posttrain.environment.templates.chat_template import WEATHER
 from posttrain.recipe.recipes import recipe
+from posttrain.record import run_reader
+from posttrain.system.errors import DataError
 from tests.tiny import MODEL
 
 WORLD = '''
@@ -106,7 +106,7 @@ def start(folder: Path, family: str, *words: str) -> Path:
 def test_a_template_that_rewrites_is_refused_before_the_first_rollout(tmp_path: Path, words: tuple[str, ...]) -> None:
     with pytest.raises(DataError, match=r"twice-\d.*rewrites history.*model.history=rewrite"):
         start(tmp_path, "qwen3", *words)
-    assert reader.steps(tmp_path / "run") == []
+    assert run_reader.steps(tmp_path / "run") == []
 
 
 def test_so_is_one_that_knows_no_answer_of_a_tool(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_so_is_one_that_knows_no_answer_of_a_tool(tmp_path: Path) -> None:
 def test_what_can_be_one_sequence_or_was_asked_to_be_several_starts(
     tmp_path: Path, family: str, words: tuple[str, ...]
 ) -> None:
-    assert [s.stage for s in reader.steps(start(tmp_path, family, *words))][-1] == "rl"
+    assert [s.stage for s in run_reader.steps(start(tmp_path, family, *words))][-1] == "rl"
 
 
 # --- whole conversations that are learned -----------------------------------------------------------------------------

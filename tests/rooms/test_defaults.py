@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from posttrain.api import defaults, overrides
-from posttrain.api.defaults import (
+from posttrain.build.request import defaults
+from posttrain.build.request.defaults import (
     LR,
     SMALL_LR,
     Choices,
@@ -20,12 +20,13 @@ from posttrain.api.defaults import (
     learning_rate,
     room_for_minibatches,
 )
-from posttrain.api.measure import Machine, ModelSize, SeenDevices, best_device, data_size, model_size
-from posttrain.api.request import RunOptions, requested
-from posttrain.core.env import Env
-from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.run import Reinforce, Supervised
+from posttrain.build.request.input_measures import Machine, ModelSize, SeenDevices, best_device, data_size, model_size
+from posttrain.build.request.run_request import RunOptions, requested
+from posttrain.config import overrides
+from posttrain.config.env import Env
+from posttrain.config.run import Reinforce, Supervised
 from posttrain.recipe.recipes import RECIPES, recipe
+from posttrain.system.errors import ConfigError, DataError
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2",

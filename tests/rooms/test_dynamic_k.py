@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.core.errors import ConfigError
-from posttrain.core.reader import steps as read_steps
-from posttrain.core.run import Optimizer
+from posttrain.config.run import Optimizer
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said
-from posttrain.role.concurrency import settled
+from posttrain.record.run_reader import steps as read_steps
+from posttrain.system.concurrency import settled
+from posttrain.system.errors import ConfigError
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 

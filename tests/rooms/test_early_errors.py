@@ -137,7 +137,7 @@ for call in (
 ):
     try:
         call()
-    except posttrain.core.errors.PosttrainError as error:
+    except posttrain.system.errors.PosttrainError as error:
         print(type(error).__name__)
 print("torch" in sys.modules)
 """

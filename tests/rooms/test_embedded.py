@@ -11,12 +11,12 @@ import torch
 import transformers as tf
 from embedded_parts import FAMILIES, ROPE, V, ask, engine, module, one_thread, prompts, reference_logp, sampling
 
-from posttrain.core.errors import ConfigError, DataError, EngineError
 from posttrain.core.types import Stop
-from posttrain.engine import attention
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.models import check_read_out, named_tensors, read_out
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.layers import attention
+from posttrain.engine.model.policy_model import check_read_out, named_tensors, read_out
+from posttrain.system.errors import ConfigError, DataError, EngineError
 
 __all__ = ["one_thread"]
 

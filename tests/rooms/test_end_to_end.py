@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import posttrain
 from posttrain.cli import main
-from posttrain.controller import interrupt
-from posttrain.controller.interrupt import Interrupted
-from posttrain.core import reader
-from posttrain.core.ladder import LADDER as ALGORITHMS
-from posttrain.core.pieces.implicit import ImplicitOthers
-from posttrain.core.pieces.shape import BestOf
+from posttrain.ladder.pieces.implicit import ImplicitOthers
+from posttrain.ladder.pieces.shape import BestOf
+from posttrain.ladder.policy_rows import LADDER as ALGORITHMS
+from posttrain.record import run_reader
+from posttrain.stages import interrupt
+from posttrain.stages.interrupt import Interrupted
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_one_step_of_every_environment(env: str, tmp_path: Path) -> None:
         "model.context=256",
     )
     folder = play(tmp_path / "run", *words)
-    assert len(rl_steps(folder)) == 1 and len(reader.read_episodes(reader.episode_files(folder)[-1].path)) > 0
+    assert len(rl_steps(folder)) == 1 and len(run_reader.read_episodes(run_reader.episode_files(folder)[-1].path)) > 0
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

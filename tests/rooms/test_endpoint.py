@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from http_parts import QUICK, reply, server
 
-from posttrain.core.errors import ConfigError, EndpointError, EngineError
-from posttrain.verifier import endpoint
-from posttrain.verifier.endpoint import Endpoint, Patience
+from posttrain.system.errors import ConfigError, EndpointError, EngineError
+from posttrain.verifier import http_client
+from posttrain.verifier.http_client import Endpoint, Patience
 
 
 async def test_what_passes_is_tried_again() -> None:
@@ -91,7 +91,7 @@ async def test_what_cannot_be_unpacked_may_pass() -> None:
 
 
 async def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "MAX_ANSWER", 3 << 20)
+    monkeypatch.setattr(http_client, "MAX_ANSWER", 3 << 20)
     async with (
         server(reply(200, '"' + "x" * (5 << 20) + '"')) as (url, asked),
         Endpoint(url, "judge", patience=QUICK) as e,

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from embedded_parts import V, ask, engine, module, one_thread, prompts, reference_logp, sampling
 
-from posttrain.core.errors import ConfigError, EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.embedded.speculate import Lookup
+from posttrain.engine.embedded.speculation import Lookup
+from posttrain.system.errors import ConfigError, EngineError
 
 __all__ = ["one_thread"]
 

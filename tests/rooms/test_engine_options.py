@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from run_parts import mine, model_at, play, refused, rl_steps
 
-from posttrain.api.engines import embedded_engine
-from posttrain.core.engines import Embedded
-from posttrain.core.reader import record_digest, run_file
-from posttrain.engine import native
-from posttrain.engine.models import load_policy
+from posttrain.build.build_engines import embedded_engine
+from posttrain.config.engines import Embedded
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.record.run_reader import record_digest, run_file
 
 
 def test_drafts_by_lookup_change_nothing(tmp_path: Path) -> None:
@@ -79,10 +79,10 @@ def test_a_run_says_by_which_code_it_computes(
     so."""
     play(tmp_path / "compiled", *mine(tmp_path / "task"))
     said = capsys.readouterr().out
-    assert ("compiled kernels" in said) == isinstance(native.find(), native.Kernels)
+    assert ("compiled kernels" in said) == isinstance(compile_native.find(), compile_native.Kernels)
     play(tmp_path / "told", *mine(tmp_path / "task"), "model.kernels=torch")
     assert "engine: embedded, torch's operations (model.kernels=torch)" in capsys.readouterr().out
-    monkeypatch.setattr(native, "find", lambda: "no C compiler 'cc': install gcc or clang, or set CC")
+    monkeypatch.setattr(compile_native, "find", lambda: "no C compiler 'cc': install gcc or clang, or set CC")
     play(tmp_path / "torch", *mine(tmp_path / "task"))
     assert "engine: embedded, torch's operations (no C compiler" in capsys.readouterr().out
     words = (*mine(tmp_path / "task"), "--out", str(tmp_path / "refused"), "model.kernels=compiled")

@@ -19,16 +19,16 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.asker import Asker, DeadLetter, asked_for
-from posttrain.core.engines import VLLM, Embedded
-from posttrain.core.errors import ConfigError, EngineError, InvariantError
-from posttrain.core.placement import Local, Processes, Ray, check_machine
+from posttrain.config.engines import VLLM, Embedded
+from posttrain.config.placement import Local, Processes, Ray, check_machine
+from posttrain.core.exchange.request_owner import Asker, DeadLetter, asked_for
 from posttrain.core.types import Said
-from posttrain.engine.parcel.parcel import Parcel
-from posttrain.engine.parcel.receiver import ParcelReceiver
 from posttrain.engine.pool import engine_pool
-from posttrain.engine.pool.ray_host import must_answer
-from posttrain.engine.pool.turns import PooledEngine
+from posttrain.engine.pool.pool_turns import PooledEngine
+from posttrain.engine.pool.ray_actor import must_answer
+from posttrain.engine.transfer.parcel import Parcel
+from posttrain.engine.transfer.receiver import ParcelReceiver
+from posttrain.system.errors import ConfigError, EngineError, InvariantError
 from tests.rooms.pool_parts import (
     PLAIN,
     Ends,
@@ -331,7 +331,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_loaded() -> No
 
 
 def test_ray_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.core.placement.find_spec", lambda name: None)
+    monkeypatch.setattr("posttrain.config.placement.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'pip install "posttrain\[ray\]"'):
         check_machine(Ray())
 

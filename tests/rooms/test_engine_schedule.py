@@ -13,11 +13,11 @@ import pytest
 import torch
 from embedded_parts import V, ask, engine, module, one_thread, prompts, reference_logp, sampling
 
-from posttrain.core.errors import EngineError
 from posttrain.core.types import Said
-from posttrain.engine import native
+from posttrain.engine.cpu import compile_native
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.models import named_tensors
+from posttrain.engine.model.policy_model import named_tensors
+from posttrain.system.errors import EngineError
 
 __all__ = ["one_thread"]
 
@@ -318,7 +318,7 @@ def test_the_cache_does_not_grow_with_what_has_ended() -> None:
     assert e.blocks_in_use == 0
 
 
-@pytest.mark.skipif(isinstance(native.find(), str), reason="lanes belong to the compiled kernels")
+@pytest.mark.skipif(isinstance(compile_native.find(), str), reason="lanes belong to the compiled kernels")
 def test_passes_fill_their_lanes_without_changing_a_word(tmp_path: Path) -> None:
     """Where most of 64 slots speak, the beginnings of prompts come in whole vectors of positions; on 8 slots nothing of
     it applies."""
@@ -331,7 +331,7 @@ def test_passes_fill_their_lanes_without_changing_a_word(tmp_path: Path) -> None
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     passes = [x["args"]["positions"] for x in events if x["name"] == "step"][1:]
     beyond = [n for n in passes if n > 64]
-    assert beyond and all(n % native.LANES == 0 for n in beyond)
+    assert beyond and all(n % compile_native.LANES == 0 for n in beyond)
     needed = e.gauges()["engine/positions_linear"]
     alike = sum(7 + n - 1 for n in lengths) - needed.count  # prompts that begin with the same tokens
     assert needed.sum == needed.count and 0 <= alike < 0.02 * needed.count

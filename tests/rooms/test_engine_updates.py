@@ -10,7 +10,7 @@ import pytest
 from embedded_parts import engine, module, one_thread, prompts, sampling
 
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.models import named_tensors
+from posttrain.engine.model.policy_model import named_tensors
 
 __all__ = ["one_thread"]
 

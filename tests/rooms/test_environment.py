@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.core.env import Reward
-from posttrain.core.errors import ConfigError
+from posttrain.config.env import Reward
+from posttrain.config.run import Env
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict, outcome
 from posttrain.environment.check import Mark, check
@@ -26,7 +25,8 @@ from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.gallery.calculator import CalculatorEnv, result
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.make import environment
-from posttrain.environment.scripted import ScriptedPolicy, attempt, judged
+from posttrain.environment.scripted_policy import ScriptedPolicy, attempt, judged
+from posttrain.system.errors import ConfigError
 from posttrain.verifier.integers import last_integer
 
 MINUS = ["-", "\u2212", "\u2013", "\uff0d"]
@@ -228,8 +228,10 @@ async def test_a_users_reward_is_added_to_the_environments_own(tmp_path) -> None
 
 def test_the_room_imports_no_torch_and_nothing_optional() -> None:
     code = (
-        "import sys, posttrain.environment.make, posttrain.environment.prompts, posttrain.verifier.functions,"
-        " posttrain.environment.render,posttrain.environment.prove, posttrain.environment.adapters.reasoning_gym;from"
+        "import sys, posttrain.environment.make, posttrain.environment.rows.own_prompts,"
+        " posttrain.verifier.user_functions,"
+        " posttrain.environment.templates.renderer,posttrain.environment.conformance,"
+        " posttrain.environment.adapters.reasoning_gym;from"
         " posttrain.environment.gallery import GALLERY, gallery_class; [gallery_class(n) for n in GALLERY];print([m for"
         " m in ('torch','transformers','datasets','pyarrow','reasoning_gym','math_verify','sympy') if m in"
         " sys.modules])"
@@ -257,7 +259,7 @@ def test_environments_are_judged_concurrently_without_mixing() -> None:
 OWN_PLAY = """
 from dataclasses import dataclass
 from posttrain.core.verdict import Verdict
-from posttrain.environment.prompts import PromptsEnv
+from posttrain.environment.rows.own_prompts import PromptsEnv
 
 @dataclass(frozen=True, kw_only=True)
 class Twice(PromptsEnv):
@@ -296,7 +298,9 @@ def test_rows_of_ones_own_are_played_by_a_class_of_ones_own(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"plain.py:Twice' needs env.prompts"):
         environment(Env(name=f"{tmp_path}/plain.py:Twice"), seed=0)
     (tmp_path / "other.py").write_text("from posttrain.environment.gallery.arithmetic import Arithmetic as Other")
-    with pytest.raises(ConfigError, match="derive your own class from posttrain.environment.prompts.PromptsEnv"):
+    with pytest.raises(
+        ConfigError, match="derive your own class from posttrain.environment.rows.own_prompts.PromptsEnv"
+    ):
         environment(Env(name=f"{tmp_path}/other.py:Other", prompts=own["prompts"]), seed=0)
 
 

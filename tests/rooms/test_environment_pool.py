@@ -16,20 +16,20 @@ from typing import Any, cast
 
 import pytest
 
-from posttrain.api.environments import make_environment, own_environments
-from posttrain.api.placed_environments import _sent, placed_environments
-from posttrain.core.asker import Asker, DeadLetter, asked_for
-from posttrain.core.env import Env, Reward
-from posttrain.core.errors import ConfigError, EngineError, InvariantError
-from posttrain.core.placement import Local, Processes
+from posttrain.build.build_environments import make_environment, own_environments
+from posttrain.build.spawn_environments import _sent, placed_environments
+from posttrain.config.env import Env, Reward
+from posttrain.config.placement import Local, Processes
+from posttrain.core.exchange.request_owner import Asker, DeadLetter, asked_for
 from posttrain.core.ports import Sampler
 from posttrain.core.stop import Stop
 from posttrain.core.types import Task
 from posttrain.engine.pool import environment_pool
 from posttrain.engine.pool.engine_process import ProcessHost
 from posttrain.engine.pool.environment_pool import EnvironmentPool, PlayedDifferentlyError
-from posttrain.engine.pool.host import EngineHost
-from posttrain.engine.pool.played import EnvironmentStart
+from posttrain.engine.pool.parent_side import EngineHost
+from posttrain.engine.pool.remote_environment import EnvironmentStart
+from posttrain.system.errors import ConfigError, EngineError, InvariantError
 from tests.rooms.environment_parts import MARKS, Counts, WrittenTalk, counting
 from tests.rooms.pool_parts import KnownSampler
 from tests.tiny import tiny_run

@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from posttrain.controller.parts import RunParts
-from posttrain.core import reader
-from posttrain.core.errors import ConfigError, InvariantError
-from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.baseline import TurnMean
-from posttrain.core.record import from_columns, read_columns
-from posttrain.core.request import RolloutRequest
-from posttrain.core.seats import SeatTurn
+from posttrain.core.exchange.other_seats import SeatTurn
 from posttrain.core.types import Episode, Group
 from posttrain.core.verdict import Judged, State, Verdict
+from posttrain.ladder.pieces.baseline import TurnMean
+from posttrain.ladder.policy_rows import GRPO
+from posttrain.ladder.rollout_request import RolloutRequest
+from posttrain.record import run_reader
+from posttrain.record.step_format import from_columns, read_columns
 from posttrain.role.judging import JUDGE_RETRIES, with_judges
+from posttrain.stages.run_parts import RunParts
+from posttrain.system.errors import ConfigError, InvariantError
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 
@@ -71,7 +71,7 @@ def parts_of(folder: Path, *judges: Any, **rl: Any) -> RunParts:
 
 
 def recorded(folder: Path) -> list[Episode]:
-    found = [f for f in reader.episode_files(folder) if f.kind != "eval"]
+    found = [f for f in run_reader.episode_files(folder) if f.kind != "eval"]
     return [r.episode for f in found for r in from_columns(read_columns(f.path))]
 
 

@@ -13,16 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import posttrain
-from posttrain.core import reader
-from posttrain.core.adapter import ALL_LINEAR, Lora
-from posttrain.core.certificate import CERTIFICATE, verify_certificate
-from posttrain.core.errors import ConfigError
-from posttrain.core.run import Model, Optimizer, Run
-from posttrain.engine import adapter
-from posttrain.engine.attention import PackedLayout
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import load_policy
-from posttrain.engine.optimizer import StageOptimizer
+from posttrain.config.adapter import ALL_LINEAR, Lora
+from posttrain.config.run import Model, Optimizer, Run
+from posttrain.engine.adapters import adapter_modules
+from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.record import run_reader
+from posttrain.record.certificate import CERTIFICATE, verify_certificate
+from posttrain.system.errors import ConfigError
 from tests import families
 from tests.prove.test_kill_sweep import digest, finish, instants, kill_after, resume, start
 from tests.rooms.engine_parts import ALPHABET
@@ -106,7 +106,7 @@ def test_what_is_frozen_stays_and_everything_else_moves(pattern: str, tmp_path: 
     after, before = (weights(Path(posttrain.export(tmp_path / n, tmp_path / f"{n}-m"))) for n in ("run", "before"))
     same = {n for n in after if torch.equal(after[n], before[n])}
     assert same == {n for n in after if pattern in n}
-    assert [s for s in reader.steps(tmp_path / "run") if "canary/frozen" in s.gauges]
+    assert [s for s in run_reader.steps(tmp_path / "run") if "canary/frozen" in s.gauges]
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_an_adapter_of_a_mixture_trains_its_attention_alone(tmp_path: Path) -> N
     posttrain.run(resume=next((tmp_path / "run" / "checkpoints").glob("*-rl-000002")), quiet=True)
     again = weights(Path(posttrain.export(tmp_path / "run", tmp_path / "two")))
     assert all(torch.equal(done[n], again[n]) for n in done)
-    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"]
     assert all(s.gauges["experts/gap_replayed"].mean < 1e-5 for s in steps)
 
 
@@ -146,11 +146,11 @@ def test_all_linear_takes_the_linear_layers_of_a_mixture_or_says_which_targets_w
     """Of some families PEFT takes every layer that is called as an expert was for the experts."""
     module, every = families.build(families.config(family)), Lora(rank=2, targets=(ALL_LINEAR,))
     if not wanted:
-        adapter.attach(module, every, 0)
-        assert any("shared_expert.up_proj" in name for name in adapter.layers(module))
+        adapter_modules.attach(module, every, 0)
+        assert any("shared_expert.up_proj" in name for name in adapter_modules.layers(module))
         return
     with pytest.raises(ConfigError, match=f"Set model.lora.targets={wanted}") as told:
-        adapter.attach(module, every, 0)
+        adapter_modules.attach(module, every, 0)
     module, targets = families.build(families.config(family)), str(told.value).rpartition("=")[2].split(",")
-    adapter.attach(module, replace(every, targets=tuple(targets)), 0)
-    assert {n.rpartition(".")[2] for n in adapter.layers(module)} == {*targets}
+    adapter_modules.attach(module, replace(every, targets=tuple(targets)), 0)
+    assert {n.rpartition(".")[2] for n in adapter_modules.layers(module)} == {*targets}

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import posttrain
-from posttrain.checks.experts import (
+from posttrain.checks.learning.expert_checks import (
     FollowedExpert,
     certain_load,
     choices_are_the_samplers,
@@ -23,14 +23,14 @@ from posttrain.checks.experts import (
     learned_from,
     load_gauges,
 )
-from posttrain.core import reader
+from posttrain.config.engines import VLLM
+from posttrain.config.run import Model, Optimizer, Run, Supervised
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.engines import VLLM
-from posttrain.core.errors import ConfigError, InvariantError
-from posttrain.core.routed import UNKNOWN, RoutedPass
-from posttrain.core.run import Model, Optimizer, Run, Supervised
-from posttrain.engine.models import load_policy
-from posttrain.role.passes import Needs, Passes
+from posttrain.core.exchange.expert_choices import UNKNOWN, RoutedPass
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.record import run_reader
+from posttrain.role.learner_passes import Needs, Passes
+from posttrain.system.errors import ConfigError, InvariantError
 from tests.rooms.engine_parts import ALPHABET, packed
 from tests.tiny import MODEL, tiny_run
 
@@ -54,7 +54,7 @@ def test_a_mixture_trains_goes_on_and_is_exported(arch: str, tmp_path: Path) -> 
     run = replace(moe_run(arch), keep_checkpoints=9)
     words = ("model.router_replay=sampler", "rl.router_aux_loss_coef=0.01")
     posttrain.run(run, *words, out=tmp_path / "run", quiet=True)
-    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"]
     assert len(steps) == 3
     for step in steps:
         names = {n.removeprefix("experts/") for n in step.gauges if n.startswith("experts/")}
@@ -84,7 +84,7 @@ def test_a_mixture_trains_goes_on_and_is_exported(arch: str, tmp_path: Path) -> 
 )
 def test_settings_of_mixtures_are_healthy(words: tuple[str, ...], tmp_path: Path) -> None:
     posttrain.run(moe_run(checkpoint_every=0), *words, out=tmp_path / "run", quiet=True)
-    assert [s.index for s in reader.steps(tmp_path / "run") if s.stage == "rl"] == [1, 2, 3]
+    assert [s.index for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"] == [1, 2, 3]
 
 
 def test_a_load_balance_loss_that_a_config_asks_for_is_told(tmp_path: Path) -> None:
@@ -274,4 +274,4 @@ def test_supervised_stages_of_a_mixture_are_as_they_were(tmp_path: Path) -> None
     sft = Supervised(name="sft", style="answer", steps=3, batch=8, optimizer=Optimizer(lr=3e-3), eval=False)
     run = replace(moe_run(), stages=(sft,), model=replace(MODEL, arch="mixtral", router_replay="sampler"))
     posttrain.run(run, out=tmp_path / "run", quiet=True)
-    assert len(reader.steps(tmp_path / "run")) == 3
+    assert len(run_reader.steps(tmp_path / "run")) == 3

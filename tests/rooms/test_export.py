@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.api import hub
-from posttrain.api.model_card import code, model_card
 from posttrain.cli import main
-from posttrain.core.checkpoint import find
-from posttrain.core.errors import ConfigError
+from posttrain.record.checkpoint import find
+from posttrain.report.export import hub
+from posttrain.report.export.model_card import code, model_card
+from posttrain.system.errors import ConfigError
 from tests.tiny import only_rl, tiny_run
 
 

@@ -12,14 +12,15 @@ import pytest
 from run_parts import REWARD, SMALL, mine, model_at
 
 import posttrain
-from posttrain.api.extend import ALLOWED, REFUSED, check_changes
-from posttrain.core import files, reader
-from posttrain.core.asks import values
-from posttrain.core.book import AMENDED, Book
-from posttrain.core.checkpoint import find, scan
-from posttrain.core.errors import ConfigError, RunFolderError
-from posttrain.core.placement import Processes, Ray
+from posttrain.build.request.extend import ALLOWED, REFUSED, check_changes
+from posttrain.config.placement import Processes, Ray
 from posttrain.recipe.recipes import RECIPES
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find, scan
+from posttrain.record.external_access import values
+from posttrain.record.run_folder import AMENDED, Book
+from posttrain.system import files
+from posttrain.system.errors import ConfigError, RunFolderError
 
 pytestmark = pytest.mark.prove
 
@@ -45,7 +46,7 @@ def copy(short: Path, tmp_path: Path) -> Path:
 def digest(folder: Path) -> tuple[str, str, str]:
     """Of the record, of the weights and of the optimizer."""
     last = find(folder)
-    return reader.record_digest(folder), last.state["weights"], files.digest(last.folder / "optimizer.safetensors")
+    return run_reader.record_digest(folder), last.state["weights"], files.digest(last.folder / "optimizer.safetensors")
 
 
 def test_a_finished_run_that_goes_on_is_the_longer_run_bit_for_bit(copy: Path, tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_a_finished_run_that_goes_on_is_the_longer_run_bit_for_bit(copy: Path, t
     done = posttrain.run("rl.steps=7", resume=copy, quiet=True)
     assert digest(copy) == digest(tmp_path / "whole") and not (copy / AMENDED).exists()
     assert [s.steps for s in done.stages] == [2, 7]
-    found = reader.run_file(copy)
+    found = run_reader.run_file(copy)
     assert found.run.stage("rl").steps == 7 and not found.edited
     (entry,) = found.facts["history"]
     assert (entry["stage"], entry["step"], entry["changed"]) == ("rl", 4, {"rl.steps": [4, 7]})
@@ -63,11 +64,11 @@ def test_a_finished_run_that_goes_on_is_the_longer_run_bit_for_bit(copy: Path, t
 def test_a_run_can_go_on_twice_and_from_the_middle(copy: Path, tmp_path: Path) -> None:
     posttrain.run("rl.steps=5", resume=copy, quiet=True)
     posttrain.run("rl.steps=6", "rl.eval_every=3", resume=copy, quiet=True)
-    assert [h["step"] for h in reader.run_file(copy).facts["history"]] == [4, 5]
-    assert [s.index for s in reader.steps(copy) if s.stage == "rl"] == [1, 2, 3, 4, 5, 6]
+    assert [h["step"] for h in run_reader.run_file(copy).facts["history"]] == [4, 5]
+    assert [s.index for s in run_reader.steps(copy) if s.stage == "rl"] == [1, 2, 3, 4, 5, 6]
     middle = next(c for c in scan(copy) if c.state["running"])
     posttrain.run("rl.steps=8", resume=middle.folder, quiet=True)
-    assert [s.index for s in reader.steps(copy) if s.stage == "rl"][-1] == 8
+    assert [s.index for s in run_reader.steps(copy) if s.stage == "rl"][-1] == 8
 
 
 @pytest.mark.parametrize("after", ["amended", "checkpoint"])
@@ -80,9 +81,9 @@ def test_a_kill_while_a_run_is_reopened_loses_nothing(copy: Path, after: str, mo
     before = (copy / "steps.jsonl").read_bytes()
     with monkeypatch.context() as m:
         if after == "amended":
-            m.setattr("posttrain.core.checkpoint.Checkpoints.replace", killed)
+            m.setattr("posttrain.record.checkpoint.Checkpoints.replace", killed)
         else:
-            m.setattr("posttrain.core.checkpoint.Checkpoints.let_go", killed)
+            m.setattr("posttrain.record.checkpoint.Checkpoints.let_go", killed)
         with pytest.raises(KeyboardInterrupt):
             posttrain.run("rl.steps=7", resume=copy, quiet=True)
     assert (copy / AMENDED).exists() and (copy / "steps.jsonl").read_bytes() == before
@@ -121,11 +122,11 @@ def test_what_would_change_the_past_is_refused_with_the_way(copy: Path, words: t
 def test_a_target_that_ended_a_run_has_to_change_too(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     posttrain.run(*WORDS, "rl.steps=6", "rl.target=0.0", out=folder, quiet=True)
-    assert [s.index for s in reader.steps(folder)][-1] == 2
+    assert [s.index for s in run_reader.steps(folder)][-1] == 2
     with pytest.raises(ConfigError, match="target 0 reached at step 2: give a higher rl.target too, or none"):
         posttrain.run("rl.steps=8", resume=folder, quiet=True)
     posttrain.run("rl.target=none", resume=folder, quiet=True)
-    assert [s.index for s in reader.steps(folder)][-1] == 6
+    assert [s.index for s in run_reader.steps(folder)][-1] == 6
 
 
 def test_the_table_names_fields_that_exist() -> None:
@@ -227,14 +228,14 @@ def test_what_a_run_reads_is_compared_before_it_goes_on(name: str, tmp_path: Pat
     for file, data in saved.items():
         (tmp_path / file).write_bytes(data)
     posttrain.run(*longer, resume=tmp_path / "run", quiet=True)
-    assert "inputs" not in reader.run_file(tmp_path / "run").facts["history"][-1]
+    assert "inputs" not in run_reader.run_file(tmp_path / "run").facts["history"][-1]
 
 
 def test_an_accepted_change_is_recorded_and_then_compared_with(tmp_path: Path) -> None:
     posttrain.run(*reads_files(tmp_path, "grpo"), out=tmp_path / "run", quiet=True)
     replaced("mine.jsonl", '"level": 1', '"level": 2')(tmp_path)
     posttrain.run("rl.steps=3", resume=tmp_path / "run", accept_changed=True, quiet=True)
-    (entry,) = reader.run_file(tmp_path / "run").facts["history"]
+    (entry,) = run_reader.run_file(tmp_path / "run").facts["history"]
     assert entry["inputs"].keys() == {"env.prompts", "tasks of rl"} and entry["step"] == 2
     posttrain.run("rl.steps=4", resume=tmp_path / "run", quiet=True)
     cut(tmp_path)
@@ -267,7 +268,7 @@ def test_a_folder_of_an_older_version_goes_on_with_a_note(tmp_path: Path, capsys
     posttrain.run(*reads_files(tmp_path, "grpo"), out=tmp_path / "run", quiet=True)
     data = json.loads((tmp_path / "run" / "run.json").read_text())
     del data["began_with"]["inputs"]
-    data["digests"] = reader.digests({k: v for k, v in data.items() if k != "digests"})
+    data["digests"] = run_reader.digests({k: v for k, v in data.items() if k != "digests"})
     (tmp_path / "run" / "run.json").write_text(json.dumps(data))
     replaced("mine.jsonl", '"level": 1', '"level": 2')(tmp_path)
     posttrain.run("rl.steps=3", resume=tmp_path / "run")

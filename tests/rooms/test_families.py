@@ -15,17 +15,17 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from posttrain.config.run import Model
 from posttrain.core.batch import Packed
-from posttrain.core.errors import ConfigError, DataError, EngineError
-from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Segment
-from posttrain.engine import adopt
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.vocabulary import characters
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model import patch_attention
+from posttrain.engine.model.built_tokenizers import characters
+from posttrain.engine.model.policy_model import Policy, load_policy
+from posttrain.system.errors import ConfigError, DataError, EngineError
 from tests import families
 
 ALPHABET = "0123456789+-*= abcdefghijklmnopqrstuv"
@@ -155,7 +155,7 @@ def test_a_variant_that_needs_more_than_keys_and_values_is_refused(
         load(tmp_path)
 
 
-@pytest.mark.parametrize("family", adopt.REROUTED)
+@pytest.mark.parametrize("family", patch_attention.REROUTED)
 def test_a_replaced_attention_survives_the_way_into_another_process(family: str, tmp_path: Path) -> None:
     policy = load(write(tmp_path, family))
     there: Policy = pickle.loads(pickle.dumps(replace(policy.twin(), reward_head=None)))

@@ -11,35 +11,35 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.algorithm.steer import AdaptiveState, remember, steered
-from posttrain.checks.noise import noise_band
-from posttrain.controller.parts import RunParts
-from posttrain.core import reader
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.errors import ConfigError
+from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState, remember, steered
+from posttrain.checks.sampling.noise_band import noise_band
+from posttrain.config.run import Env
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.ladder import DPPO_TOP, DR_GRPO, GKD, GRPO, GRPO_PROCESS, LUFFY, PPO, REMAX
-from posttrain.core.pieces.baseline import Value
-from posttrain.core.pieces.pull import KL
-from posttrain.core.pieces.token import EntropyBonus, NoEasy, Priority
-from posttrain.core.pieces.trust import Clip
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import SHOWN, Episode, Group, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.single import Listed
-from posttrain.role.prompts import Prompts
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import Value
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.pieces.token_choice import EntropyBonus, NoEasy, Priority
+from posttrain.ladder.pieces.trust_region import Clip
+from posttrain.ladder.policy_rows import DPPO_TOP, DR_GRPO, GKD, GRPO, GRPO_PROCESS, LUFFY, PPO, REMAX
+from posttrain.record import run_reader
+from posttrain.role.prompt_order import Prompts
+from posttrain.stages.run_parts import RunParts
+from posttrain.system.errors import ConfigError
 from tests.tiny import play, tiny_parts, tiny_run
 
 
 def played(folder: Path, algorithm: Algorithm, **rl: Any) -> tuple[list[Step], list[Any]]:
     """(steps, episodes of the last step) of a tiny run."""
     asyncio.run(play(tiny_parts(folder, tiny_run(algorithm=algorithm, **rl))))
-    steps = [s for s in reader.steps(folder) if s.stage == "rl"]
-    return steps, list(reader.episodes(folder, "rl", len(steps)))
+    steps = [s for s in run_reader.steps(folder) if s.stage == "rl"]
+    return steps, list(run_reader.episodes(folder, "rl", len(steps)))
 
 
 def test_remax_compares_with_a_greedy_answer_it_does_not_learn(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_steps_are_judged_one_by_one(tmp_path: Path) -> None:
         ),
     )  # type: ignore[call-arg]
     asyncio.run(play(tiny_parts(tmp_path / "r", run)))
-    episodes = list(reader.episodes(tmp_path / "r", "rl", 3))
+    episodes = list(run_reader.episodes(tmp_path / "r", "rl", 3))
     ends = [[j.end for j in r.episode.verdicts if j.end is not None] for r in episodes]
     assert any(ends) and all(e == sorted(e) and e[-1] == r.episode.spoken for e, r in zip(ends, episodes, strict=True))
     assert all(r.episode.reward in (0.0, 1.0) for r in episodes), "steps do not enter the outcome"

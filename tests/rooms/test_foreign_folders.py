@@ -22,25 +22,26 @@ from run_parts import RL, SMALL, model_at, play
 from safetensors.torch import load_file
 
 import posttrain
-from posttrain.api.written import to_yaml
+from posttrain.build.request.yaml_config import to_yaml
 from posttrain.cli import main
-from posttrain.core import provenance, reader, tree
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.asks import DECIDED, HARMLESS, Kind, asks, decided, key, values
-from posttrain.core.checkpoint import find
-from posttrain.core.engines import VLLM, Embedded
-from posttrain.core.env import Reward, SandboxSettings
-from posttrain.core.errors import ConfigError, RunFolderError, UntrustedError
-from posttrain.core.open import alternatives
-from posttrain.core.pieces.link import PreferencePiece
-from posttrain.core.pieces.piece import Piece
-from posttrain.core.placement import Processes, Ray
-from posttrain.core.preference import PreferenceAlgorithm
-from posttrain.core.run import Env, Model, Run
-from posttrain.core.stage import Stage
+from posttrain.config.engines import VLLM, Embedded
+from posttrain.config.env import Reward, SandboxSettings
+from posttrain.config.placement import Processes, Ray
+from posttrain.config.run import Env, Model, Run
+from posttrain.config.stages.stage import Stage
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.link import PreferencePiece
+from posttrain.ladder.pieces.piece import Piece
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.recipe.recipes import RECIPES
 from posttrain.recipe.recipes import recipe as shipped
-from posttrain.role.weights import WEIGHTS
+from posttrain.record import provenance, run_reader
+from posttrain.record.checkpoint import find
+from posttrain.record.external_access import DECIDED, HARMLESS, Kind, asks, decided, key, values
+from posttrain.role.weights.saved_weights import WEIGHTS
+from posttrain.system import dataclass_json
+from posttrain.system.errors import ConfigError, RunFolderError, UntrustedError
+from posttrain.system.subclass_registry import alternatives
 
 PIECES = (Piece, PreferencePiece)
 MINE = ("arithmetic", "sft=none", *SMALL, *RL, "env.heldout=8")
@@ -66,15 +67,19 @@ def fields(cls: type, seen: set[type]) -> Iterator[tuple[type, str, Any]]:
     if cls in seen:
         return
     seen.add(cls)
-    for name, declared in tree.hints(cls).items():
+    for name, declared in dataclass_json.hints(cls).items():
         yield cls, name, declared
         for part in parts(declared):
             yield from fields(part, seen)
 
 
 def parts(declared: Any) -> Iterator[type]:
-    yield from tree.pieces(declared).values()
-    inner = (tree.tuple_item(declared), tree.mapping_item(declared), *(tree.fixed_items(declared) or ()))
+    yield from dataclass_json.pieces(declared).values()
+    inner = (
+        dataclass_json.tuple_item(declared),
+        dataclass_json.mapping_item(declared),
+        *(dataclass_json.fixed_items(declared) or ()),
+    )
     for x in inner:
         if x is not None:
             yield from parts(x)
@@ -82,31 +87,42 @@ def parts(declared: Any) -> Iterator[type]:
 
 def leaves(declared: Any) -> set[Any]:
     """The scalar types a field can hold, through lists, pairs and mappings; a choice of words counts as text."""
-    out: set[Any] = {str} if tree.choices(declared) else set()
-    for m in tree.members(declared):
-        inner = [x for x in (tree.tuple_item(m), tree.mapping_item(m), *(tree.fixed_items(m) or ())) if x is not None]
+    out: set[Any] = {str} if dataclass_json.choices(declared) else set()
+    for m in dataclass_json.members(declared):
+        inner = [
+            x
+            for x in (
+                dataclass_json.tuple_item(m),
+                dataclass_json.mapping_item(m),
+                *(dataclass_json.fixed_items(m) or ()),
+            )
+            if x is not None
+        ]
         out |= set().union(*map(leaves, inner)) if inner else {m} if m in (str, bool, int, float, type(None)) else set()
-        assert inner or m in (str, bool, int, float, type(None)) or tree.choices(m) or dataclasses.is_dataclass(m), (
-            f"unknown type {m}"
-        )
+        assert (
+            inner
+            or m in (str, bool, int, float, type(None))
+            or dataclass_json.choices(m)
+            or dataclasses.is_dataclass(m)
+        ), f"unknown type {m}"
     return out
 
 
 def test_every_field_of_the_tree_is_decided() -> None:
     texts = [(cls, name) for cls, name, declared in fields(Run, set()) if leaves(declared) & {str, bool}]
     assert not [key(cls, name) for cls, name in texts if decided(cls, name) is None], (
-        "decide in core/asks.py what these name: code, an address, a secret, a place outside, or nothing"
+        "decide in record/external_access.py what these name: code, an address, a secret, a place outside, or nothing"
     )
     named = {key(cls, name) for cls, name in texts}
-    assert not (DECIDED.keys() | HARMLESS) - named, "core/asks.py decides fields that are gone"
+    assert not (DECIDED.keys() | HARMLESS) - named, "record/external_access.py decides fields that are gone"
     assert not DECIDED.keys() & HARMLESS
     assert not HARMLESS & {key(cls, name) for cls, name in texts if issubclass(cls, PIECES)}, (
         "a piece's fields are decided for all at once"
     )
     for kind in alternatives(Stage):
-        assert {*kind.harmless, *kind.models} <= tree.hints(kind).keys() - tree.hints(Stage).keys(), (
-            "a kind decides its own fields"
-        )
+        assert {*kind.harmless, *kind.models} <= dataclass_json.hints(kind).keys() - dataclass_json.hints(
+            Stage
+        ).keys(), "a kind decides its own fields"
         assert not {*kind.harmless} & {*kind.models}
 
 
@@ -114,9 +130,11 @@ def test_pieces_hold_numbers_words_and_switches_alone() -> None:
     """Why a piece's field needs no decision of its own: it names nothing that could be opened, run or asked."""
     for cls, name, declared in (*fields(Algorithm, set()), *fields(PreferenceAlgorithm, set())):
         if issubclass(cls, PIECES):
-            assert leaves(declared) and not tree.pieces(declared) and tree.mapping_item(declared) is None, (
-                f"{cls.__name__}.{name}"
-            )
+            assert (
+                leaves(declared)
+                and not dataclass_json.pieces(declared)
+                and dataclass_json.mapping_item(declared) is None
+            ), f"{cls.__name__}.{name}"
 
 
 def test_a_new_field_would_be_found() -> None:
@@ -209,7 +227,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     path = folder / "run.json"
     data = json.loads(path.read_text())
     change(data["run"])
-    path.write_text(json.dumps({**data, "digests": reader.digests(data)}))
+    path.write_text(json.dumps({**data, "digests": run_reader.digests(data)}))
     return folder
 
 
@@ -314,7 +332,7 @@ def test_an_engine_elsewhere_is_a_proposal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     address, got = listener
-    engine = tree.to_plain(replace(shipped("arithmetic"), engine=VLLM(url=address, key_env="PATH")))["engine"]
+    engine = dataclass_json.to_plain(replace(shipped("arithmetic"), engine=VLLM(url=address, key_env="PATH")))["engine"]
     said = refused(capsys, WAYS[way](copied(made, tmp_path, lambda run: run.update(engine=engine))))
     assert (
         not got
@@ -543,10 +561,10 @@ def test_the_same_name_in_another_folder_is_another_file(
 ) -> None:
     monkeypatch.chdir(own.parent)
     relative = edit(Path(shutil.copytree(own, tmp_path / "r")), lambda run: run["env"].update(prompts="p.jsonl"))
-    wanted = {a.path: a.digest for a in asks(reader.run_file(relative).run)}
-    assert wanted["env.prompts"] in provenance.recall(reader.run_file(own).identity).asked  # type: ignore[union-attr]
+    wanted = {a.path: a.digest for a in asks(run_reader.run_file(relative).run)}
+    assert wanted["env.prompts"] in provenance.recall(run_reader.run_file(own).identity).asked  # type: ignore[union-attr]
     monkeypatch.chdir(tmp_path)
-    assert {a.path: a.digest for a in asks(reader.run_file(relative).run)}["env.prompts"] != wanted["env.prompts"]
+    assert {a.path: a.digest for a in asks(run_reader.run_file(relative).run)}["env.prompts"] != wanted["env.prompts"]
 
 
 def test_another_user_has_another_note(own: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -554,7 +572,7 @@ def test_another_user_has_another_note(own: Path, elsewhere: Path, capsys: pytes
 
 
 def test_a_note_that_others_can_write_says_nothing(own: Path, elsewhere: Path, notes_of_runs: Path) -> None:
-    identity = str(reader.run_file(own).identity)
+    identity = str(run_reader.run_file(own).identity)
     shutil.copytree(notes_of_runs / "posttrain", elsewhere / "posttrain")
     note = elsewhere / "posttrain" / "runs" / f"{identity}.json"
     assert provenance.recall(identity) is not None and (
@@ -574,7 +592,7 @@ def test_a_note_that_others_can_write_says_nothing(own: Path, elsewhere: Path, n
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_note_of_somebody_else_says_nothing(own: Path, elsewhere: Path, notes_of_runs: Path) -> None:
-    identity = str(reader.run_file(own).identity)
+    identity = str(run_reader.run_file(own).identity)
     shutil.copytree(notes_of_runs / "posttrain", elsewhere / "posttrain")
     os.chown(elsewhere / "posttrain" / "runs" / f"{identity}.json", 12345, -1)
     assert provenance.recall(identity) is None
@@ -639,14 +657,14 @@ def test_an_index_names_episode_files_of_the_run_alone(
 
 def test_a_missing_episode_file_is_told(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = more_steps(Path(shutil.copytree(own, tmp_path / "r")), 2)
-    first = reader.episode_files(folder)[0]
+    first = run_reader.episode_files(folder)[0]
     first.path.unlink()
-    assert [row.path for row in reader.missing_episodes(folder)] == [first.path]
+    assert [row.path for row in run_reader.missing_episodes(folder)] == [first.path]
     kind = ["--eval"] if first.kind == "eval" else []
     assert main(["show", str(folder), "--step", str(first.index), *kind]) == 5
     assert f"{first.path} is missing" in capsys.readouterr().err
     with pytest.raises(RunFolderError, match="is missing"):
-        reader.record_digest(folder)
+        run_reader.record_digest(folder)
     assert main(["run", "--resume", str(folder)]) == 0
     assert f"note: 1 episode file is missing from {folder / 'episodes'}: {first.path.name}" in capsys.readouterr().out
 

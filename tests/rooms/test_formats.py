@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.core.env import Reward
-from posttrain.core.errors import DataError
+from posttrain.config.env import Reward
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
-from posttrain.environment.judge_rules import read_boxed, read_choice, read_last_characters, read_yes
-from posttrain.environment.verify_rules import read_boxed_yes
-from posttrain.search.play import ANSWERS
+from posttrain.environment.judged.judge_rules import read_boxed, read_choice, read_last_characters, read_yes
+from posttrain.environment.judged.verify_rules import read_boxed_yes
+from posttrain.search.play_search import ANSWERS
+from posttrain.system.errors import DataError
 from posttrain.verifier.builtin import BUILTIN
 from posttrain.verifier.calling.parse import parse
 from posttrain.verifier.code.fences import blocks_of
 from posttrain.verifier.configured import sources
-from posttrain.verifier.formats import answer_format, think_format, tool_call
+from posttrain.verifier.format_rewards import answer_format, think_format, tool_call
 from posttrain.verifier.math.extract import final
-from posttrain.verifier.spoken import spoken
+from posttrain.verifier.thoughts import spoken
 
 GOLD = [{"name": "f", "arguments": {"a": 1, "b": 2}}]
 TWICE = [

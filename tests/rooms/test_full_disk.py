@@ -21,10 +21,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.configuration_utils import PreTrainedConfig
 
 from posttrain.cli import main
-from posttrain.core import files, reader
-from posttrain.core.checkpoint import find, scan
-from posttrain.engine import native
-from posttrain.role import weights
+from posttrain.engine.cpu import compile_native
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find, scan
+from posttrain.role.weights import saved_weights
+from posttrain.system import files
 
 MORE = ("rl.steps=3", "rl.eval_every=1", "engine.timeline=true")
 
@@ -38,7 +39,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, given: tuple[str, ...]) -> str:
     """Digest of the record of a run whose disk was never full."""
-    return reader.record_digest(play(tmp_path_factory.mktemp("runs") / "whole", *given))
+    return run_reader.record_digest(play(tmp_path_factory.mktemp("runs") / "whole", *given))
 
 
 class Disk:
@@ -99,7 +100,7 @@ class Disk:
 
 
 class Written:
-    """`os` as `core.files` sees it, with a disk that may be full."""
+    """`os` as `system.files` sees it, with a disk that may be full."""
 
     def __init__(self, disk: Disk) -> None:
         self.write = disk.lines
@@ -113,7 +114,7 @@ def install(monkeypatch: pytest.MonkeyPatch, pattern: str, after: int) -> Disk:
     monkeypatch.setattr(files, "os", Written(disk))
     for name in ("write_bytes", "write_text"):
         monkeypatch.setattr(Path, name, disk.whole(getattr(Path, name)))
-    monkeypatch.setattr(weights, "save_file", disk.tensors(weights.save_file))
+    monkeypatch.setattr(saved_weights, "save_file", disk.tensors(saved_weights.save_file))
     for kind in (PreTrainedTokenizerFast, PreTrainedConfig, PreTrainedModel):
         monkeypatch.setattr(kind, "save_pretrained", disk.pretrained(kind.save_pretrained))
     return disk
@@ -151,9 +152,9 @@ def test_a_disk_full_at_any_writer_loses_nothing(
     folder = tmp_path / "run"
     said = refused(capsys, "run", *given, "--out", str(folder), code=5)
     assert disk.hit and "the disk is full" in said and "was not written" in said and "go on with --resume" in said
-    steps = reader.steps(folder)
-    for row in reader.episode_files(folder):
-        assert len(reader.read_episodes(row.path)) == row.episodes
+    steps = run_reader.steps(folder)
+    for row in run_reader.episode_files(folder):
+        assert len(run_reader.read_episodes(row.path)) == row.episodes
     for c in scan(folder):
         c.verify()
         assert (c.state["running"] or {"step": 0})["step"] <= len(steps)
@@ -167,7 +168,7 @@ def test_a_disk_full_at_any_writer_loses_nothing(
     )
     disk.full = False
     assert main(["run", "--resume", str(folder)]) == 0, "there is room again"
-    assert reader.record_digest(folder) == undisturbed
+    assert run_reader.record_digest(folder) == undisturbed
     assert (folder / "tokenizer" / "tokenizer.json").exists() and (folder / "model" / "config.json").exists()
 
 
@@ -218,8 +219,8 @@ def test_a_cache_that_cannot_be_written_leaves_the_engine_without_its_kernels(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "_compile", full)
-    found = native.find.__wrapped__()
+    monkeypatch.setattr(compile_native, "_compile", full)
+    found = compile_native.find.__wrapped__()
     assert isinstance(found, str) and ("No space left on device" in found or "no C compiler" in found)
 
 
@@ -241,7 +242,7 @@ def resumed(folder: Path, given: tuple[str, ...]) -> str:
     """Digest of the record of a run that is gone on with, or begun again where nothing of it stands."""
     again = ("--resume", str(folder)) if (folder / "run.json").exists() else (*given, "--out", str(folder))
     assert main(["run", *again]) == 0
-    return reader.record_digest(folder)
+    return run_reader.record_digest(folder)
 
 
 @pytest.mark.parametrize("largest", [1000, 9000, 30000])

@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.core.env import Scalar
-from posttrain.core.errors import ConfigError
+from posttrain.config.env import Scalar
+from posttrain.config.run import Env
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.environment.adapters.reasoning_gym import NO_GOLD, REFUSED, Gym
+from posttrain.environment.conformance import prove
 from posttrain.environment.expression import MAX_CHARACTERS, MAX_DEPTH, ExpressionError, evaluate
 from posttrain.environment.gallery import GALLERY, gallery_class
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.gallery.countdown import Countdown
 from posttrain.environment.make import environment
-from posttrain.environment.prove import prove
+from posttrain.system.errors import ConfigError
 
 SETTINGS: dict[str, list[dict[str, Scalar]]] = {
     "arithmetic": [{}, {"ops": "+-", "max_operand": 99}, {"min_terms": 3, "max_terms": 3, "max_operand": 20}],
@@ -238,7 +238,7 @@ def test_gym_training_goes_on_beyond_a_chunk_and_is_a_function_of_the_seed() -> 
 async def test_a_run_on_any_gym_task_passes_its_start_up_proofs() -> None:
     """What is checked before the first step holds for every task of the package, those with partial credit or no answer
     included."""
-    from posttrain.api import proofs
+    from posttrain.build import preflight_checks
 
     for name in (n for n in gym_tasks() if n not in REFUSED):
         env = environment(Env(name=f"gym:{name}", heldout=2), 0)
@@ -246,5 +246,5 @@ async def test_a_run_on_any_gym_task_passes_its_start_up_proofs() -> None:
         tasks = [*env.heldout, env.train.task(0)]
         known = [t for t in tasks if env.knows_gold(t)]
         assert bool(known) == (name not in NO_GOLD), name
-        await proofs.gold_is_paid(env, known)
-        await proofs.near_misses_are_not(env, known)
+        await preflight_checks.gold_is_paid(env, known)
+        await preflight_checks.near_misses_are_not(env, known)

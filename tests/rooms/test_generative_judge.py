@@ -15,29 +15,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import posttrain
-from posttrain.api.generative_judges import generative_judge
-from posttrain.api.meta_rows import JudgedTask, asked, meta_rows
-from posttrain.api.reward_models import reward_member
-from posttrain.api.reward_paths import check_reward_models
-from posttrain.api.searched import evaluate_searches
-from posttrain.checks.generative import votes_are_counted
-from posttrain.core import reader
+from posttrain.build.build_judges import generative_judge
+from posttrain.build.build_reward_models import reward_member
+from posttrain.build.reward_paths import check_reward_models
+from posttrain.checks.judging.generative_judge_checks import votes_are_counted
+from posttrain.config.env import Env, Reward
+from posttrain.config.run import Optimizer, Run, Supervised
 from posttrain.core.abilities import Judging
-from posttrain.core.asks import asks
 from posttrain.core.batch import Packed
-from posttrain.core.env import Env, Reward
-from posttrain.core.errors import ConfigError, DataError, InvariantError
-from posttrain.core.run import Optimizer, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Episode, Group, Said, Segment, Stop, Task
 from posttrain.core.verdict import State, Verdict
-from posttrain.engine.vocabulary import characters
+from posttrain.engine.model.built_tokenizers import characters
 from posttrain.environment.gallery.judge import Judge
-from posttrain.environment.judge_rules import chosen
-from posttrain.environment.render import Renderer
-from posttrain.role.generative_judge import GenerativeJudge, Vote, comparisons, says_yes
+from posttrain.environment.judged.judge_rules import chosen
+from posttrain.environment.templates.renderer import Renderer
+from posttrain.evaluate.evaluate_search import evaluate_searches
+from posttrain.record import run_reader
+from posttrain.record.external_access import asks
+from posttrain.role.judges.generative_judge import GenerativeJudge, Vote, comparisons, says_yes
+from posttrain.role.judges.meta_rows import JudgedTask, asked, meta_rows
+from posttrain.role.judges.reward_judge import JudgeMember
 from posttrain.role.judging import with_judges
-from posttrain.role.reward_judge import JudgeMember
+from posttrain.system.errors import ConfigError, DataError, InvariantError
 from tests.tiny import MODEL, only_rl, tiny_run
 
 TASK = Task("a", "<3,8>")
@@ -246,14 +246,14 @@ def test_a_run_is_paid_by_a_judge(tmp_path: Path, capsys: pytest.CaptureFixture[
     posttrain.run(run, out=tmp_path / "run")
     said = " ".join(capsys.readouterr().out.split())
     assert "judge taught (weight 1) compares each answer with all others of its group, in both orders, votes 2" in said
-    found = [e.episode for e in reader.episodes(tmp_path / "run", "rl", 1)]
+    found = [e.episode for e in run_reader.episodes(tmp_path / "run", "rl", 1)]
     verdicts = [next(j for j in e.verdicts if j.source == "taught").verdict for e in found]
     read = [v for v in verdicts if v.state is State.VALUE]
     assert len(found) == 16 and len(read) > 8 and all("vs " in v.why for v in read)
     assert all(e.reward == v.score for e, v in zip(found, verdicts, strict=True))
     assert {j.source for e in found for j in e.verdicts if j.measured} == {"replies"}
     posttrain.run(run, out=tmp_path / "again", quiet=True)
-    again = [e.episode for e in reader.episodes(tmp_path / "again", "rl", 1)]
+    again = [e.episode for e in run_reader.episodes(tmp_path / "again", "rl", 1)]
     assert [e.verdicts for e in again] == [e.verdicts for e in found]
     words = ("search=best_of.count=3", "search=vote.count=2,weighted=true,answer=line")
     searched = evaluate_searches(tmp_path / "run", *words, quiet=True)
@@ -266,7 +266,7 @@ def test_a_run_is_paid_by_a_judge(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_the_probability_of_yes_is_that_of_the_judges_own_tokens(tmp_path: Path) -> None:
     """Against the learner's log-probs of prompt, reasoning and verdict."""
     folder = learned(tmp_path / "taught", "genrm")
-    own = reader.run_file(folder).run
+    own = run_reader.run_file(folder).run
     made = generative_judge(own, Reward(function=f"judge:{folder}", votes=3), 1e-5, reward_member)
     episodes = [episode("hi 8", 0), episode("3", 1)]
 
@@ -341,7 +341,7 @@ def test_labels_that_are_the_votes_are_told(monkeypatch: pytest.MonkeyPatch) -> 
     judging = env.abilities.judging
     assert judging is not None
     task = next(t for t in (env.train.task(i) for i in range(99)) if t.info["gold"] == 1)
-    monkeypatch.setattr("posttrain.api.meta_rows.right", lambda judging, task, vote: chosen(vote.scores) == 0)
+    monkeypatch.setattr("posttrain.role.judges.meta_rows.right", lambda judging, task, vote: chosen(vote.scores) == 0)
     with pytest.raises(InvariantError, match="2 of 3 judgements are labelled right and name the worse side"):
         meta_rows(judging, [voted(task, r"\boxed{8, 6}", r"\boxed{9, 1}", r"\boxed{5, 7}")])
 
@@ -351,7 +351,7 @@ def test_a_judge_with_a_meta_reward_model_from_its_own_judgements(tmp_path: Path
     """Judgements of a judge become rows, a reward model learns them from the judge's weights, and then keeps half of
     the votes that pay a policy."""
     folder = learned(tmp_path / "taught", "grm", steps=100)
-    own = reader.run_file(folder).run
+    own = run_reader.run_file(folder).run
     made = generative_judge(own, Reward(function=f"judge:{folder}"), 0.0, reward_member)
     world = Judge(format="grm", heldout_count=0)
     judged = asyncio.run(asked(made, [world.train.task(i) for i in range(40)], 4))
@@ -369,6 +369,6 @@ def test_a_judge_with_a_meta_reward_model_from_its_own_judgements(tmp_path: Path
     posttrain.run("reward_model", *given, *words, out=tmp_path / "meta", quiet=True)
     run = paid(Reward(function=f"judge:{folder}", votes=2, meta=str(tmp_path / "meta")))
     posttrain.run(run, out=tmp_path / "run", quiet=True)
-    found = [e.episode for e in reader.episodes(tmp_path / "run", "rl", 1)]
+    found = [e.episode for e in run_reader.episodes(tmp_path / "run", "rl", 1)]
     said = [j.verdict.why for e in found for j in e.verdicts if j.source == "taught"]
     assert any(why.count("*") >= 1 for why in said)

@@ -18,8 +18,8 @@ from template_parts import CHATML, QWEN25
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from posttrain.cli import main
-from posttrain.core import reader
 from posttrain.core.types import Task
+from posttrain.record import run_reader
 from tests.vocabularies import train_byte_level
 
 pytestmark = pytest.mark.prove
@@ -99,8 +99,8 @@ def test_every_command_of_the_page_runs(
     there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The settings for trained models are chosen for this one too, however small it is."""
-    monkeypatch.setattr("posttrain.api.defaults.TRAINED", 0)
-    monkeypatch.setattr("posttrain.api.defaults.LARGE", 0)
+    monkeypatch.setattr("posttrain.build.request.defaults.TRAINED", 0)
+    monkeypatch.setattr("posttrain.build.request.defaults.LARGE", 0)
     asked = commands()
     assert [w[0] for w in asked].count("posttrain") == len(asked) - 2 and asked[0][:2] == ["pip", "install"]
     for program, *words in asked:
@@ -111,14 +111,14 @@ def test_every_command_of_the_page_runs(
             assert main(toy(words)) == 0, words
     said = capsys.readouterr()
     assert "rl.optimizer.lr = 1e-06: full weights, as published" in " ".join(said.out.split())
-    first, branch = (reader.run_file(there / "runs" / name) for name in ("gsm8k", "gsm8k-dapo"))
+    first, branch = (run_reader.run_file(there / "runs" / name) for name in ("gsm8k", "gsm8k-dapo"))
     assert first.run.stage("rl").optimizer.lr == 1e-6 and first.run.model.dtype == "float32"
     assert first.run.stage("rl").steps == 3 and first.facts["history"][0]["changed"] == {"rl.steps": [2, 3]}
     assert branch.facts["branched_from"]["identity"] == first.identity
-    assert len(reader.steps(there / "runs" / "gsm8k")) == 3
+    assert len(run_reader.steps(there / "runs" / "gsm8k")) == 3
     assert (there / "my-model" / "config.json").exists()
     assert "rl.optimizer.lr = 1e-05: " in " ".join(said.out.split())
-    adapted = reader.run_file(there / "runs" / "gsm8k-lora").run
+    adapted = run_reader.run_file(there / "runs" / "gsm8k-lora").run
     assert adapted.model.lora and adapted.model.lora.rank == 16 and adapted.stage("rl").optimizer.lr == 1e-5
     assert (there / "my-adapter" / "adapter_config.json").exists()
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from page_parts import SETTING, SPAN, cells, commands, settable
 
-from posttrain.api import overrides
 from posttrain.cli.parser import parser, split_overrides
-from posttrain.core.run import Run
+from posttrain.config import overrides
+from posttrain.config.run import Run
 from posttrain.core.types import Task
-from posttrain.diagnose.gauges import REGISTRY
-from posttrain.diagnose.rules import RULES
+from posttrain.diagnose.gauges.registry import REGISTRY
+from posttrain.diagnose.rules.all_rules import RULES
 from posttrain.recipe.recipes import RECIPES, recipe
 
 ROOT = Path(__file__).parents[2]

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.api.handed import HandedObjects, named_rewards, place, setting_words
+from posttrain.build.request.user_objects import HandedObjects, named_rewards, place, setting_words
 from posttrain.cli import main
+from posttrain.config.env import Env, Reward
 from posttrain.core.abilities import Abilities
-from posttrain.core.asks import asks
-from posttrain.core.env import Env, Reward
-from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.ladder import DAPO
 from posttrain.core.ports import Environment
-from posttrain.core.reader import run_file, steps
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.make import environment
 from posttrain.environment.single import Listed
+from posttrain.ladder.policy_rows import DAPO
 from posttrain.recipe.recipes import recipe
+from posttrain.record.external_access import asks
+from posttrain.record.run_reader import run_file, steps
+from posttrain.system.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"<{a}+{b}>", "answer": str(a + b), "level": a} for a in range(6) for b in range(6)]
 TINY: dict[str, Any] = {
@@ -82,7 +82,7 @@ def test_a_row_that_is_wrong_is_named_by_its_number() -> None:
 
 
 def test_too_many_rows_are_kept_by_reference_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.api.rows.LARGEST_ROWS", 100)
+    monkeypatch.setattr("posttrain.build.request.rows_in_memory.LARGEST_ROWS", 100)
     with pytest.raises(ConfigError, match="give its path"):
         posttrain.prompts(ROWS)
 

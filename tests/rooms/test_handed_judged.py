@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.api.build import make_policy
-from posttrain.api.environments import make_environment
-from posttrain.core import reader
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.build.build_environments import make_environment
+from posttrain.build.build_run import make_policy
+from posttrain.config.run import Env, Optimizer, Run
+from posttrain.config.stages.preference_settings import Preference
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.stage import Stage
 from posttrain.core.judgements import Pair
-from posttrain.core.preference_ladder import DPO, KTO, ODPO, TPO
-from posttrain.core.preference_stage import Preference
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Env, Optimizer, Run
-from posttrain.core.stage import Stage
-from posttrain.environment.render import Renderer
-from posttrain.role.judgements import FittingTasks
+from posttrain.environment.templates.renderer import Renderer
+from posttrain.ladder.preference_rows import DPO, KTO, ODPO, TPO
+from posttrain.record import run_reader
+from posttrain.stages.preference.judged_batches import FittingTasks
+from posttrain.system.errors import ConfigError, DataError
 from tests.tiny import MODEL
 
 SUMS = [(a, b) for a in range(4) for b in range(4)]
@@ -66,8 +66,8 @@ def test_every_form_in_memory_gives_the_run_of_every_other(name: str, tmp_path: 
     for form, given in forms(rows).items():
         folder = tmp_path / form
         posttrain.run(built(stage), env=posttrain.prompts(given), out=folder, quiet=True)
-        assert len([s for s in reader.steps(folder) if s.stage == "learn"]) == 2
-        digests.append(reader.record_digest(folder))
+        assert len([s for s in run_reader.steps(folder) if s.stage == "learn"]) == 2
+        digests.append(run_reader.record_digest(folder))
     assert len({*digests}) == 1
 
 
@@ -75,7 +75,7 @@ def test_every_form_in_memory_gives_the_run_of_every_other(name: str, tmp_path: 
 def test_a_run_goes_on_with_the_rows_that_it_keeps(tmp_path: Path) -> None:
     posttrain.run(built(GIVEN["pairs"][1]), env=posttrain.prompts(PAIRS), out=tmp_path / "a", quiet=True)
     posttrain.run("learn.steps=4", resume=tmp_path / "a", quiet=True)
-    assert [s.index for s in reader.steps(tmp_path / "a") if s.stage == "learn"] == [1, 2, 3, 4]
+    assert [s.index for s in run_reader.steps(tmp_path / "a") if s.stage == "learn"] == [1, 2, 3, 4]
 
 
 def test_columns_of_other_names_and_conversations(tmp_path: Path) -> None:
@@ -92,8 +92,10 @@ def test_columns_of_other_names_and_conversations(tmp_path: Path) -> None:
     for given in forms(rows).values():
         data = posttrain.prompts(given, prompt_column="question", chosen_column="better", rejected_column="worse")
         assert data.env.args == {"prompt_column": "question", "chosen_column": "better", "rejected_column": "worse"}
-        with posttrain.api.request.requested(
-            built(GIVEN["pairs"][1]), ["env.heldout=0"], posttrain.api.request.RunOptions(handed=handed(data))
+        with posttrain.build.request.run_request.requested(
+            built(GIVEN["pairs"][1]),
+            ["env.heldout=0"],
+            posttrain.build.request.run_request.RunOptions(handed=handed(data)),
         ) as request:
             (env,) = request.environments
             import numpy as np
@@ -103,7 +105,7 @@ def test_columns_of_other_names_and_conversations(tmp_path: Path) -> None:
 
 
 def handed(data: Any) -> Any:
-    from posttrain.api.handed import HandedObjects
+    from posttrain.build.request.user_objects import HandedObjects
 
     return HandedObjects(env=data)
 

@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.losses import PolicyLoss
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.loss.losses import PolicyLoss
 from posttrain.api import main
-from posttrain.core import checkpoint as checkpoints
+from posttrain.config.run import Reinforce
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.ladder import ECHO, PRIME_RL
-from posttrain.core.run import Reinforce
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment
-from posttrain.engine.learner import HFLearner
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.ladder.policy_rows import ECHO, PRIME_RL
+from posttrain.record import checkpoint as checkpoints
 from posttrain.role.pack import pack
-from posttrain.role.weights import WEIGHTS
+from posttrain.role.weights.saved_weights import WEIGHTS
 from posttrain.toy.episodes import SAMPLING, PlainEpisode, scored_group
 from tests.late import late_run, rl_steps
 from tests.tiny import tiny_run

@@ -10,23 +10,23 @@ import pytest
 import torch
 
 import posttrain
-from posttrain.core import reader
-from posttrain.core.algorithm import Algorithm, patch
+from posttrain.config.run import Optimizer, Run, Supervised
 from posttrain.core.batch import Packed
-from posttrain.core.errors import ConfigError, PosttrainError
-from posttrain.core.ladder import OPD, SDFT, SDPO
-from posttrain.core.pieces.hint import Hint
-from posttrain.core.run import Optimizer, Run, Supervised
 from posttrain.faults import FAULTS
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.hint import Hint
+from posttrain.ladder.policy_rows import OPD, SDFT, SDPO
 from posttrain.recipe.recipes import recipe
-from posttrain.role.average import AveragePolicy
-from posttrain.role.demonstrate import demonstration
-from posttrain.role.weights import restore, snapshot
+from posttrain.record import run_reader
+from posttrain.role.learning.demonstrations import demonstration
+from posttrain.role.weights.saved_weights import restore, snapshot
+from posttrain.stages.reinforce.teacher_average import AveragePolicy
+from posttrain.system.errors import ConfigError, PosttrainError
 from tests.prove.test_kill_sweep import digest
 from tests.tiny import tiny_parts, tiny_run
 
 LONG = pytest.mark.prove
-HINTED = [n for n, f in FAULTS.items() if f.twin.__module__ == "posttrain.faults.hints"]
+HINTED = [n for n, f in FAULTS.items() if f.twin.__module__ == "posttrain.faults.judging.hint_faults"]
 
 
 def run(algorithm: Algorithm, **rl: object) -> Run:
@@ -64,10 +64,10 @@ def test_runs_learn_from_a_teacher_with_a_hint(algorithm: Algorithm, tmp_path: P
     assert algorithm.hint is not None
     optimizer = Optimizer(lr=1e-3, ema=0.95 if algorithm.hint.weights == "average" else None)
     folder = posttrain.run(run(algorithm, optimizer=optimizer), out=tmp_path / "run", quiet=True).folder
-    steps = [s for s in reader.steps(folder) if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(folder) if s.stage == "rl"]
     assert len(steps) == 3
     shares = [s.gauges["teacher/hinted"].mean for s in steps]
-    rows = [r for s in steps for r in reader.episodes(folder, "rl", s.index)]
+    rows = [r for s in steps for r in run_reader.episodes(folder, "rl", s.index)]
     dropped = [r for r in rows if r.dropped]
     assert sum(s.gauges["teacher/hinted"].sum for s in steps) == len(rows) - len(dropped)
     if algorithm.hint.of == "answer":

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.sandbox.pool import Sandbox
-from posttrain.sandbox.port import Call, ProgramLimits
+from posttrain.sandbox.sandbox_pool import Sandbox
+from posttrain.sandbox.sandbox_types import Call, ProgramLimits
 from tests.rooms.sandbox_parts import backend
 
 PROGRAMS: dict[str, tuple[str, str]] = {

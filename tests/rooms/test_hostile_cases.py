@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.run import Env
+from posttrain.config.run import Env
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
-from posttrain.environment.data_rows import read
 from posttrain.environment.make import environment
-from posttrain.sandbox.choose import open_sandbox
-from posttrain.sandbox.port import ProgramLimits, SandboxUnavailableError
+from posttrain.environment.rows.data_rows import read
+from posttrain.sandbox.open_sandbox import open_sandbox
+from posttrain.sandbox.sandbox_types import ProgramLimits, SandboxUnavailableError
+from posttrain.sandbox.sandbox_worker import Job, SandboxWorker
 from posttrain.sandbox.selftest import attacks, bait
-from posttrain.sandbox.worker import Job, SandboxWorker
+from posttrain.system.errors import ConfigError, DataError
 from posttrain.verifier.builtin import BUILTIN
-from posttrain.verifier.returned import as_verdict
+from posttrain.verifier.returned_value import as_verdict
 from tests.rooms.sandbox_parts import backend, gone, living, ran
 
 ROOT = Path(__file__).parents[2]
@@ -350,33 +350,33 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "I-09": (
         ("yaml", "ruamel", "marshal", "shelve", "dill", "joblib", "pickle"),
         (
-            "verifier/workers/process.py",
+            "verifier/workers/worker_process.py",
             "verifier/workers/guardian.py",
-            "environment/templates.py",
-            "engine/checkpoint.py",
-            "engine/sharded_reader.py",
-            "api/written.py",
-            "api/placed.py",
-            "api/placed_environments.py",
-            "api/ranked.py",
+            "environment/templates/template_process.py",
+            "engine/files/pretrained_files.py",
+            "engine/parallel/sharded_index.py",
+            "build/request/yaml_config.py",
+            "build/spawn_engines.py",
+            "build/spawn_environments.py",
+            "build/distributed_run.py",
             "engine/pool/",
-            "engine/signed.py",
+            "engine/parallel/ranks/signed_messages.py",
         ),
     ),
-    "I-12": (("tarfile", "gzip", "bz2", "lzma", "zipfile"), ("core/record.py",)),
+    "I-12": (("tarfile", "gzip", "bz2", "lzma", "zipfile"), ("record/step_format.py",)),
     "I-13": (
         ("urllib", "http", "requests", "httpx", "aiohttp", "ftplib", "smtplib"),
         (
             "engine/",
-            "core/redact.py",
+            "core/redact_secrets.py",
             "api/main.py",
-            "api/endpoint.py",
-            "api/hub.py",
-            "core/net.py",
+            "evaluate/evaluate_endpoint.py",
+            "report/export/hub.py",
+            "system/hostile_callers.py",
             "serve/",
             "web/",
             "lab/server.py",
-            "verifier/endpoint.py",
+            "verifier/http_client.py",
             "verifier/discover.py",
             "sandbox/remote.py",
             "sandbox/reference_server.py",

@@ -17,11 +17,11 @@ import torch
 from run_parts import LADDER, model_at, play, refused
 from safetensors.torch import load_file
 
-from posttrain.core.errors import DataError, RunFolderError
-from posttrain.core.run import Model
-from posttrain.engine.checkpoint import read_tokenizer
-from posttrain.engine.models import load_policy
-from posttrain.role.weights import WEIGHTS, load_weights
+from posttrain.config.run import Model
+from posttrain.engine.files.pretrained_files import read_tokenizer
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.role.weights.saved_weights import WEIGHTS, load_weights
+from posttrain.system.errors import DataError, RunFolderError
 
 Harm = Callable[[Path], object]
 

@@ -12,16 +12,16 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from posttrain.core.adapter import Lora
-from posttrain.core.engines import VLLM
-from posttrain.core.errors import ConfigError, EngineError
-from posttrain.engine import adapter
-from posttrain.engine.attention import PackedLayout, using
-from posttrain.engine.fingerprint import fingerprints
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, load_policy, named_tensors
-from posttrain.engine.vllm.hot_load import HotLoad, lora_arguments, rank_for, without_negative_zeros, write_base
+from posttrain.config.adapter import Lora
+from posttrain.config.engines import VLLM
+from posttrain.engine.adapters import adapter_modules
+from posttrain.engine.files.fingerprint import fingerprints
+from posttrain.engine.layers.attention import PackedLayout, using
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy, load_policy, named_tensors
+from posttrain.engine.vllm.adapter_load import HotLoad, lora_arguments, rank_for, without_negative_zeros, write_base
 from posttrain.engine.vllm.launch import arguments
+from posttrain.system.errors import ConfigError, EngineError
 from tests.rooms.engine_parts import ALPHABET, tiny
 from tests.tiny import MODEL, tiny_run
 
@@ -30,7 +30,7 @@ def learned(dtype: str = "float32", **kind: Any) -> Policy:
     """A tiny policy whose adapter has learned something."""
     policy = load_policy(tiny(dtype=dtype, lora=Lora(rank=3, alpha=5, **kind)), ALPHABET, 0)
     with torch.no_grad():
-        for name, tensor in adapter.adapter_tensors(policy.module).items():
+        for name, tensor in adapter_modules.adapter_tensors(policy.module).items():
             if "lora_B" in name:
                 tensor.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
     return policy
@@ -43,12 +43,12 @@ def loaded(policy: Policy) -> HotLoad:
 
 
 def given(policy: Policy) -> list[tuple[str, Tensor]]:
-    return [(n, t.detach()) for n, t in adapter.adapter_tensors(policy.module).items()]
+    return [(n, t.detach()) for n, t in adapter_modules.adapter_tensors(policy.module).items()]
 
 
 def served(policy: Policy, hot: HotLoad) -> dict[str, str]:
     """What a right engine reads back."""
-    own = adapter.adapter_tensors(policy.module)
+    own = adapter_modules.adapter_tensors(policy.module)
     base = fingerprints((n, without_negative_zeros(t)) for n, t in named_tensors(policy.module) if n not in own)
     return {**base, **fingerprints((n, without_negative_zeros(t)) for n, t in hot.sent(given(policy)).items())}
 
@@ -60,7 +60,7 @@ def test_the_files_are_an_adapter_with_the_scale_inside(tmp_path: Path, kind: di
     size = loaded(policy).write(tmp_path / "a", given(policy))
     assert size == sum(t.nbytes for _, t in given(policy))
     assert (tmp_path / "a").stat().st_mode & 0o077 == 0, "nobody else reads it"
-    again: Any = PeftModel.from_pretrained(adapter.without_adapters(policy.module), str(tmp_path / "a")).eval()
+    again: Any = PeftModel.from_pretrained(adapter_modules.without_adapters(policy.module), str(tmp_path / "a")).eval()
     ids = torch.arange(12)[None]
     with torch.no_grad(), using(PackedLayout([12])):
         ours, theirs = (m(input_ids=ids, use_cache=False).logits for m in (policy.module, again))

@@ -17,20 +17,20 @@ import pytest
 from serve_parts import TOKEN, up
 
 import posttrain
-from posttrain.api import overrides
-from posttrain.api.written import to_yaml
+from posttrain.build.request.yaml_config import to_yaml
 from posttrain.cli import main
-from posttrain.core import reader
-from posttrain.core.asks import Kind, asks, grave
-from posttrain.core.env import JudgeEndpoint, Reward
-from posttrain.core.errors import ConfigError, DataError, RewardError, RunFolderError, UntrustedError
+from posttrain.config import overrides
+from posttrain.config.env import JudgeEndpoint, Reward
 from posttrain.core.gauge import Gauges
+from posttrain.core.measure.right import right_of
 from posttrain.core.ports import Attempt
-from posttrain.core.right import right_of
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, State
 from posttrain.recipe.recipes import recipe
-from posttrain.verifier.endpoint import Patience
+from posttrain.record import run_reader
+from posttrain.record.external_access import Kind, asks, grave
+from posttrain.system.errors import ConfigError, DataError, RewardError, RunFolderError, UntrustedError
+from posttrain.verifier.http_client import Patience
 from posttrain.verifier.judge_endpoint import RubricJudge
 from posttrain.verifier.rubric import Rubric
 from tests.rooms.judge_parts import Says, scored, scripted_judge
@@ -259,7 +259,7 @@ def play(says: Callable[[str], str | int], folder: Path, *words: str) -> tuple[P
 
 def test_a_run_is_paid_by_one_judge_and_measured_by_another(tmp_path: Path) -> None:
     run, asked = play(lambda text: scored(float(len(text) % 11)), tmp_path)
-    steps = [s for s in reader.steps(run) if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(run) if s.stage == "rl"]
     assert len(steps) == 2 and {"reward/judge", "rollout/truth"} <= set(steps[-1].gauges) and asked
     assert "verifier/judge/seconds" in steps[-1].clock and "verifier/heldout_judge/cached" in steps[-1].clock
     assert all(s.gauges["rollout/truth"].mean == pytest.approx(s.gauges["rollout/reward"].mean / 2) for s in steps)
@@ -273,7 +273,7 @@ def test_requests_of_a_run_are_counted_on_where_it_is_resumed(tmp_path: Path) ->
         words = (f"env.prompts={tmp_path}/rows.jsonl", f"env.rewards=judge:{server.url}")
         own = (f"env.rewards.0.judge.rubric={file}", "env.rewards.0.judge.calls=100", *SMALL)
         posttrain.run("grpo", "model=none", "env=prompts", *words, *own, out=tmp_path / "run", quiet=True)
-        used = reader.steps(tmp_path / "run")[-1].clock["verifier/judge/calls"]
+        used = run_reader.steps(tmp_path / "run")[-1].clock["verifier/judge/calls"]
         assert 1 < used <= len(server.bodies) <= 100
         with pytest.raises(RewardError, match=r"the most that judge.calls allows"):
             more = f"env.rewards.0.judge.calls={used + 1:.0f}"
@@ -325,7 +325,7 @@ def example(name: str, folder: Path, *before: str) -> Path:
 
 def learned(run: Path, gauge: str) -> tuple[float, float, str]:
     """(a gauge before and after RL, the names of the rules that spoke in it)."""
-    steps = [s for s in reader.steps(run) if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(run) if s.stage == "rl"]
     seen = [s.gauges[gauge].mean for s in steps]
     return sum(seen[:5]) / 5, sum(seen[-5:]) / 5, " ".join(n for s in steps for n in s.notes if "reward_" in n)
 

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.checks.generative import order_is_random, shows_no_verdict, tail
-from posttrain.core.env import Env
-from posttrain.core.errors import ConfigError, InvariantError
+from posttrain.checks.judging.generative_judge_checks import order_is_random, shows_no_verdict, tail
+from posttrain.config.env import Env
 from posttrain.core.judgements import Pair
 from posttrain.core.ports import Attempt
 from posttrain.core.sampling import Sampling
@@ -21,7 +20,7 @@ from posttrain.core.seeds import generator
 from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict, outcome, truth
 from posttrain.environment.gallery.judge import OTHER_ORDER, Judge
-from posttrain.environment.judge_rules import (
+from posttrain.environment.judged.judge_rules import (
     FORMATS,
     best_half,
     both_orders,
@@ -33,9 +32,10 @@ from posttrain.environment.judge_rules import (
     right_or_minus_one,
     summed,
 )
+from posttrain.environment.judged.length_bias import surface_baselines
 from posttrain.environment.make import environment
-from posttrain.environment.scripted import ScriptedPolicy
-from posttrain.environment.surface import surface_baselines
+from posttrain.environment.scripted_policy import ScriptedPolicy
+from posttrain.system.errors import ConfigError, InvariantError
 
 
 @cache

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.errors import DataError
+from posttrain.config.run import Env
 from posttrain.core.judgements import Pair, StepLabels
-from posttrain.core.run import Env
 from posttrain.environment.make import environment
-from posttrain.environment.prompts import PromptsEnv
+from posttrain.environment.rows.own_prompts import PromptsEnv
+from posttrain.system.errors import DataError
 
 
 def env(path: Path, **args: Any) -> PromptsEnv:

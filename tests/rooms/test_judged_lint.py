@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from posttrain.api.check import check
+from posttrain.config.run import Env
 from posttrain.core.abilities import LintFinding
-from posttrain.core.run import Env
 from posttrain.environment.make import environment
-from posttrain.environment.prompts import PromptsEnv
+from posttrain.environment.rows.own_prompts import PromptsEnv
+from posttrain.evaluate.check_environment import check
 
 
 def env(tmp_path: Path, rows: list[Any], heldout: int = 0, **args: Any) -> PromptsEnv:

@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 from template_parts import FAMILIES, renderer, tokenizer
 
 import posttrain
-from posttrain.api.environments import check_environment
-from posttrain.core.env import Reward
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.build.build_environments import check_environment
+from posttrain.config.env import Reward
+from posttrain.config.run import Env, Reinforce, Supervised
+from posttrain.config.stages.preference_settings import Preference
+from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.judgements import Judgement, Kind, Label, Pair, Ranking, Rating, StepLabels
-from posttrain.core.preference_ladder import ODPO
-from posttrain.core.preference_stage import Preference
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Env, Reinforce, Supervised
 from posttrain.core.types import Task
-from posttrain.engine.tiny import build_module
+from posttrain.engine.model.tiny_models import build_module
 from posttrain.environment.make import environment
-from posttrain.environment.prompts import PromptsEnv
-from posttrain.environment.render import RenderedDialogue
-from posttrain.environment.rows import digest
-from posttrain.role.judgements import segments
+from posttrain.environment.rows.own_prompts import PromptsEnv
+from posttrain.environment.rows.row_reader import digest
+from posttrain.environment.templates.renderer import RenderedDialogue
+from posttrain.ladder.preference_rows import ODPO
+from posttrain.stages.preference.judged_batches import segments
+from posttrain.system.errors import ConfigError, DataError
 from tests.tiny import MODEL
 
 SKY = {"role": "user", "content": "What colour is the sky?"}

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from posttrain.checks.rejudge import GOLD, RejudgedAnswers
-from posttrain.core.env import Env, Reward
-from posttrain.core.errors import InvariantError
+from posttrain.checks.judging.rejudge import GOLD, RejudgedAnswers
+from posttrain.config.env import Env, Reward
 from posttrain.core.ports import Attempt, Talk
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.gallery.calculator import CalculatorEnv
 from posttrain.environment.make import environment
+from posttrain.system.errors import InvariantError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from run_parts import mine, play
 
-from posttrain.core import reader
 from posttrain.core.ports import Attempt
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment, Stop, Task
 from posttrain.environment.gallery.arithmetic import Arithmetic
+from posttrain.record import run_reader
 from posttrain.role.judging import SiblingVerdicts
-from posttrain.verifier.functions import source
+from posttrain.verifier.user_functions import source
 
 TASK = Task("t", "1+1=", "2")
 
@@ -129,9 +129,9 @@ def test_a_reward_that_rolls_dice_gives_one_text_one_reward(tmp_path: Path, word
     """In a whole run: siblings with the same tokens have the same reward to the last bit, and others have their own."""
     folder = small_run(tmp_path, RANDOM, "rl.sampling.max_tokens=1", "rl.siblings=24", "rl.steps=2", *words)
     said, alike, distinct = 0, 0, 0
-    for row in reader.episode_files(folder):
+    for row in run_reader.episode_files(folder):
         groups: dict[tuple[str, int], dict[tuple[bytes, str], set[float | None]]] = {}
-        for r in reader.read_episodes(row.path):
+        for r in run_reader.read_episodes(row.path):
             e = r.episode
             said += 1
             rewards = groups.setdefault((e.task.id, e.visit), {})
@@ -150,6 +150,6 @@ ROUNDED = "def reward(task, text):\n    return .3 if len(text) % 2 else .1 + .2\
 def test_rewards_equal_up_to_rounding_stop_no_run(tmp_path: Path, algorithm: str) -> None:
     """The second opinion agrees that they carry no credit; where the filter turns every group away, that is said."""
     folder = small_run(tmp_path, ROUNDED, f"algorithm={algorithm}", "rl.steps=2", "rl.siblings=4")
-    for step in reader.steps(folder):
+    for step in run_reader.steps(folder):
         assert step.gauges["rollout/mixed"].mean == 0 and step.gauges["credit/advantage_abs"].sum == 0
         assert any("no group has spread" in n or "groups passed the filter" in n for n in step.notes), step.notes

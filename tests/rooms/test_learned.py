@@ -15,20 +15,20 @@ import pytest
 from run_parts import RL, SMALL, play, refused
 
 import posttrain
-from posttrain.api.compare import show_comparison
-from posttrain.api.console import PlainConsole
-from posttrain.api.curve import CurveLine, picture
-from posttrain.api.overrides import apply
-from posttrain.api.summary import markdown, write_summary
 from posttrain.cli import main
-from posttrain.core import reader
-from posttrain.core.errors import ConfigError
-from posttrain.core.interval import Gain, Score
-from posttrain.diagnose.compared import compare_runs, over_seeds, settings_of, student95
-from posttrain.diagnose.differing import differing
-from posttrain.diagnose.learned import stage_learned
-from posttrain.diagnose.outcome import Measurement, RunOutcome, read_outcome
+from posttrain.config.overrides import apply
+from posttrain.core.measure.interval import Gain, Score
+from posttrain.diagnose.learning_verdict import stage_learned
+from posttrain.diagnose.run_comparison import compare_runs, over_seeds, settings_of, student95
+from posttrain.diagnose.run_outcome import Measurement, RunOutcome, read_outcome
+from posttrain.diagnose.setting_differences import differing
 from posttrain.recipe.recipes import recipe
+from posttrain.record import run_reader
+from posttrain.report.compare_runs import show_comparison
+from posttrain.report.console import PlainConsole
+from posttrain.report.run_summary import markdown, write_summary
+from posttrain.report.text_curve import CurveLine, picture
+from posttrain.system.errors import ConfigError
 
 TINY = (
     *SMALL,
@@ -67,7 +67,7 @@ def test_the_gain_is_that_of_the_recorded_answers(run: Path) -> None:
 
     def paid(stage: str, index: int) -> dict[str, float]:
         groups: dict[str, list[float]] = {}
-        for r in reader.episodes(run, stage, index, "eval"):
+        for r in run_reader.episodes(run, stage, index, "eval"):
             groups.setdefault(str(r.episode.task.prompt), []).append(r.episode.reward or 0.0)
         return {k: sum(v) / len(v) for k, v in groups.items()}
 

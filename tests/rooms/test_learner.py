@@ -13,17 +13,17 @@ from engine_parts import ARCHS, packed, policy, segments, tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from posttrain.config.run import Optimizer
 from posttrain.core.batch import Packed
-from posttrain.core.errors import DataError, RunFolderError
-from posttrain.core.ladder import LADDER
-from posttrain.core.run import Optimizer
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import SCORED, Scoring
-from posttrain.engine import packed_reader
-from posttrain.engine.learner import FrozenScorer, HFLearner
-from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.role.transport import whole_tensors
+from posttrain.engine.learner import packed_reader
+from posttrain.engine.learner.learner import FrozenScorer, HFLearner
+from posttrain.engine.model.policy_model import Policy, load_policy
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.system.errors import DataError, RunFolderError
 
 
 def separately(p: Policy, batch: Packed, temperature: float = 1.0) -> np.ndarray:

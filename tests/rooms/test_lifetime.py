@@ -1,5 +1,5 @@
-"""A process that was begun by `core.lifetime` ends with the one that began it, however that ends and whatever it does
-itself."""
+"""A process that was begun by `system.child_lifetime` ends with the one that began it, however that ends and whatever
+it does itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.lifetime import begun, die_with
+from posttrain.system.child_lifetime import begun, die_with
 
 pytestmark = [
     pytest.mark.prove,
@@ -22,7 +22,7 @@ pytestmark = [
 
 LEARNER = """
 import os, signal, sys, time
-from posttrain.core.lifetime import begun
+from posttrain.system.child_lifetime import begun
 held = begun({child!r}, stdout=sys.stdout)
 time.sleep(600)
 """
@@ -96,15 +96,15 @@ def test_it_outlives_the_thread_in_which_it_was_asked_for() -> None:
 
 def test_one_whose_parent_is_gone_already_ends_at_once() -> None:
     """The kernel was asked too late: nobody is left whose end it could tell."""
-    code = "from posttrain.core.lifetime import die_with; import os; die_with(os.getppid() + 1); print('lives')"
+    code = "from posttrain.system.child_lifetime import die_with; import os; die_with(os.getppid() + 1); print('lives')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, b"")
-    code = "from posttrain.core.lifetime import die_with; import os; die_with(os.getppid()); print('lives')"
+    code = "from posttrain.system.child_lifetime import die_with; import os; die_with(os.getppid()); print('lives')"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).stdout == b"lives\n"
 
 
 ELSEWHERE = (
-    "import os, sys, time; sys.platform = 'darwin'; from posttrain.core.lifetime import die_with;"
+    "import os, sys, time; sys.platform = 'darwin'; from posttrain.system.child_lifetime import die_with;"
     " die_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)"
 )
 """Where the kernel is not asked."""
@@ -133,4 +133,4 @@ def test_a_program_that_cannot_be_started_says_so() -> None:
     with pytest.raises(FileNotFoundError):
         begun("pass", cwd="/there/is/no/such/folder")
     assert begun("pass").wait(60) == 0, "and the next one starts"
-    assert die_with.__module__ == "posttrain.core.lifetime"
+    assert die_with.__module__ == "posttrain.system.child_lifetime"

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.core.errors import ConfigError, DataError, InvariantError
-from posttrain.core.ladder import GIGPO, MT_GRPO, PPO
-from posttrain.core.pieces.baseline import ToGo
+from posttrain.config.run import Env, Reinforce, Run
 from posttrain.core.ports import Attempt, Talk
-from posttrain.core.record import from_columns, of_groups, to_columns
-from posttrain.core.request import RolloutRequest
-from posttrain.core.run import Env, Reinforce, Run
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Episode, Stop, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.gallery.calculator import CalculatorEnv
-from posttrain.verifier.source import graded
+from posttrain.ladder.pieces.baseline import ToGo
+from posttrain.ladder.policy_rows import GIGPO, MT_GRPO, PPO
+from posttrain.ladder.rollout_request import RolloutRequest
+from posttrain.record.step_format import from_columns, of_groups, to_columns
+from posttrain.system.errors import ConfigError, DataError, InvariantError
+from posttrain.verifier.reward_source import graded
 from tests.tiny import MODEL, only_rl, play, tiny_parts, tiny_run
 
 
@@ -126,7 +126,7 @@ def test_an_episode_with_paid_turns_and_a_state_is_recorded_whole(tmp_path: Path
 
 
 def test_pay_follows_a_turn() -> None:
-    from posttrain.role.talk import Conversation, Player
+    from posttrain.role.episode_conversation import Conversation, Player
 
     talk = Conversation(Player(None, lambda task: None, None), "t", EpisodeLimits(), int)  # type: ignore[arg-type, return-value]
     with pytest.raises(InvariantError, match="before the policy said anything"):
@@ -192,7 +192,7 @@ def test_a_run_whose_turns_are_paid(tmp_path: Path, algorithm: Any) -> None:
 def test_a_demonstration_of_several_turns_is_played(tmp_path: Path) -> None:
     """Its turns are imitated, what the world answers between them is masked, and an episode of another length is
     refused."""
-    from posttrain.role.demonstrate import recited
+    from posttrain.role.learning.demonstrations import recited
 
     parts = tiny_parts(tmp_path, tool_run("shop", "tools"))
     env: Any = parts.environment

@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from test_certificate import edited, one_weight, other_tokenizer, played, short
 
 import posttrain
-from posttrain.api.lineage import lineage_of
+from posttrain.build.weight_lineage import lineage_of
 from posttrain.cli import main
-from posttrain.core import files
-from posttrain.core.certificate import CERTIFICATE, LINEAGE
-from posttrain.core.checkpoint import find
-from posttrain.core.errors import DataError, InvariantError, RunFolderError
-from posttrain.core.lineage import LineageLink, chain, check_links, links_from, read_lineage
-from posttrain.core.reader import digests, run_file
-from posttrain.core.run import Model
+from posttrain.config.run import Model
+from posttrain.record.certificate import CERTIFICATE, LINEAGE
+from posttrain.record.checkpoint import find
+from posttrain.record.lineage import LineageLink, chain, check_links, links_from, read_lineage
+from posttrain.record.run_reader import digests, run_file
+from posttrain.system import files
+from posttrain.system.errors import DataError, InvariantError, RunFolderError
 
 pytestmark = pytest.mark.prove
 
@@ -152,7 +152,7 @@ def test_weights_that_changed_in_a_run_folder_are_refused(own: Path) -> None:
 def test_a_base_beneath_an_adapter_that_changed_is_refused(own: Path) -> None:
     from dataclasses import replace
 
-    from posttrain.core.adapter import Lora
+    from posttrain.config.adapter import Lora
 
     (own / "model" / CERTIFICATE).unlink()
     (own / "model" / LINEAGE).unlink()

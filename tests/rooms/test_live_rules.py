@@ -11,20 +11,20 @@ from io import StringIO
 import numpy as np
 import pytest
 
-from posttrain.api.console import PlainConsole
-from posttrain.api.terminal import Terminal
-from posttrain.api.wording import clearly_better
-from posttrain.checks.history import FIRST, KEPT
+from posttrain.build.request.chat_or_plain import clearly_better
+from posttrain.checks.stage_history import FIRST, KEPT
+from posttrain.config.run import Optimizer, Reinforce
+from posttrain.config.stages.preference_settings import OnlinePreference
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.preference_stage import OnlinePreference
-from posttrain.core.run import Optimizer, Reinforce
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Message, Task
-from posttrain.diagnose.rule import PLAYED_RULES, RULES, rounded, trend
-from posttrain.diagnose.rules import findings
-from posttrain.diagnose.said import SaidOnce, findings_of, kind_of, notes_of
-from posttrain.diagnose.start import data_notes
+from posttrain.diagnose.rules.all_rules import findings
+from posttrain.diagnose.rules.data_notes import data_notes
+from posttrain.diagnose.rules.notes_once import SaidOnce, findings_of, kind_of, notes_of
+from posttrain.diagnose.rules.rule import PLAYED_RULES, RULES, rounded, trend
 from posttrain.environment.single import Listed
+from posttrain.report.console import PlainConsole
+from posttrain.report.live.live_terminal import Terminal
 from tests.tiny import tiny_run
 
 STAGE = Reinforce(name="rl", optimizer=Optimizer(lr=5e-4, warmup=5), sampling=Sampling(max_tokens=16))

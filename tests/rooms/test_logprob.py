@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.core.engines import KernelChoice
-from posttrain.core.errors import ConfigError, InvariantError
+from posttrain.config.engines import KernelChoice
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
-from posttrain.engine import logprob, transform
-from posttrain.engine.kernels import TABLE
-from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
+from posttrain.engine.head import logit_transform, logprob
+from posttrain.engine.head.kernel_table import TABLE
+from posttrain.engine.head.logprob import candidates, energies, logprobs, most_probable, odds
+from posttrain.system.errors import ConfigError, InvariantError
 from tests.peak import peak_bytes
 
 M, H, V = 7, 5, 11
@@ -170,8 +170,8 @@ def test_never_more_than_a_chunk_of_logits(kept: bool, monkeypatch: pytest.Monke
     """The widest matrix made, in forward and backward, has at most `chunk` rows. Where all scores are kept, the
     backward makes none."""
     seen: list[int] = []
-    whole = transform.logits
-    monkeypatch.setattr(transform, "logits", lambda h, *rest: seen.append(h.shape[0]) or whole(h, *rest))
+    whole = logit_transform.logits
+    monkeypatch.setattr(logit_transform, "logits", lambda h, *rest: seen.append(h.shape[0]) or whole(h, *rest))
     monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", {"cpu": 4 * V})
     monkeypatch.setattr(logprob, "CHUNK_ROWS", 1)
     monkeypatch.setattr(logprob, "KEPT_ELEMENTS", {"cpu": 7 * V if kept else 7 * V - 1})
@@ -205,10 +205,10 @@ def test_kept_scores_change_no_bit(
 def test_never_more_than_a_block_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every matrix of logits has at most `block` columns, and each block of the weight is read once for all tokens."""
     seen: list[tuple[int, int]] = []
-    whole = transform.logits
+    whole = logit_transform.logits
     monkeypatch.setattr(logprob, "KEPT_ELEMENTS", {"cpu": 0})
     monkeypatch.setattr(
-        transform, "logits", lambda h, w, *rest: seen.append((h.shape[0], w.shape[0])) or whole(h, w, *rest)
+        logit_transform, "logits", lambda h, w, *rest: seen.append((h.shape[0], w.shape[0])) or whole(h, w, *rest)
     )
     h, w, b = inputs()
     logprobs(h, w, b, targets(), sampling=Sampling(), chunk=4, block=6)[0].sum().backward()
@@ -221,7 +221,7 @@ def test_one_block_has_the_bits_of_logsumexp() -> None:
         h, w = torch.randn(50, 16, generator=g), torch.randn(vocabulary, 16, generator=g)
         said = torch.randint(0, vocabulary, (50,), generator=g)
         logp, _ = logprobs(h, w, None, said, sampling=Sampling(), kernels="torch")
-        z = transform.logits(h, w, None)
+        z = logit_transform.logits(h, w, None)
         assert torch.equal(logp, z.gather(1, said[:, None])[:, 0] - z.logsumexp(1))
 
 
@@ -372,7 +372,7 @@ def test_candidates_are_the_said_token_and_its_rivals(case: Case) -> None:
     got = candidates(h, w, b, rivals, **how)
     own, _ = logprobs(h, w, b, said, **how)
     assert torch.allclose(got[:, 0], own, atol=1e-12)
-    z = transform.logits(h, w, b, case.scale, case.softcap) / case.temperature
+    z = logit_transform.logits(h, w, b, case.scale, case.softcap) / case.temperature
     if how["kept"] is not None:
         outside = torch.ones_like(z, dtype=torch.bool)
         for row, ids in enumerate(how["kept"].sets()):
@@ -394,7 +394,7 @@ def test_most_probable_tokens_come_first(k: int) -> None:
     """The k largest log-probs of every position in descending order; 0 takes the vocabulary, which sums to 1."""
     h, w, b = inputs()
     found = most_probable(h, w, b, k, sampling=Sampling(temperature=0.7))
-    plain = torch.log_softmax(transform.logits(h, w, b) / 0.7, 1).detach()
+    plain = torch.log_softmax(logit_transform.logits(h, w, b) / 0.7, 1).detach()
     assert found.values.shape == (M, k or V)
     assert torch.allclose(found.values, plain.sort(1, descending=True).values[:, : k or V], atol=1e-12)
     assert torch.allclose(found.values, plain.gather(1, found.indices), atol=1e-12)
@@ -407,7 +407,7 @@ def test_energy_is_the_squared_gradient(case: Case, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(logprob, "_rows", lambda hidden, weight: 3)
     h, w, b = inputs(bias=case.bias)
     how = case.arguments()
-    z = (transform.logits(h, w, b, case.scale, case.softcap) / case.temperature).detach()
+    z = (logit_transform.logits(h, w, b, case.scale, case.softcap) / case.temperature).detach()
     if how["kept"] is not None:
         for row, ids in enumerate(how["kept"].sets()):
             z[row, [v for v in range(V) if v not in ids]] = float("-inf")

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.core.batch import Packed
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.look_up import LookUp
+from posttrain.engine.layers.embedding_gradient import LookUp
+from posttrain.engine.learner.learner import HFLearner
 
 
 class Sizes(TorchDispatchMode):

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 pytest.importorskip("math_verify")
 
-from posttrain.core.env import Reward
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.config.env import Reward
+from posttrain.config.run import Env
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.environment.make import environment
+from posttrain.system.errors import ConfigError, DataError
 from posttrain.verifier.math.extract import final
 from posttrain.verifier.math.grade import gold_of, grade
-from posttrain.verifier.math.reading import Number, read
-from posttrain.verifier.math.source import MathSource, math_source
+from posttrain.verifier.math.math_reward import MathSource, math_source
+from posttrain.verifier.math.read_answer import Number, read
 from posttrain.verifier.math.spelling import spelled
 
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("math_verify")
 
 from posttrain.core.types import Task
-from posttrain.verifier.math.source import MathSource, math_source
+from posttrain.verifier.math.math_reward import MathSource, math_source
 
 UNION = r"(-\infty,1)\cup(2,\infty)"
 CLOSED = r"(-\infty,1]\cup[2,\infty)"

@@ -14,7 +14,7 @@ from layout_parts import table
 from benchmarks.answers import pairs
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
-from posttrain.verifier.math.source import SECONDS, MathSource, math_source
+from posttrain.verifier.math.math_reward import SECONDS, MathSource, math_source
 
 SLOWEST = 3.0
 """Seconds of one verdict, the algebra's time-out among them."""

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 import posttrain
-from posttrain.api.summary import memory_lines
-from posttrain.core import machine, reader
 from posttrain.core.ports import Attempt
 from posttrain.core.verdict import Verdict
-from posttrain.diagnose.outcome import read_outcome
+from posttrain.diagnose.run_outcome import read_outcome
 from posttrain.environment.single import SingleTurn
-from posttrain.role.memory import PeakMemory
+from posttrain.record import run_reader
+from posttrain.report.run_summary import memory_lines
+from posttrain.role.memory_peaks import PeakMemory
 from posttrain.role.roles import RoleCosts
+from posttrain.system import machine
 
 MIB = 1 << 20
 
@@ -49,7 +50,7 @@ def test_a_peak_is_seen_and_set_back(peak: PeakMemory) -> None:
 
 
 def test_without_a_peak_of_its_own_the_process_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("posttrain.role.memory.CLEAR", tmp_path / "missing" / "clear_refs")
+    monkeypatch.setattr("posttrain.role.memory_peaks.CLEAR", tmp_path / "missing" / "clear_refs")
     made = PeakMemory()
     made.reset()
     assert made.what == "resident, since the process began" and made.read() > 50 * MIB
@@ -72,7 +73,7 @@ def test_roles_within_roles(peak: PeakMemory) -> None:
 def test_every_line_of_the_record_has_the_peaks_of_its_roles(tmp_path: Path) -> None:
     words = ("sft.steps=2", "rl.steps=2", "rl.prompts=2", "rl.siblings=2", "rl.eval_every=1", "env.heldout=2")
     posttrain.run("arithmetic", *words, "evaluation.samples=1", out=tmp_path / "run", quiet=True)
-    steps = reader.steps(tmp_path / "run")
+    steps = run_reader.steps(tmp_path / "run")
     roles = [set(s.memory) for s in steps if s.stage == "rl"]
     assert {"rollout", "score", "learn", "sync", "evaluate"} <= roles[0] and {"rollout", "learn"} <= roles[1]
     assert all(m > 50 * MIB for s in steps for m in s.memory.values())
@@ -128,7 +129,7 @@ MEASURES = """
 import ctypes, resource, sys
 from contextlib import nullcontext
 from pathlib import Path
-from posttrain.core.machine import freed_at_once, kept_memory
+from posttrain.system.machine import freed_at_once, kept_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]

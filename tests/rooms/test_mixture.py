@@ -10,15 +10,15 @@ import pytest
 import torch
 from scipy import stats
 
-from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said
-from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.embedded.mixture import Mixture
-from posttrain.engine.embedded.speculate import Lookup
-from posttrain.engine.models import named_tensors
-from posttrain.engine.readout import read_out
+from posttrain.engine.embedded.policy_mixture import Mixture
+from posttrain.engine.embedded.speculation import Lookup
+from posttrain.engine.head.readout import read_out
+from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.model.policy_model import named_tensors
+from posttrain.system.errors import EngineError
 from tests.rooms.embedded_parts import V, module, prompts, sampling
 
 

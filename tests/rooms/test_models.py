@@ -24,14 +24,15 @@ from transformers import (
     T5Config,
 )
 
-from posttrain.core.errors import ConfigError, DataError, EngineError, InvariantError
-from posttrain.core.run import Model
-from posttrain.engine import attention, native
-from posttrain.engine.fingerprint import ROW, Spot, fingerprint, fingerprints
-from posttrain.engine.models import Policy, check_read_out, load_policy, named_tensors, read_out
-from posttrain.engine.stops import resolve_stops
-from posttrain.engine.tiny import build_module
-from posttrain.engine.vocabulary import characters, raw_bytes
+from posttrain.config.run import Model
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.files.fingerprint import ROW, Spot, fingerprint, fingerprints
+from posttrain.engine.layers import attention
+from posttrain.engine.model.built_tokenizers import characters, raw_bytes
+from posttrain.engine.model.policy_model import Policy, check_read_out, load_policy, named_tensors, read_out
+from posttrain.engine.model.stop_tokens import resolve_stops
+from posttrain.engine.model.tiny_models import build_module
+from posttrain.system.errors import ConfigError, DataError, EngineError, InvariantError
 from tests.vocabularies import train_bpe, train_byte_level, train_unigram
 
 TEXTS = [
@@ -352,7 +353,7 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.skipif(bool(native.missing()), reason="no C compiler")
+@pytest.mark.skipif(bool(compile_native.missing()), reason="no C compiler")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_compiled_code_and_torch_give_the_same_fingerprint(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of whole rows, the rest after the last one, words with the highest bit, and rows drawn by a number."""
@@ -365,7 +366,7 @@ def test_compiled_code_and_torch_give_the_same_fingerprint(threads: int, monkeyp
         compiled = [fingerprints(given, spot) for spot in forms]
     finally:
         torch.set_num_threads(kept)
-    monkeypatch.setattr(native, "find", lambda: "none")
+    monkeypatch.setattr(compile_native, "find", lambda: "none")
     assert compiled == [fingerprints(given, spot) for spot in forms]
     assert len(set(compiled[0].values())) == len(given)
 

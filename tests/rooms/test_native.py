@@ -14,17 +14,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.core.errors import EngineError
-from posttrain.engine import attention, native
-from posttrain.engine.accept import LayerShape
-from posttrain.engine.attention import PackedLayout
-from posttrain.engine.embedded import sampler
-from posttrain.engine.embedded.blocks import BLOCK, blocks_for
-from posttrain.engine.embedded.cache import CachedLayout, CachePool
-from posttrain.engine.embedded.fused import FusedDecoder
-from posttrain.engine.readout import read_out
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.embedded import token_sampler
+from posttrain.engine.embedded.cache.cache_blocks import BLOCK, blocks_for
+from posttrain.engine.embedded.cache.fused_decoder import FusedDecoder
+from posttrain.engine.embedded.cache.key_value_cache import CachedLayout, CachePool
+from posttrain.engine.head.readout import read_out
+from posttrain.engine.layers import attention
+from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.model.supported_models import LayerShape
+from posttrain.system.errors import EngineError
 
-FOUND = native.find()
+FOUND = compile_native.find()
 needs_kernels = pytest.mark.skipif(isinstance(FOUND, str), reason=f"no compiled kernels: {FOUND}")
 
 
@@ -32,10 +33,16 @@ def test_where_a_compiler_works_there_are_kernels(tmp_path: Path) -> None:
     """Code that does not compile is no reason to skip: it fails here."""
     compiler, least = shutil.which(shlex.split(os.environ.get("CC", "cc"))[0]), tmp_path / "least.c"
     least.write_text("#include <omp.h>\nint most(void) { return omp_get_max_threads(); }\n")
-    made = [*shlex.split(os.environ.get("CC", "cc")), *native.FLAGS, "-o", str(tmp_path / "least.so"), str(least)]
+    made = [
+        *shlex.split(os.environ.get("CC", "cc")),
+        *compile_native.FLAGS,
+        "-o",
+        str(tmp_path / "least.so"),
+        str(least),
+    ]
     if compiler is None or subprocess.run(made).returncode:
         pytest.skip("no C compiler with OpenMP works here")
-    assert not native.missing()
+    assert not compile_native.missing()
 
 
 CPU = torch.device("cpu")
@@ -244,26 +251,26 @@ def test_the_pick_is_torchs(size: int) -> None:
     logits[:, size // 2] = 1
     logp = torch.log_softmax(logits, -1)
     for uniform in (rng.random(60), np.zeros(60), np.full(60, np.nextafter(1, 0))):
-        ids = sampler.pick(logp, uniform)
-        assert torch.equal(ids, sampler._pick(logp, uniform))
+        ids = token_sampler.pick(logp, uniform)
+        assert torch.equal(ids, token_sampler._pick(logp, uniform))
         assert (logp.gather(1, ids[:, None]) > -torch.inf).all()
     logp[3, 0] = torch.nan
     with pytest.raises(EngineError, match="not finite"):
-        sampler.pick(logp, rng.random(60))
+        token_sampler.pick(logp, rng.random(60))
 
 
 def test_what_it_says_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    native.find.cache_clear()
+    compile_native.find.cache_clear()
     shapes = [LayerShape(1, 8, 8)]
     try:
         assert CachePool(shapes, torch.float32, CPU).kernel.form == "torch"
         with pytest.raises(EngineError, match="no C compiler 'no-such-compiler': install gcc or clang, or set CC"):
             CachePool(shapes, torch.float32, CPU, "compiled")
         with pytest.raises(EngineError, match="no C compiler"):
-            native.library()
+            compile_native.library()
     finally:
-        native.find.cache_clear()
+        compile_native.find.cache_clear()
     with pytest.raises(EngineError, match=r"serve float32 on cpu, not torch\.float64 on cpu"):
         CachePool(shapes, torch.float64, CPU, "compiled")
 
@@ -272,11 +279,11 @@ def test_what_it_says_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "false")
-    native.find.cache_clear()
+    compile_native.find.cache_clear()
     try:
-        why = native.find()
+        why = compile_native.find()
     finally:
-        native.find.cache_clear()
+        compile_native.find.cache_clear()
     assert isinstance(why, str)
     assert "does not compile decoder.c" in why
 
@@ -288,13 +295,13 @@ def test_a_library_that_is_not_as_it_was_written_is_never_loaded(
 ) -> None:
     """Loaded, the planted one would make the file `ran`; the cut one would end this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
+    monkeypatch.setattr(compile_native, "FLAGS", ("-O0", *compile_native.FLAGS[1:]))
     compiler, source, ran = os.environ.get("CC", "cc"), tmp_path / "planted.c", tmp_path / "ran"
     source.write_text(
         "#include <fcntl.h>\n#include <unistd.h>\n"
         f'__attribute__((constructor)) void run(void) {{ close(open("{ran}", O_CREAT | O_WRONLY, 0600)); }}\n'
     )
-    assert not isinstance(native.find.__wrapped__(), str)
+    assert not isinstance(compile_native.find.__wrapped__(), str)
     (library,) = (tmp_path / "posttrain").glob("kernels-*.so")
     whole = library.read_bytes()
     library.unlink()  # this process has it mapped
@@ -305,7 +312,7 @@ def test_a_library_that_is_not_as_it_was_written_is_never_loaded(
     if harm == "written by others":
         library.with_suffix(".sha256").write_text(hashlib.sha256(library.read_bytes()).hexdigest())
         library.parent.chmod(0o777)
-    assert not isinstance(native.find.__wrapped__(), str)
+    assert not isinstance(compile_native.find.__wrapped__(), str)
     assert not ran.exists()
     assert (library.read_bytes() == whole) == (harm != "written by others")
 
@@ -313,11 +320,11 @@ def test_a_library_that_is_not_as_it_was_written_is_never_loaded(
 @needs_kernels
 def test_a_compiler_may_be_a_command_of_several_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
+    monkeypatch.setattr(compile_native, "FLAGS", ("-O0", *compile_native.FLAGS[1:]))
     monkeypatch.setenv("CC", f"env {os.environ.get('CC', 'cc')}")
-    assert not isinstance(native.find.__wrapped__(), str)
+    assert not isinstance(compile_native.find.__wrapped__(), str)
     monkeypatch.setenv("CC", 'cc "')
-    assert "is no command" in str(native.find.__wrapped__())
+    assert "is no command" in str(compile_native.find.__wrapped__())
 
 
 LINE, SETS = 64, 64
@@ -328,7 +335,7 @@ LINE, SETS = 64, 64
 def test_rows_are_spread_over_the_cache(count: int) -> None:
     """The elements of one column, in as many rows as there are sets, lie in as many sets. In rows of a power of two of
     floats they would share a few."""
-    row = native.stride(count)
-    assert count <= row < count + 2 * native.LANES and row % native.LANES == 0
+    row = compile_native.stride(count)
+    assert count <= row < count + 2 * compile_native.LANES and row % compile_native.LANES == 0
     assert len({r * row * 4 // LINE % SETS for r in range(SETS)}) == SETS
     assert count < 32 or len({r * 2 ** count.bit_length() * 4 // LINE % SETS for r in range(SETS)}) < SETS

@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.core.errors import EngineError
-from posttrain.engine import native, native_tiles, tiles
-from posttrain.engine.kernels import kernel
-from posttrain.engine.logprob import logprobs
-from posttrain.engine.native_tiles import BOUND, NATIVE
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.head import native_tiles, tiles
+from posttrain.engine.head.kernel_table import kernel
+from posttrain.engine.head.logprob import logprobs
+from posttrain.engine.head.native_tiles import BOUND, NATIVE
+from posttrain.system.errors import EngineError
 from tests.rooms.test_logprob import CASES, Case, inputs, plain, targets
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing())
+pytestmark = pytest.mark.skipif(bool(compile_native.missing()), reason=compile_native.missing())
 
 
 @pytest.fixture

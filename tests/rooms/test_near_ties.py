@@ -13,17 +13,17 @@ import torch
 
 import posttrain
 from benchmarks.healthy_experts import tie, undecided
-from posttrain.core import reader
+from posttrain.config.run import Model
 from posttrain.core.batch import Packed
-from posttrain.core.errors import EngineError, InvariantError, PosttrainError
-from posttrain.core.run import Model
-from posttrain.engine import accept as accepting
-from posttrain.engine import sharing
-from posttrain.engine.attention import PackedLayout
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.routing import Routing
+from posttrain.engine.layers import shared_prefixes
+from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.layers.expert_routing import Routing
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model import supported_models as accepting
+from posttrain.engine.model.policy_model import Policy, load_policy
 from posttrain.faults import FAULTS
+from posttrain.record import run_reader
+from posttrain.system.errors import EngineError, InvariantError, PosttrainError
 from tests.rooms.engine_parts import ALPHABET, segments
 from tests.rooms.test_experts import moe_run
 
@@ -133,8 +133,8 @@ def test_choices_that_are_not_those_of_the_pass_are_told_from_rounding() -> None
 
 
 def test_wrong_sharing_is_found_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sharing.Sharing._shared
-    monkeypatch.setattr(sharing.Sharing, "_shared", lambda self, *a: real(self, *a) * 1.3)
+    real = shared_prefixes.Sharing._shared
+    monkeypatch.setattr(shared_prefixes.Sharing, "_shared", lambda self, *a: real(self, *a) * 1.3)
     with pytest.raises(InvariantError, match="computing shared beginnings once"):
         HFLearner(drawn(1)).score(alike(0))
 
@@ -150,7 +150,7 @@ def test_a_run_whose_routers_are_undecided_is_not_stopped(replay: str, dtype: st
     by = "model.kernels=reference"
     with undecided():
         posttrain.run(moe_run(checkpoint_every=0, siblings=6), *FIXED, *words, by, out=tmp_path / "run", quiet=True)
-    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"]
     assert len(steps) == 3 and not [n for s in steps for n in s.notes if n.startswith("rule ")]
     print(f"{max(s.gauges['experts/differ'].mean for s in steps):.3g} of choices differ")
     if dtype == "float32":

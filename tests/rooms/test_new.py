@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 import posttrain
-from posttrain.api.benchmark import benchmark
-from posttrain.api.new import new_env, new_reward
 from posttrain.cli import main
-from posttrain.core import reader, shell
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.cli.skeletons.benchmark_files import benchmark
+from posttrain.cli.skeletons.new_files import new_env, new_reward
 from posttrain.recipe.recipes import recipe
+from posttrain.record import run_reader
+from posttrain.system import shell
+from posttrain.system.errors import ConfigError, DataError
 from tests.rooms.judge_parts import scored, scripted_judge
 
 SMALL = (
@@ -72,8 +73,8 @@ def test_it_is_trained_on_by_its_path(tmp_path: Path) -> None:
         out=tmp_path / "run",
         quiet=True,
     )
-    assert [s.stage for s in reader.steps(tmp_path / "run")].count("rl") == 2
-    assert reader.run_file(tmp_path / "run").run.env.name.endswith("sort_letters.py:SortLetters")
+    assert [s.stage for s in run_reader.steps(tmp_path / "run")].count("rl") == 2
+    assert run_reader.run_file(tmp_path / "run").run.env.name.endswith("sort_letters.py:SortLetters")
 
 
 # --- with tools ------------------------------------------------------------------------------------------------------
@@ -96,8 +97,8 @@ def test_tools_and_several_turns_work_as_written(tmp_path: Path, capsys: pytest.
     assert main([*check[1:], "--tasks", "4", "--rate", "1"]) == 0
     out = ["--out", str(tmp_path / "run"), "env.heldout=4", "model.context=128"]
     assert main([*train[1:], *SMALL, *RL[:-1], "rl.sampling.max_tokens=24", *out]) == 0
-    played = [r for f in reader.episode_files(tmp_path / "run") for r in reader.read_episodes(f.path)]
-    assert played and reader.run_file(tmp_path / "run").run.env.name.endswith("stock_room.py:StockRoom")
+    played = [r for f in run_reader.episode_files(tmp_path / "run") for r in run_reader.read_episodes(f.path)]
+    assert played and run_reader.run_file(tmp_path / "run").run.env.name.endswith("stock_room.py:StockRoom")
 
 
 def test_the_test_of_tools_finds_a_verifier_that_reads_words(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_a_known_taste_works_as_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*check[1:], "--tasks", "4", "--rate", "1"]) == 0
     out = ["dpo.steps=2", "dpo.batch=4", "dpo.eval_every=0", "env.heldout=4", "--out", str(tmp_path / "run")]
     assert main([*train[1:], *SMALL, *out]) == 0
-    assert [s.stage for s in reader.steps(tmp_path / "run")].count("dpo") == 2
+    assert [s.stage for s in run_reader.steps(tmp_path / "run")].count("dpo") == 2
     assert "model=MODEL" in mine and "sft=none" in mine
 
 
@@ -148,9 +149,9 @@ def test_a_conversation_works_as_written(tmp_path: Path, capsys: pytest.CaptureF
     with scripted_judge(lambda text: scored(float(text.count(" assistant")))) as judge:
         words = [w.replace("http://127.0.0.1:8000/v1", judge.url) for w in paid[1:]]
         assert main([*words, *out, str(tmp_path / "paid")]) == 0
-    last = [s for s in reader.steps(tmp_path / "paid") if s.stage == "rl"][-1]
+    last = [s for s in run_reader.steps(tmp_path / "paid") if s.stage == "rl"][-1]
     assert {"reward/judge", "rollout/truth"} <= set(last.gauges) and judge.bodies
-    played = [r.episode for f in reader.episode_files(tmp_path / "paid") for r in reader.read_episodes(f.path)]
+    played = [r.episode for f in run_reader.episode_files(tmp_path / "paid") for r in run_reader.read_episodes(f.path)]
     assert all(1 <= len(e.turns) <= 2 and e.state["conversation"][0]["role"] == "user" for e in played)
 
 
@@ -179,7 +180,7 @@ def test_a_benchmark_works_as_written(tmp_path: Path, capsys: pytest.CaptureFixt
         small = [w for w in (*SMALL, *RL) if not w.startswith("sft.")]
         words = [*train[1:-1], "model=none", *both, *small, "--out", str(tmp_path / "run")]
         assert main(words) == 0
-    last = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"][-1]
+    last = [s for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"][-1]
     assert {"reward/judge", "rollout/truth"} <= set(last.gauges)
 
 
@@ -216,7 +217,7 @@ def test_a_reward_function_works_as_written(tmp_path: Path, capsys: pytest.Captu
     assert main([*check[1:], "--tasks", "4", "--rate", "1"]) == 0
     small = [w for w in (*SMALL, *RL) if not w.startswith("sft.")]
     assert main([*train[1:], *small, "env.heldout=4", "--out", str(tmp_path / "run")]) == 0
-    episodes = [r.episode for f in reader.episode_files(tmp_path / "run") for r in reader.read_episodes(f.path)]
+    episodes = [r.episode for f in run_reader.episode_files(tmp_path / "run") for r in run_reader.read_episodes(f.path)]
     assert {j.source for e in episodes for j in e.verdicts} == {"close_enough"}
     assert "model=MODEL" in with_model and with_model[-2:] == train[-2:]
 

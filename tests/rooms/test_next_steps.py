@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from run_parts import forget
 
-from posttrain.api.next_steps import next_steps
 from posttrain.cli import main
-from posttrain.core.reader import SCHEMA, run_file
-from posttrain.core.tree import to_plain
+from posttrain.diagnose.next_steps import next_steps
 from posttrain.recipe.recipes import recipe as shipped
+from posttrain.record.run_reader import SCHEMA, run_file
+from posttrain.system.dataclass_json import to_plain
 
 SMALL = [
     "rl.steps=1",
@@ -57,7 +57,7 @@ def test_each_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_run_without_words_names_none(tmp_path: Path) -> None:
     from posttrain import run
-    from posttrain.api.overrides import apply
+    from posttrain.config.overrides import apply
     from posttrain.recipe.recipes import recipe
 
     result = run(apply(recipe("grpo"), SMALL), out=tmp_path / "r", quiet=True)
@@ -70,9 +70,9 @@ def test_an_algorithm_of_a_file(
     monkeypatch.chdir(tmp_path)
     text = """
 from dataclasses import dataclass
-from posttrain.core.algorithm import patch
-from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.shape import Shaping
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.policy_rows import GRPO
+from posttrain.ladder.pieces.shape import Shaping
 
 @dataclass(frozen=True, kw_only=True)
 class HalvedReward(Shaping):
@@ -124,7 +124,7 @@ def test_words_of_somebody_else_make_no_command_of_their_own(
     asked = {"recipe": recipe, "overrides": overrides}
     plain = {"schema": SCHEMA, "run": to_plain(shipped("grpo")), "lineages": {}, "asked": asked}
     (tmp_path / "run.json").write_text(json.dumps(plain))
-    monkeypatch.setattr("posttrain.core.shell.program", lambda: "printf '<%s>'")
+    monkeypatch.setattr("posttrain.system.shell.program", lambda: "printf '<%s>'")
     lines = [x for x in next_steps(run_file(tmp_path).run, tmp_path) if not x.startswith("# ")]
     assert len(lines) == shown and all(x.isprintable() for x in lines)
     assert not any("--trust" in x or "--resume=x" in x for x in lines)
@@ -135,7 +135,7 @@ def test_words_of_somebody_else_make_no_command_of_their_own(
 
 def test_a_run_that_was_cut_goes_on_first_and_a_worse_one_is_not_handed_out(tmp_path: Path) -> None:
     from posttrain import run
-    from posttrain.api.overrides import apply
+    from posttrain.config.overrides import apply
     from posttrain.recipe.recipes import recipe
 
     folder = run(apply(recipe("grpo"), SMALL), out=tmp_path / "r", quiet=True).folder

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.core.errors import ConfigError
-from posttrain.core.run import Model, Optimizer
-from posttrain.engine import optimizer as module
-from posttrain.engine.offload import StateAtHome, groups
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.engine.update_rules import exact
+from posttrain.config.run import Model, Optimizer
+from posttrain.engine.optimizer import optimizer as module
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.engine.optimizer.optimizer_offload import StateAtHome, groups
+from posttrain.engine.optimizer.update_rules import exact
+from posttrain.system.errors import ConfigError
 from tests.peak import peak_bytes
 
 CPU = torch.device("cpu")

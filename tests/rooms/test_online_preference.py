@@ -13,30 +13,30 @@ import pytest
 import torch
 
 import posttrain
-from posttrain.api.engines import check_engine
-from posttrain.checks.preference_online import opponents_play, pairs_again
-from posttrain.controller import step as steps
-from posttrain.controller.stages.online import OnlineDriver
-from posttrain.core import reader
-from posttrain.core.algorithm import patch
+from posttrain.build.build_engines import check_engine
+from posttrain.config.engines import VLLM
+from posttrain.config.env import Reward
+from posttrain.config.run import Optimizer, Run
+from posttrain.config.stages.preference_settings import OnlinePreference, Preference
 from posttrain.core.batch import Packed
-from posttrain.core.checkpoint import find
-from posttrain.core.engines import VLLM
-from posttrain.core.env import Reward
-from posttrain.core.errors import ConfigError, InvariantError, RewardError
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.pieces.draw import BestWorst, RejectionSampled
-from posttrain.core.preference_ladder import DPO, ITERATIVE_DPO, NASH_MD, OAIF, RSO, XPO
-from posttrain.core.preference_stage import OnlinePreference, Preference
-from posttrain.core.run import Optimizer, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.streams import MARGIN, OPPONENT, SIDE
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import OPPOSED, Episode, Group, Said, Segment, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.role.sampled_pairs import batch_of_pairs, sampled_pairs
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.pair_source import BestWorst, RejectionSampled
+from posttrain.ladder.preference_rows import DPO, ITERATIVE_DPO, NASH_MD, OAIF, RSO, XPO
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find
 from posttrain.role.trainer import NonFiniteGradient, Trainer
+from posttrain.stages import training_step as steps
+from posttrain.stages.preference.online_checks import opponents_play, pairs_again
+from posttrain.stages.preference.online_stage import OnlineDriver
+from posttrain.stages.preference.sampled_pairs import batch_of_pairs, sampled_pairs
+from posttrain.system.errors import ConfigError, InvariantError, RewardError
 from tests.tiny import play, tiny_parts, tiny_run
 
 SAMPLING = Sampling(stop_ids=(0,))
@@ -150,7 +150,7 @@ def online_run(**settings: Any) -> Run:
 
 
 def lines(folder: Path) -> list[Step]:
-    return [s for s in reader.steps(folder) if s.stage == "online"]
+    return [s for s in run_reader.steps(folder) if s.stage == "online"]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_killed_stage_goes_on_as_if_it_had_never_been_killed(
         patched.setattr(OnlineDriver, "remember", killed)
         posttrain.run(run, out=tmp_path / "cut", quiet=True)
     posttrain.run(resume=tmp_path / "cut", quiet=True)
-    assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
+    assert run_reader.record_digest(tmp_path / "cut") == run_reader.record_digest(tmp_path / "whole")
     assert find(tmp_path / "cut").state["weights"] == find(tmp_path / "whole").state["weights"]
 
 
@@ -269,7 +269,7 @@ def test_what_an_opponent_said_is_told_from_what_the_policy_said(tmp_path: Path)
     asyncio.run(play(tiny_parts(tmp_path / "run", online_run(algorithm=NASH_MD, steps=1))))
     (taken,) = lines(tmp_path / "run")
     assert taken.gauges["rollout/tokens"].count == 6  # of 12 episodes
-    episodes = [r.episode for r in reader.episodes(tmp_path / "run", "online", 1)]
+    episodes = [r.episode for r in run_reader.episodes(tmp_path / "run", "online", 1)]
     assert [e.opposed for e in episodes] == [False, True] * 6
     assert all(e.own is not e.opposed for e in episodes)
 
@@ -285,7 +285,7 @@ def test_the_reference_says_all_completions_of_rso(tmp_path: Path) -> None:
     assert all(0 < s.gauges["preference/pairs"].sum <= 12 and s.gauges["preference/gap"].mean > 0 for s in paired)
     assert all(s.gauges["rollout/tokens"].count == 0 and "preference/won" not in s.gauges for s in taken)
     assert taken[0].gauges["canary/opponent_gap"].mean < 1e-3
-    said = [r.episode for step in (1, 2) for r in reader.episodes(tmp_path / "run", "online", step)]
+    said = [r.episode for step in (1, 2) for r in run_reader.episodes(tmp_path / "run", "online", step)]
     assert len(said) == 2 * 6 * 6 and all(e.opposed for e in said)
 
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from engine_parts import policy, segments
 
-from posttrain.algorithm.losses import STEP_SHARE, Reads
-from posttrain.algorithm.objective import Terms
-from posttrain.algorithm.streams import streams
+from posttrain.algorithm.loss.losses import STEP_SHARE, Reads
+from posttrain.algorithm.loss.objective import Terms
+from posttrain.algorithm.loss.torch_streams import streams
+from posttrain.config.run import Optimizer
 from posttrain.core.batch import Batch
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.run import Optimizer
-from posttrain.core.scores import TokenScores
 from posttrain.core.streams import WEIGHT
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.optimizer import StageOptimizer
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.role.events import (
     DifferentiatedEvent,
     Event,
@@ -32,7 +32,7 @@ from posttrain.role.events import (
     Observers,
     PackedEvent,
 )
-from posttrain.role.passes import Needs
+from posttrain.role.learner_passes import Needs
 from posttrain.role.trainer import Trainer
 
 PAIRS = 5

@@ -17,24 +17,25 @@ import torch
 from safetensors.torch import load_file
 
 import posttrain
-from posttrain.api.environments import distinct, make_environment, own_environments
-from posttrain.api.overrides import apply, surface
-from posttrain.controller.interrupt import Interrupted, Stopper
-from posttrain.controller.stages import Progress, Stages, where
-from posttrain.controller.stages.driver import DRIVERS, Driver
-from posttrain.controller.stages.progress import StageState
-from posttrain.controller.stages.reinforce import ReinforceDriver
-from posttrain.core import files, reader
-from posttrain.core.asks import Kind, asks, decided
-from posttrain.core.checkpoint import find, scan
-from posttrain.core.env import Env, Reward
-from posttrain.core.errors import ConfigError, RewardError, RunFolderError
+from posttrain.build.build_environments import distinct, make_environment, own_environments
+from posttrain.config.env import Env, Reward
+from posttrain.config.overrides import apply, surface
+from posttrain.config.run import Reinforce, Run, Supervised
+from posttrain.config.stages.stage import Stage, come_to, starts
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.open import alternatives
-from posttrain.core.run import Reinforce, Run, Supervised
-from posttrain.core.stage import Stage, come_to, starts
-from posttrain.core.tree import from_plain, to_plain
-from posttrain.role.weights import WEIGHTS
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find, scan
+from posttrain.record.external_access import Kind, asks, decided
+from posttrain.role.weights.saved_weights import WEIGHTS
+from posttrain.stages import Progress, Stages, where
+from posttrain.stages.interrupt import Interrupted, Stopper
+from posttrain.stages.loop import DRIVERS, Driver
+from posttrain.stages.progress import StageState
+from posttrain.stages.reinforce.reinforce_stage import ReinforceDriver
+from posttrain.system import files
+from posttrain.system.dataclass_json import from_plain, to_plain
+from posttrain.system.errors import ConfigError, RewardError, RunFolderError
+from posttrain.system.subclass_registry import alternatives
 from tests.tiny import only_rl, tiny_parts, tiny_run
 
 
@@ -91,7 +92,7 @@ def registries() -> Iterator[None]:
     Average.withdraw()
     AverageState.withdraw()
     del DRIVERS[Average]
-    assert set(alternatives(Stage)) == set(DRIVERS) == set(reader.STAGES)
+    assert set(alternatives(Stage)) == set(DRIVERS) == set(run_reader.STAGES)
 
 
 def with_average() -> Run:
@@ -129,7 +130,7 @@ def test_it_runs_is_measured_and_is_written_down(tmp_path: Path, capsys: pytest.
     assert [(r.name, r.kind, r.steps, r.start) for r in done.stages][-1] == ("mean", "average", 4, "rl")
     assert done.stages[-1].accuracy is not None and done.accuracy == done.stages[-1].accuracy[0]
     assert done.stages[-1].before == (done.stages[-2].accuracy or (None,))[0] is not None
-    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "mean"]
+    steps = [s for s in run_reader.steps(tmp_path / "run") if s.stage == "mean"]
     assert [s.index for s in steps] == [1, 2, 3, 4] and ["eval/accuracy" in s.gauges for s in steps] == [
         False,
         True,
@@ -154,7 +155,7 @@ def test_killed_and_resumed_is_never_killed(tmp_path: Path, monkeypatch: pytest.
     assert running is None if step == 1 else (running["type"], running["step"]) == ("AverageState", step - 1)
     posttrain.run(resume=tmp_path / "cut", quiet=True)
     assert equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
-    assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
+    assert run_reader.record_digest(tmp_path / "cut") == run_reader.record_digest(tmp_path / "whole")
     assert plain_state(tmp_path / "cut") == plain_state(tmp_path / "whole")
 
 
@@ -202,7 +203,7 @@ def test_the_state_of_another_kind_is_damage(tmp_path: Path) -> None:
     ):
         with (
             pytest.raises(RunFolderError, match=f"state.json is damaged: .*{why}"),
-            reader.damage_is_named("state.json"),
+            run_reader.damage_is_named("state.json"),
         ):
             where(with_average(), {**state, **harm})
 
@@ -229,7 +230,7 @@ async def test_a_stage_cut_behind_its_last_evaluation_is_gone_on_with(tmp_path: 
     assert [(r.why, r.accuracy, r.pass_at) for r in done.stages] == [
         (r.why, r.accuracy, r.pass_at) for r in whole.stages
     ]
-    assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
+    assert run_reader.record_digest(tmp_path / "cut") == run_reader.record_digest(tmp_path / "whole")
     assert equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
@@ -255,10 +256,10 @@ def test_a_stage_cut_before_its_first_checkpoint_has_the_record_of_one_that_was_
     posttrain.run(resume=tmp_path / "cut", quiet=True)
     posttrain.run(run, out=tmp_path / "whole", quiet=True)
     files_of = [
-        [(row.stage, row.index, row.kind) for row in reader.episode_files(tmp_path / n)] for n in ("cut", "whole")
+        [(row.stage, row.index, row.kind) for row in run_reader.episode_files(tmp_path / n)] for n in ("cut", "whole")
     ]
     assert files_of[0] == files_of[1] and (("rl", 0, "eval") in files_of[1]) is own
-    assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
+    assert run_reader.record_digest(tmp_path / "cut") == run_reader.record_digest(tmp_path / "whole")
 
 
 async def test_a_stage_that_is_not_checkpointed_says_so(tmp_path: Path) -> None:
@@ -321,9 +322,9 @@ def test_an_environment_of_its_own(tmp_path: Path) -> None:
         ("elsewhere", own_environments(run, env)["elsewhere"].train),
         ("again", env.train),
     ):
-        asked = {str(e.episode.task.prompt) for e in reader.episodes(tmp_path / "run", name, 1)}
+        asked = {str(e.episode.task.prompt) for e in run_reader.episodes(tmp_path / "run", name, 1)}
         assert asked <= {str(source.task(i).prompt) for i in range(8)}, name
-    held = {s: len(reader.episodes(tmp_path / "run", s, 0, "eval")) for s in ("rl", "elsewhere")}
+    held = {s: len(run_reader.episodes(tmp_path / "run", s, 0, "eval")) for s in ("rl", "elsewhere")}
     assert held == {"rl": 6 * 2, "elsewhere": 5 * 2}
     assert done.accuracy == (done.stages[3].accuracy or (None,))[0]
     assert posttrain.evaluate(tmp_path / "run", samples=1, quiet=True).accuracy.prompts == 6, "the run's own tasks"

@@ -16,21 +16,21 @@ import pytest
 from http_parts import QUICK, reply, server
 from serve_parts import TOKEN, Up, save_model, up
 
-from posttrain.api.endpoint import EndpointOptions, remote_rollout, remote_run
-from posttrain.api.environments import make_environment
 from posttrain.api.main import evaluate
+from posttrain.build.build_environments import make_environment
 from posttrain.cli import main as cli
+from posttrain.config.run import Env, Evaluation
 from posttrain.core import seeds
-from posttrain.core.errors import ConfigError, DataError, EndpointError, EngineError, InvariantError
-from posttrain.core.request import RolloutRequest
-from posttrain.core.run import Env, Evaluation
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import OUTSIDE, Message, Said, Stop, Top
-from posttrain.engine.openai import RemoteModel, TextSampler, TextVocabulary, TokenSampler, discover
-from posttrain.engine.openai.body import fields
-from posttrain.role.evaluate import evaluate as measure
-from posttrain.verifier.endpoint import Endpoint
+from posttrain.engine.endpoint import RemoteModel, TextSampler, TextVocabulary, TokenSampler, discover
+from posttrain.engine.endpoint.request_fields import fields
+from posttrain.evaluate.evaluate_endpoint import EndpointOptions, remote_rollout, remote_run
+from posttrain.ladder.rollout_request import RolloutRequest
+from posttrain.role.heldout_evaluation import evaluate as measure
+from posttrain.system.errors import ConfigError, DataError, EndpointError, EngineError, InvariantError
+from posttrain.verifier.http_client import Endpoint
 
 ENV = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 4}, heldout=6)
 

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 
 import posttrain
 from posttrain.cli import main
-from posttrain.controller.left_out import load_batch
-from posttrain.core import reader
-from posttrain.core.checkpoint import find, scan
-from posttrain.core.errors import RunFolderError
-from posttrain.core.run import Run
-from posttrain.core.tree import from_plain, to_plain
+from posttrain.config.run import Run
 from posttrain.recipe.recipes import recipe
-from posttrain.role.weights import AVERAGE, OPTIMIZER, WEIGHTS
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find, scan
+from posttrain.role.weights.saved_weights import AVERAGE, OPTIMIZER, WEIGHTS
+from posttrain.stages.skipped_updates import load_batch
+from posttrain.system.dataclass_json import from_plain, to_plain
+from posttrain.system.errors import RunFolderError
 
 WORDS = ("grpo", "env=arithmetic", "env.args.max_terms=2", "env.heldout=6", "model.layers=2", *SMALL, *RL)
 
@@ -52,7 +52,7 @@ def test_every_kind_trains_a_run_that_its_checks_follow(
     said = " ".join(capsys.readouterr().out.split())
     told = {"adamw8bit": "rl: adamw8bit updates 2", "sgd": "rl: sgd updates 2", "muon": "rl: Muon updates 14 matrices"}
     assert told[kind] in said
-    steps = reader.steps(tmp_path / "run")
+    steps = run_reader.steps(tmp_path / "run")
     first = next(s for s in steps if "canary/update_gap" in s.gauges)
     assert abs(first.gauges["canary/update_gap"].mean) < 0.02 and first.gauges["canary/moved"].sum > 0
     rates = [s.gauges["optim/lr"].mean for s in steps if "optim/lr" in s.gauges]
@@ -82,7 +82,9 @@ def test_what_is_frozen_stays_and_is_watched(tmp_path: Path) -> None:
     started = load_file(tmp_path / "run" / "kept" / "start" / WEIGHTS)
     assert still and all(torch.equal(last[n], started[n]) == (n in still) for n in last if "value_head" not in n)
     assert set(first) == set(last), "a frozen parameter is in every checkpoint"
-    checked = [s.gauges["canary/frozen"].mean for s in reader.steps(tmp_path / "run") if "canary/frozen" in s.gauges]
+    checked = [
+        s.gauges["canary/frozen"].mean for s in run_reader.steps(tmp_path / "run") if "canary/frozen" in s.gauges
+    ]
     assert checked and set(checked) == {len(still)}
 
 
@@ -141,7 +143,7 @@ def bad(folder: Path, *words: str) -> tuple[str, ...]:
 def test_a_step_that_is_not_finite_is_left_out_counted_and_kept(tmp_path: Path) -> None:
     words = bad(tmp_path, "seed=3", "rl.steps=4", "rl.optimizer.skips=4")
     assert main([*words, "--out", str(tmp_path / "run")]) == 0
-    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"]
     out = [s for s in steps if "optim/skipped" in s.gauges]
     assert len(steps) == 4 and out and any("optim/grad_norm" in s.gauges for s in steps)
     for s in out:
@@ -161,7 +163,7 @@ def test_too_many_steps_in_a_row_stop_the_run(tmp_path: Path, capsys: pytest.Cap
     assert main(["run", *words, "--out", str(tmp_path / "run")]) == 3
     said = capsys.readouterr().err
     assert "It is the 3rd optimizer step in a row that is not finite, and rl.optimizer.skips=2" in said
-    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"]
     assert [("optim/skipped" in s.gauges) for s in steps] == [True, True, False]
     assert steps[-1].notes[-1].startswith("stopped: ")
     assert main(["run", "--resume", str(tmp_path / "run")]) == 3

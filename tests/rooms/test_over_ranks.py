@@ -16,23 +16,23 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.controller.lead_learner import OrderedLearner
-from posttrain.controller.rank_lead import LeadReference
-from posttrain.core.adapter import Lora
-from posttrain.core.engines import VLLM
-from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
-from posttrain.core.over_ranks import TORCHRUN, RankOptions, check_ranks
-from posttrain.core.ranks import ALONE, of_every
-from posttrain.core.rejection import Rejection
-from posttrain.core.run import Optimizer, Run
-from posttrain.core.shards import Shard
-from posttrain.engine.learner import FrozenScorer
-from posttrain.engine.rank_orders import RankLost, met
-from posttrain.engine.rank_processes import RankProcesses
-from posttrain.engine.sharded import ShardedLearner
-from posttrain.engine.sharded_reference import ShardedReference
-from posttrain.engine.signed import users_key
-from posttrain.role.saved_parts import SavedTensors, part_files, write_part
+from posttrain.config.adapter import Lora
+from posttrain.config.engines import VLLM
+from posttrain.config.rank_limits import TORCHRUN, RankOptions, check_ranks
+from posttrain.config.run import Optimizer, Run
+from posttrain.config.stages.rejection import Rejection
+from posttrain.core.exchange.ranks import ALONE, of_every
+from posttrain.core.exchange.shards import Shard
+from posttrain.engine.learner.learner import FrozenScorer
+from posttrain.engine.parallel.ranks.rank_orders import RankLost, met
+from posttrain.engine.parallel.ranks.rank_processes import RankProcesses
+from posttrain.engine.parallel.ranks.signed_messages import users_key
+from posttrain.engine.parallel.sharded_learner import ShardedLearner
+from posttrain.engine.parallel.sharded_reference import ShardedReference
+from posttrain.role.weights.saved_parts import SavedTensors, part_files, write_part
+from posttrain.stages.ranks.lead_learner import OrderedLearner
+from posttrain.stages.ranks.rank_lead import LeadReference
+from posttrain.system.errors import ConfigError, InvariantError, RunFolderError
 from tests.meeting import exchange
 from tests.tiny import MODEL, tiny_run
 

@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.api.overrides import address, apply, surface
-from posttrain.core import algorithm as A
-from posttrain.core.env import Reward
-from posttrain.core.errors import ConfigError
-from posttrain.core.ladder import DAPO, GRPO, LADDER, RLOO
-from posttrain.core.pieces.baseline import Others, Value
-from posttrain.core.pieces.correction import Mask
-from posttrain.core.pieces.pull import KL, SequenceL2
-from posttrain.core.pieces.shape import Overlong, Signed
-from posttrain.core.pieces.token import EntropyBonus
-from posttrain.core.pieces.trust import Clip
-from posttrain.core.run import Env, Reinforce, Run, Supervised
+from posttrain.config.env import Reward
+from posttrain.config.overrides import address, apply, surface
+from posttrain.config.run import Env, Reinforce, Run, Supervised
+from posttrain.ladder import algorithm as A
+from posttrain.ladder.pieces.baseline import Others, Value
+from posttrain.ladder.pieces.correction import Mask
+from posttrain.ladder.pieces.pull import KL, SequenceL2
+from posttrain.ladder.pieces.shape import Overlong, Signed
+from posttrain.ladder.pieces.token_choice import EntropyBonus
+from posttrain.ladder.pieces.trust_region import Clip
+from posttrain.ladder.policy_rows import DAPO, GRPO, LADDER, RLOO
 from posttrain.recipe.recipes import recipe
+from posttrain.system.errors import ConfigError
 
 RUN = Run(
     recipe="test",

@@ -21,20 +21,21 @@ import pytest
 from run_parts import forget, mine, model_at
 
 import posttrain
-from posttrain.api.algorithm_file import algorithm_of
-from posttrain.api.own_pieces import own_classes
+from posttrain.build.request.algorithm_file import algorithm_of
+from posttrain.build.request.own_pieces import own_classes
 from posttrain.cli import main
-from posttrain.core import files, reader
-from posttrain.core.algorithm import patch
-from posttrain.core.checkpoint import find, scan
-from posttrain.core.errors import ConfigError, InvariantError, RunFolderError, UntrustedError
-from posttrain.core.ladder import GRPO
-from posttrain.core.open import alternatives
-from posttrain.core.pieces.baseline import Baseline
-from posttrain.core.pieces.shape import Shaping
-from posttrain.core.pieces.trust import TrustRegion
-from posttrain.core.run import Reinforce
+from posttrain.config.run import Reinforce
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.baseline import Baseline
+from posttrain.ladder.pieces.shape import Shaping
+from posttrain.ladder.pieces.trust_region import TrustRegion
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.recipe.recipes import recipe
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find, scan
+from posttrain.system import files
+from posttrain.system.errors import ConfigError, InvariantError, RunFolderError, UntrustedError
+from posttrain.system.subclass_registry import alternatives
 
 prove = pytest.mark.prove
 DAMAGED, UNTRUSTED = RunFolderError.exit_code, UntrustedError.exit_code
@@ -43,14 +44,14 @@ from dataclasses import dataclass
 
 import torch
 
-from posttrain.algorithm.baseline import centred
-from posttrain.algorithm.shape import shape
-from posttrain.algorithm.trust import Push, pushed
-from posttrain.core.algorithm import patch
-from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.baseline import Baseline
-from posttrain.core.pieces.shape import Shaping
-from posttrain.core.pieces.trust import TrustRegion
+from posttrain.algorithm.credit.baseline_values import centred
+from posttrain.algorithm.credit.reward_shaping import shape
+from posttrain.algorithm.loss.push_factor import Push, pushed
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.policy_rows import GRPO
+from posttrain.ladder.pieces.baseline import Baseline
+from posttrain.ladder.pieces.shape import Shaping
+from posttrain.ladder.pieces.trust_region import TrustRegion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,7 @@ def made(first: Path) -> Iterator[Made]:
 def digest(folder: Path) -> tuple[str, str, str]:
     """Of the record, of the weights and of the optimizer."""
     last = find(folder)
-    return reader.record_digest(folder), last.state["weights"], files.digest(last.folder / "optimizer.safetensors")
+    return run_reader.record_digest(folder), last.state["weights"], files.digest(last.folder / "optimizer.safetensors")
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -175,11 +176,11 @@ def test_a_loss_of_ones_own_is_the_mathematics_that_it_writes(tmp_path: Path) ->
     assert main(["run", *given, loss, "--out", str(tmp_path / "cli")]) == 0
     posttrain.run(*given, algorithm=algorithm_of(loss.partition("=")[2]), out=tmp_path / "python", quiet=True)
     posttrain.run(*given, loss, "clip.room=0.001", out=tmp_path / "other", quiet=True)
-    assert any(s.gauges["policy/clip_high"].sum for s in reader.steps(tmp_path / "grpo")), "the clip is at work"
+    assert any(s.gauges["policy/clip_high"].sum for s in run_reader.steps(tmp_path / "grpo")), "the clip is at work"
     right = digest(tmp_path / "grpo")[1:]
     assert digest(tmp_path / "cli")[1:] == right and digest(tmp_path / "python")[1:] == right
     assert digest(tmp_path / "other")[1:] != right
-    stage = reader.run_file(tmp_path / "other").run.stage("rl")
+    stage = run_reader.run_file(tmp_path / "other").run.stage("rl")
     assert isinstance(stage, Reinforce) and stage.algorithm.clip.room == 0.001  # type: ignore[union-attr]
 
 
@@ -187,7 +188,7 @@ def test_a_loss_of_ones_own_is_the_mathematics_that_it_writes(tmp_path: Path) ->
 def test_credit_and_shaping_of_ones_own_are_the_numbers_that_they_write(first: Path) -> None:
     groups: dict[tuple[int, str], list[Any]] = defaultdict(list)
     for step in (1, 2, 3):
-        for row in reader.episodes(first / "a", "rl", step):
+        for row in run_reader.episodes(first / "a", "rl", step):
             groups[step, row.episode.task.id].append(row)
     spread = 0
     for rows in groups.values():
@@ -211,7 +212,7 @@ def test_credit_and_shaping_of_ones_own_are_the_numbers_that_they_write(first: P
 def test_such_a_run_is_read_without_its_file(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(made.folder, made.folder.with_name("b"))
     made.file.unlink()
-    found, again = reader.run_file(made.folder), reader.run_file(made.folder)
+    found, again = run_reader.run_file(made.folder), run_reader.run_file(made.folder)
     assert sorted(p.name for p in found.absent) == ["Middle", "Scaled", "Written"]
     assert found.run == again.run, "two readings are equal, so that compare finds nothing between them"
     a, b = str(made.folder), str(made.folder.with_name("b"))
@@ -281,7 +282,7 @@ def test_it_goes_on_with_the_unchanged_file_alone(made: Made, capsys: pytest.Cap
     forget()
     made.file.write_text(OWN)
     assert main([*on[:-1], "rl.steps=5"]) == 0, "without algorithm=, as the next steps print it"
-    assert [s.index for s in reader.steps(made.folder) if s.stage == "rl"] == [1, 2, 3, 4, 5]
+    assert [s.index for s in run_reader.steps(made.folder) if s.stage == "rl"] == [1, 2, 3, 4, 5]
 
 
 @prove
@@ -324,7 +325,7 @@ def test_killed_and_resumed_it_is_the_straight_run(made: Made, tmp_path: Path) -
 
 @prove
 def test_a_class_of_a_notebook_is_handed_again(tmp_path: Path) -> None:
-    from posttrain.algorithm.shape import shape
+    from posttrain.algorithm.credit.reward_shaping import shape
 
     @dataclass(frozen=True, kw_only=True)
     class Noted(Shaping):
@@ -337,12 +338,12 @@ def test_a_class_of_a_notebook_is_handed_again(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     posttrain.run(*words(tmp_path), algorithm=noted, out=folder, quiet=True)
     forget()
-    assert [(p.name, p.file) for p in reader.run_file(folder).absent] == [("Noted", "")]
+    assert [(p.name, p.file) for p in run_reader.run_file(folder).absent] == [("Noted", "")]
     with pytest.raises(ConfigError, match=r"Noted, whose class was defined in a notebook .* Define it again and hand"):
         posttrain.run("rl.steps=4", resume=folder, quiet=True)
     Noted.offer()
     posttrain.run("rl.steps=4", resume=folder, algorithm=noted, quiet=True)
-    assert len([s for s in reader.steps(folder) if s.stage == "rl"]) == 4
+    assert len([s for s in run_reader.steps(folder) if s.stage == "rl"]) == 4
 
 
 # --- of somebody else -------------------------------------------------------------------------------------------------
@@ -437,7 +438,7 @@ def test_a_strange_record_is_damage(made: Made, name: str, capsys: pytest.Captur
     if name == "not listed":
         says = "If a file of your own defines it, give that too: algorithm=path.py:NAME"
     with pytest.raises(RunFolderError) as caught:
-        reader.run_file(made.folder)
+        run_reader.run_file(made.folder)
     assert says in str(caught.value) and time.monotonic() - begun < 5
     assert {c: alternatives(c) for c in before} == before
     assert main(["show", str(made.folder)]) == DAMAGED
@@ -449,7 +450,7 @@ def test_a_strange_record_is_damage(made: Made, name: str, capsys: pytest.Captur
 @pytest.mark.parametrize("value", ["x" * 10**6, [1] * 10**5, {"a": {"b": [None]}}, "\x1b]0;title\x07", None])
 def test_a_strange_number_is_only_shown(made: Made, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
     edit(made.folder, lambda d: rl_algorithm(d)["clip"].update(room=value))
-    stage = reader.run_file(made.folder).run.stage("rl")
+    stage = run_reader.run_file(made.folder).run.stage("rl")
     assert isinstance(stage, Reinforce) and stage.algorithm.clip is not None
     assert len(stage.algorithm.clip.words()) < 200
     for command in ("show", "summary"):

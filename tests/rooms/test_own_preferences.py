@@ -12,15 +12,15 @@ import pytest
 from run_parts import forget
 
 import posttrain
-from posttrain.api.algorithm_file import algorithm_of, reward_algorithm
-from posttrain.api.written import from_yaml, to_yaml
+from posttrain.build.request.algorithm_file import algorithm_of, reward_algorithm
+from posttrain.build.request.yaml_config import from_yaml, to_yaml
 from posttrain.cli import main
-from posttrain.core import reader
-from posttrain.core.checkpoint import find
-from posttrain.core.errors import ConfigError, RunFolderError
-from posttrain.core.preference import PreferenceAlgorithm
-from posttrain.core.preference_stage import Preference
-from posttrain.core.run import Env, Optimizer, Run
+from posttrain.config.run import Env, Optimizer, Run
+from posttrain.config.stages.preference_settings import Preference
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find
+from posttrain.system.errors import ConfigError, RunFolderError
 from tests.tiny import MODEL
 
 OWN = '''
@@ -29,13 +29,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid
 
-from posttrain.algorithm.link import divergence, link, noisy, owed, statistic
-from posttrain.algorithm.preference import added
-from posttrain.core.algorithm import patch
-from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.judged import Added, LabelNoise, MarginTerm, Statistic
-from posttrain.core.pieces.link import Link
-from posttrain.core.preference_ladder import CPO, DPO
+from posttrain.algorithm.preference.preference_link import divergence, link, noisy, owed, statistic
+from posttrain.algorithm.preference.preference_loss import added
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.policy_rows import GRPO
+from posttrain.ladder.pieces.preference_pieces import Added, LabelNoise, MarginTerm, Statistic
+from posttrain.ladder.pieces.link import Link
+from posttrain.ladder.preference_rows import CPO, DPO
 from posttrain.core.streams import SIDE, WEIGHT
 
 
@@ -142,7 +142,7 @@ def file(folder: Path) -> Path:
 
 
 def digests(folder: Path) -> tuple[str, str]:
-    return reader.record_digest(folder), find(folder).state["weights"]
+    return run_reader.record_digest(folder), find(folder).state["weights"]
 
 
 def played(folder: Path, *words: str, steps: int = 3) -> Path:
@@ -158,7 +158,7 @@ def test_a_link_of_ones_own_is_the_mathematics_that_it_writes(tmp_path: Path) ->
     assert digests(played(tmp_path / "same", f"algorithm={own}:LINK"))[1] == right
     other = played(tmp_path / "other", f"algorithm={own}:LINK", "link.power=2")
     assert digests(other)[1] != right
-    stage = reader.run_file(other).run.stage("dpo")
+    stage = run_reader.run_file(other).run.stage("dpo")
     assert isinstance(stage, Preference) and stage.algorithm.link.power == 2  # type: ignore[attr-defined]
 
 
@@ -166,7 +166,7 @@ def test_a_link_of_ones_own_is_the_mathematics_that_it_writes(tmp_path: Path) ->
 def test_every_piece_acts_and_is_said_to_be_unchecked(tmp_path: Path) -> None:
     """Before the first step the policy is its reference, so the loss follows from the numbers in the file."""
     run = played(tmp_path / "whole", f"algorithm={file(tmp_path)}:whole", steps=1)
-    (step,) = reader.steps(run)
+    (step,) = run_reader.steps(run)
     both = math.log(1 + math.exp(0.5)) ** 1.5 + 0.1 * math.log(1 + math.exp(-0.5)) ** 1.5
     want = both + 0.1 * step.gauges["preference/rejected_logp"].mean  # every pair weighs the same
     assert step.gauges["preference/loss"].mean == pytest.approx(want, rel=1e-5)
@@ -182,7 +182,7 @@ def test_such_a_run_is_read_without_its_file_and_goes_on_with_it(
     run = played(tmp_path / "a", f"algorithm={own}:whole")
     forget()
     own.rename(tmp_path / "elsewhere.py")
-    found, again = reader.run_file(run), reader.run_file(run)
+    found, again = run_reader.run_file(run), run_reader.run_file(run)
     assert sorted(p.name for p in found.absent) == ["Double", "Shorter", "Tilted", "Unlikely", "Written"]
     assert found.run == again.run
     for command in (["show", str(run)], ["summary", str(run)]):
@@ -194,7 +194,7 @@ def test_such_a_run_is_read_without_its_file_and_goes_on_with_it(
     forget()
     assert main(["run", "--resume", str(run), "dpo.steps=5", f"algorithm={own}:LINK"]) == 2
     assert "is not the one that the run was begun with (whole)" in capsys.readouterr().err
-    assert [s.index for s in reader.steps(run)] == [1, 2, 3, 4]
+    assert [s.index for s in run_reader.steps(run)] == [1, 2, 3, 4]
 
 
 @pytest.mark.prove
@@ -249,4 +249,4 @@ def test_a_strange_record_is_damage(tmp_path: Path) -> None:
     data["run"]["stages"][0]["algorithm"]["link"]["__class__"] = 1
     path.write_text(json.dumps(data))
     with pytest.raises(RunFolderError, match="it has a field '__class__'"):
-        reader.run_file(run)
+        run_reader.run_file(run)

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from run_parts import mine, play
 
-from posttrain.api.pages import PAGES
-from posttrain.core import reader
-from posttrain.diagnose.gauges import REGISTRY
+from posttrain.diagnose.gauges.registry import REGISTRY
+from posttrain.record import run_reader
+from scripts.site.generated_pages import PAGES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_generated_pages_are_current(name: str) -> None:
-    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run `python -m posttrain.api.pages`"
+    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run `python -m scripts.site.generated_pages`"
 
 
 FAMILIES = {"reward": "SOURCE", "verdict": "KIND", "failed": "KIND", "abstained": "SOURCE"}
@@ -42,7 +42,7 @@ def defined(name: str) -> bool:
 def test_every_gauge_of_a_run_is_defined(words: tuple[str, ...], tmp_path: Path) -> None:
     words = tuple(w for w in mine(tmp_path / "data") if "eval_every" not in w and w != "sft=none") + words
     folder = play(tmp_path / "run", *words, "rl.eval_every=1", "sft.steps=1", "sft.batch=4")
-    seen = {name for step in reader.steps(folder) for name in step.gauges}
+    seen = {name for step in run_reader.steps(folder) for name in step.gauges}
     assert not {name for name in seen if not defined(name)}
     assert {
         "sft/loss",
@@ -63,7 +63,7 @@ def test_sources_are_told_apart_and_paid_turns_summed() -> None:
     none."""
     from posttrain.core.types import Episode, Stop, Task
     from posttrain.core.verdict import Judged, Verdict
-    from posttrain.diagnose.played import components
+    from posttrain.diagnose.gauges.rollout_gauges import components
 
     def episode(*verdicts: Judged) -> Episode:
         return Episode(Task("t", "?"), 0, 0, (), Stop.SAID, verdicts)

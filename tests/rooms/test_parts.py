@@ -12,16 +12,16 @@ import pytest
 from template_parts import CHATML, Family, tokenizer
 
 from posttrain.core.content import ContentPart, content_of, mapped, plain, shown, text_of
-from posttrain.core.errors import DataError
 from posttrain.core.ports import Attempt
-from posttrain.core.record import from_columns, of_groups, to_columns
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Message, Said, Stop, Task
-from posttrain.environment.data_rows import read
-from posttrain.environment.render import RenderedDialogue, Renderer
-from posttrain.role.talk import without_secrets
-from posttrain.verifier.functions import source
+from posttrain.environment.rows.data_rows import read
+from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
+from posttrain.record.step_format import from_columns, of_groups, to_columns
+from posttrain.role.episode_conversation import without_secrets
+from posttrain.system.errors import DataError
+from posttrain.verifier.user_functions import source
 
 READS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"

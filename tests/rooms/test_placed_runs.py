@@ -15,15 +15,15 @@ from run_parts import SMALL, mine, model_at, moved, play
 
 import posttrain
 from posttrain.api import main
-from posttrain.controller.stages import reinforce
-from posttrain.core import reader, record
-from posttrain.core.asker import DEADLY
-from posttrain.core.experience import Experience
+from posttrain.config.placement import Local, Processes
+from posttrain.core.exchange.experience import Experience
+from posttrain.core.exchange.request_owner import DEADLY
 from posttrain.core.gauge import Step
-from posttrain.core.placement import Local, Processes
 from posttrain.core.types import Segment
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.faults import FAULTS
+from posttrain.record import run_reader, step_format
+from posttrain.stages.reinforce import reinforce_stage
 from tests import faulty
 from tests.killing import POISON, DeadlyParts, cut_run
 from tests.laws.test_placement import outcome, placed, played
@@ -39,11 +39,11 @@ def test_the_command_line_places_engines(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert "2 engines in processes of their own; engine: embedded" in said
     assert re.search(r"2 of 2 engines ready, \d+ turns and \d+ tokens in flight", said)
-    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"]
     assert all({"engine/step", "engine/deaths", "sync/transfer", "sync/install"} <= s.clock.keys() for s in steps)
     assert all(0 <= s.clock["engine/idle"] <= 1 and s.clock["engine/in_flight"] > 0 for s in steps)
     assert re.search(r"in flight, idle \d+%; learner idle \d+%", said), "what every role does now"
-    assert reader.run_file(tmp_path / "run").run.placement == Processes(engines=2, cores=1, delta=True)
+    assert run_reader.run_file(tmp_path / "run").run.placement == Processes(engines=2, cores=1, delta=True)
     assert not [p for p in Path("/dev/shm").iterdir() if f"-{os.getpid()}-" in p.name], "no weights are left"
 
 
@@ -64,7 +64,7 @@ def test_engines_have_what_is_asked_ahead_before_the_learner_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where all groups of a step have ended before it begins, so that nothing of it is waited for."""
-    pools, seen, begin, step = list[EnginePool](), list[tuple[int, int]](), EnginePool.__init__, reinforce.learn
+    pools, seen, begin, step = list[EnginePool](), list[tuple[int, int]](), EnginePool.__init__, reinforce_stage.learn
 
     def watched(self: EnginePool, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
@@ -78,7 +78,7 @@ def test_engines_have_what_is_asked_ahead_before_the_learner_computes(
         return await step(roles, e)
 
     monkeypatch.setattr(EnginePool, "__init__", watched)
-    monkeypatch.setattr(reinforce, "learn", slow)
+    monkeypatch.setattr(reinforce_stage, "learn", slow)
     run = tiny_run(steps=5, staleness=1, checkpoint_every=0)
     main.run(replace(run, placement=Processes()), out=tmp_path / "run", quiet=True)
     assert len(seen) == 5 and any(groups for groups, _ in seen)
@@ -92,14 +92,14 @@ def test_a_task_that_kills_engines_ends_on_the_dead_letter_list(
     run without it."""
     run = placed(Processes(engines=2, deaths=2), steps=2)
     main.run(replace(run, placement=Local()), out=tmp_path / "whole", quiet=True)
-    rows = [r for r in reader.episode_files(tmp_path / "whole") if (r.stage, r.kind) == ("rl", "train")]
-    first = record.from_columns(record.read_columns(rows[0].path))
+    rows = [r for r in run_reader.episode_files(tmp_path / "whole") if (r.stage, r.kind) == ("rl", "train")]
+    first = step_format.from_columns(step_format.read_columns(rows[0].path))
     task = first[0].episode.task.id
     monkeypatch.setenv(POISON, " ".join(map(str, prompt_of(first[0].episode.segments[0]))))
-    monkeypatch.setattr("posttrain.api.placed.EngineParts", DeadlyParts)
+    monkeypatch.setattr("posttrain.build.spawn_engines.EngineParts", DeadlyParts)
     main.run(run, out=tmp_path / "poisoned", quiet=True)
-    rows = [r for r in reader.episode_files(tmp_path / "poisoned") if (r.stage, r.kind) == ("rl", "train")]
-    found = record.from_columns(record.read_columns(rows[0].path))
+    rows = [r for r in run_reader.episode_files(tmp_path / "poisoned") if (r.stage, r.kind) == ("rl", "train")]
+    found = step_format.from_columns(step_format.read_columns(rows[0].path))
     failed = [e.episode for e in found if e.episode.reward is None]
     assert {e.task.id for e in failed} == {task}
     assert all(e.verdicts[0].source == DEADLY and "2 engines died" in e.error for e in failed)
@@ -109,7 +109,7 @@ def test_a_task_that_kills_engines_ends_on_the_dead_letter_list(
         for e in first
         if e.episode.task.id != task
     )
-    note = next(n for s in reader.steps(tmp_path / "poisoned") for n in s.notes if n.startswith("dead letter"))
+    note = next(n for s in run_reader.steps(tmp_path / "poisoned") for n in s.notes if n.startswith("dead letter"))
     assert f"task {task!r}, visit 0, sibling" in note and "2 engines died" in note
 
 
@@ -123,7 +123,7 @@ def test_a_run_whose_engine_is_killed_is_healthy(staleness: int, model: Path, tm
     """The run in which faults between learner and engines are planted (tests/prove/test_trust.py), without them."""
     run = faulty.smallest(FAULTS["dead_engine_counted_twice"], model, tmp_path, steps=6, staleness=staleness)
     posttrain.run(run, out=tmp_path / "healthy", quiet=True)
-    steps = reader.steps(tmp_path / "healthy")
+    steps = run_reader.steps(tmp_path / "healthy")
     assert [s.index for s in steps] == [*range(1, 7)]
     assert sum(s.clock["engine/deaths"] for s in steps) == 1
     assert not [n for s in steps for n in s.notes if n.startswith("rule ")]

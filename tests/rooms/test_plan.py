@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from posttrain.cli import main
-from posttrain.core.adapter import Lora
-from posttrain.core.errors import ConfigError
-from posttrain.core.ladder import LADDER
-from posttrain.core.preference_ladder import PREFERENCES
-from posttrain.engine import logprob, packed_reader
+from posttrain.config.adapter import Lora
+from posttrain.engine.head import logprob
+from posttrain.engine.learner import packed_reader
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.ladder.preference_rows import PREFERENCES
 from posttrain.plan import activations
 from posttrain.plan.changes import fixes, largest, most
 from posttrain.plan.counted import ours, quoted
@@ -29,6 +29,7 @@ from posttrain.plan.shapes import shape_of
 from posttrain.plan.throughput import Assumed, Throughput, Times, throughput
 from posttrain.plan.work import Work
 from posttrain.recipe.recipes import RECIPES
+from posttrain.system.errors import ConfigError
 
 SEVEN = Work(
     shape=shape_by_name("Qwen2.5-7B"),

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.core.errors import ConfigError
 from posttrain.plan.machines import device
 from posttrain.plan.models import MODELS, shape_by_name
 from posttrain.plan.serving import Decoding
 from posttrain.plan.shapes import FAMILIES, read_shape, shape_of
+from posttrain.system.errors import ConfigError
 
 SMALL = {
     "hidden_size": 64,

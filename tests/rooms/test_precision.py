@@ -16,23 +16,24 @@ import torch
 from engine_parts import packed, policy
 
 import posttrain
-from posttrain.api import overrides
-from posttrain.checks.precision import scale_was_checked
-from posttrain.core import reader
-from posttrain.core.adapter import Lora
-from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
+from posttrain.checks.learning.precision_checks import scale_was_checked
+from posttrain.config import overrides
+from posttrain.config.adapter import Lora
+from posttrain.config.run import Optimizer, Run
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.run import Optimizer, Run
-from posttrain.engine import compiled, transform
-from posttrain.engine.embedded.cached_model import CachedModel
-from posttrain.engine.embedded.replay import SamplerReplay
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.loss_scale import FIRST, PATIENCE, LossScale
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.engine.readout import ReadOut, read_out
-from posttrain.engine.wide_head import prove_logits, prove_logprobs
+from posttrain.engine.embedded.cache.cached_model import CachedModel
+from posttrain.engine.embedded.exact_replay import SamplerReplay
+from posttrain.engine.head import logit_transform
+from posttrain.engine.head.float32_head import prove_logits, prove_logprobs
+from posttrain.engine.head.readout import ReadOut, read_out
+from posttrain.engine.layers import compiled_layers
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.optimizer.loss_scale import FIRST, PATIENCE, LossScale
+from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.faults import find
+from posttrain.record import run_reader
 from posttrain.role.rollout import Rollout
+from posttrain.system.errors import ConfigError, InvariantError, RunFolderError
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 TYPES = ("float32", "bfloat16", "float16")
@@ -99,7 +100,7 @@ def test_a_run_goes_on_behind_an_overflow(tmp_path: Path) -> None:
 
     parts.optimize = optimize  # type: ignore[assignment]
     asyncio.run(play(parts))
-    seen = [s.gauges for s in reader.steps(tmp_path / "run")]
+    seen = [s.gauges for s in run_reader.steps(tmp_path / "run")]
     left_out = [g for g in seen if "optim/overflowed" in g]
     assert left_out and len(left_out) < len(seen)
     assert all("optim/grad_norm" not in g and g["optim/steps"].sum == 0 for g in left_out)
@@ -122,7 +123,7 @@ def test_float16_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     posttrain.run(run, out=tmp_path / "cut", quiet=True)
     second = sorted((tmp_path / "cut" / "checkpoints").glob("*-rl-000002"))[0]
     posttrain.run(resume=second, quiet=True)
-    one, two = (reader.steps(tmp_path / f)[-1] for f in ("whole", "cut"))
+    one, two = (run_reader.steps(tmp_path / f)[-1] for f in ("whole", "cut"))
     assert one.index == two.index == 4 and one.gauges == two.gauges and "optim/loss_scale" in one.gauges
 
 
@@ -140,13 +141,13 @@ def test_a_run_cut_behind_an_overflow_has_the_record_of_one_never_cut(
     run = in_type(only_rl(tiny_run(prompts=8, steps=4)), "float16")
     run = replace(run, model=replace(run.model, lora=lora), keep_checkpoints=9)
     posttrain.run(run, out=tmp_path / "whole", quiet=True)
-    overflowed = [s.index for s in reader.steps(tmp_path / "whole") if "optim/overflowed" in s.gauges]
+    overflowed = [s.index for s in run_reader.steps(tmp_path / "whole") if "optim/overflowed" in s.gauges]
     assert overflowed and overflowed[0] == 1
     for index in range(1, 4):
         cut = tmp_path / f"cut {index}"
         shutil.copytree(tmp_path / "whole", cut)
         posttrain.run(resume=sorted((cut / "checkpoints").glob(f"*-rl-{index:06d}"))[0], quiet=True)
-        assert reader.record_digest(cut) == reader.record_digest(tmp_path / "whole"), index
+        assert run_reader.record_digest(cut) == run_reader.record_digest(tmp_path / "whole"), index
 
 
 @pytest.mark.prove
@@ -154,7 +155,7 @@ def test_the_mismatch_follows_the_type(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
     for dtype in TYPES:
         posttrain.run(in_type(only_rl(tiny_run(prompts=8, steps=1)), dtype), out=tmp_path / dtype, quiet=True)
-        seen[dtype] = reader.steps(tmp_path / dtype)[0]
+        seen[dtype] = run_reader.steps(tmp_path / dtype)[0]
     gap = {d: s.gauges["mismatch/logp_gap"].mean for d, s in seen.items()}
     assert gap["float32"] < 1e-5 < 4 * gap["float16"] < gap["bfloat16"]
     assert [bool(s.notes and s.notes[0].startswith("noise band: ")) for s in seen.values()] == [False, True, True]
@@ -177,8 +178,8 @@ def test_the_head_is_float32_in_every_type_and_a_narrow_one_is_refused(
     prove_logprobs(out, hidden, "auto")
     prove_logits(out)
     HFLearner(p).score(packed(2))
-    real = transform.logits
-    monkeypatch.setattr(transform, "logits", lambda *given: real(*given).half().float())
+    real = logit_transform.logits
+    monkeypatch.setattr(logit_transform, "logits", lambda *given: real(*given).half().float())
     with pytest.raises(InvariantError, match=r"the learner's head computes in less than float32.*autocast"):
         prove_logprobs(out, hidden, "auto")
     monkeypatch.setattr(ReadOut, "logits", lambda self, h: (h @ self.weight.T).bfloat16().float())
@@ -207,7 +208,7 @@ def test_the_head_is_float32_in_every_type_and_a_narrow_one_is_refused(
 )
 def test_exact_means_the_same_bits(dtype: str, settings: tuple[str, ...], tmp_path: Path) -> None:
     posttrain.run(in_type(only_rl(tiny_run(steps=2)), dtype), "exact=true", *settings, out=tmp_path / "run", quiet=True)
-    seen = reader.steps(tmp_path / "run")
+    seen = run_reader.steps(tmp_path / "run")
     assert len(seen) == 2
     for name in ("canary/logp_gap_worst", "mismatch/logp_gap", "mismatch/kl"):
         assert all(s.gauges[name].sum == 0.0 for s in seen)
@@ -298,7 +299,7 @@ def test_deterministic_asks_torch_and_lets_it_go(tmp_path: Path, capsys: pytest.
 
 
 def test_compile_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiled_layers.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"model.compile=true, but .*no C\+\+ compiler.*leave it out"):
         posttrain.run(only_rl(tiny_run()), "model.compile=true", out=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
@@ -311,5 +312,5 @@ def test_a_compiled_learner_learns_the_same(tmp_path: Path, capsys: pytest.Captu
     posttrain.run(run, out=tmp_path / "plain", quiet=True)
     posttrain.run(run, "model.compile=true", out=tmp_path / "compiled")
     assert "compiled 1 layer of the learner in" in capsys.readouterr().out
-    one, two = (reader.steps(tmp_path / name)[0].gauges for name in ("plain", "compiled"))
+    one, two = (run_reader.steps(tmp_path / name)[0].gauges for name in ("plain", "compiled"))
     assert one["optim/grad_norm"].mean == pytest.approx(two["optim/grad_norm"].mean, rel=1e-3)

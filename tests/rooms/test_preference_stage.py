@@ -13,24 +13,25 @@ import numpy as np
 import pytest
 
 import posttrain
-from posttrain.api.environments import make_environment
-from posttrain.api.overrides import apply
-from posttrain.api.written import from_yaml, to_yaml
-from posttrain.controller.stages.prefer import PreferenceDriver
-from posttrain.core import files, reader
-from posttrain.core.adapter import Lora
+from posttrain.build.build_environments import make_environment
+from posttrain.build.request.yaml_config import from_yaml, to_yaml
+from posttrain.config.adapter import Lora
+from posttrain.config.overrides import apply
+from posttrain.config.run import Env, Optimizer, Run
+from posttrain.config.stages.preference_settings import Preference
 from posttrain.core.batch import Packed
-from posttrain.core.checkpoint import find
-from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.core.gauge import Step
-from posttrain.core.preference_ladder import PREFERENCES
-from posttrain.core.preference_stage import Preference
-from posttrain.core.run import Env, Optimizer, Run
-from posttrain.core.tree import from_plain, to_plain
-from posttrain.engine.learner import FrozenScorer
-from posttrain.engine.reference import AdapterOff
-from posttrain.role.judgements import AgreementReport
-from posttrain.role.reference_scores import FILE, ReferenceScores
+from posttrain.engine.learner.frozen_reference import AdapterOff
+from posttrain.engine.learner.learner import FrozenScorer
+from posttrain.ladder.preference_rows import PREFERENCES
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find
+from posttrain.role.learning.reference_scores import FILE, ReferenceScores
+from posttrain.stages.preference.judged_batches import AgreementReport
+from posttrain.stages.preference.preference_stage import PreferenceDriver
+from posttrain.system import files
+from posttrain.system.dataclass_json import from_plain, to_plain
+from posttrain.system.errors import ConfigError, InvariantError, RunFolderError
 from tests.tiny import play, tiny_parts, tiny_run
 
 OFFLINE = [
@@ -46,7 +47,7 @@ def preference_run(**settings: Any) -> Run:
 
 
 def lines(folder: Path) -> list[Step]:
-    return [s for s in reader.steps(folder) if s.stage == "dpo"]
+    return [s for s in run_reader.steps(folder) if s.stage == "dpo"]
 
 
 def finished(folder: Path, run: Run) -> list[Step]:
@@ -115,7 +116,7 @@ def test_a_killed_stage_goes_on_as_if_it_had_never_been_killed(
         patched.setattr(PreferenceDriver, "remember", killed)
         posttrain.run(run, out=tmp_path / "cut", quiet=True)
     posttrain.run(resume=tmp_path / "cut", quiet=True)
-    assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
+    assert run_reader.record_digest(tmp_path / "cut") == run_reader.record_digest(tmp_path / "whole")
     assert find(tmp_path / "cut").state["weights"] == find(tmp_path / "whole").state["weights"]
 
 
@@ -142,7 +143,7 @@ def test_kept_reference_log_probs_that_are_lost_are_computed_again(
     posttrain.run(run, out=tmp_path / "whole", quiet=True)
     shutil.rmtree(tmp_path / "cut" / "reference-dpo")
     posttrain.run(resume=tmp_path / "cut", quiet=True)
-    assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
+    assert run_reader.record_digest(tmp_path / "cut") == run_reader.record_digest(tmp_path / "whole")
 
 
 @pytest.mark.prove

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.errors import InvariantError
-from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
-from posttrain.engine.embedded.prefix_tree import PrefixTree
+from posttrain.engine.embedded.cache.cache_blocks import BLOCK, Blocks, blocks_for
+from posttrain.engine.embedded.cache.prefix_tree import PrefixTree
+from posttrain.system.errors import InvariantError
 
 
 def tokens(n: int, start: int = 0) -> np.ndarray:

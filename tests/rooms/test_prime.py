@@ -12,13 +12,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import posttrain
-from posttrain.core import reader
-from posttrain.core.algorithm import patch
-from posttrain.core.errors import DataError
-from posttrain.core.ladder import PRIME
-from posttrain.core.pieces.baseline import Others
-from posttrain.core.pieces.implicit import ImplicitOthers
-from posttrain.core.run import Run
+from posttrain.config.run import Run
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.baseline import Others
+from posttrain.ladder.pieces.implicit import ImplicitOthers
+from posttrain.ladder.policy_rows import PRIME
+from posttrain.record import run_reader
+from posttrain.system.errors import DataError
 from tests.tiny import tiny_run
 
 PLAIN = patch(PRIME, "prime_without_process", "-", baseline=Others())
@@ -59,11 +59,11 @@ def test_without_beta_a_run_is_the_one_without_the_model(loud: Path, tmp_path: P
 
 
 def test_the_model_learns_and_the_first_step_does_not_know_it(loud: Path) -> None:
-    steps = [s for s in reader.steps(loud) if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(loud) if s.stage == "rl"]
     losses = [s.gauges["implicit/loss"].mean for s in steps]
     assert losses[0] == pytest.approx(np.log(2), abs=1e-6), "phi is the reference before the first step"
     assert all(s.gauges["implicit/answers"].sum == 24 for s in steps if s.gauges["rollout/groups"].sum == 6)
-    first, later = (list(reader.episodes(loud, "rl", i)) for i in (1, 3))
+    first, later = (list(run_reader.episodes(loud, "rl", i)) for i in (1, 3))
     constant = [len(set(np.concatenate(e.advantage).tolist())) == 1 for e in first if e.advantage is not None]
     assert all(constant), "before it has learned, all tokens of an answer have the outcome's credit"
     told = [np.concatenate(e.advantage) for e in later if e.advantage is not None]
@@ -88,7 +88,7 @@ def test_a_run_is_made_longer(loud: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(loud, copy)
     posttrain.run("rl.steps=4", resume=copy, quiet=True)
-    losses = [s.gauges["implicit/loss"].mean for s in reader.steps(copy) if s.stage == "rl"]
+    losses = [s.gauges["implicit/loss"].mean for s in run_reader.steps(copy) if s.stage == "rl"]
     assert len(losses) == 4 and losses[3] != pytest.approx(np.log(2), abs=1e-6)
 
 
@@ -98,7 +98,7 @@ def test_other_learners(words: tuple[str, ...], tmp_path: Path) -> None:
     """With an adapter phi has an adapter of its own; in another dtype the checks allow its rounding."""
     run = prime_run(patch(LOUD, "unfiltered", "-", filter=None), steps=2)
     posttrain.run(run, *words, "deterministic=false", out=tmp_path / "run", quiet=True)
-    losses = [s.gauges["implicit/loss"].mean for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    losses = [s.gauges["implicit/loss"].mean for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"]
     assert losses[0] == pytest.approx(np.log(2), abs=1e-6) and losses[1] != losses[0]
 
 

@@ -18,18 +18,17 @@ from process_parts import SAMPLING, Counting, labelled, needed, parts_of, proces
 
 import posttrain
 from benchmarks.process_bench import bench, planted_chains
-from posttrain.api.overrides import apply
-from posttrain.api.reward_models import stage_policy
-from posttrain.checks.reward_models import read_alone
-from posttrain.checks.stepwise import labels_are_of_their_steps, said, token_ends
-from posttrain.controller.stages.label_steps import ROWS, StepLabelDriver, rows_of
-from posttrain.core import abilities, reader, seeds
-from posttrain.core.asks import asks
-from posttrain.core.env import Env, Reward
-from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.build.build_reward_models import stage_policy
+from posttrain.checks.judging.reward_model_scores import read_alone
+from posttrain.checks.judging.step_label_checks import labels_are_of_their_steps, said, token_ends
+from posttrain.config.env import Env, Reward
+from posttrain.config.overrides import apply
+from posttrain.config.run import Run
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.step_labels import StepLabeling
+from posttrain.core import abilities, seeds
 from posttrain.core.judgements import StepLabels
-from posttrain.core.ports import Attempt
-from posttrain.core.process import (
+from posttrain.core.measure.answer_steps import (
     StepValues,
     aggregated,
     first_error,
@@ -38,20 +37,22 @@ from posttrain.core.process import (
     step_ends,
     steps_of_text,
 )
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Run
-from posttrain.core.step_labels import StepLabeling
+from posttrain.core.ports import Attempt
 from posttrain.core.streams import STEP
-from posttrain.core.tree import from_plain, to_plain
 from posttrain.core.types import Episode, Stop, Task
 from posttrain.core.verdict import SOLVED, Judged, Verdict, outcome
 from posttrain.diagnose.process_bench import ProcessBenchScore
-from posttrain.engine.learner import HFLearner
+from posttrain.engine.learner.learner import HFLearner
 from posttrain.environment.make import environment
-from posttrain.role.ranked import reward_batch
-from posttrain.role.step_judge import step_verdicts
-from posttrain.role.step_scores import step_scores
-from posttrain.role.steps import TokenEnds
+from posttrain.record import run_reader
+from posttrain.record.external_access import asks
+from posttrain.role.judges.step_completion import TokenEnds
+from posttrain.role.judges.step_judge import step_verdicts
+from posttrain.role.judges.step_scores import step_scores
+from posttrain.stages.reward_model.reward_model_batches import reward_batch
+from posttrain.stages.step_labels.step_label_stage import ROWS, StepLabelDriver, rows_of
+from posttrain.system.dataclass_json import from_plain, to_plain
+from posttrain.system.errors import ConfigError, DataError, InvariantError
 
 LABEL = StepLabeling(name="label", separator=";", completions=4, prompts=4, siblings=3, sampling=SAMPLING)
 
@@ -344,7 +345,7 @@ def chain(folder: Path, **how: Any) -> Path:
 
 
 def verdicts(folder: Path) -> list[Episode]:
-    return [e.episode for e in reader.episodes(folder, "rl", 2)]
+    return [e.episode for e in run_reader.episodes(folder, "rl", 2)]
 
 
 @pytest.mark.prove
@@ -365,7 +366,7 @@ def test_from_labels_made_by_completion_to_a_policy_paid_by_steps(tmp_path: Path
                 assert not j.paid and j.verdict.score == pytest.approx(chance[j.end - 1], abs=1e-5)
                 steps += 1
     assert steps > 20
-    last = reader.steps(folder)[-1]
+    last = run_reader.steps(folder)[-1]
     assert last.gauges["canary/reward_noise"].mean < 1e-4
 
 
@@ -375,7 +376,7 @@ def test_one_number_of_the_steps_scores_pays_the_answer(how: Any, tmp_path: Path
     run = process_run(reward=Reward(function="model:stage:rm", steps="outcome", aggregate=how))
     run = apply(run, ["env.measured=true", "rl.algorithm=grpo"])
     posttrain.run(run, out=tmp_path / "run", quiet=True)
-    labelling = [s for s in reader.steps(tmp_path / "run") if "label/answers" in s.gauges]
+    labelling = [s for s in run_reader.steps(tmp_path / "run") if "label/answers" in s.gauges]
     assert len(labelling) == 2
     for s in labelling:  # the truth labels them, and the model that will pay is not there yet
         assert s.gauges["rollout/abstained"].mean == s.gauges["rollout/unjudged"].mean == 0

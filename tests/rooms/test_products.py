@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from posttrain.core.machine import processor
-from posttrain.engine import native, products
-from posttrain.engine.products import FEW, MANY, WIDE, Products, fits, is_product
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.layers import layer_products
+from posttrain.engine.layers.layer_products import FEW, MANY, WIDE, Products, fits, is_product
+from posttrain.system.machine import processor
 
 BOTH = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 pytestmark = pytest.mark.skipif(not BOTH, reason="this torch has one library for products")
@@ -64,7 +65,7 @@ def test_products_of_one_input_are_the_plain_ones(case: Any, used: list[bool], o
     def plain(x: Tensor, *parts: Any) -> list[Tensor]:
         return [nn.functional.linear(x, w, b) for w, b in zip(parts[::2], parts[1::2], strict=True)]
 
-    with patch.object(products, "ONE_DNN", one_dnn):
+    with patch.object(layer_products, "ONE_DNN", one_dnn):
         outs, ours = run(Products.apply, torch.float32)
     same_outs, theirs = run(plain, torch.float32)
     exact_outs, exact = run(plain, torch.float64)
@@ -85,12 +86,12 @@ def near(ours: Tensor, exact: Tensor) -> bool:
     return float((ours.double() - exact).detach().abs().max()) <= CLOSE * max(1.0, float(exact.detach().abs().max()))
 
 
-@pytest.mark.skipif(not products.ONE_DNN, reason="torch's own products are faster on this processor, and taken")
+@pytest.mark.skipif(not layer_products.ONE_DNN, reason="torch's own products are faster on this processor, and taken")
 @pytest.mark.parametrize("rows", [1, FEW, FEW + 1, 37, 400])
 def test_a_product_by_one_dnn_depends_on_no_thread_and_no_other_row(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of inputs of any shape and strides; and it is made by oneDNN."""
     made, real = list[int](), torch.nn.functional.linear
-    monkeypatch.setattr(products.F, "linear", lambda x, w, b=None: made.append(x.numel()) or real(x, w, b))
+    monkeypatch.setattr(layer_products.F, "linear", lambda x, w, b=None: made.append(x.numel()) or real(x, w, b))
     before = torch.get_num_threads()
     for width, outputs in ((8, 24), (96, 40), (512, 7), (1536, 64)):
         x, w, b = (drawn(i, *s).detach().float() for i, s in enumerate(((rows, width), (outputs, width), (outputs,))))
@@ -98,21 +99,23 @@ def test_a_product_by_one_dnn_depends_on_no_thread_and_no_other_row(rows: int, m
         try:
             for threads in (1, 3):
                 torch.set_num_threads(threads)
-                one = products.linear(x, w, b)
+                one = layer_products.linear(x, w, b)
                 assert near(one, exact)
-                assert torch.equal(products.linear(x[None], w, b)[0], one)
-                assert near(products.linear(x.T.contiguous().T, w.T.contiguous().T, b), exact)
+                assert torch.equal(layer_products.linear(x[None], w, b)[0], one)
+                assert near(layer_products.linear(x.T.contiguous().T, w.T.contiguous().T, b), exact)
                 if threads == 1:
                     alone = one
                 if rows > FEW:
-                    assert torch.equal(one, alone) and torch.equal(products.linear(x[: FEW + 1], w, b), one[: FEW + 1])
+                    assert torch.equal(one, alone) and torch.equal(
+                        layer_products.linear(x[: FEW + 1], w, b), one[: FEW + 1]
+                    )
         finally:
             torch.set_num_threads(before)
     assert bool(made) == (rows <= FEW)
 
 
-@pytest.mark.skipif(not products.ONE_DNN, reason="torch's own products are faster on this processor, and taken")
-@pytest.mark.skipif(bool(native.missing()), reason="no C compiler")
+@pytest.mark.skipif(not layer_products.ONE_DNN, reason="torch's own products are faster on this processor, and taken")
+@pytest.mark.skipif(bool(compile_native.missing()), reason="no C compiler")
 @pytest.mark.parametrize("rows", [MANY, MANY + 37])
 def test_gradients_of_weights_by_one_dnn_depend_on_no_thread(rows: int) -> None:
     """Whichever side is transposed, of gradients of any strides, and for one product or several."""
@@ -123,22 +126,22 @@ def test_gradients_of_weights_by_one_dnn_depend_on_no_thread(rows: int) -> None:
         try:
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)
-                found = products.summed(grads, x)
+                found = layer_products.summed(grads, x)
                 alone = alone or found
                 for g, one, two in zip(grads, found, alone, strict=True):
                     assert torch.equal(one, two) and one.is_contiguous() and near(one, g.double().T @ x.double())
-                turned = products.summed([g.T.contiguous().T for g in grads], x.T.contiguous().T)
+                turned = layer_products.summed([g.T.contiguous().T for g in grads], x.T.contiguous().T)
                 assert all(torch.equal(a, b) for a, b in zip(turned, found, strict=True))
         finally:
             torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(bool(native.missing()), reason="no C compiler")
+@pytest.mark.skipif(bool(compile_native.missing()), reason="no C compiler")
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_a_copy_is_transposed(rows: int, width: int) -> None:
     x = torch.arange(rows * width, dtype=torch.float32).view(rows, width)
-    assert torch.equal(products.transposed(x), x.T)
+    assert torch.equal(layer_products.transposed(x), x.T)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +154,8 @@ def test_a_copy_is_transposed(rows: int, width: int) -> None:
     ],
 )
 def test_one_dnn_is_taken_where_it_was_measured(text: str, faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "processor", lambda: text)
-    assert products._is_faster() == faster  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(layer_products, "processor", lambda: text)
+    assert layer_products._is_faster() == faster  # pyright: ignore[reportPrivateUsage]
 
 
 def test_what_may_be_multiplied_without_a_gradient() -> None:
@@ -226,5 +229,5 @@ def test_a_module_that_is_no_plain_product_is_called(how: str, monkeypatch: pyte
     called = list[nn.Module]()
     monkeypatch.setattr(nn.Module, "__call__", lambda self, x: called.append(self) or x)
     plain = nn.Linear(4, 4)
-    products.products(torch.ones(2, 4), plain, module)
+    layer_products.products(torch.ones(2, 4), plain, module)
     assert called == [plain, module]

@@ -15,19 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.api import overrides
-from posttrain.api.build import make_policy
-from posttrain.api.environments import check_environment, make_environment
-from posttrain.core.env import Reward
-from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.run import Env, Reinforce
+from posttrain.build.build_environments import check_environment, make_environment
+from posttrain.build.build_run import make_policy
+from posttrain.config import overrides
+from posttrain.config.env import Reward
+from posttrain.config.run import Env, Reinforce
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.data_rows import read
 from posttrain.environment.make import environment
-from posttrain.environment.prompts import PromptsEnv
-from posttrain.environment.rows import PromptRow
-from posttrain.environment.scripted import judged
+from posttrain.environment.rows.data_rows import read
+from posttrain.environment.rows.own_prompts import PromptsEnv
+from posttrain.environment.rows.row_reader import PromptRow
+from posttrain.environment.scripted_policy import judged
 from posttrain.recipe.recipes import recipe
+from posttrain.system.errors import ConfigError, DataError
 
 EXACT = (Reward(function="exact"),)
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.api.build import probe_ids
-from posttrain.controller.parts import turns_reach
-from posttrain.core.errors import InvariantError
+from posttrain.build.build_run import probe_ids
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.learner import HFLearner
+from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.role.sync import Sync
+from posttrain.stages.run_parts import turns_reach
+from posttrain.system.errors import InvariantError
 from tests.laws.test_agreement import policy, sharpen
 from tests.rooms.pool_parts import Script, scripted_pool
 

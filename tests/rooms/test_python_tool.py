@@ -13,8 +13,8 @@ from posttrain.core.stop import EpisodeLimits
 from posttrain.environment.tools.offered import OfferedTools
 from posttrain.environment.tools.python import LOST, InterpreterSlots, Python
 from posttrain.environment.tools.tool import Toolbox
-from posttrain.sandbox.choose import open_sandbox
-from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox.open_sandbox import open_sandbox
+from posttrain.sandbox.sandbox_pool import Sandbox
 from posttrain.verifier.calling import ToolCall
 
 LIMITS = EpisodeLimits()

@@ -16,19 +16,19 @@ from safetensors.torch import load_file
 from torch import nn
 
 import posttrain
-from posttrain.api import overrides as dotted
-from posttrain.api.build import probe_ids
-from posttrain.core.adapter import Lora
-from posttrain.core.errors import ConfigError, InvariantError
-from posttrain.core.reader import run_file
-from posttrain.engine import adapter
+from posttrain.build.build_run import probe_ids
+from posttrain.config import overrides as dotted
+from posttrain.config.adapter import Lora
+from posttrain.engine.adapters import adapter_modules
+from posttrain.engine.adapters.quantise import Int8Linear, is_quantised, make_float, rounded
+from posttrain.engine.adapters.saved_adapter import write_adapter
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, base_digest, load_policy
-from posttrain.engine.quantise import Int8Linear, is_quantised, make_float, rounded
-from posttrain.engine.saved_adapter import write_adapter
+from posttrain.engine.learner.learner.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy, base_digest, load_policy
 from posttrain.recipe.recipes import recipe
+from posttrain.record.run_reader import run_file
 from posttrain.role.sync import Sync
+from posttrain.system.errors import ConfigError, InvariantError
 from tests.peak import peak_bytes
 from tests.rooms.engine_parts import ALPHABET, packed, tiny
 
@@ -46,7 +46,7 @@ def few_bits(
     policy = load_policy(tiny(arch, dtype=dtype, lora=lora, quantize=kind, **sizes), ALPHABET, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, tensor in adapter.adapter_tensors(policy.module).items():
+        for name, tensor in adapter_modules.adapter_tensors(policy.module).items():
             if "lora_B" in name:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.05)
     return policy
@@ -114,7 +114,7 @@ def test_product_and_gradient_are_those_of_the_float_weight(bias: bool) -> None:
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "gemma"])
 def test_only_the_decoders_linear_layers_are_rounded(arch: str, dtype: str) -> None:
     policy, before = few_bits("int8", arch, dtype), load_policy(tiny(arch, dtype=dtype), ALPHABET, 0)
-    held, was = adapter.base_tensors(policy.module), adapter.base_tensors(before.module)
+    held, was = adapter_modules.base_tensors(policy.module), adapter_modules.base_tensors(before.module)
     rounded_names = {n for n, t in held.items() if t.dtype == torch.int8}
     assert len(rounded_names) == 7 * 2
     for name, tensor in was.items():
@@ -126,7 +126,7 @@ def test_only_the_decoders_linear_layers_are_rounded(arch: str, dtype: str) -> N
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_the_adapter_trains_and_its_gradient_is_that_over_float_weights(dtype: str, kind: str) -> None:
     learner = HFLearner(few_bits(kind, dtype=dtype))
-    own = set(adapter.adapter_tensors(learner.policy.module))
+    own = set(adapter_modules.adapter_tensors(learner.policy.module))
     assert set(learner.parameters()) == {*own, "value_head.weight", "value_head.bias"}
     if dtype == "bfloat16":
         return
@@ -172,8 +172,8 @@ def test_memory_in_training_is_that_of_the_codes(kind: str, share: float) -> Non
     lora = Lora(rank=2, targets=("q_proj", "down_proj"))
     one = HFLearner(few_bits(kind, lora=lora, **sizes))
     two = HFLearner(load_policy(tiny(lora=lora, **sizes), ALPHABET, 0))
-    held = [sum(t.nbytes for t in adapter.base_tensors(x.policy.module).values()) for x in (one, two)]
-    layer = max(t.nbytes for t in adapter.base_tensors(two.policy.module).values())
+    held = [sum(t.nbytes for t in adapter_modules.base_tensors(x.policy.module).values()) for x in (one, two)]
+    layer = max(t.nbytes for t in adapter_modules.base_tensors(two.policy.module).values())
     assert one.policy.size == two.policy.size and held[0] < share * held[1]
 
     def work(learner: HFLearner) -> None:
@@ -189,7 +189,7 @@ def test_memory_in_training_is_that_of_the_codes(kind: str, share: float) -> Non
 def test_twins_share_the_codes(kind: str) -> None:
     policy = few_bits(kind)
     twin = policy.twin()
-    ours, theirs = adapter.base_tensors(policy.module), adapter.base_tensors(twin.module)
+    ours, theirs = adapter_modules.base_tensors(policy.module), adapter_modules.base_tensors(twin.module)
     assert all(theirs[n] is t for n, t in ours.items() if isinstance(t, nn.Parameter))
     beside = policy.beside(Lora(rank=2, targets=("q_proj",)), 1)
     assert base_digest(beside) == base_digest(policy)
@@ -212,7 +212,7 @@ def test_the_adapter_alone_is_saved_and_read_over_the_same_weights(tmp_path: Pat
     model = tiny(path=str(tmp_path / "base"), lora=LORA, quantize=kind)  # type: ignore[arg-type]
     policy = load_policy(model, None, 0)
     with torch.no_grad():
-        for name, tensor in adapter.adapter_tensors(policy.module).items():
+        for name, tensor in adapter_modules.adapter_tensors(policy.module).items():
             if "lora_B" in name:
                 tensor.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
     write_adapter(policy, tmp_path / "a", str(tmp_path / "base"))

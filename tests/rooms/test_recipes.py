@@ -12,9 +12,9 @@ import pytest
 
 import posttrain
 from posttrain.cli import main
-from posttrain.core import reader
-from posttrain.core.errors import ConfigError
 from posttrain.recipe.recipes import KINDS, RECIPES, listed, of, recipe
+from posttrain.record import run_reader
+from posttrain.system.errors import ConfigError
 
 SHORT = ("slots=16", "env.heldout=2", "evaluation.samples=1")
 
@@ -65,5 +65,5 @@ def test_a_model_is_taught_by_sft_and_goes_on_with_grpo(tmp_path: Path) -> None:
     words = (f"model={model}", prompts, f"env.rewards={tmp_path}/mine.py:reward", *SHORT)
     sizes = ("rl.steps=2", "rl.prompts=2", "rl.siblings=4", "rl.sampling.max_tokens=8")
     done = posttrain.run("grpo", *words, *sizes, out=tmp_path / "grpo", quiet=True)
-    steps = [s for s in reader.steps(done.folder) if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(done.folder) if s.stage == "rl"]
     assert len(steps) == 2 and steps[0].gauges["reward/reward"].count == 8 and done.run.model.context is None

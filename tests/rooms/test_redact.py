@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 import posttrain
-from posttrain.core import reader
-from posttrain.core.env import Reward
+from posttrain.config.env import Reward
+from posttrain.config.run import Env, Model
 from posttrain.core.ports import Attempt, Talk
-from posttrain.core.redact import scrubbed, scrubbed_data
-from posttrain.core.run import Env, Model
+from posttrain.core.redact_secrets import scrubbed, scrubbed_data
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.role.talk import Conversation
+from posttrain.record import run_reader
+from posttrain.role.episode_conversation import Conversation
 from tests.tiny import MODEL, only_rl, tiny_run
 
 SECRET = "sk-5f1c9a7e3b2d/4860+aZ=="
@@ -74,8 +74,8 @@ def test_no_record_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.M
     for path in (p for p in (tmp_path / "run").rglob("*") if p.is_file()):
         data = path.read_bytes()
         found += [str(path)] if SECRET.encode() in data or SECRET[:18].encode() in data else []
-    for file in reader.episode_files(tmp_path / "run"):
-        for r in reader.read_episodes(file.path):
+    for file in run_reader.episode_files(tmp_path / "run"):
+        for r in run_reader.read_episodes(file.path):
             shown = characters_of(r.episode.segments[0].ids)
             told = f"{r.episode.error} {r.episode.state} {r.episode.verdicts} {r.episode.text} {shown}"
             found += [f"{file.path}: {told}"] if SECRET[:18] in told else []
@@ -94,7 +94,7 @@ def test_no_record_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.M
 
 
 def characters_of(ids: list[int]) -> str:
-    from posttrain.engine.vocabulary import characters
+    from posttrain.engine.model.built_tokenizers import characters
 
     return str(characters(Leaks(heldout_count=0).alphabet).decode(list(ids)))
 
@@ -139,5 +139,5 @@ def test_a_text_is_scrubbed_without_reading_all_variables_again(monkeypatch: pyt
     monkeypatch.setenv(NAME, SECRET)
     scrubbed("first")
     read = list[object]()
-    monkeypatch.setattr("posttrain.core.redact.forms_of", lambda environment: read.append(environment) or ())
+    monkeypatch.setattr("posttrain.core.redact_secrets.forms_of", lambda environment: read.append(environment) or ())
     assert scrubbed(f"401 for {SECRET}") == f"401 for [{NAME}]" and not read

@@ -9,17 +9,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from posttrain.api.build import probe_ids
-from posttrain.core.adapter import Lora
-from posttrain.core.run import Optimizer
-from posttrain.engine import adapter
+from posttrain.build.build_run import probe_ids
+from posttrain.config.adapter import Lora
+from posttrain.config.run import Optimizer
+from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.embedded.replay import SamplerReplay
-from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.learner import FrozenScorer, HFLearner
-from posttrain.engine.models import Policy, named_tensors
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.engine.reference import AdapterOff, freeze
+from posttrain.engine.embedded.exact_replay import SamplerReplay
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.learner.frozen_reference import AdapterOff, freeze
+from posttrain.engine.learner.learner import FrozenScorer, HFLearner
+from posttrain.engine.model.policy_model import Policy, named_tensors
+from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.role.sync import Sync
 from tests.rooms.engine_parts import packed, policy
 
@@ -28,7 +28,7 @@ def adapt(p: Policy, *train: str) -> Policy:
     """The policy with an adapter on its query and value projections; of its own weights only those named in `train`
     learn."""
     module, lora = p.clone().module, Lora(rank=2, targets=("q_proj", "v_proj"))
-    adapter.attach(module, lora, 0)
+    adapter_modules.attach(module, lora, 0)
     for name, one in module.named_parameters():
         if name in train:
             one.requires_grad_(True)
@@ -85,7 +85,7 @@ def test_with_its_adapter_off_a_learner_scores_like_a_copy_of_its_base_bit_for_b
     for verb in ("score", "entropy", "energy"):
         assert np.array_equal(getattr(reference, verb)(batch), getattr(copy, verb)(batch))
     assert np.array_equal(reference.top(batch, 3).logp, copy.top(batch, 3).logp)
-    held = adapter.base_tensors(learner.policy.module)
+    held = adapter_modules.base_tensors(learner.policy.module)
     assert fingerprint(held.items()) == copy.digest, "the base is the copy's, under other names"
     assert reference.fingerprint() == reference.digest != learner.fingerprint()
 

@@ -16,30 +16,30 @@ from hypothesis import strategies as st
 from process_parts import ENV, SAMPLING, Counting, needed, parts_of, process_run, regenerate_run, regenerated
 
 import posttrain
-from posttrain.api.overrides import apply
-from posttrain.checks.regenerated import goes_on_from_its_step
-from posttrain.checks.stepwise import said
-from posttrain.controller.stages.reject import RejectionDriver
-from posttrain.core import reader
-from posttrain.core.asks import asks
-from posttrain.core.checkpoint import find
-from posttrain.core.env import Reward
-from posttrain.core.errors import ConfigError, InvariantError
+from posttrain.checks.judging.step_label_checks import said
+from posttrain.config.env import Reward
+from posttrain.config.overrides import apply
+from posttrain.config.run import Run
+from posttrain.config.stages.keep_rule import Best
+from posttrain.config.stages.rejection import RAFT, RFT, Regenerate, Rejection
 from posttrain.core.gauge import Step
-from posttrain.core.pieces.keep import Best
 from posttrain.core.ports import Attempt
-from posttrain.core.rejection import RAFT, RFT, Regenerate, Rejection
-from posttrain.core.run import Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
-from posttrain.core.tree import from_plain, to_plain
 from posttrain.core.types import Episode, Said, Segment, Task
 from posttrain.core.verdict import SOLVED, Judged, Verdict
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.role.kept import Candidate, candidates_of, read, regenerated_candidates
-from posttrain.role.kept import write as write_candidates
-from posttrain.role.regenerate import RegeneratedAnswer, halved, regenerated_gauges, right_steps, scored_steps
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find
+from posttrain.record.external_access import asks
+from posttrain.role.judges.regenerate import RegeneratedAnswer, halved, regenerated_gauges, right_steps, scored_steps
+from posttrain.role.learning.rejection_selection import Candidate, candidates_of, read, regenerated_candidates
+from posttrain.role.learning.rejection_selection import write as write_candidates
 from posttrain.role.rollout import Rollout
+from posttrain.stages.rejection.regeneration_checks import goes_on_from_its_step
+from posttrain.stages.rejection.rejection_stage import RejectionDriver
+from posttrain.system.dataclass_json import from_plain, to_plain
+from posttrain.system.errors import ConfigError, InvariantError
 
 HOW = Regenerate(separator=";")
 SCORES = Regenerate(by="scores")
@@ -264,7 +264,7 @@ def test_candidates_come_back_from_disk(tmp_path: Path) -> None:
 
 
 def lines(folder: Path) -> list[Step]:
-    return [s for s in reader.steps(folder) if s.stage == "reject"]
+    return [s for s in run_reader.steps(folder) if s.stage == "reject"]
 
 
 def kept_of(folder: Path) -> list[Candidate]:
@@ -352,7 +352,7 @@ def test_a_killed_stage_goes_on_as_if_it_had_never_been_killed(
         posttrain.run(run, out=tmp_path / "cut", quiet=True)
     posttrain.run(resume=tmp_path / "cut", quiet=True)
     assert kept_of(tmp_path / "whole")
-    assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
+    assert run_reader.record_digest(tmp_path / "cut") == run_reader.record_digest(tmp_path / "whole")
     assert find(tmp_path / "cut").state["weights"] == find(tmp_path / "whole").state["weights"]
 
 

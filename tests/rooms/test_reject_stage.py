@@ -16,30 +16,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import posttrain
-from posttrain.api.environments import make_environment
-from posttrain.api.overrides import apply
-from posttrain.controller import step as steps
-from posttrain.controller.stages.reject import RejectionDriver
-from posttrain.core import reader
+from posttrain.build.build_environments import make_environment
+from posttrain.config.overrides import apply
+from posttrain.config.run import Env, Optimizer, Run
+from posttrain.config.stages.keep_rule import Best, Keep, Passing, Rising, TopShare
+from posttrain.config.stages.rejection import METHODS, RAFT, REST, RFT, STAR, Rejection, RejectionMethod
 from posttrain.core.abilities import hints
 from posttrain.core.batch import Batch
-from posttrain.core.checkpoint import find
-from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.pieces.keep import Best, Keep, Passing, Rising, TopShare
-from posttrain.core.rejection import METHODS, RAFT, REST, RFT, STAR, Rejection, RejectionMethod
-from posttrain.core.run import Env, Optimizer, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.streams import WEIGHT
 from posttrain.core.transcript import Transcript
-from posttrain.core.tree import from_plain, to_plain
 from posttrain.core.types import Episode, Group, Said, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.role import kept as kept_module
-from posttrain.role.demonstrate import imitated
-from posttrain.role.kept import (
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find
+from posttrain.role.learning import rejection_selection as kept_module
+from posttrain.role.learning.demonstrations import imitated
+from posttrain.role.learning.rejection_selection import (
     HINTED,
     Asked,
     Candidate,
@@ -51,8 +47,12 @@ from posttrain.role.kept import (
     steps_of,
     to_ask_again,
 )
-from posttrain.role.kept import write as write_candidates
+from posttrain.role.learning.rejection_selection import write as write_candidates
 from posttrain.role.trainer import NonFiniteGradient, Trainer
+from posttrain.stages import training_step as steps
+from posttrain.stages.rejection.rejection_stage import RejectionDriver
+from posttrain.system.dataclass_json import from_plain, to_plain
+from posttrain.system.errors import ConfigError, RunFolderError
 from tests.tiny import play, tiny_parts, tiny_run
 
 SAMPLING = Sampling(stop_ids=(0,), temperature=0.7)
@@ -268,7 +268,7 @@ def reject_run(steps: int = 30, taught: int = 40, **given: Any) -> Run:
 
 
 def lines(folder: Path) -> list[Step]:
-    return [s for s in reader.steps(folder) if s.stage == "reject"]
+    return [s for s in run_reader.steps(folder) if s.stage == "reject"]
 
 
 @pytest.mark.prove
@@ -320,7 +320,7 @@ def test_no_hint_is_in_any_trained_batch(tmp_path: Path, monkeypatch: pytest.Mon
     assert mark != tokenizer.unk_token_id
     assert found and not any((b.ids_N == mark).any() for b in found)
     asked = [s.index for s in lines(parts_of) if "rollout/reward" in s.gauges]
-    played = [e.episode for i in asked for e in reader.episodes(parts_of, "reject", i)]
+    played = [e.episode for i in asked for e in run_reader.episodes(parts_of, "reject", i)]
     assert any((s.ids == mark).any() for e in played for s in e.segments), "the record shows what was really asked"
 
 
@@ -409,7 +409,7 @@ def test_a_killed_stage_goes_on_as_if_it_had_never_been_killed(
         patched.setattr(RejectionDriver, "remember", killed)
         posttrain.run(run, out=tmp_path / "cut", quiet=True)
     posttrain.run(resume=tmp_path / "cut", quiet=True)
-    assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
+    assert run_reader.record_digest(tmp_path / "cut") == run_reader.record_digest(tmp_path / "whole")
     assert find(tmp_path / "cut").state["weights"] == find(tmp_path / "whole").state["weights"]
 
 
@@ -424,7 +424,7 @@ def test_who_gives_hints(tmp_path: Path) -> None:
         make_environment(replace(run, env=Env(name="countdown", heldout=4), stages=run.stages[1:]))
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "2+2?", "answer": 4}\n{"prompt": [{"role": "user", "content": "1+1?"}], "answer": 2}\n')
-    own = Env(name="prompts", prompts=str(file), rewards=(posttrain.core.env.Reward(function="exact"),), heldout=0)
+    own = Env(name="prompts", prompts=str(file), rewards=(posttrain.config.env.Reward(function="exact"),), heldout=0)
     with pytest.raises(ConfigError, match=r"env\.args\.hint"):
         make_environment(replace(run, env=own, stages=run.stages[1:]))
     told = make_environment(replace(run, env=replace(own, args={"hint": " (it is {answer})"}), stages=run.stages[1:]))

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.core.errors import DataError, InvariantError
-from posttrain.engine.vocabulary import characters
-from posttrain.environment.render import RenderedDialogue, Renderer
+from posttrain.engine.model.built_tokenizers import characters
+from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
+from posttrain.system.errors import DataError, InvariantError
 
 ALPHABET = [chr(c) for c in range(32, 127)] + ["\n"]
 SPECIALS = ["<bos>", "<eos>", "<|end|>", "<|user|>", "<|assistant|>"]

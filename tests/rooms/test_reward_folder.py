@@ -13,14 +13,14 @@ import torch
 from engine_parts import ARCHS, policy, segments, tiny
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from posttrain.config.reward_head import HeadShape
 from posttrain.core.batch import Packed
-from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.reward_head import HeadShape
 from posttrain.core.types import Segment
-from posttrain.engine.heads import RewardHead
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy
-from posttrain.engine.reward_folder import pad_of, read_reward_model, write_reward_model
+from posttrain.engine.files.reward_folder import pad_of, read_reward_model, write_reward_model
+from posttrain.engine.head.value_heads import RewardHead
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy
+from posttrain.system.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.prove
 

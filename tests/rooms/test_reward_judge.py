@@ -15,24 +15,24 @@ from reward_parts import trained
 from transformers import AutoTokenizer
 
 import posttrain
-from posttrain.api.build import make_policy
-from posttrain.api.environments import make_environment
-from posttrain.api.reward_models import FrozenRewards, reward_policy
-from posttrain.core import reader
-from posttrain.core.asks import asks
+from posttrain.build.build_environments import make_environment
+from posttrain.build.build_reward_models import FrozenRewards, reward_policy
+from posttrain.build.build_run import make_policy
+from posttrain.config.env import Reward
+from posttrain.config.reward_head import HeadShape
+from posttrain.config.run import Run
 from posttrain.core.batch import Packed
-from posttrain.core.env import Reward
-from posttrain.core.errors import ConfigError
-from posttrain.core.reward_head import HeadShape
-from posttrain.core.run import Run
 from posttrain.core.types import Episode
 from posttrain.core.verdict import State
-from posttrain.engine.heads import RewardHead
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.reward_folder import read_reward_model, write_reward_model
+from posttrain.engine.files.reward_folder import read_reward_model, write_reward_model
+from posttrain.engine.head.value_heads import RewardHead
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.record import run_reader
+from posttrain.record.external_access import asks
+from posttrain.role.judges.reward_judge import JudgeMember, RewardModelJudge, combined
 from posttrain.role.judging import with_judges
-from posttrain.role.probe import packed_text
-from posttrain.role.reward_judge import JudgeMember, RewardModelJudge, combined
+from posttrain.role.learning.probe_tokens import packed_text
+from posttrain.system.errors import ConfigError
 from tests.tiny import only_rl, tiny_run
 
 pytestmark = pytest.mark.prove
@@ -51,7 +51,7 @@ def with_models(*rewards: Reward, **rl: Any) -> Run:
 
 
 def episodes(folder: Path) -> list[Episode]:
-    return [e.episode for e in reader.episodes(folder, "rl", 1)]
+    return [e.episode for e in run_reader.episodes(folder, "rl", 1)]
 
 
 def test_it_scores_token_ids_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_it_scores_token_ids_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
             assert by[name].verdict.score == pytest.approx(float(again), abs=1e-5) and by[name].resolution == 1e-5
         whole = sum(j.weight * (j.verdict.score or 0.0) for j in e.verdicts)
         assert by["one"].weight == 0.5 and e.reward == pytest.approx(whole)
-    [step] = reader.steps(tmp_path / "run")
+    [step] = run_reader.steps(tmp_path / "run")
     scores = [j.verdict.score for e in found for j in e.verdicts if j.source == "two"]
     assert step.gauges["reward/two"].mean == pytest.approx(np.mean(np.array(scores, float)))
     assert "reward model one (weight 0.5) reads the policy's tokens" in capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_a_chat_template_that_prompts_of_text_pass_by_is_said(tmp_path: Path) ->
     words.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
     words.save_pretrained(path)
     posttrain.run(with_models(Reward(function=f"model:{path}")), out=tmp_path / "run", quiet=True)
-    [step] = reader.steps(tmp_path / "run")
+    [step] = run_reader.steps(tmp_path / "run")
     assert [n for n in step.notes if "reward model bytes has a chat template, and prompts are text" in n]
 
 

@@ -16,23 +16,23 @@ from reward_parts import Taste, reward_run, trained
 from safetensors.torch import load_file
 
 import posttrain
-from posttrain.api.build import make_policy
-from posttrain.api.environments import make_environment
-from posttrain.api.export_reward import sequences
 from posttrain.api.main import certified_export
-from posttrain.api.reward_models import reward_policy
-from posttrain.core import reader
-from posttrain.core.adapter import Lora
+from posttrain.build.build_environments import make_environment
+from posttrain.build.build_reward_models import reward_policy
+from posttrain.build.build_run import make_policy
+from posttrain.config.adapter import Lora
+from posttrain.config.reward_head import HeadShape
+from posttrain.config.run import Env, Model, Optimizer
+from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.batch import Packed
-from posttrain.core.checkpoint import find
-from posttrain.core.errors import ConfigError, RunFolderError
-from posttrain.core.reward_head import HeadShape
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Env, Model, Optimizer
-from posttrain.engine.heads import RewardHead
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.reward_folder import read_reward_model
-from posttrain.role.weights import WEIGHTS
+from posttrain.engine.files.reward_folder import read_reward_model
+from posttrain.engine.head.value_heads import RewardHead
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find
+from posttrain.report.export.export_reward import sequences
+from posttrain.role.weights.saved_weights import WEIGHTS
+from posttrain.system.errors import ConfigError, RunFolderError
 from tests.tiny import tiny_run
 
 pytestmark = pytest.mark.prove
@@ -45,7 +45,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_it_learns_pairs_and_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = trained(tmp_path / "run", quiet=False, steps=30, batch=32, eval_every=15)
     [result] = done.stages
-    steps = reader.steps(tmp_path / "run")
+    steps = run_reader.steps(tmp_path / "run")
     assert result.kind == "rewardmodel" and result.accuracy is None and result.agreement is not None
     assert result.agreement_before is not None and result.agreement[0] > 0.8
     assert steps[-1].gauges["ranking/loss"].mean < steps[0].gauges["ranking/loss"].mean < 0.9
@@ -61,7 +61,7 @@ def test_it_learns_pairs_and_is_measured(tmp_path: Path, capsys: pytest.CaptureF
 def test_its_language_head_learns_beside_it(tmp_path: Path) -> None:
     """With regularise=sft the chosen completions get likelier while their scores rise."""
     trained(tmp_path / "run", steps=20, regularise="sft", alpha=0.5)
-    first, *_, last = (s.gauges for s in reader.steps(tmp_path / "run"))
+    first, *_, last = (s.gauges for s in run_reader.steps(tmp_path / "run"))
     assert last["ranking/regulariser"].mean < 0.98 * first["ranking/regulariser"].mean
     assert last["ranking/accuracy"].mean > 0.7
     mixed = 0.5 * last["ranking/regulariser"].mean
@@ -106,7 +106,7 @@ def test_cut_and_gone_on_with_it_is_the_same(tmp_path: Path, regularise: Any) ->
 def test_other_heads_and_judgements(change: dict[str, Any], tmp_path: Path) -> None:
     done = trained(tmp_path / "run", steps=3, **change)
     assert done.stages[0].agreement is not None
-    [*_, last] = reader.steps(tmp_path / "run")
+    [*_, last] = run_reader.steps(tmp_path / "run")
     assert ("ranking/error" if change.get("judgement") == "rating" else "ranking/accuracy") in last.gauges
 
 
@@ -130,7 +130,7 @@ def test_ratings_train_the_attributes_and_then_pairs_the_gate(tmp_path: Path) ->
     assert torch.equal(two["reward_head.score.weight"], one["reward_head.score.weight"])
     assert not torch.equal(two["reward_head.gate.weight"], begun.gate.weight)
     assert both.stages[1].agreement is not None
-    assert any("canary/frozen" in s.gauges for s in reader.steps(tmp_path / "both") if s.stage == "gate")
+    assert any("canary/frozen" in s.gauges for s in run_reader.steps(tmp_path / "both") if s.stage == "gate")
 
 
 @pytest.mark.parametrize(

@@ -13,20 +13,20 @@ import pytest
 from reward_parts import reward_run
 
 import posttrain
-from posttrain.api.reward_models import reward_policy
-from posttrain.api.reward_report import evaluate_reward_model, is_reward_model
 from posttrain.api.reward_transfer import transfer
+from posttrain.build.build_reward_models import reward_policy
 from posttrain.cli import main
+from posttrain.config.env import Env
+from posttrain.config.run import Optimizer, Run, Supervised
 from posttrain.core import abilities
-from posttrain.core.env import Env
-from posttrain.core.errors import ConfigError
 from posttrain.core.judgements import Label
-from posttrain.core.run import Optimizer, Run, Supervised
-from posttrain.engine.learner import HFLearner
+from posttrain.engine.learner.learner import HFLearner
 from posttrain.environment.make import environment
-from posttrain.environment.render import Renderer
-from posttrain.role.judgements import batch_of
-from posttrain.role.ranked import ScoredJudgements, agreement
+from posttrain.environment.templates.renderer import Renderer
+from posttrain.evaluate.reward_report import evaluate_reward_model, is_reward_model
+from posttrain.stages.preference.judged_batches import batch_of
+from posttrain.stages.reward_model.reward_model_batches import ScoredJudgements, agreement
+from posttrain.system.errors import ConfigError
 from tests.tiny import only_rl, tiny_run
 
 pytestmark = pytest.mark.prove

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.env import Reward
-from posttrain.core.errors import ConfigError
+from posttrain.config.env import Reward
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
+from posttrain.system.errors import ConfigError
 from posttrain.verifier.builtin import BUILTIN
 from posttrain.verifier.configured import sources
-from posttrain.verifier.functions import source
+from posttrain.verifier.user_functions import source
 
 TASK = Task(id="t1", prompt="what?", answer="12", info={"level": 3})
 CHAT = Task(id="t2", prompt=({"role": "user", "content": "what?"},), answer="12", info={"level": 3})

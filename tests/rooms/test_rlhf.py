@@ -12,26 +12,26 @@ import torch
 from safetensors.torch import load_file
 
 import posttrain
-from posttrain.api import reward_models
-from posttrain.api.overrides import apply
-from posttrain.api.reward_models import stage_policy
-from posttrain.api.reward_paths import check_reward_models
-from posttrain.checks.reward_models import read_alone
-from posttrain.controller.stages.reinforce import ReinforceDriver
-from posttrain.core import reader
-from posttrain.core.adapter import Lora
-from posttrain.core.asks import asks
-from posttrain.core.env import Env, Reward
-from posttrain.core.errors import ConfigError
+from posttrain.build import build_reward_models
+from posttrain.build.build_reward_models import stage_policy
+from posttrain.build.reward_paths import check_reward_models
+from posttrain.checks.judging.reward_model_scores import read_alone
+from posttrain.config.adapter import Lora
+from posttrain.config.env import Env, Reward
+from posttrain.config.overrides import apply
+from posttrain.config.run import Model, Optimizer, Run
+from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.gauge import Step
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Model, Optimizer, Run
 from posttrain.core.types import Episode
-from posttrain.diagnose.outcome import read_outcome
-from posttrain.engine.adapter import adapter_tensors, base_tensors
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy
-from posttrain.role.weights import WEIGHTS
+from posttrain.diagnose.run_outcome import read_outcome
+from posttrain.engine.adapters.adapter_modules import adapter_tensors, base_tensors
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy
+from posttrain.record import run_reader
+from posttrain.record.external_access import asks
+from posttrain.role.weights.saved_weights import WEIGHTS
+from posttrain.stages.reinforce.reinforce_stage import ReinforceDriver
+from posttrain.system.errors import ConfigError
 from tests.tiny import tiny_run
 
 pytestmark = pytest.mark.prove
@@ -50,7 +50,7 @@ def rlhf_run(*rewards: Reward, measured: bool = True, **rl: Any) -> Run:
 
 
 def episodes(folder: Path, step: int) -> list[Episode]:
-    return [e.episode for e in reader.episodes(folder, "rl", step)]
+    return [e.episode for e in run_reader.episodes(folder, "rl", step)]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_the_policy_is_paid_by_the_reward_model_that_the_run_trained(done: Path)
 
 def test_it_starts_from_the_imitation_and_compares_with_it(done: Path) -> None:
     """The reward model hands nothing on: RL begins with the weights of `sft`, which are its reference."""
-    first = reader.steps(done)[-4]
+    first = run_reader.steps(done)[-4]
     assert (first.stage, first.index) == ("rl", 1) and first.gauges["policy/kl_reference"].mean < 1e-6
     assert [s.start for s in posttrain.load(done).stages] == ["start", "sft", "sft"]
 
@@ -87,13 +87,13 @@ def test_held_out_figures_have_the_truth_and_what_is_paid_apart(done: Path) -> N
     sft, _, rl = posttrain.load(done).stages
     assert sft.reward is not None and sft.proxy is None  # no reward model was trained yet
     assert rl.reward is not None and rl.proxy is not None
-    groups = [e.episode for e in reader.episodes(done, "rl", 4, "eval")]
+    groups = [e.episode for e in run_reader.episodes(done, "rl", 4, "eval")]
     assert rl.reward[0] == pytest.approx(np.mean([e.truth or 0.0 for e in groups]))
     assert rl.proxy[0] == pytest.approx(np.mean([e.reward or 0.0 for e in groups]))
     of = read_outcome(done).stages[-1]
     assert of.proxy is not None and of.proxy.after == pytest.approx(rl.proxy[0])
     assert of.end is not None and of.end.reward.mean == pytest.approx(rl.reward[0])
-    [*_, last] = reader.steps(done)
+    [*_, last] = run_reader.steps(done)
     assert {"rollout/truth", "rollout/reward", "reward/rm", "canary/reward_noise"} <= last.gauges.keys()
 
 
@@ -109,10 +109,10 @@ def test_ppo_learns_against_it_with_the_kl_in_the_reward(tmp_path: Path) -> None
     words = ("rl.algorithm=ppo", "rl.pull=kl", "rl.pull.coef=0.5", "rl.pull.estimator=k1", "rl.pull.placement=reward")
     run = apply(rlhf_run(epochs=2), words)
     posttrain.run(run, out=tmp_path / "run", quiet=True)
-    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"]
     assert {"value/loss", "policy/kl_reference", "reward/rm"} <= steps[-1].gauges.keys()
     assert steps[0].gauges["optim/steps"].sum == 2 and steps[-1].gauges["policy/kl_reference"].mean > 0
-    for e in reader.episodes(tmp_path / "run", "rl", 4):
+    for e in run_reader.episodes(tmp_path / "run", "rl", 4):
         [paid] = [j for j in e.episode.verdicts if j.source == "rm"]
         assert e.episode.reward == paid.verdict.score
 
@@ -145,7 +145,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(
     posttrain.run("", resume=tmp_path / "run", quiet=True)
     one, two = weights(done), weights(tmp_path / "run")
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
-    assert plain(reader.steps(done)) == plain(reader.steps(tmp_path / "run"))
+    assert plain(run_reader.steps(done)) == plain(run_reader.steps(tmp_path / "run"))
     for a, b in zip(episodes(done, 4), episodes(tmp_path / "run", 4), strict=True):
         assert a.verdicts == b.verdicts and np.array_equal(a.segments[0].ids, b.segments[0].ids)
 
@@ -156,7 +156,7 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(done: Path, tmp_path: P
     posttrain.run("", "rl.steps=4", resume=tmp_path / "run", quiet=True)
     one, two = weights(done), weights(tmp_path / "run")
     assert all(torch.equal(one[n], two[n]) for n in one)
-    assert plain(reader.steps(done))[:-1] == plain(reader.steps(tmp_path / "run"))[:-1]
+    assert plain(run_reader.steps(done))[:-1] == plain(run_reader.steps(tmp_path / "run"))[:-1]
 
 
 def test_a_policy_that_was_paid_by_its_run_is_exported(done: Path, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_an_adapter_of_the_same_model_is_paid_by_another_one(
     model = posttrain.export(done, tmp_path / "model")
     run = rlhf_run(steps=2)
     run = replace(run, model=Model(path=str(model), context=64, lora=Lora(rank=2)))
-    made, load = list[tuple[Policy, Policy]](), reward_models.stage_policy
+    made, load = list[tuple[Policy, Policy]](), build_reward_models.stage_policy
 
     def loaded(folder: Path, stage: str, trust: bool = False, beside: Policy | None = None) -> Policy:
         found = load(folder, stage, trust, beside)
@@ -181,7 +181,7 @@ def test_an_adapter_of_the_same_model_is_paid_by_another_one(
         made.append((beside, found))
         return found
 
-    monkeypatch.setattr(reward_models, "stage_policy", loaded)
+    monkeypatch.setattr(build_reward_models, "stage_policy", loaded)
     posttrain.run(run, out=tmp_path / "run", quiet=True)
     [(policy, judge)] = made
     held, own = base_tensors(policy.module), base_tensors(judge.module)

@@ -15,15 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.api.console import PlainConsole
-from posttrain.api.role_table import RoleWatch, drawn
-from posttrain.api.terminal import Terminal
-from posttrain.controller.parts import RunParts
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.reader import steps
 from posttrain.core.types import Task
-from posttrain.engine.pool import busy
-from posttrain.engine.pool.busy import BusyMeter
+from posttrain.engine.pool import engine_load
+from posttrain.engine.pool.engine_load import BusyMeter
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.environment_pool import (
     EnvironmentPlayer,
@@ -31,8 +26,13 @@ from posttrain.engine.pool.environment_pool import (
     EnvironmentProcess,
     PlayedElsewhere,
 )
+from posttrain.record.run_reader import steps
+from posttrain.report.console import PlainConsole
+from posttrain.report.live.live_terminal import Terminal
+from posttrain.report.live.role_table import RoleWatch, drawn
 from posttrain.role.group_queue import AskedGroup, GroupQueue
 from posttrain.role.roles import RoleCosts
+from posttrain.stages.run_parts import RunParts
 from tests.rooms.pool_parts import PLAIN, Script, prompt, scripted_pool
 from tests.tiny import play, tiny_parts, tiny_run
 
@@ -45,7 +45,7 @@ def test_a_meter_is_the_sum_over_what_happened(changes: list[tuple[float, int, i
     """Seconds, seconds without a turn, and tokens times seconds, against the plain sum; parts add up to the whole."""
     clock = [100.0]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(busy.time, "monotonic", lambda: clock[0])
+        patched.setattr(engine_load.time, "monotonic", lambda: clock[0])
         meter, now = BusyMeter(), (0, 0)
         seconds = idle = flight = 0.0
         odd = False

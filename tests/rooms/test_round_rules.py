@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from posttrain.checks.history import FIRST, KEPT
+from posttrain.checks.stage_history import FIRST, KEPT
+from posttrain.config.stages.rejection import RAFT, STAR, Rejection
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.rejection import RAFT, STAR, Rejection
-from posttrain.diagnose.rule import ROUND_RULES
-from posttrain.diagnose.rules import findings
+from posttrain.diagnose.rules.all_rules import findings
+from posttrain.diagnose.rules.rule import ROUND_RULES
 
 STAGE = Rejection(name="reject", method=RAFT, rounds=6)
 

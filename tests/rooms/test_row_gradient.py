@@ -17,14 +17,15 @@ from safetensors.torch import load_file
 from test_look_up import Sizes, embedding
 from torch import Tensor
 
-from posttrain.checks.update import Handed
-from posttrain.core.reward_head import HeadShape
-from posttrain.core.row_gradient import held, joined, number, place, whole
-from posttrain.core.run import Optimizer
-from posttrain.engine import look_up, update_rules
-from posttrain.engine.heads import RewardHead
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.optimizer import StageOptimizer
+from posttrain.checks.learning.update_checks import Handed
+from posttrain.config.reward_head import HeadShape
+from posttrain.config.run import Optimizer
+from posttrain.core.exchange.row_gradient import held, joined, number, place, whole
+from posttrain.engine.head.value_heads import RewardHead
+from posttrain.engine.layers import embedding_gradient
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.optimizer import update_rules
+from posttrain.engine.optimizer.optimizer import StageOptimizer
 
 ROWS, WIDTH = 210, 24
 SMALL = 1 / 256
@@ -34,8 +35,8 @@ SMALL = 1 / 256
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight is large enough, however many rows are read."""
-    monkeypatch.setattr(look_up, "WORTH", 0)
-    monkeypatch.setattr(look_up, "PART", 1)
+    monkeypatch.setattr(embedding_gradient, "WORTH", 0)
+    monkeypatch.setattr(embedding_gradient, "PART", 1)
 
 
 def by_rows(seed: int, rows: int = 9, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -136,13 +137,13 @@ def test_a_score_gives_rows_and_a_log_prob_gives_all(arch: str, monkeypatch: pyt
     found = weight.grad
     assert found is not None and found.is_sparse
     weight.grad = None
-    monkeypatch.setattr(look_up, "WORTH", 1 << 40)
+    monkeypatch.setattr(embedding_gradient, "WORTH", 1 << 40)
     for _ in range(2):
         scores = one.forward(packed(4), entropy=False, value=False, rewards=True, logp=False)
         scores.rewards.score.square().sum().backward()
     assert weight.grad is not None and not weight.grad.is_sparse
     torch.testing.assert_close(found.to_dense(), weight.grad, rtol=1e-6, atol=1e-7)
-    monkeypatch.setattr(look_up, "WORTH", 0)
+    monkeypatch.setattr(embedding_gradient, "WORTH", 0)
     weight.grad = None
     scores = one.forward(packed(4), entropy=False, value=False, rewards=True)
     (scores.logp.sum() + scores.rewards.score.sum()).backward()
@@ -151,7 +152,7 @@ def test_a_score_gives_rows_and_a_log_prob_gives_all(arch: str, monkeypatch: pyt
 
 def test_no_tensor_of_the_weights_size_is_made_by_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """But the two moments, at the first step."""
-    monkeypatch.setattr(look_up, "WORTH", 0)
+    monkeypatch.setattr(embedding_gradient, "WORTH", 0)
     monkeypatch.setattr(update_rules, "PART", 16 * 32)
     one = rewarded()
     optimizer = StageOptimizer(one.parameters(), Optimizer(warmup=0, clip=1e-3))
@@ -175,7 +176,7 @@ def test_a_run_trains_the_same_weights_and_no_check_speaks(
 ) -> None:
     optimizer = Optimizer(kind=kind, lr=3e-3, warmup=1, clip=1e9)
     made = 0
-    first = look_up.LookedUp.backward
+    first = embedding_gradient.LookedUp.backward
 
     def counted(ctx: Any, *grads: Any) -> Any:
         nonlocal made
@@ -183,10 +184,10 @@ def test_a_run_trains_the_same_weights_and_no_check_speaks(
         made += out[0] is not None and out[0].is_sparse
         return out
 
-    monkeypatch.setattr(look_up.LookedUp, "backward", staticmethod(counted))
+    monkeypatch.setattr(embedding_gradient.LookedUp, "backward", staticmethod(counted))
     ours = trained(tmp_path / "rows", optimizer=optimizer)
     assert made >= 4
-    monkeypatch.setattr(look_up, "WORTH", 1 << 40)
+    monkeypatch.setattr(embedding_gradient, "WORTH", 1 << 40)
     wanted = trained(tmp_path / "whole", optimizer=optimizer)
     files = [sorted(x.folder.rglob("*.safetensors")) for x in (ours, wanted)]
     assert files[0] and len(files[0]) == len(files[1])

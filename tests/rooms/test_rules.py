@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from posttrain.core.batch import Packed
-from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Kept, Said, Segment, Stop
-from posttrain.engine import logprob
-from posttrain.engine.logit_rules import LogitRules, banned_here, seen_before
-from posttrain.engine.logprob import candidates, logprobs, most_probable
+from posttrain.engine.head import logprob
+from posttrain.engine.head.logit_rules import LogitRules, banned_here, seen_before
+from posttrain.engine.head.logprob import candidates, logprobs, most_probable
+from posttrain.system.errors import ConfigError, InvariantError
 
 V, H = 13, 6
 STOPS = (11, 12)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from template_parts import FAMILIES, renderer, tokenizer
 
-from posttrain.core.errors import DataError
 from posttrain.core.types import Message
-from posttrain.environment.chat import WEATHER
-from posttrain.environment.said_calls import MARK, kept
-from posttrain.role.demonstrate import demonstration
+from posttrain.environment.templates.chat_template import WEATHER
+from posttrain.environment.templates.tool_call_messages import MARK, kept
+from posttrain.role.learning.demonstrations import demonstration
+from posttrain.system.errors import DataError
 from posttrain.verifier.calling.parse import ToolCall, parse
 from tests.rooms.test_judged_rows import LOOK, SKY, env, pair, segments
 from tests.rooms.test_shown_tools import env as shown

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.sandbox import probes
-from posttrain.sandbox.port import Ran
+from posttrain.sandbox.sandbox_types import Ran
+from posttrain.sandbox.sandbox_worker import SandboxWorker
 from posttrain.sandbox.selftest import attacks, bait
-from posttrain.sandbox.worker import SandboxWorker
 from tests.rooms.sandbox_parts import backend, ran
 
 

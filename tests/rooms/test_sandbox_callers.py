@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.errors import ConfigError
-from posttrain.core.net import LINES
-from posttrain.sandbox import callers, reference_server
-from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox import executor_callers, reference_server
 from posttrain.sandbox.reference_server import Executor
+from posttrain.sandbox.sandbox_pool import Sandbox
+from posttrain.system.errors import ConfigError
+from posttrain.system.hostile_callers import LINES
 from tests.rooms.sandbox_parts import made
 
 SECRET = "a-token-of-some-length"
@@ -82,10 +82,10 @@ def asked(server: Executor, sent: bytes, source: str = "127.0.0.1") -> int:
     ],
 )
 def test_what_does_not_end_is_hung_up_on(
-    monkeypatch: pytest.MonkeyPatch, phase: callers.Phase, sent: bytes, piece: bytes
+    monkeypatch: pytest.MonkeyPatch, phase: executor_callers.Phase, sent: bytes, piece: bytes
 ) -> None:
     """Also where a byte comes now and then, which a time-out for each read never sees."""
-    monkeypatch.setitem(callers.SECONDS, phase, 1.0)
+    monkeypatch.setitem(executor_callers.SECONDS, phase, 1.0)
     with executor() as server, connected(server, sent) as wire:
         start = time.monotonic()
         ended = threading.Event()
@@ -102,7 +102,7 @@ def test_what_does_not_end_is_hung_up_on(
 
 
 def test_a_new_caller_displaces_one_that_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callers, "YOUNG", 0.2)
+    monkeypatch.setattr(executor_callers, "YOUNG", 0.2)
     with executor(connections=8) as server, contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(connected(server, b"GET /v1/about HTTP/1.1\r\nX: "))

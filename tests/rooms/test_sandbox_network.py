@@ -15,11 +15,11 @@ from posttrain.core.stop import EpisodeLimits as Stops
 from posttrain.core.types import Task
 from posttrain.environment.tools.offered import OfferedTools
 from posttrain.sandbox.cell import syscalls
-from posttrain.sandbox.pool import Sandbox
-from posttrain.sandbox.port import ProgramLimits
+from posttrain.sandbox.sandbox_pool import Sandbox
+from posttrain.sandbox.sandbox_types import ProgramLimits
 from posttrain.sandbox.selftest import selftest
 from posttrain.verifier.calling import ToolCall
-from posttrain.verifier.code.source import Code
+from posttrain.verifier.code.code_reward import Code
 from tests.rooms.sandbox_parts import NAMES, backend, made, patched
 
 REFUSED = syscalls.ERRNO | syscalls.EPERM

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.errors import ConfigError
 from posttrain.sandbox.backends import ALLOW, Landlock, Namespaces, Start, Unconfined
-from posttrain.sandbox.choose import ORDER, choose, first
 from posttrain.sandbox.comparison import heard, same
-from posttrain.sandbox.pool import Sandbox
-from posttrain.sandbox.port import Call, ProgramLimits, SandboxBroken, SandboxUnavailableError
+from posttrain.sandbox.open_sandbox import ORDER, choose, first
+from posttrain.sandbox.sandbox_pool import Sandbox
+from posttrain.sandbox.sandbox_types import Call, ProgramLimits, SandboxBroken, SandboxUnavailableError
+from posttrain.sandbox.sandbox_worker import Job, SandboxWorker
 from posttrain.sandbox.selftest import selftest
-from posttrain.sandbox.worker import Job, SandboxWorker
+from posttrain.system.errors import ConfigError
 from tests.rooms.sandbox_parts import NAMES, backend, gone, interpreter, living, made, patched, ran
 
 
@@ -307,7 +307,7 @@ def test_no_sandbox_outlives_a_killed_harness() -> None:
     """H-30."""
     sandbox = backend("namespaces")
     source = (
-        "import time\nfrom posttrain.sandbox.backends import *\nfrom posttrain.sandbox.worker import *\n"
+        "import time\nfrom posttrain.sandbox.backends import *\nfrom posttrain.sandbox.sandbox_worker import *\n"
         "w = SandboxWorker(Namespaces(()))\nprint(*w.pids, flush=True)\n"
         "w.run(Job(b'while True: pass', limits=ProgramLimits(wall=60, cpu=60)))"
     )

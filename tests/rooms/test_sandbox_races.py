@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from posttrain.core.types import Task
-from posttrain.role.concurrency import settled
 from posttrain.sandbox.backends import Backend, Start
-from posttrain.sandbox.pool import TRIES, Sandbox
-from posttrain.sandbox.port import ProgramLimits, Ran, SandboxBroken
-from posttrain.sandbox.worker import SandboxWorker
-from posttrain.verifier.code.source import Code
+from posttrain.sandbox.sandbox_pool import TRIES, Sandbox
+from posttrain.sandbox.sandbox_types import ProgramLimits, Ran, SandboxBroken
+from posttrain.sandbox.sandbox_worker import SandboxWorker
+from posttrain.system.concurrency import settled
+from posttrain.verifier.code.code_reward import Code
 from tests.rooms.sandbox_parts import backend
 
 LIMITS = ProgramLimits(wall=20.0, cpu=10.0)

@@ -20,18 +20,18 @@ from typing import Any
 
 import pytest
 
-from posttrain.core.errors import ConfigError
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
 from posttrain.sandbox import reference_server, remote
-from posttrain.sandbox.choose import choose, examined
 from posttrain.sandbox.comparison import heard, same
-from posttrain.sandbox.pool import Sandbox
-from posttrain.sandbox.port import Call, ProgramLimits, SandboxBroken, SandboxUnavailableError
+from posttrain.sandbox.open_sandbox import choose, examined
 from posttrain.sandbox.reference_server import Executor
 from posttrain.sandbox.remote import TOKEN, RemoteExecutor
+from posttrain.sandbox.sandbox_pool import Sandbox
+from posttrain.sandbox.sandbox_types import Call, ProgramLimits, SandboxBroken, SandboxUnavailableError
 from posttrain.sandbox.selftest import selftest
-from posttrain.verifier.code.source import Code
+from posttrain.system.errors import ConfigError
+from posttrain.verifier.code.code_reward import Code
 from tests.rooms.sandbox_parts import backend, gone
 
 SECRET = "a-token-of-some-length"

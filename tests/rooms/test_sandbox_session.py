@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.errors import ConfigError
-from posttrain.sandbox.pool import Sandbox
-from posttrain.sandbox.port import ProgramLimits, Ran, SandboxBroken
+from posttrain.sandbox.sandbox_pool import Sandbox
+from posttrain.sandbox.sandbox_types import ProgramLimits, Ran, SandboxBroken
 from posttrain.sandbox.selftest import ATTACK, attacks, bait
+from posttrain.system.errors import ConfigError
 from tests.rooms.sandbox_parts import backend, living
 
 LIMITS = ProgramLimits(wall=20.0, cpu=10.0)

@@ -15,13 +15,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from posttrain.core.adapter import Lora
-from posttrain.core.errors import ConfigError, DataError
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.locate import check_source
-from posttrain.engine.models import load_policy
-from posttrain.engine.saved_adapter import CONFIG, WEIGHTS, saved_adapter, write_adapter
-from posttrain.role.probe import packed_text
+from posttrain.config.adapter import Lora
+from posttrain.engine.adapters.saved_adapter import CONFIG, WEIGHTS, saved_adapter, write_adapter
+from posttrain.engine.learner.learner.learner.learner import HFLearner
+from posttrain.engine.model.locate_model import check_source
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.role.learning.probe_tokens import packed_text
+from posttrain.system.errors import ConfigError, DataError
 from tests.rooms.engine_parts import ALPHABET, tiny
 
 

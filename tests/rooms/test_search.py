@@ -17,30 +17,39 @@ from process_parts import process_run
 
 import posttrain
 from benchmarks.search_curves import by_difficulty
-from posttrain.api.console import lines_of
-from posttrain.api.plots import search_plot
-from posttrain.api.search_words import asks_search, kinds_of, search_request
-from posttrain.api.searched import SearchReport, evaluate_searches
 from posttrain.cli import main
+from posttrain.config.run import Env, Optimizer
+from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
-from posttrain.core.errors import ConfigError, InvariantError, PosttrainError
-from posttrain.core.interval import Score
-from posttrain.core.process import aggregated
-from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Env, Optimizer
+from posttrain.core.measure.answer_steps import aggregated
+from posttrain.core.measure.interval import Score
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.types import Said, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.search.audit import said_by_one_version, tree_adds_up, worth_is
+from posttrain.evaluate.evaluate_search import SearchReport, evaluate_searches
+from posttrain.evaluate.search_words import asks_search, kinds_of, search_request
+from posttrain.report.console import lines_of
+from posttrain.report.plots import search_plot
 from posttrain.search.beam import beam
 from posttrain.search.curves import SearchPoint, frontier, leading, search_point
-from posttrain.search.kinds import KINDS, ONE, BeamSearch, BestOfN, MajorityVote, SearchKind, TreeRule, TreeSearch
-from posttrain.search.play import ANSWERS, play
+from posttrain.search.play_search import ANSWERS, play
 from posttrain.search.puct import TreeNode, tree_search
-from posttrain.search.steps import Beginning, StepSearch
+from posttrain.search.search_checks import said_by_one_version, tree_adds_up, worth_is
+from posttrain.search.search_kinds import (
+    KINDS,
+    ONE,
+    BeamSearch,
+    BestOfN,
+    MajorityVote,
+    SearchKind,
+    TreeRule,
+    TreeSearch,
+)
+from posttrain.search.step_sampling import Beginning, StepSearch
 from posttrain.search.votes import best, vote
+from posttrain.system.errors import ConfigError, InvariantError, PosttrainError
 from tests.tiny import only_rl, tiny_run
 
 LETTERS = "pabc;."

@@ -10,25 +10,26 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.api.build import make_policy
-from posttrain.api.engines import make_engine
+from posttrain.build.build_engines import make_engine
+from posttrain.build.build_run import make_policy
 from posttrain.cli.token_view import episode_lines
-from posttrain.controller.parts import RunParts
-from posttrain.core import reader, seeds
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.config.run import Run
+from posttrain.core import seeds
 from posttrain.core.ports import Attempt, Talk
-from posttrain.core.record import from_columns, of_groups, read_columns, to_columns
-from posttrain.core.request import RolloutRequest
-from posttrain.core.run import Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.environment.render import RenderedDialogue
-from posttrain.environment.scripted import ScriptedPolicy, attempt
-from posttrain.role.demonstrate import recited
-from posttrain.role.talk import Player
+from posttrain.environment.scripted_policy import ScriptedPolicy, attempt
+from posttrain.environment.templates.renderer import RenderedDialogue
+from posttrain.ladder.rollout_request import RolloutRequest
+from posttrain.record import run_reader
+from posttrain.record.step_format import from_columns, of_groups, read_columns, to_columns
+from posttrain.role.episode_conversation import Player
+from posttrain.role.learning.demonstrations import recited
+from posttrain.stages.run_parts import RunParts
+from posttrain.system.errors import ConfigError, DataError
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 ASKED = Sampling(max_tokens=3)
@@ -111,7 +112,7 @@ def test_two_seats_play_and_train(tmp_path: Path, who: str) -> None:
         parts.rollout = replace(parts.rollout, players={"asker": stranger(parts)})
     asyncio.run(play(parts))
     assert any(not torch.equal(before[n], t) for n, t in parts.learner.parameters().items())
-    [file] = [f for f in reader.episode_files(tmp_path / "run") if f.kind != "eval"]
+    [file] = [f for f in run_reader.episode_files(tmp_path / "run") if f.kind != "eval"]
     episodes = [r.episode for r in from_columns(read_columns(file.path))]
     for e in episodes:
         assert [t.seat for t in e.seats] == ["asker"] * 2 and [t.after for t in e.seats] == [1, 2]
@@ -128,14 +129,14 @@ def test_gradients_are_those_of_words_that_the_world_wrote(tmp_path: Path) -> No
     before = {n: t.detach().clone() for n, t in seated.learner.parameters().items()}
     asyncio.run(play(seated))
     assert any(not torch.equal(before[n], t) for n, t in seated.learner.parameters().items())
-    [file] = [f for f in reader.episode_files(tmp_path / "seat") if f.kind != "eval"]
+    [file] = [f for f in run_reader.episode_files(tmp_path / "seat") if f.kind != "eval"]
     found = [r.episode for r in from_columns(read_columns(file.path))]
     lines = {e.task.id: tuple(t.text for t in e.seats) for e in found}
     assert all(lines[e.task.id] == tuple(t.text for t in e.seats) for e in found)
 
     written = interview(tmp_path / "world", run, lines=tuple(lines.items()))
     asyncio.run(play(written))
-    [file] = [f for f in reader.episode_files(tmp_path / "world") if f.kind != "eval"]
+    [file] = [f for f in run_reader.episode_files(tmp_path / "world") if f.kind != "eval"]
     again = [r.episode for r in from_columns(read_columns(file.path))]
     assert [(said(e), e.reward) for e in again] == [(said(e), e.reward) for e in found] and not any(
         e.seats for e in again

@@ -23,12 +23,12 @@ import numpy as np
 import pytest
 from serve_parts import TOKEN, Up, save_model, up
 
-from posttrain.core.errors import ConfigError
-from posttrain.core.net import LINES, network, raise_file_limit
 from posttrain.core.types import Said, Stop
 from posttrain.serve import connections, intake, listen
-from posttrain.serve.limits import CallerLimits, most_connections, read_limits
-from posttrain.serve.quiet import LOG
+from posttrain.serve.caller_limits import CallerLimits, most_connections, read_limits
+from posttrain.serve.limited_log import LOG
+from posttrain.system.errors import ConfigError
+from posttrain.system.hostile_callers import LINES, network, raise_file_limit
 
 CALLERS = Path(__file__).with_name("hostile_callers.py")
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from run_parts import TOKENIZERS
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.engine.vocabulary import raw_bytes
+from posttrain.engine.model.built_tokenizers import raw_bytes
 from posttrain.serve.detokenize import HALF, Decoder, Stops, TokenText
 
 KINDS = {**TOKENIZERS, "raw_bytes": raw_bytes}

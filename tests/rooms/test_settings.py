@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.api.overrides import apply
-from posttrain.api.settings import groups
-from posttrain.api.written import from_yaml, to_yaml
+from posttrain.build.request.setting_groups import groups
+from posttrain.build.request.yaml_config import from_yaml, to_yaml
 from posttrain.cli import main
 from posttrain.cli.settings_help import settings_text
-from posttrain.core import tree
-from posttrain.core.errors import ConfigError
-from posttrain.core.ladder import LADDER
-from posttrain.core.meanings import about, meaning, sentence
-from posttrain.core.run import Run
+from posttrain.config.field_docs import about, meaning, sentence
+from posttrain.config.overrides import apply
+from posttrain.config.run import Run
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.make import shipped_class
+from posttrain.ladder.policy_rows import LADDER
 from posttrain.recipe.recipes import RECIPES, recipe
+from posttrain.system import dataclass_json
+from posttrain.system.errors import ConfigError
 
 
 def classes(cls: type, seen: set[type]) -> Iterator[type]:
@@ -34,9 +34,9 @@ def classes(cls: type, seen: set[type]) -> Iterator[type]:
         return
     seen.add(cls)
     yield cls
-    for declared in tree.hints(cls).values():
-        item = tree.tuple_item(declared)
-        for inner in tree.pieces(declared if item is None else item).values():
+    for declared in dataclass_json.hints(cls).values():
+        item = dataclass_json.tuple_item(declared)
+        for inner in dataclass_json.pieces(declared if item is None else item).values():
             yield from classes(inner, seen)
 
 
@@ -224,7 +224,7 @@ def test_dry_run_writes_what_run_takes_back(tmp_path: Path, capsys: pytest.Captu
     assert main(["run", str(tmp_path / "my.yaml"), "seed=7", "--dry-run"]) == 0
     assert "seed: 7" in capsys.readouterr().out
     (tmp_path / "my_run.py").write_text(
-        "from posttrain.api.written import read_run\nfrom pathlib import Path\n"
+        "from posttrain.build.request.yaml_config import read_run\nfrom pathlib import Path\n"
         f"def run():\n    return read_run(Path({str(tmp_path / 'my.yaml')!r}))\nRUN = run()\nWRONG = 3\n"
     )
     for name in ("run", "RUN"):

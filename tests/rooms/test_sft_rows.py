@@ -13,20 +13,20 @@ from run_parts import play, refused
 from template_parts import FAMILIES, tokenizer
 
 import posttrain
-from posttrain.api.plots import plot
 from posttrain.cli import main
-from posttrain.core import reader
-from posttrain.core.asks import asks
-from posttrain.core.checkpoint import find, scan
-from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.run import Run, Supervised
-from posttrain.diagnose.learned import learned
-from posttrain.diagnose.outcome import read_outcome
-from posttrain.engine.tiny import build_module
-from posttrain.environment.columns import JudgedColumns
-from posttrain.environment.judged_rows import read_row
+from posttrain.config.run import Run, Supervised
+from posttrain.diagnose.learning_verdict import learned
+from posttrain.diagnose.run_outcome import read_outcome
+from posttrain.engine.model.tiny_models import build_module
+from posttrain.environment.judged.judged_rows import read_row
 from posttrain.environment.make import environment
+from posttrain.environment.rows.columns import JudgedColumns
 from posttrain.recipe.recipes import recipe
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import find, scan
+from posttrain.record.external_access import asks
+from posttrain.report.plots import plot
+from posttrain.system.errors import ConfigError, DataError
 
 
 def user(text: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def test_every_form_runs_without_a_reward_and_is_measured(
     assert result.loss is not None and result.accuracy is None and result.loss == stage.heldout_losses[-1][1]
     assert [i for i, _ in stage.heldout_losses] == [0, 3, 6] and stage.loss is not None and stage.loss.high < 0
     assert learned(of).word == "learned" and "held-out loss" in learned(of).text
-    assert [s.index for s in reader.steps(folder) if "heldout/loss" in s.gauges] == [3]
+    assert [s.index for s in run_reader.steps(folder) if "heldout/loss" in s.gauges] == [3]
     assert "accuracy" not in said and "perplexity" in said and "env.rewards: none, because" in said
     assert find(folder, "best").metric == pytest.approx(-result.loss) and len(scan(folder)) >= 1
     plot(folder, out=tmp_path / "x.svg")
@@ -104,10 +104,10 @@ def test_two_such_runs_are_compared_by_their_loss(
 def test_a_killed_run_measures_as_if_it_had_not_been(model: Path, tmp_path: Path) -> None:
     words = (f"model={model}", f"env.prompts={rows(tmp_path / 'm.jsonl', 'messages')}", *SHORT)
     posttrain.run("sft", *words, "sft.checkpoint_every=2", "sft.patience=9", out=tmp_path / "a", quiet=True)
-    whole = reader.record_digest(tmp_path / "a"), reader.losses(tmp_path / "a", "sft")
+    whole = run_reader.record_digest(tmp_path / "a"), run_reader.losses(tmp_path / "a", "sft")
     begin = next(c.folder for c in scan(tmp_path / "a") if c.state["running"])
     posttrain.run(resume=begin, quiet=True)
-    assert (reader.record_digest(tmp_path / "a"), reader.losses(tmp_path / "a", "sft")) == whole
+    assert (run_reader.record_digest(tmp_path / "a"), run_reader.losses(tmp_path / "a", "sft")) == whole
 
 
 def test_passes_decide_the_steps_and_too_many_are_told(
@@ -117,7 +117,7 @@ def test_passes_decide_the_steps_and_too_many_are_told(
     words = ("sft", f"model={model}", data, "sft.batch=8", "sft.eval=false")
     play(tmp_path / "a", *words, "sft.epochs=1.5")
     said = capsys.readouterr().out
-    assert reader.run_file(tmp_path / "a").run.stages[0].steps == math.ceil(1.5 * 24 / 8) and "warning" not in said
+    assert run_reader.run_file(tmp_path / "a").run.stages[0].steps == math.ceil(1.5 * 24 / 8) and "warning" not in said
     assert "5 steps, 1.67 passes over 24 rows" in said
     play(tmp_path / "b", *words, "sft.steps=70")
     assert "warning: sft takes 23.3 passes over 24 rows: it will know them by heart" in capsys.readouterr().out
@@ -142,12 +142,12 @@ def test_it_stops_where_the_held_out_loss_no_longer_falls(model: Path, tmp_path:
 def test_a_folder_that_does_not_say_which_turns_learned_the_last(model: Path, tmp_path: Path) -> None:
     words = (f"model={model}", f"env.prompts={rows(tmp_path / 'm.jsonl', 'messages')}", "sft.steps=1", "sft.batch=2")
     posttrain.run("sft", *words, out=tmp_path / "a", quiet=True)
-    stage: Any = reader.run_file(tmp_path / "a").run.stages[0]
+    stage: Any = run_reader.run_file(tmp_path / "a").run.stages[0]
     assert stage.turns == "all"
     data = json.loads((tmp_path / "a" / "run.json").read_text())
     del data["run"]["stages"][0]["turns"]
     (tmp_path / "a" / "run.json").write_text(json.dumps(data))
-    stage = reader.run_file(tmp_path / "a").run.stages[0]
+    stage = run_reader.run_file(tmp_path / "a").run.stages[0]
     assert stage.turns == "last"
 
 
@@ -216,7 +216,7 @@ def test_data_sets_are_mixed_by_weight(model: Path, tmp_path: Path, capsys: pyte
     words = ("sft", f"model={model}", f"env.prompts={few}", f"env.mix={many}:3", "sft.batch=8", "sft.epochs=1")
     play(tmp_path / "a", *words)
     said = capsys.readouterr().out
-    run = reader.run_file(tmp_path / "a").run
+    run = run_reader.run_file(tmp_path / "a").run
     env: Any = environment(run.env, run.seed)
     drawn = [env.train.task(i) for i in range(32)]
     assert all(sum(bool(t.prompt) for t in drawn[i : i + 8]) == 2 for i in range(0, 32, 8))

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.core import files
-from posttrain.core.errors import RunFolderError
-from posttrain.core.run import Optimizer
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.engine.sharded_checkpoint import load_sharded, save_sharded
-from posttrain.engine.sharded_reader import IndexReader
+from posttrain.config.run import Optimizer
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.engine.parallel.sharded_checkpoint import load_sharded, save_sharded
+from posttrain.engine.parallel.sharded_index import IndexReader
+from posttrain.system import files
+from posttrain.system.errors import RunFolderError
 from tests.rooms.engine_parts import policy
 
 INDEX = ".metadata"

@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from posttrain.api.build import probe_ids
-from posttrain.core.adapter import Lora
-from posttrain.core.errors import ConfigError
-from posttrain.core.run import Optimizer
-from posttrain.engine import adapter
+from posttrain.build.build_run import probe_ids
+from posttrain.config.adapter import Lora
+from posttrain.config.run import Optimizer
+from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, base_digest, load_policy, named_tensors, with_adapter
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.engine.reference import freeze
+from posttrain.engine.learner.frozen_reference import freeze
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy, base_digest, load_policy, named_tensors, with_adapter
+from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.role.sync import Sync
+from posttrain.system.errors import ConfigError
 from tests.rooms.engine_parts import ALPHABET, packed, tiny
 
 KINDS: Mapping[str, Lora] = {
@@ -107,10 +107,10 @@ def test_training_one_changes_no_bit_of_the_others_nor_of_the_base(kinds: list[s
     adams, base = [optimizer(x) for x in learners], base_digest(policies[0])
     for turn in turns:
         at = turn % len(learners)
-        before = [bits(adapter.adapter_tensors(p.module)) for p in policies]
+        before = [bits(adapter_modules.adapter_tensors(p.module)) for p in policies]
         learn(learners[at], adams[at], turn)
         for i, p in enumerate(policies):
-            now = adapter.adapter_tensors(p.module)
+            now = adapter_modules.adapter_tensors(p.module)
             assert all(torch.equal(now[n], t) for n, t in before[i].items()) == (i != at)
     assert {base_digest(p) for p in policies} == {base}
 
@@ -141,8 +141,8 @@ def test_memory_is_one_base_and_the_adapters(dtype: str) -> None:
     """Two policies, an engine and a reference of each: one base. Engines have adapters of their own; the references,
     whose adapters have learned nothing yet, have nothing."""
     policies = together(KINDS["all"], KINDS["rslora"], dtype=dtype)
-    own = [sum(t.nbytes for t in adapter.adapter_tensors(p.module).values()) for p in policies]
-    bare = adapter.without_adapters(policies[0].module)
+    own = [sum(t.nbytes for t in adapter_modules.adapter_tensors(p.module).values()) for p in policies]
+    bare = adapter_modules.without_adapters(policies[0].module)
     base = storage_bytes([bare])
     buffers = sum(b.nbytes for b in bare.buffers())
     assert storage_bytes(p.module for p in policies) == base + sum(own) + buffers

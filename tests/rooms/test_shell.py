@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core import shell
-from posttrain.core.version import VERSION
+from posttrain.system import shell
+from posttrain.system.version import VERSION
 
 SOURCE = Path(__file__).parents[2]
 SCRIPT = "import sys\nfrom posttrain.cli import main\nsys.exit(main())\n"

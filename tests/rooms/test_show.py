@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 from posttrain.cli import main
-from posttrain.cli.show import lines
+from posttrain.cli.show_rollouts import lines
 from posttrain.cli.shown_episodes import ShowOptions
-from posttrain.core.book import Book
-from posttrain.core.errors import ConfigError
-from posttrain.core.run import Reinforce, Run, Supervised
+from posttrain.config.run import Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Credit, EpisodeCredit, GroupCredit, Scored
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Said, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.core.visible import visible
+from posttrain.record.run_folder import Book
+from posttrain.system.errors import ConfigError
+from posttrain.system.terminal_output import visible
 
 PYTHON = (sys.executable, "-m", "posttrain.cli")
 

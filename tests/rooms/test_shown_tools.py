@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from template_parts import FAMILIES, renderer, tokenizer
 
-from posttrain.api.fitting import check_prompts
-from posttrain.core.env import Reward
-from posttrain.core.errors import DataError
-from posttrain.core.run import Env
+from posttrain.config.env import Reward
+from posttrain.config.run import Env
 from posttrain.environment.make import environment
-from posttrain.environment.prompts import PromptsEnv
-from posttrain.environment.render import RenderedDialogue
+from posttrain.environment.rows.own_prompts import PromptsEnv
+from posttrain.environment.templates.renderer import RenderedDialogue
 from posttrain.recipe.recipes import recipe
-from posttrain.role.demonstrate import demonstration
+from posttrain.role.learning.demonstrations import demonstration
+from posttrain.stages.data_fits_model import check_prompts
+from posttrain.system.errors import DataError
 
 SKY = {"role": "user", "content": "What colour is the sky?"}
 BLUE = {"role": "assistant", "content": "It is blue."}

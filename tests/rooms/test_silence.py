@@ -15,10 +15,10 @@ from engine_parts import packed, policy
 from test_families import AGREE, gap, known, load, write
 from torch import Tensor, nn
 
-from posttrain.core.errors import EngineError
-from posttrain.engine.learner import FrozenScorer, HFLearner
-from posttrain.engine.readout import read_out
-from posttrain.engine.silence import silence
+from posttrain.engine.head.readout import read_out
+from posttrain.engine.learner.learner import FrozenScorer, HFLearner
+from posttrain.engine.model.disable_dropout import silence
+from posttrain.system.errors import EngineError
 
 FFN = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}
 NOISY: dict[str, tuple[str, dict[str, Any], str]] = {

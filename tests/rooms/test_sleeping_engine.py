@@ -11,14 +11,14 @@ import pytest
 from embedded_parts import V, ask, engine, module, one_thread, prompts, sampling
 from engine_parts import ALPHABET, tiny
 
-from posttrain.core.errors import EngineError, InvariantError
 from posttrain.core.types import Said
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.embedded.blocks import Blocks
-from posttrain.engine.embedded.mixture import Mixture
-from posttrain.engine.embedded.speculate import Draft
-from posttrain.engine.models import load_policy, named_tensors
-from posttrain.engine.pool.hosted import memory
+from posttrain.engine.embedded.cache.cache_blocks import Blocks
+from posttrain.engine.embedded.policy_mixture import Mixture
+from posttrain.engine.embedded.speculation import Draft
+from posttrain.engine.model.policy_model import load_policy, named_tensors
+from posttrain.engine.pool.worker_side import memory
+from posttrain.system.errors import EngineError, InvariantError
 
 __all__ = ["one_thread"]
 

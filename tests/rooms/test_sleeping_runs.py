@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from posttrain.core import checkpoint, record
-from posttrain.core.engines import Embedded
-from posttrain.core.errors import ConfigError
+from posttrain.config.engines import Embedded
+from posttrain.config.placement import Processes
+from posttrain.config.run import Optimizer, Run
+from posttrain.config.stages.preference_settings import OnlinePreference
 from posttrain.core.gauge import Step
-from posttrain.core.placement import Processes
-from posttrain.core.preference_ladder import NASH_MD
-from posttrain.core.preference_stage import OnlinePreference
-from posttrain.core.reader import episode_files, record_digest, steps
-from posttrain.core.run import Optimizer, Run
 from posttrain.core.sampling import Sampling
+from posttrain.ladder.preference_rows import NASH_MD
+from posttrain.record import checkpoint, step_format
+from posttrain.record.run_reader import episode_files, record_digest, steps
 from posttrain.role.trainer import Trainer
-from posttrain.role.weights import OPTIMIZER, WEIGHTS
+from posttrain.role.weights.saved_weights import OPTIMIZER, WEIGHTS
+from posttrain.system.errors import ConfigError
 from tests.tiny import play, tiny_parts, tiny_run
 
 
@@ -88,7 +88,7 @@ def test_where_weights_stay_what_was_cached_is_computed_again(tmp_path: Path, mo
     _, *whole, _, _ = learned(folders[0], run, monkeypatch)
     _, *found, _, _ = learned(folders[1], asleep(run), monkeypatch)
     assert found == whole
-    read = [[record.read_columns(row.path) for row in episode_files(f)] for f in folders]
+    read = [[step_format.read_columns(row.path) for row in episode_files(f)] for f in folders]
     for a, b in zip(*read, strict=True):
         assert a.keys() == b.keys() and all(a[n].tobytes() == b[n].tobytes() for n in a)
 

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.controller.interrupt import Interrupted, Stopper
-from posttrain.controller.stages import Progress, Stages
-from posttrain.controller.stages.reinforce import ReinforceDriver
-from posttrain.core import files, reader
-from posttrain.core.checkpoint import scan
-from posttrain.core.errors import ConfigError, InvariantError
-from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.pull import KL
-from posttrain.core.run import Optimizer
+from posttrain.config.run import Optimizer
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.policy_rows import GRPO
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import scan
+from posttrain.stages import Progress, Stages
+from posttrain.stages.interrupt import Interrupted, Stopper
+from posttrain.stages.reinforce.reinforce_stage import ReinforceDriver
+from posttrain.system import files
+from posttrain.system.errors import ConfigError, InvariantError
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 
@@ -34,7 +35,7 @@ def test_training_without_measuring(tmp_path: Path) -> None:
     results = asyncio.run(play(tiny_parts(tmp_path / "run", run)))
     assert [r.steps for r in results] == [6, 3]
     assert all(r.accuracy is None and r.greedy is None and r.pass_at == {} for r in results)
-    assert not any("eval/accuracy" in s.gauges for s in reader.steps(tmp_path / "run"))
+    assert not any("eval/accuracy" in s.gauges for s in run_reader.steps(tmp_path / "run"))
 
 
 def test_a_target_needs_something_to_measure() -> None:
@@ -75,7 +76,7 @@ def cut(compared: Path, tmp_path: Path) -> Path:
 
 
 def kl(folder: Path) -> list[float]:
-    return [s.gauges["policy/kl_reference"].mean for s in reader.steps(folder)]
+    return [s.gauges["policy/kl_reference"].mean for s in run_reader.steps(folder)]
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -85,7 +86,7 @@ def test_a_stage_that_goes_on_has_the_start_it_began_with(
     """Its reference is the model at its start. Each planted change makes it the policy of today, with a KL of 0."""
     where, old, new, says = MUTANTS[name]
     checkpoint = cut(compared, tmp_path)
-    true: Any = importlib.import_module(f"posttrain.controller.stages.{where}")
+    true: Any = importlib.import_module(f"posttrain.stages.{where}")
     text = Path(true.__file__).read_text()
     assert text.count(old) == 1
     planted: dict[str, Any] = {"__name__": "planted"}

@@ -10,29 +10,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.algorithm.choose import choose
-from posttrain.algorithm.minibatch import CHOSEN
+from posttrain.algorithm.loss.minibatch_streams import CHOSEN
+from posttrain.algorithm.loss.token_selection import choose
 from posttrain.api import main
-from posttrain.controller.interrupt import Interrupted
-from posttrain.controller.stages.reinforce import ReinforceDriver
-from posttrain.core import reader
-from posttrain.core.algorithm import Algorithm, patch
+from posttrain.config.engines import VLLM
+from posttrain.config.placement import Processes
+from posttrain.config.run import Embedded, Reinforce, Run
+from posttrain.config.stages.replay_settings import Replay
 from posttrain.core.batch import Batch
-from posttrain.core.engines import VLLM
-from posttrain.core.errors import ConfigError
-from posttrain.core.experience import Experience
+from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Step
-from posttrain.core.ladder import DAPO, DECOUPLED, DR_GRPO, GRPO, LUFFY, M2PO
-from posttrain.core.pieces.shape import DropTruncated
-from posttrain.core.placement import Processes
 from posttrain.core.ports import Attempt
-from posttrain.core.replay import Replay
-from posttrain.core.run import Embedded, Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import MU, NOW
 from posttrain.core.verdict import Verdict
 from posttrain.environment.gallery import GALLERY
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.shape import DropTruncated
+from posttrain.ladder.policy_rows import DAPO, DECOUPLED, DR_GRPO, GRPO, LUFFY, M2PO
+from posttrain.record import run_reader
 from posttrain.role.trainer import Trainer
+from posttrain.stages.interrupt import Interrupted
+from posttrain.stages.reinforce.reinforce_stage import ReinforceDriver
+from posttrain.system.errors import ConfigError
 from tests.killing import cut_run
 from tests.late import Late, episodes_of, late_run, nothing_lost_or_doubled, rl_steps, through_the_queue
 from tests.prove.test_kill_sweep import digest
@@ -82,14 +82,14 @@ def test_a_deterministic_run_is_the_same_whatever_takes_how_long(
     run = late_run(staleness, algorithm=algorithm)
     one, two = (digest(played(run, tmp_path / name)) for name in ("one", "two"))
     assert one == two
-    for step in [s for s in reader.steps(tmp_path / "one") if s.stage == "rl"]:
+    for step in [s for s in run_reader.steps(tmp_path / "one") if s.stage == "rl"]:
         assert step.gauges["rollout/most_behind"].sum <= staleness
 
 
 def test_groups_of_a_deterministic_run_have_the_promised_version(tmp_path: Path) -> None:
     folder = played(late_run(2), tmp_path / "run")
-    begun = next(s.version for s in reader.steps(folder) if s.stage == "rl") - 1
-    for row in reader.episode_files(folder):
+    begun = next(s.version for s in run_reader.steps(folder) if s.stage == "rl") - 1
+    for row in run_reader.episode_files(folder):
         if row.stage == "rl" and row.kind == "train":
             said = {int(v) for e in episodes_of(row) for s in e.episode.segments for v in s.version[s.mask]}
             assert said == {begun + max(0, row.index - 1 - 2)}
@@ -119,7 +119,7 @@ def test_cut_and_resumed_is_never_cut(
         patched.setattr(ReinforceDriver, "remember", cut)
         with pytest.raises((Interrupted, RuntimeError)):
             played(run, tmp_path / "cut")
-    assert len([s for s in reader.steps(tmp_path / "cut") if s.stage == "rl"]) == 3
+    assert len([s for s in run_reader.steps(tmp_path / "cut") if s.stage == "rl"]) == 3
     main.run(resume=tmp_path / "cut", quiet=True)
     assert digest(tmp_path / "cut") == whole
 
@@ -170,12 +170,14 @@ def test_staleness_zero_through_the_queue_is_the_synchronous_run(algorithm: Any,
         played(run, tmp_path / "queue")
     assert made
     if algorithm is GRPO:
-        told = [[(s.index, s.version, dict(_own(s))) for s in reader.steps(tmp_path / n)] for n in ("waves", "queue")]
+        told = [
+            [(s.index, s.version, dict(_own(s))) for s in run_reader.steps(tmp_path / n)] for n in ("waves", "queue")
+        ]
         assert told[0] == told[1]
     rows = [
         [
             e.episode
-            for r in reader.episode_files(tmp_path / n)
+            for r in run_reader.episode_files(tmp_path / n)
             if (r.stage, r.index, r.kind) == ("rl", 1, "train")
             for e in episodes_of(r)
         ]
@@ -201,10 +203,10 @@ def test_a_replay_buffer_comes_back_from_a_checkpoint(
     run = late_run(staleness, replay=again, algorithm=DECOUPLED, steps=6)
     run = replace(run, env=replace(run.env, name="arithmetic"))
     whole = digest(played(run, tmp_path / "whole"))
-    steps = [s for s in reader.steps(tmp_path / "whole") if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(tmp_path / "whole") if s.stage == "rl"]
     assert [s.gauges["replay/groups"].sum for s in steps] == [0, 3, 3, 3, 3, 3]
     assert all(s.gauges["rollout/groups"].sum == 4 + s.gauges["replay/groups"].sum for s in steps)
-    rows = [r for r in reader.episode_files(tmp_path / "whole") if (r.stage, r.kind) == ("rl", "train")]
+    rows = [r for r in run_reader.episode_files(tmp_path / "whole") if (r.stage, r.kind) == ("rl", "train")]
     written = [(e.episode.task.id, e.episode.visit, e.episode.sibling) for r in rows for e in episodes_of(r)]
     assert len(set(written)) == len(written) == 6 * 4 * 4, "the record holds each answer once"
     cut_run(run, tmp_path / "cut", monkeypatch, at=4)
@@ -215,9 +217,9 @@ def test_a_replay_buffer_comes_back_from_a_checkpoint(
 @LONG
 def test_weights_are_pushed_every_so_many_optimizer_steps(tmp_path: Path) -> None:
     folder = played(late_run(1, minibatches=2, sync_every=4, steps=8, eval_every=0), tmp_path / "run")
-    steps = [s for s in reader.steps(folder) if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(folder) if s.stage == "rl"]
     begun = steps[0].version - 2
-    for row in reader.episode_files(folder):
+    for row in run_reader.episode_files(folder):
         if row.stage == "rl" and row.kind == "train":
             said = {int(v) for e in episodes_of(row) for s in e.episode.segments for v in s.version[s.mask]}
             assert all((v - begun) % 4 == 0 for v in said), "no version between two pushes has said a token"
@@ -229,7 +231,7 @@ def test_a_step_without_a_second_minibatch_does_not_put_off_a_push(tmp_path: Pat
     steps all the same, so no token is older than promised."""
     two: dict[str, Any] = {"prompts": 2, "siblings": 2, "minibatches": 2}
     run = late_run(1, **two, algorithm=DR_GRPO, sync_every=4, steps=8, eval_every=0, checkpoint_every=0)
-    steps = [s for s in reader.steps(played(run, tmp_path / "run")) if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(played(run, tmp_path / "run")) if s.stage == "rl"]
     assert min(s.gauges["optim/steps"].sum for s in steps) < 2, "some minibatch has no credit"
     assert len(steps) == 8 and max(s.gauges["rollout/most_behind"].sum for s in steps) <= 2
 
@@ -296,7 +298,7 @@ def test_the_mask_of_m2po_is_made_by_the_weights_of_each_update(
 
 def test_what_checks_sample_is_not_counted_as_a_step_s(tmp_path: Path) -> None:
     """Without a queue too samples are older between two pushes, and the checks sample turns on the same engine."""
-    steps = reader.steps(played(late_run(0, sync_every=2, checkpoint_every=0), tmp_path / "run"))
+    steps = run_reader.steps(played(late_run(0, sync_every=2, checkpoint_every=0), tmp_path / "run"))
     own = [s for s in steps if s.stage == "rl"]
     assert sum(s.gauges["canary/probed"].sum for s in own if "canary/probed" in s.gauges) >= 2
     assert all(s.gauges["engine/tokens"].count <= 2 * 16 for s in own), "16 episodes of two turns"
@@ -308,7 +310,7 @@ def test_paused_turns_become_partial_rollouts_without_any_tool(unfinished: Any, 
     run = tiny_run(staleness=2, sampling=Sampling(max_tokens=40), steps=6, checkpoint_every=0)
     run = leaving(replace(run, stages=run.stages[-1:], slots=8), unfinished, engine=Embedded(update="inflight"))
     folder = played(run, tmp_path / "run")
-    segments = [s for row in reader.episode_files(folder) for e in episodes_of(row) for s in e.episode.segments]
+    segments = [s for row in run_reader.episode_files(folder) for e in episodes_of(row) for s in e.episode.segments]
     several = [s for s in segments if len({*s.version[s.mask].tolist()}) > 1]
     assert bool(several) == (unfinished == "pause"), "a turn without a tool is said to its end, or it is paused"
     assert all((np.diff(s.version[s.mask]) >= 0).all() for s in several)
@@ -350,7 +352,7 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], word: str) -> None:
 def test_what_it_means_for_the_algorithm_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     stage = tiny_run(staleness=2, steps=1).stages[-1]
     assert isinstance(stage, Reinforce)
-    from posttrain.controller.stages.reinforce import staleness_words
+    from posttrain.stages.reinforce.reinforce_stage import staleness_words
 
     assert "cannot see" in " ".join(staleness_words(stage, False)) and len(staleness_words(stage, True)) == 2
     assert staleness_words(replace(stage, staleness=0), False) == []

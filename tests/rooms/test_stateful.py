@@ -16,21 +16,21 @@ from serve_parts import TOKEN, up
 from torch import Tensor
 
 import posttrain
-from posttrain.core import reader
+from posttrain.config.engines import VLLM
+from posttrain.config.run import Model
 from posttrain.core.batch import Packed
-from posttrain.core.engines import VLLM
-from posttrain.core.errors import ConfigError, EngineError, InvariantError
-from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.openai import TokenSampler, discover
-from posttrain.engine.state_kinds import IN_VLLM, KNOWN, keeps_state, refuse_vllm
-from posttrain.engine.vocabulary import characters
+from posttrain.engine.endpoint import TokenSampler, discover
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.architecture_kinds import IN_VLLM, KNOWN, keeps_state, refuse_vllm
+from posttrain.engine.model.built_tokenizers import characters
+from posttrain.engine.model.policy_model import Policy, load_policy
 from posttrain.faults import planted
-from posttrain.verifier.endpoint import Endpoint
+from posttrain.record import run_reader
+from posttrain.system.errors import ConfigError, EngineError, InvariantError
+from posttrain.verifier.http_client import Endpoint
 from tests import families
 from tests.tiny import only_rl, tiny_run
 
@@ -107,7 +107,7 @@ def test_a_run_learns_and_a_leaking_state_stops_it(tmp_path: Path) -> None:
     run = only_rl(tiny_run(steps=2, prompts=2, siblings=2))
     run = replace(run, model=Model(path=str(written(tmp_path / "model", "lfm2")), context=48))
     posttrain.run(run, out=tmp_path / "run", quiet=True)
-    steps = reader.steps(tmp_path / "run")
+    steps = run_reader.steps(tmp_path / "run")
     assert len(steps) == 2 and steps[0].gauges["canary/logp_gap_worst"].mean < 1e-4
     with planted("state_leaks"), pytest.raises(InvariantError, match="sampler and learner disagree"):
         posttrain.run(run, out=tmp_path / "leaks", quiet=True)

@@ -12,7 +12,7 @@ from run_parts import SMALL, mine
 
 import posttrain
 from posttrain.cli import main
-from posttrain.core import reader
+from posttrain.record import run_reader
 
 HUGE = """
 def reward(task, text):
@@ -35,11 +35,11 @@ def test_a_gradient_that_is_no_number_names_step_and_episodes(
     prompts = {str(a) for a in range(0, 20, 2)}
     words = mine(tmp_path, reward=HUGE.replace("{wanted}", repr(prompts)))
     said = stopped(tmp_path / "run", capsys, *words, "algorithm=dr_grpo", "seed=3")
-    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    steps = [s for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"]
     assert f"(rl step {steps[-1].index})" in said and "at optimizer step" in said
     assert steps[-1].notes[-1].removeprefix("stopped: ") in said.removeprefix("posttrain: ")
     assert steps[-1].gauges["rollout/reward"].count == 12
-    records = reader.episodes(tmp_path / "run", "rl", steps[-1].index)
+    records = run_reader.episodes(tmp_path / "run", "rl", steps[-1].index)
     guilty = {
         r.episode.task.id
         for r in records
@@ -57,7 +57,7 @@ def test_weights_that_run_away_are_named_as_such(tmp_path: Path, capsys: pytest.
         tmp_path / "rl", capsys, *mine(tmp_path), *("rl.optimizer.lr=1e30", "rl.optimizer.warmup=0", "rl.minibatches=2")
     )
     assert "(rl step 1)" in said and "Every one of the batch's" in said
-    assert [s.index for s in reader.steps(tmp_path / "rl")] == [1] and reader.episodes(tmp_path / "rl", "rl", 1)
+    assert [s.index for s in run_reader.steps(tmp_path / "rl")] == [1] and run_reader.episodes(tmp_path / "rl", "rl", 1)
     said = stopped(
         tmp_path / "sft",
         capsys,
@@ -69,7 +69,7 @@ def test_weights_that_run_away_are_named_as_such(tmp_path: Path, capsys: pytest.
         "env.heldout=0",
     )
     assert "(sft step 2)" in said and "demonstration 0" in said
-    last = reader.steps(tmp_path / "sft")[-1]
+    last = run_reader.steps(tmp_path / "sft")[-1]
     assert (last.stage, last.index) == ("sft", 2) and last.notes[0].startswith("stopped: the gradient norm is nan")
 
 
@@ -79,9 +79,9 @@ BROKEN = "def reward(task, text):\n    raise OSError('no answer from the judge')
 def test_a_step_too_few_could_judge_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The verdicts that stopped the run can be read with `posttrain show`."""
     said = stopped(tmp_path / "run", capsys, *mine(tmp_path, reward=BROKEN), code=7)
-    (step,) = reader.steps(tmp_path / "run")
+    (step,) = run_reader.steps(tmp_path / "run")
     assert "could not be judged" in said and step.notes[-1].startswith("stopped: 12 of 12 samples")
-    records = reader.episodes(tmp_path / "run", "rl", 1)
+    records = run_reader.episodes(tmp_path / "run", "rl", 1)
     assert len(records) == 12 and all(r.episode.verdicts[0].verdict.kind == "raised" for r in records)
 
 

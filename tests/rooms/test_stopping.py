@@ -11,11 +11,11 @@ from embedded_parts import V, ask, engine, one_thread, prompts, sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.errors import ConfigError, EngineError
 from posttrain.core.types import Stop
-from posttrain.engine.embedded.stopping import completes
-from posttrain.engine.vocabulary import characters, raw_bytes
-from posttrain.environment.render import Renderer
+from posttrain.engine.embedded.schedule.stop_strings import completes
+from posttrain.engine.model.built_tokenizers import characters, raw_bytes
+from posttrain.environment.templates.template_process.template_process.renderer import Renderer
+from posttrain.system.errors import ConfigError, EngineError
 from tests.vocabularies import train_bpe, train_byte_level, train_unigram
 
 __all__ = ["one_thread"]

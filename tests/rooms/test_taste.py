@@ -9,18 +9,18 @@ from functools import cache
 import numpy as np
 import pytest
 
-from posttrain.core.errors import ConfigError
-from posttrain.core.interval import Score
 from posttrain.core.judgements import Judgement, Kind, Label, Pair, Ranking, Rating
+from posttrain.core.measure.interval import Score
 from posttrain.core.ports import Attempt
 from posttrain.core.seeds import generator
 from posttrain.core.types import Stop, Task
 from posttrain.environment.check import Mark, Subject
-from posttrain.environment.check.preferences import surface
+from posttrain.environment.check.pair_probe import surface
 from posttrain.environment.gallery.replies import POLITE, Replies, best_reply, features
+from posttrain.environment.judged.length_bias import Surface, surface_baselines, surface_features
+from posttrain.environment.judged.synthetic_preferences import KINDS, Taste
 from posttrain.environment.single import SingleTurn
-from posttrain.environment.surface import Surface, surface_baselines, surface_features
-from posttrain.environment.taste import KINDS, Taste
+from posttrain.system.errors import ConfigError
 
 TASK = Task(id="t", prompt="<3,11,7>", answer="11", info={"numbers": [3, 11, 7], "ordered": False})
 LONG = Task(id="t?", prompt="<3,11,7?>", answer="11", info={"numbers": [3, 11, 7], "ordered": True})

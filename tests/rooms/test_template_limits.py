@@ -13,10 +13,10 @@ import pytest
 from run_parts import mine, model_at, refused
 from template_parts import FAMILIES, tokenizer
 
-from posttrain.core.errors import DataError, LimitError
 from posttrain.core.types import Message
-from posttrain.environment import templates
-from posttrain.environment.render import RenderedDialogue, Renderer
+from posttrain.environment.templates import template_process
+from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
+from posttrain.system.errors import DataError, LimitError
 
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "hi 🙂\0\ufdd0 é"},
@@ -45,11 +45,11 @@ def test_the_process_apart_writes_what_transformers_writes(name: str, generate: 
                     given, tokenize=False, add_generation_prompt=generate, tools=listed or None
                 )
             except Exception as error:
-                with pytest.raises(templates.RefusedError) as told:
-                    templates.apply(made, given, generate=generate, tools=listed)
+                with pytest.raises(template_process.RefusedError) as told:
+                    template_process.apply(made, given, generate=generate, tools=listed)
                 assert str(told.value) == f"{type(error).__name__}: {error}"
             else:
-                assert templates.apply(made, given, generate=generate, tools=listed) == wanted
+                assert template_process.apply(made, given, generate=generate, tools=listed) == wanted
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,11 @@ def test_a_template_that_does_not_end_is_stopped(template: str, why: str) -> Non
     """Before, the first kept the process busy for hours and the last filled the machine's memory."""
     before = time.process_time()
     with pytest.raises(LimitError, match=why):
-        templates.apply(words(template), TALK, generate=True)
+        template_process.apply(words(template), TALK, generate=True)
     assert time.process_time() - before < 1
-    assert templates.apply(words("{{ messages[0]['role'] }}"), TALK, generate=True) == "user", "the next one is served"
+    assert template_process.apply(words("{{ messages[0]['role'] }}"), TALK, generate=True) == "user", (
+        "the next one is served"
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,8 +89,8 @@ def test_a_template_that_does_not_end_is_stopped(template: str, why: str) -> Non
 )
 def test_a_template_that_refuses_is_quoted(template: str, why: str) -> None:
     made = words(template)
-    with pytest.raises(templates.RefusedError, match=why):
-        templates.apply(made, TALK, generate=True)
+    with pytest.raises(template_process.RefusedError, match=why):
+        template_process.apply(made, TALK, generate=True)
     with pytest.raises(DataError, match=r"the chat template refused messages with roles \['user'\]: "):
         Renderer(made, [made.eos_token_id]).prompt([Message(role="user", content="hi")])
 
@@ -106,26 +108,26 @@ def test_a_template_that_loops_only_later_or_at_a_word_of_the_policy_is_stopped_
 
 
 def test_it_is_started_again_where_the_thread_that_started_it_has_ended() -> None:
-    templates._SERVER.end()  # pyright: ignore[reportPrivateUsage]
+    template_process._SERVER.end()  # pyright: ignore[reportPrivateUsage]
     made = words("{{ messages[0]['role'] }}")
     said: list[str] = []
     for _ in range(2):
-        thread = threading.Thread(target=lambda: said.append(templates.apply(made, TALK, generate=True)))
+        thread = threading.Thread(target=lambda: said.append(template_process.apply(made, TALK, generate=True)))
         thread.start()
         thread.join()
         time.sleep(0.2)
-    assert [*said, templates.apply(made, TALK, generate=True)] == ["user"] * 3
+    assert [*said, template_process.apply(made, TALK, generate=True)] == ["user"] * 3
 
 
 def test_a_forked_child_has_a_process_of_its_own() -> None:
     made = words("{{ messages[0]['role'] }}")
-    templates.apply(made, TALK, generate=True)
+    template_process.apply(made, TALK, generate=True)
     child = os.fork()
     if child == 0:
-        good = templates.apply(made, TALK, generate=True) == "user"
-        templates._SERVER.end()  # pyright: ignore[reportPrivateUsage]
+        good = template_process.apply(made, TALK, generate=True) == "user"
+        template_process._SERVER.end()  # pyright: ignore[reportPrivateUsage]
         os._exit(0 if good else 1)
-    assert os.waitpid(child, 0)[1] == 0 and templates.apply(made, TALK, generate=True) == "user"
+    assert os.waitpid(child, 0)[1] == 0 and template_process.apply(made, TALK, generate=True) == "user"
 
 
 @pytest.mark.parametrize(

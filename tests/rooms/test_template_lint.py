@@ -13,32 +13,32 @@ import pytest
 from template_parts import FAMILIES, renderer
 
 import posttrain
-from posttrain.checks.rejudge import RejudgedAnswers
+from posttrain.checks.judging.rejudge import RejudgedAnswers
+from posttrain.config.run import Model
 from posttrain.core.abilities import Abilities
-from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
-from posttrain.core.request import RolloutRequest
-from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Message, Said, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.stops import turn_end
-from posttrain.engine.tiny import build_module
-from posttrain.engine.vocabulary import raw_bytes
+from posttrain.engine.model.built_tokenizers import raw_bytes
+from posttrain.engine.model.stop_tokens import turn_end
+from posttrain.engine.model.tiny_models import build_module
 from posttrain.environment.check import Mark
-from posttrain.environment.render import RenderedDialogue, Renderer
-from posttrain.environment.rows import PromptRow
-from posttrain.environment.template_lint import template_findings
-from posttrain.environment.tools.loop import Loop
+from posttrain.environment.rows.row_reader import PromptRow
+from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
+from posttrain.environment.templates.template_lint import template_findings
 from posttrain.environment.tools.tool import Toolbox, tool
+from posttrain.environment.tools.tool_loop import Loop
+from posttrain.ladder.rollout_request import RolloutRequest
+from posttrain.role.episode_conversation import Conversation, Player
+from posttrain.role.judges.reward_judge import JudgeMember
 from posttrain.role.judging import attempt_of
-from posttrain.role.reward_judge import JudgeMember
 from posttrain.role.rollout import Rollout
-from posttrain.role.talk import Conversation, Player
-from posttrain.verifier.formats import answer_format, think_format
+from posttrain.system.errors import ConfigError
+from posttrain.verifier.format_rewards import answer_format, think_format
 
 # --- a template that does not write what it is given ------------------------------------------------------------------
 

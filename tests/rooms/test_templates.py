@@ -11,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_parts import FAMILIES, Family, renderer, tokenizer
 
+from posttrain.config.run import Model
 from posttrain.core.abilities import Abilities
 from posttrain.core.batch import Packed
-from posttrain.core.errors import DataError
-from posttrain.core.request import RolloutRequest
-from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy
-from posttrain.engine.tiny import build_module
-from posttrain.environment.chat import WEATHER
-from posttrain.environment.render import RenderedDialogue, Renderer
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy
+from posttrain.engine.model.tiny_models import build_module
+from posttrain.environment.templates.chat_template import WEATHER
+from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
+from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.role.rollout import Rollout
+from posttrain.system.errors import DataError
 from posttrain.verifier.calling import ToolCall, parse
 
 USER = [Message(role="user", content="What is the weather?")]

@@ -22,7 +22,7 @@ from posttrain.core.stop import EpisodeLimits
 from posttrain.verifier.calling.parse import ToolCall
 from posttrain.environment.gallery.calculator import CalculatorEnv
 from posttrain.environment.tools.offered import OfferedTools
-from posttrain.role.talk import Conversation
+from posttrain.role.episode_conversation import Conversation
 
 TOOLS = OfferedTools.of("python", seconds=3.0)
 

@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.config.run import Env
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Message, Stop, Task
 from posttrain.environment.gallery.shop import Shop
 from posttrain.environment.make import environment
-from posttrain.environment.scripted import ScriptedPolicy, attempt, judged
-from posttrain.environment.tools.boxes import MOST_BYTES, Calculator, Files, KeyValue
+from posttrain.environment.scripted_policy import ScriptedPolicy, attempt, judged
 from posttrain.environment.tools.database import Database
-from posttrain.environment.tools.loop import Loop
+from posttrain.environment.tools.library_tools import MOST_BYTES, Calculator, Files, KeyValue
 from posttrain.environment.tools.offered import OfferedTools
 from posttrain.environment.tools.tool import Toolbox, Toolboxes, ToolError, tool
+from posttrain.environment.tools.tool_loop import Loop
+from posttrain.system.errors import ConfigError, DataError
 from posttrain.verifier.calling import Malformed, ToolCall
 
 LIMITS = EpisodeLimits()
@@ -384,7 +384,7 @@ def prompts(tmp_path: Any, rows: str, reward: str = "", **args: Any) -> Any:
         or "def kept(prompts, completions, state, want, **_):\n"
         "    return [float(s['files'] == w) for s, w in zip(state, want)]\n"
     )
-    from posttrain.core.env import Reward
+    from posttrain.config.env import Reward
 
     return environment(
         Env(

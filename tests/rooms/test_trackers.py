@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.api.trackers import COLUMNS, CompletionTables, Guarded, check_trackers, make_trackers, scalars
-from posttrain.core.asks import asks
-from posttrain.core.errors import ConfigError
+from posttrain.build.trackers import COLUMNS, CompletionTables, Guarded, check_trackers, make_trackers, scalars
+from posttrain.config.run import Reinforce, Run
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.reader import read_episodes, steps
-from posttrain.core.run import Reinforce, Run
+from posttrain.record.external_access import asks
+from posttrain.record.run_reader import read_episodes, steps
+from posttrain.system.errors import ConfigError
 
 
 def run_with(*names: str) -> Run:

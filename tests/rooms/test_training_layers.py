@@ -19,19 +19,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.core.errors import EngineError
-from posttrain.core.run import Lora
-from posttrain.engine import attention, native, products, training_layers
-from posttrain.engine.adapter import attach
-from posttrain.engine.attention import PackedLayout
-from posttrain.engine.embedded.fused import fusable
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.products import Products
-from posttrain.engine.readout import read_out
-from posttrain.engine.select_rows import rows_at
-from posttrain.engine.training_layers import CHUNK, FusedReadOut, Heads, RMSNorm, SwiGLU, fused_read_out
+from posttrain.config.run import Lora
+from posttrain.engine.adapters.adapter_modules import attach
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.embedded.cache.fused_decoder import fusable
+from posttrain.engine.head.readout import read_out
+from posttrain.engine.layers import attention, fused_layers
+from posttrain.engine.layers import layer_products as products
+from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.layers.fused_layers import CHUNK, FusedReadOut, Heads, RMSNorm, SwiGLU, fused_read_out
+from posttrain.engine.layers.layer_products import Products
+from posttrain.engine.layers.select_rows import rows_at
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.system.errors import EngineError
 
-pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing())
+pytestmark = pytest.mark.skipif(bool(compile_native.missing()), reason=compile_native.missing())
 CLOSE = 2e-5
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose layers are fused; those of qwen2 have biases."""
@@ -184,14 +186,14 @@ def test_rows_that_are_read_again_add_up_their_gradients(at: list[int], seed: in
 @pytest.mark.parametrize("wrong", ["another row", "keys of what is read alone", "a product that is a little off"])
 def test_a_last_layer_that_differs_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = model("qwen3")
-    real, layer, product = training_layers._selected, training_layers._last_layer, products.linear  # pyright: ignore[reportPrivateUsage]
+    real, layer, product = fused_layers._selected, fused_layers._last_layer, products.linear  # pyright: ignore[reportPrivateUsage]
     if wrong == "another row":
-        monkeypatch.setattr(training_layers, "_selected", lambda x, read: real(x, read - 1))
+        monkeypatch.setattr(fused_layers, "_selected", lambda x, read: real(x, read - 1))
     elif wrong == "a product that is a little off":
         monkeypatch.setattr(products, "linear", lambda x, w, b=None: product(x, w, b) * 1.001)
     else:
         seen = lambda self, read, x, **k: layer(self, read, x.index_fill(1, torch.arange(5), 0), **k)  # noqa: E731
-        monkeypatch.setattr(training_layers, "_last_layer", seen)
+        monkeypatch.setattr(fused_layers, "_last_layer", seen)
     with pytest.raises(EngineError, match=r"differ from its own .* set model\.kernels=reference"):
         fused_read_out(made, read_out(made))
 
@@ -242,8 +244,8 @@ def test_nobody_else_sees_the_methods() -> None:
 
 def test_layers_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = policy("qwen3")
-    methods = {**training_layers.METHODS, "RMSNorm": lambda self, x: RMSNorm.apply(x, self.weight, 0.01)}
-    monkeypatch.setattr(training_layers, "METHODS", methods)
+    methods = {**fused_layers.METHODS, "RMSNorm": lambda self, x: RMSNorm.apply(x, self.weight, 0.01)}
+    monkeypatch.setattr(fused_layers, "METHODS", methods)
     with pytest.raises(EngineError, match=r"differ from its own .* set model\.kernels=reference"):
         fused_read_out(made.module, read_out(made.module))
 

@@ -18,12 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from posttrain.core.errors import InvariantError
-from posttrain.core.ladder import GRPO
+from posttrain.core.exchange.shards import Shard
 from posttrain.core.ports import Learner, Sampler
-from posttrain.core.reader import record_digest
-from posttrain.core.shards import Shard
-from posttrain.role.transport import whole_tensors
+from posttrain.ladder.policy_rows import GRPO
+from posttrain.record.run_reader import record_digest
+from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.system.errors import InvariantError
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 

@@ -13,24 +13,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.api.extend import changes, check_changes
-from posttrain.core import algorithm as A
-from posttrain.core.algorithm import patch
-from posttrain.core.asks import values
-from posttrain.core.engines import VLLM
-from posttrain.core.env import Reward
-from posttrain.core.errors import ConfigError
-from posttrain.core.ladder import DAPO, GRPO, LADDER
-from posttrain.core.pieces.baseline import Others, SecondBest, StepMean
-from posttrain.core.pieces.pull import SequenceL2
-from posttrain.core.pieces.shape import DropTruncated, Overlong, Signed
-from posttrain.core.pieces.token import EntropyBonus
-from posttrain.core.pieces.trust import Clip
-from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
+from posttrain.build.request.extend import changes, check_changes
+from posttrain.config.engines import VLLM
+from posttrain.config.env import Reward
+from posttrain.config.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
-from posttrain.core.tree import from_plain, to_plain
-from posttrain.diagnose.compared import settings_of
+from posttrain.diagnose.run_comparison import settings_of
+from posttrain.ladder import algorithm as A
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.baseline import Others, SecondBest, StepMean
+from posttrain.ladder.pieces.pull import SequenceL2
+from posttrain.ladder.pieces.shape import DropTruncated, Overlong, Signed
+from posttrain.ladder.pieces.token_choice import EntropyBonus
+from posttrain.ladder.pieces.trust_region import Clip
+from posttrain.ladder.policy_rows import DAPO, GRPO, LADDER
 from posttrain.recipe.recipes import recipe
+from posttrain.record.external_access import values
+from posttrain.system.dataclass_json import from_plain, to_plain
+from posttrain.system.errors import ConfigError
 
 text = st.text(max_size=12)
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.core.errors import EngineError
-from posttrain.engine import tiled_head, tiles
-from posttrain.engine.kernels import TABLE, Kernel, kernel
-from posttrain.engine.logprob import logprobs
+from posttrain.engine.head import tiled_head, tiles
+from posttrain.engine.head.kernel_table import TABLE, Kernel, kernel
+from posttrain.engine.head.logprob import logprobs
+from posttrain.system.errors import EngineError
 from tests.rooms.test_logprob import CASES, Case, inputs, plain, targets
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def kernels() -> Iterator[ModuleType]:
         pytest.skip("triton was imported without its interpreter; set TRITON_INTERPRET=1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        yield importlib.import_module("posttrain.engine.triton_tiles")
+        yield importlib.import_module("posttrain.engine.head.triton_tiles")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")

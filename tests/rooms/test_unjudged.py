@@ -9,10 +9,10 @@ import pytest
 from run_parts import mine, play, rl_steps
 
 import posttrain
-from posttrain.controller.stages.reinforce import productive_band
 from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.role.evaluate import report
+from posttrain.role.heldout_evaluation import report
+from posttrain.stages.reinforce.reinforce_stage import productive_band
 
 SOME = """
 def reward(task, text):

@@ -15,20 +15,20 @@ import pytest
 from template_parts import FAMILIES, tokenizer
 
 import posttrain
-from posttrain.core import reader
-from posttrain.core.env import Reward
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.config.env import Reward
+from posttrain.config.run import Env, Model
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env, Model
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Stop
 from posttrain.core.verdict import State, outcome
-from posttrain.engine.tiny import build_module
+from posttrain.engine.model.tiny_models import build_module
 from posttrain.environment.adapters.verifiers import Verifiers
 from posttrain.environment.check import Mark, check
 from posttrain.environment.make import environment
-from posttrain.environment.scripted import ScriptedPolicy, judged
+from posttrain.environment.scripted_policy import ScriptedPolicy, judged
 from posttrain.recipe.recipes import recipe
+from posttrain.record import run_reader
+from posttrain.system.errors import ConfigError, DataError
 from tests.tiny import MODEL
 
 SINGLE = """
@@ -414,7 +414,7 @@ def test_two_steps_of_training_run(tmp_path: Path, source: str, judge: str) -> N
     )
     base = recipe("arithmetic")
     posttrain.run(base, f"env=verifiers:{tmp_path / 'world.py'}", *words, *stage, out=tmp_path / "run", quiet=True)
-    episodes = [r.episode for n in (1, 2) for r in reader.episodes(tmp_path / "run", "rl", n)]
+    episodes = [r.episode for n in (1, 2) for r in run_reader.episodes(tmp_path / "run", "rl", n)]
     assert len(episodes) == 8 and all(
         judge in {j.source for j in e.verdicts} and e.reward is not None for e in episodes
     )

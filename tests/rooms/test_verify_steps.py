@@ -14,28 +14,28 @@ import numpy as np
 import pytest
 
 import posttrain
-from posttrain.api.generative_judges import by_its_form, generative_judge
-from posttrain.api.reward_models import reward_member
-from posttrain.api.searched import evaluate_searches
-from posttrain.checks.generative import shows_no_verdict, step_votes_are_counted
-from posttrain.core import reader
+from posttrain.build.build_judges import by_its_form, generative_judge
+from posttrain.build.build_reward_models import reward_member
+from posttrain.checks.judging.generative_judge_checks import shows_no_verdict, step_votes_are_counted
+from posttrain.config.env import Env, Reward
+from posttrain.config.run import Optimizer, Supervised
 from posttrain.core.abilities import Judging
-from posttrain.core.env import Env, Reward
-from posttrain.core.errors import ConfigError, InvariantError
-from posttrain.core.ladder import GRPO_PROCESS
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Optimizer, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Episode, Said, Segment, Stop, Task
 from posttrain.core.verdict import Judged, State, Verdict
-from posttrain.engine.vocabulary import characters
+from posttrain.engine.model.built_tokenizers import characters
 from posttrain.environment.gallery.verify import VerifySteps
+from posttrain.environment.judged.verify_rules import FORMATS, chance_of_yes, read_boxed_yes
 from posttrain.environment.make import environment
-from posttrain.environment.render import Renderer
-from posttrain.environment.verify_rules import FORMATS, chance_of_yes, read_boxed_yes
-from posttrain.role.generative_judge import GenerativeJudge
-from posttrain.role.generative_steps import GenerativeStepJudge, reads_to_the_step
-from posttrain.role.steps import TokenEnds
+from posttrain.environment.templates.renderer import Renderer
+from posttrain.evaluate.evaluate_search import evaluate_searches
+from posttrain.ladder.policy_rows import GRPO_PROCESS
+from posttrain.record import run_reader
+from posttrain.role.judges.generative_judge import GenerativeJudge
+from posttrain.role.judges.generative_steps import GenerativeStepJudge, reads_to_the_step
+from posttrain.role.judges.step_completion import TokenEnds
+from posttrain.system.errors import ConfigError, InvariantError
 from tests.faulty import smallest
 from tests.tiny import MODEL, only_rl, tiny_run
 
@@ -292,14 +292,14 @@ def test_a_run_is_paid_and_searched_by_a_verifier(format: str, tmp_path: Path) -
     env = replace(SUMS, rewards=(Reward(function=f"judge:{folder}", votes=2),))
     run = replace(tiny_run(), model=replace(MODEL, context=64), env=env, stages=(cot, rl))
     posttrain.run(run, out=tmp_path / "run", quiet=True)
-    found = [e.episode for e in reader.episodes(tmp_path / "run", "rl", 1)]
+    found = [e.episode for e in run_reader.episodes(tmp_path / "run", "rl", 1)]
     steps = [[j for j in e.verdicts if j.source == "taught" and j.end is not None] for e in found]
     assert sum(map(bool, steps)) > len(found) / 2
     for e, own in zip(found, steps, strict=True):
         assert not own or len(own) == len([s for s in e.text.split(";") if s])
         assert all(0 <= (j.verdict.score or 0.0) <= 1 for j in own)
     posttrain.run(run, out=tmp_path / "again", quiet=True)
-    again = [e.episode for e in reader.episodes(tmp_path / "again", "rl", 1)]
+    again = [e.episode for e in run_reader.episodes(tmp_path / "again", "rl", 1)]
     assert [e.verdicts for e in again] == [e.verdicts for e in found]
     words = ("search=best_of.count=2", "search=beam.width=2,expand=2", "search=vote.count=2,weighted=true")
     report = evaluate_searches(tmp_path / "run", *words, quiet=True)
@@ -310,7 +310,7 @@ def test_a_run_is_paid_and_searched_by_a_verifier(format: str, tmp_path: Path) -
 def test_the_score_of_a_step_is_of_the_verifiers_own_tokens(tmp_path: Path) -> None:
     """p(Yes) and p(No) against the verifier's engine, read token by token."""
     folder = learned(tmp_path / "taught")
-    own = reader.run_file(folder).run
+    own = run_reader.run_file(folder).run
     reward = Reward(function=f"judge:{folder}", votes=3)
     made = by_its_form(generative_judge(own, reward, 1e-5, reward_member), reward, TokenEnds(letters))
     assert isinstance(made, GenerativeStepJudge)

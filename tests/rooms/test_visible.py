@@ -24,14 +24,14 @@ from rich.table import Table
 from rich.text import Text
 from run_parts import RL, SMALL, model_at, play
 
-from posttrain.api.console import PlainConsole
-from posttrain.api.terminal import Terminal
-from posttrain.api.trackers import _readable
+from posttrain.build.trackers import _readable
 from posttrain.cli import main
-from posttrain.cli.ablate import ProgressLine
-from posttrain.core import reader
-from posttrain.core.visible import coloured_lines, guard_logs, tell, visible, visible_lines
+from posttrain.cli.ablation_tables import ProgressLine
 from posttrain.recipe.recipes import recipe as shipped
+from posttrain.record import run_reader
+from posttrain.report.console import PlainConsole
+from posttrain.report.live.live_terminal import Terminal
+from posttrain.system.terminal_output import coloured_lines, guard_logs, tell, visible, visible_lines
 
 ROOT = Path(__file__).parents[2] / "posttrain"
 ESCAPES = "\x1b[2J\x1b[31m\x9b5A\x1b]8;;http://there\x1b\\here\x1b]8;;\x1b\\\x1b]0;title\x07\r\x08\x7f\u202eright\u2066left\u200b\u2028"
@@ -131,7 +131,7 @@ INSIDE = {
     "sandbox/cell/program.py": "prints inside the sandbox, into what is captured",
 }
 """Files that may print, and why."""
-DOORS = ("core/visible.py", "api/console.py")
+DOORS = ("system/terminal_output.py", "report/console.py")
 
 
 def printing(text: str) -> Iterator[tuple[int, str]]:
@@ -322,7 +322,7 @@ def test_every_text_of_a_run_file_and_its_record_is_shown_as_text(
         main([*words, str(folder)])
         said = capfd.readouterr()
         clean(said.out + said.err)
-    for line in _readable(reader.run_file(folder).run):  # what TensorBoard shows
+    for line in _readable(run_reader.run_file(folder).run):  # what TensorBoard shows
         clean(line)
         assert "\n" not in line
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.engines import VLLM, Embedded
-from posttrain.core.errors import ConfigError, EngineError
-from posttrain.core.machine import is_linux
-from posttrain.core.run import Reinforce, Run
+from posttrain.config.engines import VLLM, Embedded
+from posttrain.config.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop
-from posttrain.engine.vllm.contract import BANNED, Answer, Capabilities, check, fields, said
 from posttrain.engine.vllm.launch import NEEDED, arguments
-from posttrain.engine.vllm.requests import UpdateGate
+from posttrain.engine.vllm.sampler_requests import UpdateGate
+from posttrain.engine.vllm.sampling_parameters import BANNED, Answer, Capabilities, check, fields, said
+from posttrain.system.errors import ConfigError, EngineError
+from posttrain.system.machine import is_linux
 
 LIMITS = Capabilities(vocabulary=50, context=32, eos=49, sequences=True)
 OVER_HTTP = replace(LIMITS, sequences=False)

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.core.engines import VLLM
-from posttrain.core.errors import ConfigError, EngineError
-from posttrain.core.placement import Local, Processes, Ray, placement_refusals
-from posttrain.engine.fingerprint import digest_of, fingerprints
-from posttrain.engine.vllm import refuse, worker_parts
-from posttrain.engine.vllm.requests import ExpectedTensors
-from posttrain.engine.vllm.staged import Staged
+from posttrain.config.engines import VLLM
+from posttrain.config.placement import Local, Processes, Ray, placement_refusals
+from posttrain.engine.files.fingerprint import digest_of, fingerprints
+from posttrain.engine.vllm import worker_parts, worker_refusals
+from posttrain.engine.vllm.sampler_requests import ExpectedTensors
+from posttrain.engine.vllm.staged_weights import Staged
 from posttrain.engine.vllm.worker_parts import WorkerPart, buckets, fingerprint_served, served
+from posttrain.system.errors import ConfigError, EngineError
 
 WHOLE = {
     "q": torch.arange(64.0).view(8, 8),
@@ -130,25 +130,25 @@ def shape(heads: int, kv_heads: int | None, inner: int | None) -> Any:
 )
 def test_a_model_that_cannot_be_cut_is_refused(workers: int, model: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        refuse.refuse_split(workers, model)
+        worker_refusals.refuse_split(workers, model)
 
 
 def test_a_model_that_can_be_cut_is_not() -> None:
     for workers, model in ((1, shape(3, 3, 7)), (2, shape(4, 1, 96)), (2, shape(4, 4, None)), (4, shape(4, 2, 96))):
-        refuse.refuse_split(workers, model)
+        worker_refusals.refuse_split(workers, model)
 
 
 def test_each_worker_wants_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refuse, "cores", lambda: 2)
+    monkeypatch.setattr(worker_refusals, "cores", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for how in (VLLM(workers=2), VLLM(workers=2, server=True), VLLM(workers=8, url="http://10.0.0.7:8000")):
-        refuse.refuse_few(how, Local())
-    refuse.refuse_few(VLLM(workers=2), Processes(engines=2))
-    refuse.refuse_few(VLLM(workers=2), Processes(cores=2))
+        worker_refusals.refuse_few(how, Local())
+    worker_refusals.refuse_few(VLLM(workers=2), Processes(engines=2))
+    worker_refusals.refuse_few(VLLM(workers=2), Processes(cores=2))
     with pytest.raises(ConfigError, match=r"engine.workers=3 need a core each.*this process may use 2: lower"):
-        refuse.refuse_few(VLLM(workers=3), Local())
+        worker_refusals.refuse_few(VLLM(workers=3), Local())
     with pytest.raises(ConfigError, match=r"placement.cores=1 gives an engine 1: lower engine.workers, or raise"):
-        refuse.refuse_few(VLLM(workers=2), Processes(cores=1))
+        worker_refusals.refuse_few(VLLM(workers=2), Processes(cores=1))
 
 
 def test_what_else_is_refused_by_name() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.algorithm import losses
+from posttrain.algorithm.loss import losses
 from posttrain.cli import main
 
 FRAMES, LINES = 7, 250

@@ -13,19 +13,19 @@ import pytest
 import torch
 
 import posttrain
-from posttrain.algorithm.losses import Reads
-from posttrain.core import reader
-from posttrain.core.errors import ConfigError
-from posttrain.core.run import Reinforce, Supervised
+from posttrain.algorithm.loss.losses import Reads
+from posttrain.config.run import Reinforce, Supervised
+from posttrain.config.stages.stage import Optimizer
 from posttrain.core.sampling import Sampling
-from posttrain.core.stage import Optimizer
-from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import load_policy
-from posttrain.engine.optimizer import StageOptimizer
-from posttrain.role.memory import PeakMemory, memory_suffices
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import load_policy
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.record import run_reader
+from posttrain.role.memory_peaks import PeakMemory, memory_suffices
 from posttrain.role.trainer import Trainer
-from posttrain.role.warm_up import largest, warm_up
+from posttrain.stages.warm_up import largest, warm_up
+from posttrain.system.errors import ConfigError
 from tests.rooms.engine_parts import ALPHABET, tiny
 
 IDS = np.arange(16)
@@ -83,7 +83,7 @@ def test_a_run_with_it_is_the_run_without(tmp_path: Path, capsys: pytest.Capture
         posttrain.run("arithmetic", *words, f"model.warm_up={on}", out=tmp_path / on)
         said = capsys.readouterr().out
         assert ("sft: warm-up: a pass of 4,096 tokens" in said) == ("rl: warm-up: a pass of" in said) == (on == "true")
-    assert reader.record_digest(tmp_path / "none") == reader.record_digest(tmp_path / "true")
+    assert run_reader.record_digest(tmp_path / "none") == run_reader.record_digest(tmp_path / "true")
 
 
 STARVED = """
@@ -108,7 +108,7 @@ def test_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert "ConfigError: out of memory in a forward and backward pass of 400,000 tokens" in last, last
     assert "lower micro_tokens=400000 of the stage" in last and "model.gradient_checkpointing=full" in last
-    assert not reader.steps(tmp_path / "run")
+    assert not run_reader.steps(tmp_path / "run")
 
 
 def test_a_sequence_that_alone_is_too_long_is_said_otherwise() -> None:

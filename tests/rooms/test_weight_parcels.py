@@ -17,12 +17,12 @@ import psutil
 import pytest
 import torch
 
-from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.parcel import shared
-from posttrain.engine.parcel.parcel import ParcelError, ParcelGoneError, ParcelOrderError, ParcelWriteError
-from posttrain.engine.parcel.receiver import ParcelReceiver
-from posttrain.engine.parcel.sender import ParcelSender
-from posttrain.engine.parcel.shared import SharedCarrier, remove_orphans
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.transfer import shared_memory
+from posttrain.engine.transfer.parcel import ParcelError, ParcelGoneError, ParcelOrderError, ParcelWriteError
+from posttrain.engine.transfer.receiver import ParcelReceiver
+from posttrain.engine.transfer.sender import ParcelSender
+from posttrain.engine.transfer.shared_memory import SharedCarrier, remove_orphans
 from tests.rooms.parcel_parts import blocks, numbered, read_again_and_again, read_once
 
 pytestmark = pytest.mark.prove
@@ -33,13 +33,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
     """Which blocks that this process made are still there. Other runs on the machine have blocks too."""
-    made, create = list[tuple[str, int]](), shared._create
+    made, create = list[tuple[str, int]](), shared_memory._create
 
     def noted() -> tuple[str, int]:
         made.append(create())
         return made[-1]
 
-    monkeypatch.setattr(shared, "_create", noted)
+    monkeypatch.setattr(shared_memory, "_create", noted)
     return lambda: {name.removeprefix("/") for name, _ in made} & blocks()
 
 

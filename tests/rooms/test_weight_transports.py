@@ -18,13 +18,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from posttrain.core.errors import RunFolderError
-from posttrain.core.placement import Local, Processes
-from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.parcel import collective
-from posttrain.engine.parcel.carrier import Carrier
-from posttrain.engine.parcel.collective import CollectiveCarrier
-from posttrain.engine.parcel.parcel import (
+from posttrain.config.placement import Local, Processes
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.transfer import collective
+from posttrain.engine.transfer.carrier import Carrier
+from posttrain.engine.transfer.collective import CollectiveCarrier
+from posttrain.engine.transfer.parcel import (
     Parcel,
     ParcelBaseError,
     ParcelDamageError,
@@ -32,11 +31,12 @@ from posttrain.engine.parcel.parcel import (
     ParcelGoneError,
     ParcelTimeoutError,
 )
-from posttrain.engine.parcel.receiver import ParcelReceiver
-from posttrain.engine.parcel.sender import ParcelSender, this_process
-from posttrain.engine.parcel.shared import SharedCarrier
-from posttrain.engine.parcel.shared_folder import FolderCarrier
+from posttrain.engine.transfer.receiver import ParcelReceiver
+from posttrain.engine.transfer.sender import ParcelSender, this_process
+from posttrain.engine.transfer.shared_folder import FolderCarrier
+from posttrain.engine.transfer.shared_memory import SharedCarrier
 from posttrain.faults import planted
+from posttrain.system.errors import RunFolderError
 from tests.killing import DEATHS, MARKS, MidBroadcastParts
 from tests.late import nothing_lost_or_doubled
 from tests.laws.test_placement import placed, played
@@ -372,7 +372,7 @@ def test_weights_by_broadcast_change_no_bit_though_engines_die_in_it(
     local = played(placed(Local(), staleness), tmp_path / "local")
     (marks := tmp_path / "marks").mkdir()
     monkeypatch.setenv(MARKS, str(marks))
-    monkeypatch.setattr("posttrain.api.placed.EngineParts", MidBroadcastParts)
+    monkeypatch.setattr("posttrain.build.spawn_engines.EngineParts", MidBroadcastParts)
     how = Processes(engines=2, transport="collective", delta=staleness > 0, deaths=DEATHS + 1)
     assert played(placed(how, staleness), tmp_path / "placed") == local
     assert len(os.listdir(marks)) == DEATHS, "so many died in a broadcast"

@@ -16,19 +16,19 @@ from typing import Any
 
 import pytest
 
+from posttrain.config.env import Reward
+from posttrain.config.run import Env
 from posttrain.core.abilities import StepNumber
-from posttrain.core.env import Reward
-from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
-from posttrain.core.redact import redacted
-from posttrain.core.run import Env
+from posttrain.core.redact_secrets import redacted
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.environment.make import environment
+from posttrain.system.errors import ConfigError
 from posttrain.verifier.configured import sources
-from posttrain.verifier.source import BatchSource
-from posttrain.verifier.workers.pool import begin_workers
-from posttrain.verifier.workers.process import Spec, WorkerError, WorkerProcess, scrubbed
+from posttrain.verifier.reward_source import BatchSource
+from posttrain.verifier.workers.worker_pool import begin_workers
+from posttrain.verifier.workers.worker_process import Spec, WorkerError, WorkerProcess, scrubbed
 
 FUNCTIONS = """
 import ctypes, os, subprocess, sys, time, threading, signal
@@ -180,7 +180,7 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again_at_once(
             begun[0].kill()
         return begun[-1]
 
-    monkeypatch.setattr("posttrain.verifier.workers.process.subprocess.Popen", killed)
+    monkeypatch.setattr("posttrain.verifier.workers.worker_process.subprocess.Popen", killed)
     source = made(rewards, "length")
     first, second = ask(source, "xx")[0], ask(source, "xx")[0]
     assert (first.state, first.kind) == (State.FAILED, "worker") and "SIGKILL" in first.why
@@ -366,7 +366,7 @@ PROGRAM = """
 import asyncio, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
 from posttrain.core.ports import Attempt
-from posttrain.core.env import Reward
+from posttrain.config.env import Reward
 from posttrain.core.types import Stop, Task
 from posttrain.verifier.configured import sources
 

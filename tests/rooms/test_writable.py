@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from posttrain.api.main import run
-from posttrain.core import reader
-from posttrain.core.errors import DataError
-from posttrain.core.run import Env
+from posttrain.config.run import Env
 from posttrain.core.types import Message
-from posttrain.engine.vocabulary import characters, raw_bytes, wrap
-from posttrain.environment.render import RenderedDialogue, Renderer
-from posttrain.environment.writable import Writable
+from posttrain.engine.model.built_tokenizers import characters, raw_bytes, wrap
+from posttrain.environment.encodable_text import Writable
+from posttrain.environment.templates.template_process.template_process.renderer import RenderedDialogue, Renderer
+from posttrain.record import run_reader
+from posttrain.system.errors import DataError
 from tests.tiny import only_rl, tiny_run
 from tests.vocabularies import train_bpe, train_byte_level
 
@@ -129,7 +129,7 @@ def test_no_rollout_is_lost_to_a_text_outside_the_alphabet(tmp_path: Path, capsy
     tiny = replace(only_rl(tiny_run(steps=2)), env=Env(name=f"{tmp_path / 'talks.py'}:Talks", heldout=1))
     run(tiny, out=tmp_path / "run")
     assert "the policy is shown '?'" in capsys.readouterr().out
-    episodes = [r.episode for r in reader.episodes(tmp_path / "run", "rl", 2)]
+    episodes = [r.episode for r in run_reader.episodes(tmp_path / "run", "rl", 2)]
     assert episodes and all(not e.error and e.reward == 1.0 for e in episodes)
     shown = characters("0123456789<>?").encode("?????????7")
     for e in episodes:

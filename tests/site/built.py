@@ -172,7 +172,7 @@ def test_a_citation_is_a_link(site: Path) -> None:
     """`law 7` on a page leads to the law, `(A05)` in the reference to the survey's entry, `F.2` to its table."""
     assert [x for x in read(site / "miniatures.html").links if "papers.html#f-2-" in x]
     assert [x for x in read(site / "for-engineers.html").links if x.startswith("laws.html#law-7")]
-    assert [x for x in read(site / "reference/posttrain.core.pieces.baseline.html").links if "papers.html#a05" in x]
+    assert [x for x in read(site / "reference/posttrain.ladder.pieces.baseline.html").links if "papers.html#a05" in x]
 
 
 def test_nothing_is_loaded_from_another_host(site: Path) -> None:
@@ -334,7 +334,7 @@ def test_two_clicks(window: Window, first: str, second: str, title: str, anchor:
         ("v_trace", "algorithms.html"),
         ("staleness", "staleness.html"),
         ("GRPOConfig", "coming-from-trl.html"),
-        ("TokenL2", "reference/posttrain.core.pieces"),
+        ("TokenL2", "reference/posttrain.ladder.pieces"),
         ("beams", "search-at-inference.html"),
         ("LLM judge", "judges.html"),
         ("multi-turn", "tools.html"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from posttrain.cli.command import Subparsers, add_command, add_trust
+from posttrain.cli.shared_arguments import Subparsers, add_command, add_trust
 
 
 def add(sub: Subparsers) -> None:
@@ -36,6 +36,6 @@ def add(sub: Subparsers) -> None:
 
 
 def check(o: Namespace) -> int:
-    from posttrain.api import check as checker
+    from posttrain.evaluate import check_environment as checker
 
     return checker.show(o.target, *o.overrides, tasks=o.tasks, rate=o.rate, as_json=o.json, trust=o.trust)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from posttrain.cli.command import Subparsers, add_command
+from posttrain.cli.shared_arguments import Subparsers, add_command
 
 
 def add(sub: Subparsers) -> None:
@@ -22,7 +22,7 @@ def add(sub: Subparsers) -> None:
 
 
 def compare(o: Namespace) -> int:
-    from posttrain.api import compare as runs
+    from posttrain.report import compare_runs as runs
 
     runs.compare(*o.runs, stage=o.stage, every=o.every)
     return 0

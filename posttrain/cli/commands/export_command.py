@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from posttrain.cli.command import Subparsers, add_command, add_trust
-from posttrain.core.errors import ConfigError
-from posttrain.core.visible import tell
+from posttrain.cli.shared_arguments import Subparsers, add_command, add_trust
+from posttrain.system.errors import ConfigError
+from posttrain.system.terminal_output import tell
 
 
 def add(sub: Subparsers) -> None:
@@ -34,7 +34,7 @@ def add(sub: Subparsers) -> None:
 
 
 def export(o: Namespace) -> int:
-    from posttrain.api.hub import is_hub, ready
+    from posttrain.report.export.hub import is_hub, ready
 
     if is_hub(o.folder):
         ready(o.folder)  # before anything heavy is imported

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from posttrain.cli.command import Subparsers, add_command
-from posttrain.core.shell import command_line
-from posttrain.core.visible import tell
+from posttrain.cli.shared_arguments import Subparsers, add_command
+from posttrain.system.shell import command_line
+from posttrain.system.terminal_output import tell
 
 
 def add(sub: Subparsers) -> None:
@@ -21,7 +21,7 @@ def add(sub: Subparsers) -> None:
 
 
 def faults(o: Namespace) -> int:
-    from posttrain.cli.fold import hanging, screen_width
+    from posttrain.cli.wrap_text import hanging, screen_width
     from posttrain.faults import FAULTS, find
 
     if o.name is None:

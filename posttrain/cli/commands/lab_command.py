@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from posttrain.cli.command import Subparsers, add_command
-from posttrain.core.visible import tell
+from posttrain.cli.shared_arguments import Subparsers, add_command
+from posttrain.system.terminal_output import tell
 
 
 def add(sub: Subparsers) -> None:

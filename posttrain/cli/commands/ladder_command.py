@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from posttrain.cli.command import Subparsers, add_command, add_trust
-from posttrain.core.errors import ConfigError
-from posttrain.core.visible import tell
+from posttrain.cli.shared_arguments import Subparsers, add_command, add_trust
+from posttrain.system.errors import ConfigError
+from posttrain.system.terminal_output import tell
 
 
 def add(sub: Subparsers) -> None:
@@ -47,13 +47,15 @@ def add(sub: Subparsers) -> None:
 
 
 def ladder(o: Namespace) -> int:
-    from posttrain.cli import ladder as view
+    from posttrain.cli import ladder_tables as view
 
     if o.on:
-        from posttrain.cli import ablate
+        from posttrain.cli import ablation_tables
 
         against = [w for w in (o.name or "", *o.against.split(",")) if w]
-        ablate.show(o.on, against, ablate.AblateOptions(o.step, o.stage, o.checkpoint, o.device), o.json, o.trust)
+        ablation_tables.show(
+            o.on, against, ablation_tables.AblateOptions(o.step, o.stage, o.checkpoint, o.device), o.json, o.trust
+        )
     elif given := [
         f"--{n}" for n in ("against", "step", "stage", "checkpoint", "device", "json", "trust") if getattr(o, n)
     ]:

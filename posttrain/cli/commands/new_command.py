@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from posttrain.cli.command import Subparsers, add_command
-from posttrain.core.errors import ConfigError
-from posttrain.core.visible import tell
+from posttrain.cli.shared_arguments import Subparsers, add_command
+from posttrain.system.errors import ConfigError
+from posttrain.system.terminal_output import tell
 
 
 def add(sub: Subparsers) -> None:
@@ -49,7 +49,7 @@ def add(sub: Subparsers) -> None:
 
 
 def new(o: Namespace) -> int:
-    from posttrain.api.new import (
+    from posttrain.cli.skeletons.new_files import (
         benchmark_steps,
         class_name,
         new_benchmark,

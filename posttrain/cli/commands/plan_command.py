@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import get_args
 
-from posttrain.cli.command import Subparsers, add_command
-from posttrain.core.errors import ConfigError
-from posttrain.core.over_ranks import Parallel
+from posttrain.cli.shared_arguments import Subparsers, add_command
+from posttrain.config.rank_limits import Parallel
+from posttrain.system.errors import ConfigError
 
 
 def add(sub: Subparsers) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from posttrain.cli.command import Subparsers, add_command
-from posttrain.core.visible import tell
+from posttrain.cli.shared_arguments import Subparsers, add_command
+from posttrain.system.terminal_output import tell
 
 OUT = "plot.svg"
 
@@ -31,7 +31,7 @@ def add(sub: Subparsers) -> None:
 
 
 def plot(o: Namespace) -> int:
-    from posttrain.api import plots
+    from posttrain.report import plots
 
     plots.plot(o.runs, tuple(o.gauge or plots.DEFAULT), o.out)
     tell(f"written: {o.out}")

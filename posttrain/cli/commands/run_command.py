@@ -6,13 +6,13 @@ import asyncio
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, get_args
 
-from posttrain.cli.command import Subparsers, add_command, add_trust
-from posttrain.core.errors import ConfigError
-from posttrain.core.over_ranks import SECONDS, Parallel, RankOptions, torchrun_rank, under_torchrun
-from posttrain.core.visible import tell
+from posttrain.cli.shared_arguments import Subparsers, add_command, add_trust
+from posttrain.config.rank_limits import SECONDS, Parallel, RankOptions, torchrun_rank, under_torchrun
+from posttrain.system.errors import ConfigError
+from posttrain.system.terminal_output import tell
 
 if TYPE_CHECKING:
-    from posttrain.api.request import RunRequest
+    from posttrain.build.request.run_request import RunRequest
 
 
 def add(sub: Subparsers) -> None:
@@ -110,11 +110,11 @@ def run(o: Namespace) -> int:
         raise ConfigError(
             "--dry-run is about a new run: leave out --resume. posttrain show RUN shows what one recorded"
         )
-    from posttrain.api.request import RunOptions, requested
+    from posttrain.build.request.run_request import RunOptions, requested
 
     ranks = RankOptions(nproc=o.nproc, seconds=o.rank_timeout, replicas=o.replicas, parallel=o.parallel)
     if under_torchrun() and torchrun_rank() > 0:
-        from posttrain.api.ranked import follow
+        from posttrain.build.distributed_run import follow
 
         return follow(ranks)
     given = {n: getattr(o, n) for n in ("out", "resume", "allow_fault", "trust", "accept_changed")}
@@ -132,8 +132,8 @@ def run(o: Namespace) -> int:
 
 def _written(o: Namespace, request: RunRequest) -> str:
     """The run as YAML, with what differs from the recipe as comments."""
-    from posttrain.api.run_file import is_recipe, run_of
-    from posttrain.api.written import to_yaml
+    from posttrain.build.request.run_file import is_recipe, run_of
+    from posttrain.build.request.yaml_config import to_yaml
 
     first = ["# checked, and not started. Save it as FILE.yaml, and posttrain run FILE.yaml runs it"]
     first += [f"# {line}" for line in request.notes]
@@ -155,9 +155,9 @@ def _help(o: Namespace) -> str:
         overrides, topic = [*overrides, topic], ""
     if recipe is None:
         return f"{o.text()}\n{listed(width())}"
-    from posttrain.api.overrides import apply
-    from posttrain.api.run_file import run_of
+    from posttrain.build.request.run_file import run_of
     from posttrain.cli.settings_help import settings_text
+    from posttrain.config.overrides import apply
 
     said = settings_text(apply(run_of(recipe), overrides), topic, width())
     return said if topic else f"{said}\nposttrain run --help: the options of the command"

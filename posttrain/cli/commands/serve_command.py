@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import fields
 
-from posttrain.cli.command import Subparsers, add_command, add_trust
-from posttrain.serve.limits import CallerLimits
+from posttrain.cli.shared_arguments import Subparsers, add_command, add_trust
+from posttrain.serve.caller_limits import CallerLimits
 
 LIMITS = tuple(f.name for f in fields(CallerLimits))
 
@@ -54,7 +54,7 @@ def add(sub: Subparsers) -> None:
 
 def serve(o: Namespace) -> int:
     from posttrain.serve import command as server
-    from posttrain.serve.limits import read_limits
+    from posttrain.serve.caller_limits import read_limits
 
     limits = read_limits(o.limit)
     where = server.ServerAddress(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from posttrain.cli.command import Subparsers, add_command
-from posttrain.core.visible import tell
+from posttrain.cli.shared_arguments import Subparsers, add_command
+from posttrain.system.terminal_output import tell
 
 
 def add(sub: Subparsers) -> None:
@@ -46,7 +46,7 @@ def add(sub: Subparsers) -> None:
 
 
 def show(o: Namespace) -> int:
-    from posttrain.cli import show as view
+    from posttrain.cli import show_rollouts as view
 
     wanted = view.ShowOptions(
         stage=o.stage,

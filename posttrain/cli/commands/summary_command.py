@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from posttrain.cli.command import Subparsers, add_command
+from posttrain.cli.shared_arguments import Subparsers, add_command
 
 
 def add(sub: Subparsers) -> None:
@@ -20,7 +20,7 @@ def add(sub: Subparsers) -> None:
 
 
 def summary(o: Namespace) -> int:
-    from posttrain.api.summary import summarize
+    from posttrain.report.run_summary import summarize
 
     summarize(o.run, as_markdown=o.markdown)
     return 0

@@ -18,18 +18,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from posttrain.core.asker import DeadLetter, asker
-from posttrain.core.errors import EngineError, InvariantError
+from posttrain.core.exchange.request_owner import DeadLetter, asker
+from posttrain.core.exchange.role_status import RoleRow
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.role_row import RoleRow
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said
-from posttrain.engine.parcel.parcel import Parcel
-from posttrain.engine.pool.host import EngineDied, EngineHost, NewHost, PoolSender, has_started
-from posttrain.engine.pool.hosted import EngineFacts, EngineReport
-from posttrain.engine.pool.router import choose
-from posttrain.engine.pool.turns import PooledEngine, PooledTurn, measured, summary, unassigned
-from posttrain.engine.pool.waiting import WaitList, aside, attended, briefly
+from posttrain.engine.pool.parent_side import EngineDied, EngineHost, NewHost, PoolSender, has_started
+from posttrain.engine.pool.pool_turns import PooledEngine, PooledTurn, measured, summary, unassigned
+from posttrain.engine.pool.pool_waits import WaitList, aside, attended, briefly
+from posttrain.engine.pool.turn_router import choose
+from posttrain.engine.pool.worker_side import EngineFacts, EngineReport
+from posttrain.engine.transfer.parcel import Parcel
+from posttrain.system.errors import EngineError, InvariantError
 
 T = TypeVar("T")
 WATCH_EVERY = 1.0

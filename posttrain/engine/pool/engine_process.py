@@ -2,8 +2,8 @@
 is the learner's side.
 
 The process is started by command, not by `multiprocessing`, because that would import the user's program again. It ends
-with the learner's process, on Linux even where it is stopped or hangs (`core.lifetime`). They talk by pickled messages
-over a pair of sockets: (number, method, arguments) there, (number, value, error, report) back.
+with the learner's process, on Linux even where it is stopped or hangs (`system.child_lifetime`). They talk by pickled
+messages over a pair of sockets: (number, method, arguments) there, (number, value, error, report) back.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from posttrain.core.lifetime import begun
-from posttrain.core.visible import tell
-from posttrain.engine.pool.host import OpenCalls
-from posttrain.engine.pool.hosted import EngineEnded, EngineReport, Hosted, HostStart, portable
+from posttrain.engine.pool.parent_side import OpenCalls
+from posttrain.engine.pool.worker_side import EngineEnded, EngineReport, Hosted, HostStart, portable
+from posttrain.system.child_lifetime import begun
+from posttrain.system.terminal_output import tell
 
 LOG_LINES = 12
 """Last lines of a process's output that an error message quotes."""
@@ -109,10 +109,11 @@ def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, asked: asy
 
 
 class ProcessHost:
-    """`host.EngineHost` over a process. It begins at once; the first answer, to `started`, comes when it can sample.
+    """`parent_side.EngineHost` over a process. It begins at once; the first answer, to `started`, comes when it can
+    sample.
 
     Args:
-        start: a pickled `hosted.HostStart`.
+        start: a pickled `worker_side.HostStart`.
         threads: of torch in the process.
         cores: the CPU cores that it may use; None: those of this process.
     """

@@ -17,18 +17,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core.asker import Asker, DeadLetter, asker
-from posttrain.core.errors import EngineError
+from posttrain.core.exchange.request_owner import Asker, DeadLetter, asker
+from posttrain.core.exchange.role_status import RoleRow
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Talk, Utterance
-from posttrain.core.role_row import RoleRow
 from posttrain.core.stop import Stop
 from posttrain.core.types import Task
-from posttrain.engine.pool.account import AccountedTalk, same_account
-from posttrain.engine.pool.host import EngineDied, EngineHost, NewHost, has_started
-from posttrain.engine.pool.hosted import EngineReport
-from posttrain.engine.pool.played import EndedMove, GivenUpMove, LeftMove, Move, PaidMove, SeenMove, TurnMove
-from posttrain.engine.pool.waiting import WaitList, aside, attended, briefly
+from posttrain.engine.pool.parent_side import EngineDied, EngineHost, NewHost, has_started
+from posttrain.engine.pool.pool_waits import WaitList, aside, attended, briefly
+from posttrain.engine.pool.remote_environment import (
+    EndedMove,
+    GivenUpMove,
+    LeftMove,
+    Move,
+    PaidMove,
+    SeenMove,
+    TurnMove,
+)
+from posttrain.engine.pool.seat_transcript import AccountedTalk, same_account
+from posttrain.engine.pool.worker_side import EngineReport
+from posttrain.system.errors import EngineError
 
 WATCH_EVERY = 1.0
 """Seconds between two looks at who waits."""

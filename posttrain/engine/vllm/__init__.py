@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from posttrain.core.errors import ConfigError
+from posttrain.system.errors import ConfigError
 
 
 def installed() -> None:

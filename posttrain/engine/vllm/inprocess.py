@@ -20,15 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.core.errors import EngineError
 from posttrain.core.gauge import Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said
-from posttrain.engine.models import Policy
+from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.vllm import installed
-from posttrain.engine.vllm.contract import Answer, fields, said
-from posttrain.engine.vllm.hot_load import HotLoad
-from posttrain.engine.vllm.requests import (
+from posttrain.engine.vllm.adapter_load import HotLoad
+from posttrain.engine.vllm.sampler_requests import (
     CheckedRequest,
     ClientCounters,
     ExpectedTensors,
@@ -36,8 +34,10 @@ from posttrain.engine.vllm.requests import (
     empty_version,
     newer,
 )
-from posttrain.engine.vllm.start import START, build, limits, quiet_compiler
-from posttrain.engine.vllm.updates import Updates
+from posttrain.engine.vllm.sampling_parameters import Answer, fields, said
+from posttrain.engine.vllm.start_vllm import START, build, limits, quiet_compiler
+from posttrain.engine.vllm.weight_updates import Updates
+from posttrain.system.errors import EngineError
 
 ROLE = "the rollout engine (vLLM in this process)"
 POLL = 5.0

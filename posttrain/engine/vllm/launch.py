@@ -18,10 +18,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from posttrain.core.errors import ConfigError
-from posttrain.core.visible import tell
 from posttrain.engine.vllm import installed
-from posttrain.engine.vllm.start import BACKEND, EXTENSION, whole_prompts
+from posttrain.engine.vllm.start_vllm import BACKEND, EXTENSION, whole_prompts
+from posttrain.system.errors import ConfigError
+from posttrain.system.terminal_output import tell
 
 PARENT = "POSTTRAIN_PARENT"
 """Environment variable: process id of the run that started this server. The server ends with it."""

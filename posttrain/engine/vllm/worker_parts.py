@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.core.errors import EngineError
-from posttrain.engine.fingerprint import digest_of, fingerprints
+from posttrain.engine.files.fingerprint import digest_of, fingerprints
+from posttrain.system.errors import EngineError
 
 BUCKET = 256 << 20
 """Most bytes that are written at once for several workers or a server to read. A larger tensor travels alone."""
@@ -58,7 +58,7 @@ def served(
     """The digest of each tensor that the workers serve together, and words about what is not as it was sent.
 
     Args:
-        told: what `worker.ServedWeights.posttrain_digests` answered, one for each worker.
+        told: what `vllm_worker.ServedWeights.posttrain_digests` answered, one for each worker.
         sent: the tensor of a name as it was sent; None where none was.
         whole: the digests of the tensors that were sent.
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from posttrain.core.verdict import State, Verdict
-from posttrain.verifier.returned import as_verdict
+from posttrain.verifier.returned_value import as_verdict
 from posttrain.verifier.user_code import where
-from posttrain.verifier.workers.pool import WorkerPool, reply_of
-from posttrain.verifier.workers.process import Spec
+from posttrain.verifier.workers.worker_pool import WorkerPool, reply_of
+from posttrain.verifier.workers.worker_process import Spec
 
 SECONDS = 30
 """Most processor time of scoring one answer. Beyond it the score is 0, with kind `timeout`, if the scorer still

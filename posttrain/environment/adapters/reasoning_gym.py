@@ -12,8 +12,7 @@ from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any
 
-from posttrain.core.env import Scalar
-from posttrain.core.errors import ConfigError, DataError, nearest
+from posttrain.config.env import Scalar
 from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Attempt, TaskSource
 from posttrain.core.seeds import key as seed_key
@@ -22,7 +21,8 @@ from posttrain.core.verdict import Verdict
 from posttrain.environment.adapters import gym_scoring
 from posttrain.environment.adapters.gym_scoring import CHUNK, ScoringRequest
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn
-from posttrain.verifier.workers.pool import WorkerPool
+from posttrain.system.errors import ConfigError, DataError, nearest
+from posttrain.verifier.workers.worker_pool import WorkerPool
 
 REFUSED = {
     "composite": "it is a mixture of other tasks; name one of them",

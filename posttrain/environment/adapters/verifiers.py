@@ -19,15 +19,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from posttrain.core.env import Scalar
-from posttrain.core.errors import ConfigError
+from posttrain.config.env import Scalar
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.adapters.verifiers_judge import live, lost, plain, rubrics, score, weights
 from posttrain.environment.adapters.verifiers_talk import PolicyClient, bounded, from_package
-from posttrain.environment.prompts import HELDOUT_SHARE
+from posttrain.environment.rows.own_prompts import HELDOUT_SHARE
 from posttrain.environment.single import Listed, SingleTurn
+from posttrain.system.errors import ConfigError
 from posttrain.verifier.user_code import load
 
 INSTALL = 'pip install "posttrain[verifiers]"'

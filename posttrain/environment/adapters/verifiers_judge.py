@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from posttrain.core.ports import Attempt
-from posttrain.core.redact import redacted
+from posttrain.core.redact_secrets import redacted
 from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.environment.adapters.verifiers_talk import MODEL, PolicyClient, from_package
-from posttrain.environment.scripted import ScriptedPolicy
-from posttrain.verifier.calls import TimedOut, call
-from posttrain.verifier.returned import as_verdict
+from posttrain.environment.scripted_policy import ScriptedPolicy
+from posttrain.verifier.returned_value import as_verdict
+from posttrain.verifier.timed_calls import TimedOut, call
 from posttrain.verifier.user_code import where
 
 SECONDS = 60.0

@@ -10,12 +10,12 @@ from contextvars import ContextVar
 from typing import Any
 
 from posttrain.core.content import content_of
-from posttrain.core.errors import DataError
 from posttrain.core.ports import Talk, Utterance
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Message, Stop
+from posttrain.system.errors import DataError
 from posttrain.verifier.calling.parse import Malformed, Parsed, ToolCall, parse
-from posttrain.verifier.calls import TimedOut, call
+from posttrain.verifier.timed_calls import TimedOut, call
 
 MODEL = "policy"
 _asking: ContextVar[PolicyClient] = ContextVar("asking")

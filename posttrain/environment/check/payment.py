@@ -7,8 +7,17 @@ from dataclasses import dataclass, replace
 
 from posttrain.core.content import conversation, prompt_words, shown
 from posttrain.core.types import Task
-from posttrain.environment.check.answers import PARAPHRASES, PHRASES, SHAPES, SILENCE, WORDS, lists, noise, spellings
 from posttrain.environment.check.probe import Answer, Mark, Probe
+from posttrain.environment.check.probe_answers import (
+    PARAPHRASES,
+    PHRASES,
+    SHAPES,
+    SILENCE,
+    WORDS,
+    lists,
+    noise,
+    spellings,
+)
 from posttrain.environment.check.subject import WRITTEN, Attack, Subject
 from posttrain.verifier.builtin import contains
 

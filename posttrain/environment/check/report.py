@@ -9,12 +9,12 @@ from typing import Any
 
 from posttrain.core.abilities import LintFinding
 from posttrain.environment.check.baselines import BASELINES
+from posttrain.environment.check.pair_probe import PREFERENCES
 from posttrain.environment.check.payment import PAYMENT
-from posttrain.environment.check.preferences import PREFERENCES
 from posttrain.environment.check.probe import Mark, Probe, ProbeResult
 from posttrain.environment.check.subject import Subject
 from posttrain.environment.check.workings import WORKINGS
-from posttrain.environment.prove import Check, claims
+from posttrain.environment.conformance import Check, claims
 from posttrain.environment.single import SingleTurn
 
 TASKS, RATE = 32, 16.0

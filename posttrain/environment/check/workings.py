@@ -14,17 +14,17 @@ from posttrain.core.content import prompt_words
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State
-from posttrain.environment.check.answers import ODD
 from posttrain.environment.check.dependence import TEXTS
 from posttrain.environment.check.judged_answer import JudgedAnswer
 from posttrain.environment.check.probe import Answer, Mark, Probe
+from posttrain.environment.check.probe_answers import ODD
 from posttrain.environment.check.subject import Subject
 from posttrain.environment.tools.offered import OfferedTools
 from posttrain.sandbox.backends import Unconfined
-from posttrain.sandbox.choose import HELP
-from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox.open_sandbox import HELP
+from posttrain.sandbox.sandbox_pool import Sandbox
 from posttrain.sandbox.selftest import selftest
-from posttrain.verifier.batches import misplaced
+from posttrain.verifier.batch_functions import misplaced
 
 REPEATS = 3
 CONCURRENT = 192

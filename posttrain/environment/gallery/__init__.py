@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from posttrain.core.errors import ConfigError, nearest
+from posttrain.system.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from posttrain.environment.single import SingleTurn

@@ -9,14 +9,14 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt, TaskSource
 from posttrain.core.seeds import generator
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, require
+from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.integers import last_integer
-from posttrain.verifier.source import graded
+from posttrain.verifier.reward_source import graded
 
 Signed = tuple[tuple[str, int], ...]
 """Terms in order, each with its sign; the first is positive."""

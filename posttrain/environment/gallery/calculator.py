@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt, Talk
 from posttrain.core.seeds import generator
 from posttrain.core.types import Stop, Task
@@ -17,8 +16,9 @@ from posttrain.core.verdict import Verdict
 from posttrain.environment.expression import ExpressionError, evaluate
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import HELDOUT_SEED, require
+from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.integers import last_integer
-from posttrain.verifier.source import graded
+from posttrain.verifier.reward_source import graded
 
 REQUEST = "calc:"
 Key = tuple[str, int, int]

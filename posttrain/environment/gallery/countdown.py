@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.expression import ExpressionError, evaluate
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import require
-from posttrain.verifier.source import graded
+from posttrain.system.errors import ConfigError, nearest
+from posttrain.verifier.reward_source import graded
 
 Key = tuple[tuple[int, ...], int]
 

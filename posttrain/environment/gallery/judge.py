@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.abilities import Abilities, Judgements, Judging
-from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.gauge import Gauges
 from posttrain.core.judgements import Label, Pair
 from posttrain.core.ports import Attempt, Talk
@@ -19,9 +18,8 @@ from posttrain.core.seeds import generator
 from posttrain.core.types import Group, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.generated import GeneratedTasks
-from posttrain.environment.inner_world import conversation_text, inner_world
-from posttrain.environment.judge_bias import biases
-from posttrain.environment.judge_rules import (
+from posttrain.environment.judged.judge_bias import biases
+from posttrain.environment.judged.judge_rules import (
     HIGHEST,
     LOWEST,
     JudgeFormat,
@@ -31,7 +29,9 @@ from posttrain.environment.judge_rules import (
     judge_format,
     judge_prompt,
 )
+from posttrain.environment.judged.judged_world import conversation_text, inner_world
 from posttrain.environment.single import HELDOUT_SEED, SingleTurn, require
+from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.integers import last_integer
 
 OTHER_ORDER = "other order"

@@ -8,17 +8,17 @@ from functools import cached_property
 
 import numpy as np
 
-from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Attempt
-from posttrain.core.redact import redacted
+from posttrain.core.redact_secrets import redacted
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import require
-from posttrain.sandbox.choose import choose, opened
-from posttrain.sandbox.port import ProgramLimits
-from posttrain.verifier.code.source import Code
+from posttrain.sandbox.open_sandbox import choose, opened
+from posttrain.sandbox.sandbox_types import ProgramLimits
+from posttrain.system.errors import ConfigError, nearest
+from posttrain.verifier.code.code_reward import Code
 
 Steps = tuple[tuple[str, int], ...]
 """The operations on x, in order. Each is an operator of `+ - *` and a digit."""

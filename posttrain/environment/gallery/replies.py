@@ -12,13 +12,13 @@ from itertools import accumulate
 import numpy as np
 
 from posttrain.core.abilities import Judgements
-from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.generated import GeneratedTasks
+from posttrain.environment.judged.synthetic_preferences import Taste
 from posttrain.environment.single import require
-from posttrain.environment.taste import Taste
+from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.integers import last_integer
 
 Key = tuple[tuple[int, ...], bool]

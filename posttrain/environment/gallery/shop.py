@@ -17,15 +17,15 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import require
 from posttrain.environment.tools.tool import Observation, Toolbox, ToolError, tool
-from posttrain.environment.tools.world import ToolWorld
-from posttrain.verifier.source import graded
+from posttrain.environment.tools.tool_world import ToolWorld
+from posttrain.system.errors import ConfigError, nearest
+from posttrain.verifier.reward_source import graded
 
 ITEMS = ("tea", "rye", "oil", "jam", "nut", "fig", "egg", "ham")
 ERRANDS = ("vet", "gym", "tax", "bus", "cut", "fix")

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.abilities import Abilities, Judging
-from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.measure.answer_steps import steps_of_text
 from posttrain.core.ports import Attempt
-from posttrain.core.process import steps_of_text
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import SOLVED, Verdict
 from posttrain.environment.generated import GeneratedTasks
-from posttrain.environment.inner_world import conversation_text, inner_world
-from posttrain.environment.judge_rules import chosen, right_or_nothing
+from posttrain.environment.judged.judge_rules import chosen, right_or_nothing
+from posttrain.environment.judged.judged_world import conversation_text, inner_world
+from posttrain.environment.judged.verify_rules import RIGHT, WRONG, VerifyFormat, verify_format, verify_prompt
 from posttrain.environment.single import SingleTurn, require
-from posttrain.environment.verify_rules import RIGHT, WRONG, VerifyFormat, verify_format, verify_prompt
+from posttrain.system.errors import ConfigError, nearest
 
 WORLD_SEED = 20_261_126
 """Seed of the world's tasks. Which answers there are to verify does not depend on the run's seed."""

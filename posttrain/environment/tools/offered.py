@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from posttrain.core.env import SandboxSettings
-from posttrain.core.errors import ConfigError, DataError, nearest
+from posttrain.config.env import SandboxSettings
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Task
-from posttrain.environment.tools.boxes import Calculator, Files, KeyValue
 from posttrain.environment.tools.database import Database
+from posttrain.environment.tools.library_tools import Calculator, Files, KeyValue
 from posttrain.environment.tools.python import AT_ONCE, InterpreterSlots, Python
 from posttrain.environment.tools.tool import Toolbox, Toolboxes, ToolError
-from posttrain.sandbox.choose import choose, opened
+from posttrain.sandbox.open_sandbox import choose, opened
+from posttrain.system.errors import ConfigError, DataError, nearest
 
 NAMES = ("calculator", "python", "files", "database", "store")
 

@@ -7,9 +7,9 @@ from typing import Annotated
 from weakref import WeakKeyDictionary
 
 from posttrain.environment.tools.tool import Toolbox, ToolError, tool
-from posttrain.sandbox.pool import Sandbox
-from posttrain.sandbox.port import ProgramLimits, SandboxBroken
-from posttrain.sandbox.session import PythonSession
+from posttrain.sandbox.program_session import PythonSession
+from posttrain.sandbox.sandbox_pool import Sandbox
+from posttrain.sandbox.sandbox_types import ProgramLimits, SandboxBroken
 
 AT_ONCE = 64
 """The most interpreters at once. Each takes about 30 MiB."""

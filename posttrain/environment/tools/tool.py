@@ -23,9 +23,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.redact import scrubbed
+from posttrain.core.redact_secrets import scrubbed
 from posttrain.core.stop import EpisodeLimits
+from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.calling import Malformed, ToolCall
 
 Kind = Literal["ok", "refused", "timeout", "unknown", "arguments", "malformed"]

@@ -10,7 +10,7 @@
     coder     <tool_call><function=f><parameter=a>1</parameter></function></tool_call>          Qwen 3 Coder
     harmony   <|channel|>commentary to=functions.f <|message|>{"a": 1}                          gpt-oss
 
-Thoughts (`posttrain.verifier.spoken`) are reasoning, and calls in them are ignored. No text makes the parser raise.
+Thoughts (`posttrain.verifier.thoughts`) are reasoning, and calls in them are ignored. No text makes the parser raise.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.verifier.calling import reading
-from posttrain.verifier.calling.reading import Unreadable
-from posttrain.verifier.spoken import thoughts
+from posttrain.verifier.calling import read_data
+from posttrain.verifier.calling.read_data import Unreadable
+from posttrain.verifier.thoughts import thoughts
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ TRIES = 8
 
 def parse(text: str, format: str) -> Parsed:
     """Parse one turn, given without its stop token, in one of `FORMATS`. The time is linear in its length, and one of
-    more than `reading.LONGEST_TURN` characters is one call that cannot be read."""
-    if len(text) > reading.LONGEST_TURN:
-        return Parsed("", "", (_bad(text[: EXCERPT + 1], f"longer than {reading.LONGEST_TURN} characters"),))
+    more than `read_data.LONGEST_TURN` characters is one call that cannot be read."""
+    if len(text) > read_data.LONGEST_TURN:
+        return Parsed("", "", (_bad(text[: EXCERPT + 1], f"longer than {read_data.LONGEST_TURN} characters"),))
     if format == "harmony":
         return _harmony(text)
     reasoning, rest = thoughts(text)
@@ -70,8 +70,8 @@ def parse(text: str, format: str) -> Parsed:
 
 
 def _read(text: str, how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> list[ToolCall | Malformed]:
-    if len(text) > reading.LONGEST:
-        return [_bad(text, f"longer than {reading.LONGEST} characters")]
+    if len(text) > read_data.LONGEST:
+        return [_bad(text, f"longer than {read_data.LONGEST} characters")]
     try:
         return [ToolCall(name, arguments) for name, arguments in how(text)]
     except Unreadable as error:
@@ -86,15 +86,15 @@ def _bad(text: str, why: str) -> Malformed:
 def _tagged(text: str, begin: str, end: str) -> Iterator[tuple[str, str | None]]:
     """Pieces of a text as ("", outside) and (inside, None)... in order: (text, None) outside tags, (text, end tag or
     "") inside."""
-    at, tries = 0, TRIES * reading.LONGEST
+    at, tries = 0, TRIES * read_data.LONGEST
     while (opened := text.find(begin, at)) >= 0:
         yield text[at:opened], None
         inside = behind = opened + len(begin)
         if tries > 0:  # the end tag may stand in a string of a JSON value
             try:
-                _, behind = reading.json_prefix(text, inside)
+                _, behind = read_data.json_prefix(text, inside)
             except Unreadable:
-                tries -= min(reading.LONGEST, len(text) - inside)
+                tries -= min(read_data.LONGEST, len(text) - inside)
         closed = text.find(end, behind)
         if closed < 0:
             yield text[inside:], ""
@@ -119,7 +119,10 @@ def _in_tags(text: str, begin: str, end: str, how: Callable[[str], list[tuple[st
 
 def _hermes(text: str) -> Found:
     return _in_tags(
-        text, "<tool_call>", "</tool_call>", lambda t: [reading.object_call(reading.json_value(t), "name", "arguments")]
+        text,
+        "<tool_call>",
+        "</tool_call>",
+        lambda t: [read_data.object_call(read_data.json_value(t), "name", "arguments")],
     )
 
 
@@ -134,11 +137,11 @@ def _llama(text: str) -> Found:
     at = 0
     while at < len(stripped):
         try:
-            value, end = reading.json_prefix(stripped, at)
+            value, end = read_data.json_prefix(stripped, at)
         except Unreadable as error:
             calls.append(_bad(stripped[at:], str(error)))
             break
-        calls += _read(stripped[at:end], lambda _, v=value: [reading.object_call(v, "name", "parameters")])
+        calls += _read(stripped[at:end], lambda _, v=value: [read_data.object_call(v, "name", "parameters")])
         following = re.compile(r"\s*(;?)\s*").match(stripped, end)
         assert following is not None
         at = following.end()
@@ -155,7 +158,7 @@ def _calls_a_tool(text: str) -> bool:
     if not text.startswith("{"):
         return False
     try:
-        value, _ = reading.json_prefix(text)
+        value, _ = read_data.json_prefix(text)
     except Unreadable:
         return re.match(r'\{\s*"(name|parameters|type)"', text) is not None
     return ("name" in value and ("parameters" in value or "arguments" in value)) or value.get("type") == "function"
@@ -167,7 +170,7 @@ def _pythonic(text: str) -> Found:
     body = body.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
     if not marked and not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", body):
         return text, []
-    return "", _read(body, reading.python_calls)
+    return "", _read(body, read_data.python_calls)
 
 
 def _mistral(text: str) -> Found:
@@ -182,11 +185,11 @@ def _mistral_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     name, marked, arguments = text.partition("[ARGS]")
     if marked:
         name = name.partition("[CALL_ID]")[0]
-        return [(reading.name_of(name.strip()), reading.arguments_of(reading.json_value(arguments)))]
-    listed = reading.json_value(text)
+        return [(read_data.name_of(name.strip()), read_data.arguments_of(read_data.json_value(arguments)))]
+    listed = read_data.json_value(text)
     if not isinstance(listed, list):
         raise Unreadable("calls are a JSON list")
-    return [reading.object_call(x, "name", "arguments") for x in listed]
+    return [read_data.object_call(x, "name", "arguments") for x in listed]
 
 
 _BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -206,15 +209,15 @@ def _deepseek_call(text: str) -> list[tuple[str, dict[str, Any]]]:
         raise Unreadable(f"between {_BEGIN} and {_END} stands {_SEP}")
     fenced = _FENCE.fullmatch(rest)
     name, arguments = (fenced["name"], fenced["json"]) if fenced else (first, rest)
-    return [(reading.name_of(name.strip()), reading.arguments_of(reading.json_value(arguments)))]
+    return [(read_data.name_of(name.strip()), read_data.arguments_of(read_data.json_value(arguments)))]
 
 
 def _cohere(text: str) -> Found:
     def calls(inside: str) -> list[tuple[str, dict[str, Any]]]:
-        listed = reading.json_value(inside)
+        listed = read_data.json_value(inside)
         if not isinstance(listed, list):
             raise Unreadable("actions are a JSON list")
-        return [reading.object_call(x, "tool_name", "parameters") for x in listed]
+        return [read_data.object_call(x, "tool_name", "parameters") for x in listed]
 
     content, found = _in_tags(text, "<|START_ACTION|>", "<|END_ACTION|>", calls)
     for mark in ("<|START_RESPONSE|>", "<|END_RESPONSE|>"):
@@ -245,9 +248,9 @@ def _marked_up(
             raise Unreadable(f"a call is written {shape}, not {rest[at : at + 40].strip()!r}")
         if one["key"].strip() in out:
             raise Unreadable(f"argument {one['key'].strip()!r} is given twice")
-        out[one["key"].strip()] = reading.loose_value(one["value"])
+        out[one["key"].strip()] = read_data.loose_value(one["value"])
         at = one.end()
-    return [(reading.name_of(found["name"].strip()), out)]
+    return [(read_data.name_of(found["name"].strip()), out)]
 
 
 def _glm(text: str) -> Found:
@@ -276,7 +279,9 @@ def _harmony(text: str) -> Parsed:
             content.append(message)
         elif recipient := _TO.search(head):
             name = recipient[1]
-            calls += _read(body, lambda t, n=name: [(reading.name_of(n), reading.arguments_of(reading.json_value(t)))])
+            calls += _read(
+                body, lambda t, n=name: [(read_data.name_of(n), read_data.arguments_of(read_data.json_value(t)))]
+            )
         elif channel[1] == "analysis":
             reasoning.append(body)
         else:

@@ -7,7 +7,7 @@ import html
 import re
 from dataclasses import dataclass
 
-from posttrain.verifier.spoken import spoken
+from posttrain.verifier.thoughts import spoken
 
 OPEN = re.compile(
     r"(?<!`)(?P<fence>`{3,}+)[ \t]*+\{?\.?(?P<language>\w*+)[^\n`]*+\n"

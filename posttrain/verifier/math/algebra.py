@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.core.verdict import Verdict
+from posttrain.verifier.math.answer_values import Other, Value, parts
 from posttrain.verifier.math.equal import ROUNDED
 from posttrain.verifier.math.grade import UnreadableError, gold_of, grade
 from posttrain.verifier.math.points import same_values
-from posttrain.verifier.math.values import Other, Value, parts
-from posttrain.verifier.workers.pool import reply_of
+from posttrain.verifier.workers.worker_pool import reply_of
 
 _SAME = (
     ("2\\sqrt{2}", "\\sqrt{8}"),

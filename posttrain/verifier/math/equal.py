@@ -30,9 +30,7 @@ from fractions import Fraction
 from math import gcd
 from typing import Any
 
-from posttrain.verifier.math.numerals import constant
-from posttrain.verifier.math.units import clash
-from posttrain.verifier.math.values import (
+from posttrain.verifier.math.answer_values import (
     Based,
     ChoiceAnswer,
     Items,
@@ -45,6 +43,8 @@ from posttrain.verifier.math.values import (
     Value,
     WordAnswer,
 )
+from posttrain.verifier.math.numerals import constant
+from posttrain.verifier.math.units import clash
 
 Algebra = Callable[[str, str], bool]
 """(gold, said) -> whether they are equal, both spelled."""

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from posttrain.verifier.math.boxes import DIGITS, Box, boxes_of
-from posttrain.verifier.math.seen import seen
+from posttrain.verifier.math.answer_boxes import DIGITS, Box, boxes_of
 from posttrain.verifier.math.units import SCALES, changing, unit
+from posttrain.verifier.math.visible_text import seen
 
 LONGEST_LINE = 300
 """The number of characters that are searched after a phrase such as `the answer is`."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from posttrain.core.verdict import Verdict
+from posttrain.verifier.math.answer_values import Other, TooLarge, Value, parts
 from posttrain.verifier.math.equal import Algebra, equal, standing
 from posttrain.verifier.math.extract import final
-from posttrain.verifier.math.reading import read
+from posttrain.verifier.math.read_answer import read
 from posttrain.verifier.math.spelling import spelled
-from posttrain.verifier.math.values import Other, TooLarge, Value, parts
 
 
 class UnreadableError(ValueError):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from posttrain.verifier.math.answer_values import Based, Number, TimeOfDay, TooLarge
 from posttrain.verifier.math.spelling import closing
 from posttrain.verifier.math.units import tail, unit
-from posttrain.verifier.math.values import Based, Number, TimeOfDay, TooLarge
 
 MOST_DIGITS = 2000
 """A power of ten with more digits is not computed."""

@@ -1,7 +1,7 @@
 """The program of a worker: a guardian, and the process that it forks to answer requests, one at a time.
 
-`process.WorkerProcess` starts it as `python -m posttrain.verifier.workers.guardian PARENT`. Requests are answered in
-the main thread, so a verifier may use signals and need not be thread-safe.
+`worker_process.WorkerProcess` starts it as `python -m posttrain.verifier.workers.guardian PARENT`. Requests are
+answered in the main thread, so a verifier may use signals and need not be thread-safe.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.core.visible import tell
-from posttrain.verifier.workers.process import LENGTH, OUT_OF_MEMORY, confine
+from posttrain.system.terminal_output import tell
+from posttrain.verifier.workers.worker_process import LENGTH, OUT_OF_MEMORY, confine
 
 PR_SET_PDEATHSIG = 1
 TAKEN = {"taken": True}

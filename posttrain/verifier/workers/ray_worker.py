@@ -1,5 +1,5 @@
-"""A worker on some machine of a Ray cluster. Its actor holds a `process.WorkerProcess` there, so what a request may
-use, and who is to blame for a missing answer, are the same as on this machine."""
+"""A worker on some machine of a Ray cluster. Its actor holds a `worker_process.WorkerProcess` there, so what a request
+may use, and who is to blame for a missing answer, are the same as on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import os
 from typing import Any
 
-from posttrain.verifier.workers.process import EndedError, Spec, WorkerError, WorkerProcess
+from posttrain.verifier.workers.worker_process import EndedError, Spec, WorkerError, WorkerProcess
 
 PLACE_SECONDS = 120.0
 """Seconds that the cluster may take to begin an actor, or to carry a request and its reply."""
@@ -40,7 +40,7 @@ class WorkerActor:
 
 
 class RayWorker:
-    """`process.Worker` over an actor, which must be connected to a cluster already.
+    """`worker_process.Worker` over an actor, which must be connected to a cluster already.
 
     Raises:
         WorkerError: it did not start.

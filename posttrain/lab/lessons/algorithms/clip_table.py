@@ -7,13 +7,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from posttrain.algorithm.streams import Streams
-from posttrain.algorithm.trust import TrustInputs, push
-from posttrain.algorithm.value import gae
-from posttrain.checks.noise import noise_band
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.trust import Clip
+from posttrain.algorithm.credit.value_estimates import gae
+from posttrain.algorithm.loss.push_factor import TrustInputs, push
+from posttrain.algorithm.loss.torch_streams import Streams
+from posttrain.checks.sampling.noise_band import noise_band
 from posttrain.core.streams import ADVANTAGE
 from posttrain.lab.lesson import (
     AskChoice,
@@ -28,6 +25,9 @@ from posttrain.lab.lesson import (
     Values,
     refusal,
 )
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.trust_region import Clip
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.web.picture import Curve, Matrix
 
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
@@ -151,7 +151,11 @@ LESSON = Lesson(
                   ("No, it is outside of the clip", "Yes", "Only with a dual clip"), 1,
                   why="The minimum takes the term that punishes more."),
     ),
-    code=("posttrain.algorithm.trust.push", "posttrain.core.pieces.trust.Clip", "posttrain.algorithm.value.gae"),
+    code=(
+        "posttrain.algorithm.loss.push_factor.push",
+        "posttrain.ladder.pieces.trust_region.Clip",
+        "posttrain.algorithm.credit.value_estimates.gae",
+    ),
     docs="several-updates.md",
     command="posttrain run arithmetic algorithm=ppo rl.minibatches=4 clip.low=0.2",
     grid=("ratio", "eps"),

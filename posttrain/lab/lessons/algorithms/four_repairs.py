@@ -7,12 +7,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from posttrain.algorithm.shape import shaped
-from posttrain.algorithm.weigh import weigh
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import DAPO, GRPO
-from posttrain.core.pieces.shape import Overlong
-from posttrain.core.run import Reinforce
+from posttrain.algorithm.credit.reward_shaping import shaped
+from posttrain.algorithm.loss.token_weights import weigh
+from posttrain.config.run import Reinforce
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -27,6 +24,9 @@ from posttrain.lab.lesson import (
     by_rules,
     recorded,
 )
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.shape import Overlong
+from posttrain.ladder.policy_rows import DAPO, GRPO
 from posttrain.toy.answers import ask, said_logp, siblings
 from posttrain.toy.episodes import PlainEpisode, scored_group
 from posttrain.toy.policies import TabularPolicy
@@ -156,7 +156,11 @@ token mean: 1 / sum |y|               overlong: -(|y| - 80) / 20 above 80 tokens
         AskChoice("Which change costs more sampling?", ("Clip higher", "Dynamic sampling", "Token mean"), 1,
                   why="Silent groups are sampled and thrown away."),
     ),
-    code=("posttrain.algorithm.trust.push", "posttrain.algorithm.weigh.weigh", "posttrain.core.pieces.shape.Overlong"),
+    code=(
+        "posttrain.algorithm.loss.push_factor.push",
+        "posttrain.algorithm.loss.token_weights.weigh",
+        "posttrain.ladder.pieces.shape.Overlong",
+    ),
     docs="algorithms.md",
     command="posttrain run arithmetic algorithm=dapo",
     grid=("dynamic", "right"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.core.ladder import GRPO
-from posttrain.core.run import Reinforce
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.config.run import Reinforce
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -21,6 +20,7 @@ from posttrain.lab.lesson import (
     by_rules,
     recorded,
 )
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.episodes import rewarded
 from posttrain.web.picture import Bars
 
@@ -120,7 +120,7 @@ LESSON = Lesson(
         ),
         AskKnobs("Move the knobs until the largest credit is below 0.9.", "largest", None, 0.9, {"b": 1.0}),
     ),
-    code=("posttrain.algorithm.credit.credit_step", "posttrain.algorithm.baseline.centred"),
+    code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.algorithm.credit.baseline_values.centred"),
     docs="algorithms.md",
     command="posttrain run arithmetic algorithm=grpo rl.siblings=4",
     grid=("a", "b"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import DR_GRPO, RLOO
-from posttrain.core.run import Reinforce
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.config.run import Reinforce
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Readout, Slider, Values, refusal
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import DR_GRPO, RLOO
 from posttrain.toy.episodes import rewarded
 from posttrain.web.picture import Bars, Curve
 
@@ -82,7 +82,7 @@ LESSON = Lesson(
                   ("centred credit", "GRPO", "twice RLOO's credit"), 1,
                   why="GRPO divides each prompt by its own standard deviation."),
     ),
-    code=("posttrain.algorithm.baseline.centred",),
+    code=("posttrain.algorithm.credit.baseline_values.centred",),
     docs="algorithms.md",
     command="posttrain run arithmetic algorithm=rloo rl.siblings=8",
     grid=("K", "right"),

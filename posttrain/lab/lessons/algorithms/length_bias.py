@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.weigh import weigh
-from posttrain.core.ladder import DAPO, DR_GRPO, GRPO
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.loss.token_weights import weigh
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Options, Readout, Slider, Values
+from posttrain.ladder.policy_rows import DAPO, DR_GRPO, GRPO
 from posttrain.toy.episodes import rewarded
 from posttrain.web.picture import Bars, Curve
 
@@ -104,7 +104,7 @@ E answers, P prompts, |y| tokens of an answer, L_max the largest length""",
         AskChoice("Which aggregation rewards a short right answer most, compared with a long right one?",
                   ("sequence_mean", "prompt_mean", "constant"), 0, why="Its tokens share the answer's weight."),
     ),
-    code=("posttrain.algorithm.weigh.weigh",),
+    code=("posttrain.algorithm.loss.token_weights.weigh",),
     docs="algorithms.md",
     command="posttrain run arithmetic algorithm=dr_grpo",
     grid=("rule", "long"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from posttrain.core.algorithm import patch
-from posttrain.core.ladder import REINFORCE, RLOO
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Options, Readout, Slider, Values
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.policy_rows import REINFORCE, RLOO
 from posttrain.toy.answers import ask, said_logp, siblings
 from posttrain.toy.policies import TabularPolicy
 from posttrain.toy.training import batch_of, credit_by_pattern, loss_of
@@ -107,7 +107,7 @@ LESSON = Lesson(
                   ("It is small", "The log-probs' gradient has mean 0", "It is learned"), 1,
                   why="A constant times grad log pi averages to 0."),
     ),
-    code=("posttrain.algorithm.baseline.centred", "posttrain.algorithm.objective.objective"),
+    code=("posttrain.algorithm.credit.baseline_values.centred", "posttrain.algorithm.loss.objective.objective"),
     docs="miniatures.md",
     command="posttrain run arithmetic algorithm=rloo rl.siblings=16",
     grid=("K", "baseline"),

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.core.run import Reinforce
+from posttrain.config.run import Reinforce
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop
-from posttrain.engine.embedded.blocks import Blocks
-from posttrain.engine.embedded.cached_model import CachedModel
-from posttrain.engine.embedded.counters import EngineCounters
-from posttrain.engine.embedded.plan import Plan
-from posttrain.engine.embedded.scheduler import Scheduler
-from posttrain.engine.embedded.slots import GenerateCall
-from posttrain.engine.embedded.speculate import Lookup, PromptLookup
-from posttrain.engine.embedded.stepper import Stepper
+from posttrain.engine.embedded.cache.cache_blocks import Blocks
+from posttrain.engine.embedded.cache.cached_model import CachedModel
+from posttrain.engine.embedded.cache.forward_plan import Plan
+from posttrain.engine.embedded.engine_step import Stepper
+from posttrain.engine.embedded.schedule.engine_counters import EngineCounters
+from posttrain.engine.embedded.schedule.scheduler import Scheduler
+from posttrain.engine.embedded.schedule.slots import GenerateCall
+from posttrain.engine.embedded.speculation import Lookup, PromptLookup
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -258,7 +258,10 @@ LESSON = Lesson(
                   ("More drafts are right", "Positions are free while weights are read", "Memory is larger"), 1,
                   why="Below 150 positions a pass takes 4.2 ms in any case."),
     ),
-    code=("posttrain.engine.embedded.scheduler.Scheduler", "posttrain.engine.embedded.speculate.PromptLookup"),
+    code=(
+        "posttrain.engine.embedded.schedule.scheduler.Scheduler",
+        "posttrain.engine.embedded.speculation.PromptLookup",
+    ),
     docs="engine.md",
     command="posttrain run arithmetic engine.budget=2048 engine.lookup=4",
     grid=("slots", "drafts"),

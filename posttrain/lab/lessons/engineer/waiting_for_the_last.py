@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from posttrain.core.reinforce import Reinforce
+from posttrain.config.stages.reinforce import Reinforce
 from posttrain.core.sampling import Sampling
 from posttrain.lab.lesson import (
     AskChoice,
@@ -169,7 +169,7 @@ LESSON = Lesson(
                   ("Asking ahead", "Extra siblings of which the first are kept", "A larger batch"), 1,
                   why="The first to end are the short ones."),
     ),
-    code=("posttrain.core.reinforce.Reinforce", "posttrain.plan.staleness.capacity"),
+    code=("posttrain.config.stages.reinforce.Reinforce", "posttrain.plan.staleness.capacity"),
     docs="engine.md",
     command="posttrain run arithmetic rl.oversample=2 rl.staleness=1",
     grid=("cv", "siblings"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from posttrain.core.ladder import REINFORCE
-from posttrain.core.run import Optimizer, Reinforce
+from posttrain.config.run import Optimizer, Reinforce
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -20,6 +19,7 @@ from posttrain.lab.lesson import (
     by_rules,
     recorded,
 )
+from posttrain.ladder.policy_rows import REINFORCE
 from posttrain.toy.answers import ask, siblings
 from posttrain.toy.policies import TabularPolicy
 from posttrain.toy.training import ToyTrainer, credit_by_pattern
@@ -131,7 +131,7 @@ rewards r of the five actions: .1 .3 .9 .4 .2""",
             why="What is not sampled has no log-prob to raise.",
         ),
     ),
-    code=("posttrain.algorithm.credit.credit_step", "posttrain.algorithm.losses.PolicyLoss"),
+    code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.algorithm.loss.losses.PolicyLoss"),
     docs="algorithms.md",
     command="posttrain run arithmetic algorithm=reinforce",
     grid=("eta", "samples"),

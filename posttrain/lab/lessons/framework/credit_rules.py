@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.ladder import DR_GRPO, GRPO, REINFORCE, RLOO
-from posttrain.core.pieces.baseline import GroupMean
-from posttrain.core.run import Reinforce
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.config.run import Reinforce
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Readout, Slider, Values, recorded
 from posttrain.lab.lesson import by_rules as said_by_rules
+from posttrain.ladder.algorithm import Algorithm, patch
+from posttrain.ladder.pieces.baseline import GroupMean
+from posttrain.ladder.policy_rows import DR_GRPO, GRPO, REINFORCE, RLOO
 from posttrain.toy.episodes import rewarded
 from posttrain.web.picture import Bars
 
@@ -93,7 +93,7 @@ LESSON = Lesson(
                   why="It compares with nothing."),
         AskKnobs("Make GRPO push the first answer down by at least 0.5.", "GRPO, first", None, -0.5, {"first": 0.0}),
     ),
-    code=("posttrain.algorithm.credit.credit_step", "posttrain.algorithm.baseline.centred"),
+    code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.algorithm.credit.baseline_values.centred"),
     docs="algorithms.md",
     command="posttrain ladder --diff reinforce rloo",
     grid=("first", "second"),

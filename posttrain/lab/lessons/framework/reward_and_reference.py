@@ -7,13 +7,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from posttrain.algorithm.kl import estimate
-from posttrain.checks.synthetic import agrees_on_synthetic_batch
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.pull import KL
-from posttrain.core.run import Reinforce
-from posttrain.faults.registry import planted
+from posttrain.algorithm.loss.kl import estimate
+from posttrain.checks.learning.synthetic_loss import agrees_on_synthetic_batch
+from posttrain.config.run import Reinforce
+from posttrain.faults.planting import planted
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -30,6 +27,9 @@ from posttrain.lab.lesson import (
     recorded,
     refusal,
 )
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.answers import ask, logp_of, siblings
 from posttrain.toy.policies import TabularPolicy
 from posttrain.toy.training import ToyTrainer, credit_by_pattern
@@ -162,7 +162,7 @@ k1 = x     k2 = x^2 / 2     k3 = exp(-x) - 1 + x          x = log pi(token) - lo
                   ("It learns faster", "It stays at the reference", "The reward falls below the start"), 1,
                   why="Every move costs more than it brings."),
     ),
-    code=("posttrain.algorithm.kl.estimate", "posttrain.verifier.integers.last_integer"),
+    code=("posttrain.algorithm.loss.kl.estimate", "posttrain.verifier.integers.last_integer"),
     docs="reward-rises-quality-does-not.md",
     command="posttrain run arithmetic algorithm=grpo pull.coef=0.04",
     grid=("beta", "reversed"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from posttrain.core.ladder import GRPO
-from posttrain.core.run import Reinforce
+from posttrain.config.run import Reinforce
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -22,6 +21,7 @@ from posttrain.lab.lesson import (
     by_rules,
     recorded,
 )
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.answers import Answers, ask, logp_of, siblings
 from posttrain.toy.one_sum import sum_policy, text
 from posttrain.toy.training import batch_of, credit_by_pattern, loss_of

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.core.ladder import GRPO
+from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -22,6 +21,7 @@ from posttrain.lab.lesson import (
     Values,
     refusal,
 )
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.answers import Answers, ask, groups_of, logp_of, siblings
 from posttrain.toy.one_sum import sum_policy, text
 from posttrain.toy.policies import TabularPolicy
@@ -144,7 +144,7 @@ LESSON = Lesson(
         AskKnobs("Play the step until the policy has moved.", "distance", 0.001, None, {"phase": 7}),
         AskChoice("What does the controller see?", ("Logits", "Weights", "Neither"), 2, why="It calls roles in order."),
     ),
-    code=("posttrain.controller.step.ask", "posttrain.controller.step.learn"),
+    code=("posttrain.stages.training_step.ask", "posttrain.stages.training_step.learn"),
     docs="architecture.md",
     command="posttrain show runs/mine",
     grid=("phase", "scored"),

@@ -7,15 +7,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from posttrain.algorithm.objective import objective
-from posttrain.algorithm.streams import streams
-from posttrain.algorithm.weigh import weigh
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.pull import KL
-from posttrain.core.pieces.trust import Clip
-from posttrain.core.run import Reinforce
-from posttrain.core.scores import TokenScores
+from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.token_weights import weigh
+from posttrain.algorithm.loss.torch_streams import streams
+from posttrain.config.run import Reinforce
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -30,6 +26,10 @@ from posttrain.lab.lesson import (
     by_rules,
     recorded,
 )
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.pieces.trust_region import Clip
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.answers import Answers, batch_of_answers
 from posttrain.web.picture import Bars, TextTile, Tiles
 
@@ -140,7 +140,7 @@ w_t weight of a token, A credit, push_t the clipped ratio, sg: no gradient flows
         AskChoice("Credit is 0 for all. What still moves the policy?", ("The clip", "The KL term", "Nothing"), 1,
                   why="A pull lives where A = 0 too."),
     ),
-    code=("posttrain.algorithm.objective.objective", "posttrain.role.trainer.Trainer"),
+    code=("posttrain.algorithm.loss.objective.objective", "posttrain.role.trainer.Trainer"),
     docs="algorithms.md",
     command="posttrain run arithmetic algorithm=grpo pull.coef=0.05 clip.low=0.2",
     grid=("eps", "far"),

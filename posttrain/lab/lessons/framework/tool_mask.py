@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from posttrain.algorithm.objective import objective
-from posttrain.algorithm.streams import streams
-from posttrain.algorithm.weigh import weigh
-from posttrain.checks.sampler import masks_cover_what_was_said
+from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.token_weights import weigh
+from posttrain.algorithm.loss.torch_streams import streams
+from posttrain.checks.sampling.sampler_checks import masks_cover_what_was_said
 from posttrain.core.batch import Batch
-from posttrain.core.ladder import REINFORCE
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.sampling import Sampling
-from posttrain.core.scores import TokenScores
 from posttrain.core.streams import ADVANTAGE, MU, WEIGHT
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Said, Segment, Stop, Task
@@ -30,6 +29,7 @@ from posttrain.lab.lesson import (
     Values,
     refusal,
 )
+from posttrain.ladder.policy_rows import REINFORCE
 from posttrain.web.picture import Curve, TextTile, Tiles
 
 LETTERS = "0123456789+=c()#<>"

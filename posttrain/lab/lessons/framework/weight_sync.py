@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from posttrain.checks.sampler import said_by_these_weights
-from posttrain.core.ladder import GRPO
+from posttrain.checks.sampling.sampler_checks import said_by_these_weights
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -23,6 +22,7 @@ from posttrain.lab.lesson import (
     Values,
     refusal,
 )
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.answers import ask, logp_of, siblings
 from posttrain.toy.episodes import PlainEpisode, scored_group
 from posttrain.toy.sums import Sums
@@ -132,7 +132,7 @@ LESSON = Lesson(
         AskChoice("Where is the version kept?", ("In the trainer", "With every token", "In the file name"), 1,
                   why="So a sample says itself how old it is."),
     ),
-    code=("posttrain.role.sync.Sync", "posttrain.checks.sampler.said_by_these_weights"),
+    code=("posttrain.role.sync.Sync", "posttrain.checks.sampling.sampler_checks.said_by_these_weights"),
     docs="weight-sync.md",
     command="posttrain run arithmetic rl.staleness=1",
     grid=("every", "anchor"),

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from posttrain.core.run import Model
-from posttrain.engine.tiny import config
-from posttrain.engine.vocabulary import characters
+from posttrain.config.run import Model
+from posttrain.engine.model.built_tokenizers import characters
+from posttrain.engine.model.tiny_models import config
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Readout, Slider, Values, refusal
 from posttrain.web.picture import Bars, Matrix
 
@@ -158,7 +158,7 @@ LESSON = Lesson(
             why="A token may not read what it has to predict.",
         ),
     ),
-    code=("posttrain.engine.tiny.config", "posttrain.core.run.Model"),
+    code=("posttrain.engine.model.tiny_models.config", "posttrain.config.run.Model"),
     docs="models.md",
     command="posttrain run ladder model.hidden=128 model.layers=4",
     grid=("hidden", "length"),

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from posttrain.core.visible import tell
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Options, Readout, Slider, Values
+from posttrain.system.terminal_output import tell
 from posttrain.toy.answers import said_logp
 from posttrain.toy.chains import Chain
 from posttrain.web.picture import Bars, Curve, TextTile, Tiles
@@ -135,7 +135,7 @@ LESSON = Lesson(
             why="Each is one addition of what was said and the next number.",
         ),
     ),
-    code=("posttrain.algorithm.objective.supervised", "posttrain.toy.chains.Chain"),
+    code=("posttrain.algorithm.loss.objective.supervised", "posttrain.toy.chains.Chain"),
     docs="recipes.md",
     command="posttrain run ladder",
     grid=("depth", "mode"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.core.ladder import GRPO
-from posttrain.core.run import Reinforce
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.config.run import Reinforce
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -20,6 +19,7 @@ from posttrain.lab.lesson import (
     by_rules,
     recorded,
 )
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.episodes import rewarded
 from posttrain.toy.training import credit_by_pattern, mixed
 from posttrain.web.picture import Bars, Curve
@@ -113,7 +113,7 @@ LESSON = Lesson(
         AskChoice("2 of 50 are right. What is done first?", ("More steps", "SFT, or easier tasks", "A larger step"),
                   1, why="Where nothing is right, nothing can be compared."),
     ),
-    code=("posttrain.algorithm.credit.credit_step", "posttrain.diagnose.reward_rules.too_hard"),
+    code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.diagnose.rules.reward_rules.too_hard"),
     docs="reward-is-flat.md",
     command="posttrain eval runs/mine",
     grid=("p", "K"),

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.algorithm.losses import Likelihood
-from posttrain.checks.data import same_question
+from posttrain.algorithm.loss.losses import Likelihood
+from posttrain.checks.data_checks import same_question
 from posttrain.core.batch import Batch
 from posttrain.core.conversation import LearnedConversation
-from posttrain.core.errors import DataError
-from posttrain.core.scores import TokenScores
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.types import Message, Segment, Task
-from posttrain.faults.registry import planted
+from posttrain.faults.planting import planted
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -29,7 +28,8 @@ from posttrain.lab.lesson import (
     Values,
     refusal,
 )
-from posttrain.role import demonstrate
+from posttrain.role.learning import demonstrations
+from posttrain.system.errors import DataError
 from posttrain.toy.readers import PositionReader
 from posttrain.web.picture import Curve, TextTile, Tiles
 
@@ -66,7 +66,7 @@ def demonstrated(shown: tuple[str, ...], masked: bool) -> list[Segment]:
     """<word> and its reversal for each word, by the function that every supervised stage uses. Without the mask it is
     the planted fault."""
     with planted(None if masked else "prompt_imitated"):
-        return [demonstrate.demonstration(LetterTexts(), Task(w, w), f"<{w}>", w[::-1], 64) for w in shown]
+        return [demonstrations.demonstration(LetterTexts(), Task(w, w), f"<{w}>", w[::-1], 64) for w in shown]
 
 
 @cache
@@ -83,7 +83,7 @@ def words(seed: int, count: int) -> tuple[str, ...]:
 
 
 def batch_of(seed: int, count: int, masked: bool) -> Batch:
-    return demonstrate.imitated(demonstrated(words(seed, count), masked))
+    return demonstrations.imitated(demonstrated(words(seed, count), masked))
 
 
 @cache
@@ -173,8 +173,8 @@ LESSON = Lesson(
                   ("All but the stop token", "All with the stop token", "The first one"), 1,
                   why="Without the stop token the policy never learns to end."),
     ),
-    code=("posttrain.role.demonstrate.demonstration", "posttrain.algorithm.losses.Likelihood",
-          "posttrain.checks.data.same_question"),
+    code=("posttrain.role.learning.demonstrations.demonstration", "posttrain.algorithm.loss.losses.Likelihood",
+          "posttrain.checks.data_checks.same_question"),
     docs="coming-from-trl.md",
     command="posttrain run arithmetic fault=prompt_imitated --allow-fault",
     grid=("mask", "count"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from posttrain.core.run import Reinforce
+from posttrain.config.run import Reinforce
 from posttrain.core.sampling import Sampling
-from posttrain.engine.embedded.sampler import Contracts, Spread
+from posttrain.engine.embedded.token_sampler import Contracts, Spread
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -143,7 +143,7 @@ LESSON = Lesson(
             why="Differences of logits grow without bound.",
         ),
     ),
-    code=("posttrain.engine.embedded.sampler.Spread", "posttrain.core.sampling.Sampling"),
+    code=("posttrain.engine.embedded.token_sampler.Spread", "posttrain.core.sampling.Sampling"),
     docs="sampling.md",
     command="posttrain run arithmetic rl.sampling.temperature=0.7 rl.sampling.top_p=0.9",
     grid=("temperature", "after"),

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from posttrain.core.preference_ladder import DPO
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Readout, Slider, Values, refusal
+from posttrain.ladder.preference_rows import DPO
 from posttrain.toy.pairs import AnswerPair, TiedPolicy
 from posttrain.toy.preference_steps import descend, gap
 from posttrain.web.picture import Bars, Curve
@@ -84,7 +84,10 @@ LESSON = Lesson(
         AskChoice("Why do unseen pairs move?", ("They are in the batch", "They share its weights", "By chance"),
                   1, why="The same weights make their tokens."),
     ),
-    code=("posttrain.algorithm.preference.PreferenceLoss", "posttrain.core.preference.PreferenceAlgorithm"),
+    code=(
+        "posttrain.algorithm.preference.preference_loss.PreferenceLoss",
+        "posttrain.ladder.preference_algorithm.PreferenceAlgorithm",
+    ),
     docs="preferences.md",
     command="posttrain run dpo dpo.algorithm.beta=0.1",
     grid=("beta", "eta"),

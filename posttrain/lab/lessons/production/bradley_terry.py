@@ -7,11 +7,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from posttrain.algorithm.ranking import RankingLoss
-from posttrain.core.ladder import RLOO
-from posttrain.core.pieces.pull import KL
-from posttrain.core.run import Reinforce
-from posttrain.core.scores import Rewards, TokenScores
+from posttrain.algorithm.preference.reward_model_loss import RankingLoss
+from posttrain.config.run import Reinforce
+from posttrain.core.exchange.scores import Rewards, TokenScores
 from posttrain.core.streams import WEIGHT
 from posttrain.lab.lesson import (
     AskChoice,
@@ -26,6 +24,8 @@ from posttrain.lab.lesson import (
     by_rules,
     recorded,
 )
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.policy_rows import RLOO
 from posttrain.toy.answers import ask, logp_of, siblings
 from posttrain.toy.pairs import AnswerPair, batch_of_pairs
 from posttrain.toy.policies import TabularPolicy
@@ -181,7 +181,10 @@ LESSON = Lesson(
             why="Only differences are read.",
         ),
     ),
-    code=("posttrain.algorithm.ranking.RankingLoss", "posttrain.algorithm.credit.credit_step"),
+    code=(
+        "posttrain.algorithm.preference.reward_model_loss.RankingLoss",
+        "posttrain.algorithm.credit.step_credit.credit_step",
+    ),
     docs="reward-models.md",
     command="posttrain run rlhf",
     grid=("count", "beta"),

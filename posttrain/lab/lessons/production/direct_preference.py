@@ -7,9 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from posttrain.algorithm.link import Margins, link
-from posttrain.core.preference import PreferenceAlgorithm
-from posttrain.core.preference_ladder import DPO, IPO, SLIC
+from posttrain.algorithm.preference.preference_link import Margins, link
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -23,6 +21,8 @@ from posttrain.lab.lesson import (
     Toggle,
     Values,
 )
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
+from posttrain.ladder.preference_rows import DPO, IPO, SLIC
 from posttrain.toy.pairs import AnswerPair, TablePolicy, TiedPolicy, pair_logp
 from posttrain.toy.preference_steps import descend, gap
 from posttrain.toy.prefixes import PrefixPolicy
@@ -130,7 +130,10 @@ IPO: (gap - 1 / (2 beta))^2          SLiC: max(0, 1 - beta * gap)""",
                   ("The loss reads only the gap", "The reference moves", "beta is too large"), 0,
                   why="Nothing in the loss asks that it rises."),
     ),
-    code=("posttrain.algorithm.link.link", "posttrain.algorithm.preference.PreferenceLoss"),
+    code=(
+        "posttrain.algorithm.preference.preference_link.link",
+        "posttrain.algorithm.preference.preference_loss.PreferenceLoss",
+    ),
     docs="preferences.md",
     command="posttrain run dpo",
     grid=("beta", "algorithm"),

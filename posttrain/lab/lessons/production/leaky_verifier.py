@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from posttrain.core.ladder import RLOO
-from posttrain.core.run import Reinforce
+from posttrain.config.run import Reinforce
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -22,6 +21,7 @@ from posttrain.lab.lesson import (
     by_rules,
     recorded,
 )
+from posttrain.ladder.policy_rows import RLOO
 from posttrain.toy.answers import ask, siblings
 from posttrain.toy.policies import TabularPolicy
 from posttrain.toy.training import ToyTrainer, credit_by_pattern
@@ -143,7 +143,7 @@ LESSON = Lesson(
             why="It is measured and not paid.",
         ),
     ),
-    code=("posttrain.diagnose.reward_rules.reward_without_truth", "posttrain.environment.check.probe.Probe"),
+    code=("posttrain.diagnose.rules.reward_rules.reward_without_truth", "posttrain.environment.check.probe.Probe"),
     docs="reward-rises-quality-does-not.md",
     command="posttrain check arithmetic",
     grid=("rho", "price"),

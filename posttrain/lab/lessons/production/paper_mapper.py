@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from posttrain.core.algorithm import Algorithm, differences
-from posttrain.core.ladder import LADDER
-from posttrain.core.pieces.baseline import Value
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Claim, Lesson, Options, Readout, Values
+from posttrain.ladder.algorithm import Algorithm, differences
+from posttrain.ladder.pieces.baseline import Value
+from posttrain.ladder.policy_rows import LADDER
 from posttrain.web.picture import Bars, Branch, Matrix, Tree
 
 BASELINES = {
@@ -199,7 +199,7 @@ LESSON = Lesson(
             why="That is the aggregation.",
         ),
     ),
-    code=("posttrain.core.algorithm.patch", "posttrain.core.algorithm.differences"),
+    code=("posttrain.ladder.algorithm.patch", "posttrain.ladder.algorithm.differences"),
     docs="which-algorithm.md",
     command="posttrain ladder --diff grpo dapo",
     grid=("baseline", "region"),

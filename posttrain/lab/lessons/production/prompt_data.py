@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from posttrain.core.ladder import GRPO
-from posttrain.core.run import Reinforce
+from posttrain.config.run import Reinforce
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -19,6 +18,7 @@ from posttrain.lab.lesson import (
     by_rules,
     recorded,
 )
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.training import credit_by_pattern, mixed
 from posttrain.web.picture import Bars, Curve
 
@@ -173,7 +173,7 @@ LESSON = Lesson(
             why="Other prompts are useful now.",
         ),
     ),
-    code=("posttrain.algorithm.credit.credit_step", "posttrain.diagnose.reward_rules.too_easy"),
+    code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.diagnose.rules.reward_rules.too_easy"),
     docs="batch-sizes.md",
     command="posttrain run arithmetic algorithm=dapo filter=mixed",
     grid=("strength", "curation"),

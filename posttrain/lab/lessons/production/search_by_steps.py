@@ -14,7 +14,7 @@ from posttrain.core.types import Task
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Readout, Slider, Values
 from posttrain.search.beam import beam
 from posttrain.search.puct import TreeNode
-from posttrain.search.steps import Beginning
+from posttrain.search.step_sampling import Beginning
 from posttrain.search.votes import best
 from posttrain.web.picture import Bars, Branch, Tree
 
@@ -25,7 +25,7 @@ TASK = Task("a", "?")
 class StepWorld:
     """Answers of some steps, each good with one probability; an answer is right where all are good. A process reward
     model says of each step whether it is good, and is wrong with a probability. It stands where the search over a
-    model's steps stands (`posttrain.search.steps.StepSearch`), and counts the steps that were said."""
+    model's steps stands (`posttrain.search.step_sampling.StepSearch`), and counts the steps that were said."""
 
     steps: int
     good: float

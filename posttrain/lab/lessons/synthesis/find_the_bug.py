@@ -7,18 +7,17 @@ from functools import partial
 import numpy as np
 import torch
 
-from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.losses import PolicyLoss
-from posttrain.checks.credit import StepCreditAudit
-from posttrain.checks.expected import expected_credit
-from posttrain.checks.synthetic import agrees_on_synthetic_batch
+from posttrain.algorithm.credit.step_credit import credit_step
+from posttrain.algorithm.loss.losses import PolicyLoss
+from posttrain.checks.learning.credit_by_definition import expected_credit
+from posttrain.checks.learning.credit_checks import StepCreditAudit
+from posttrain.checks.learning.synthetic_loss import agrees_on_synthetic_batch
+from posttrain.config.run import Reinforce
 from posttrain.core.batch import Batch
-from posttrain.core.ladder import GRPO
-from posttrain.core.run import Reinforce
+from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.scored import ScoredGroup
-from posttrain.core.scores import TokenScores
 from posttrain.core.streams import ADVANTAGE, MU
-from posttrain.faults.registry import FAULTS, planted
+from posttrain.faults.planting import FAULTS, planted
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -31,6 +30,7 @@ from posttrain.lab.lesson import (
     Values,
     refusal,
 )
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.role.pack import pack
 from posttrain.toy.episodes import PlainEpisode, scored_group
 from posttrain.web.picture import Bars
@@ -165,8 +165,8 @@ LESSON = Lesson(
                   ("It stops the run", "It looks like another learning rate", "Adam ignores the loss"), 1,
                   why="So only a second computation of the credit tells it."),
     ),
-    code=("posttrain.faults.registry.planted", "posttrain.checks.synthetic.agrees_on_synthetic_batch",
-          "posttrain.checks.credit.StepCreditAudit"),
+    code=("posttrain.faults.planting.planted", "posttrain.checks.learning.synthetic_loss.agrees_on_synthetic_batch",
+          "posttrain.checks.learning.credit_checks.StepCreditAudit"),
     docs="trust.md",
     command="posttrain run arithmetic fault=std_ddof --allow-fault",
     grid=("bug", "seed"),

@@ -1,0 +1,290 @@
+"""Baselines: what a reward is compared with. Each is a type in `ladder.pieces.baseline` and a function here, registered
+for that type.
+
+A baseline that gives one number per sample registers with `centred`. One that gives several registers with `by_token`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+
+import numpy as np
+
+from posttrain.algorithm.credit.judged_sample import Sample, joined, noise_of, said_logp
+from posttrain.algorithm.credit.process_rewards import process_rewards, to_go
+from posttrain.algorithm.credit.reward_spread import Array, compared, from_lowest, mean
+from posttrain.algorithm.credit.turn_credit import by_state, by_turn
+from posttrain.algorithm.credit.value_estimates import gae, v_trace
+from posttrain.algorithm.register import missing
+from posttrain.core.measure.equal_numbers import rounding, spread
+from posttrain.core.scored import Scored
+from posttrain.core.streams import ENERGY, START, VALUE
+from posttrain.core.types import Episode
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.baseline import (
+    AnchorMean,
+    Baseline,
+    Ema,
+    EnergyMean,
+    Greedy,
+    GroupMean,
+    LengthMean,
+    OffPolicyMean,
+    Others,
+    SecondBest,
+    SoftMean,
+    StepMean,
+    ToGo,
+    TurnMean,
+    Value,
+    Zero,
+)
+from posttrain.ladder.pieces.implicit import ImplicitOthers
+from posttrain.ladder.pieces.source_ema import SourceEma
+
+# --- one number per sample -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Siblings:
+    """The input of a baseline: the judged siblings of one prompt."""
+
+    rewards: Array
+    """Rewards after shaping [G]. Where the baseline is group-relative they have spread."""
+    lengths: Array
+    """Spoken tokens [G]."""
+    greedy: float = 0.0
+    """Reward of the prompt's greedy answer, where there is one."""
+    ema: float = 0.0
+    """The moving baseline before these samples."""
+    again: bool = False
+    """Whether an earlier step learned from them, so that the moving baseline has taken them in."""
+    scored: Sequence[Scored] = ()
+    """The siblings with the streams that the algorithm reads."""
+
+
+@singledispatch
+def centred(b: Baseline, siblings: Siblings) -> tuple[Array, float]:
+    """(reward minus baseline [G] of one prompt, the moving baseline afterwards).
+
+    Means are exact sums, so permuting the siblings changes nothing. They are taken of differences from the lowest
+    reward, so that rewards which are nearly equal are still centred.
+    """
+    raise missing(b, "baseline.centred")
+
+
+@centred.register(Zero)
+@centred.register(ToGo)
+def _(b: Zero | ToGo, siblings: Siblings) -> tuple[Array, float]:
+    return siblings.rewards, siblings.ema
+
+
+@centred.register(Ema)
+@centred.register(SourceEma)
+def _(b: Ema, siblings: Siblings) -> tuple[Array, float]:
+    if siblings.again:
+        return siblings.rewards - siblings.ema, siblings.ema
+    before: list[float] = []
+    ema = siblings.ema
+    for x in siblings.rewards:
+        before.append(ema)
+        ema = b.decay * ema + (1 - b.decay) * float(x)
+    return siblings.rewards - np.array(before), ema
+
+
+@centred.register
+def _(b: GroupMean, siblings: Siblings) -> tuple[Array, float]:
+    over = from_lowest(siblings.rewards)
+    return over - mean(over), siblings.ema
+
+
+@centred.register
+def _(b: Others, siblings: Siblings) -> tuple[Array, float]:
+    over = from_lowest(siblings.rewards)
+    return over - (math.fsum(over) - over) / (len(over) - 1), siblings.ema
+
+
+@centred.register
+def _(b: LengthMean, siblings: Siblings) -> tuple[Array, float]:
+    over, total = from_lowest(siblings.rewards), math.fsum(siblings.lengths)
+    return over - (math.fsum(siblings.lengths * over) / total if total else 0.0), siblings.ema
+
+
+@centred.register
+def _(b: OffPolicyMean, siblings: Siblings) -> tuple[Array, float]:
+    """Rewards 1, 0, 0 with log w = log 2, 0, 0 and energies 1, 1, 2: weights 4, 1, 2, baseline 4/7."""
+    over = from_lowest(siblings.rewards)
+    energy = np.array([math.fsum(joined(s[ENERGY])) for s in siblings.scored])
+    log_w = np.array([math.fsum(joined(s[START]) - said_logp(s)) for s in siblings.scored])
+    if not np.any(energy > 0):  # nobody has a gradient, so no baseline is better than another
+        return over - mean(over), siblings.ema
+    log_w -= log_w[energy > 0].max()  # so that the largest weight is not 0 nor inf
+    weight = np.where(energy > 0, np.exp(2 * np.minimum(log_w, 0.0)) * energy, 0.0)
+    return over - math.fsum(weight * over) / math.fsum(weight), siblings.ema
+
+
+@centred.register
+def _(b: SoftMean, siblings: Siblings) -> tuple[Array, float]:
+    under = siblings.rewards - siblings.rewards.max()
+    return under - b.tau * math.log(math.fsum(np.exp(under / b.tau)) / len(under)), siblings.ema
+
+
+@centred.register
+def _(b: SecondBest, siblings: Siblings) -> tuple[Array, float]:
+    r = siblings.rewards
+    order = np.argsort(r, kind="stable")
+    only = np.zeros_like(r)
+    only[order[-1]] = r[order[-1]] - r[order[-2]]
+    return only, siblings.ema
+
+
+@centred.register
+def _(b: Greedy, siblings: Siblings) -> tuple[Array, float]:
+    return siblings.rewards - siblings.greedy, siblings.ema
+
+
+# --- several numbers per sample ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TokenCredit:
+    """Credit of one prompt's samples, per token."""
+
+    credit: list[Array]
+    """[T] of each sample."""
+    silent: bool = False
+    """Whether the samples have no spread."""
+    returns: list[Array] | None = None
+    """[T] of each sample: its value targets, where the baseline learns values."""
+
+
+@singledispatch
+def by_token(b: Baseline, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    """Credit of one prompt's samples from baselines that are `per_token`."""
+    raise missing(b, "baseline.by_token")
+
+
+@by_token.register
+def _(b: Value, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    pairs = [_with_values(b, s) for s in samples]
+    return TokenCredit([advantage_T for advantage_T, _ in pairs], returns=[return_T for _, return_T in pairs])
+
+
+def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
+    """(advantage [T], return [T]). A turn's reward is at the end of the turn, the rest of the shaped reward at the last
+    spoken token, and the KL at the token that it is of (A05)."""
+    values_T = joined(s.scored[VALUE])
+    rewards_T = s.paid_T - s.penalty_T
+    if len(rewards_T):
+        rewards_T[-1] += s.shaped - math.fsum(s.paid_T)
+    if value.trace is not None:
+        log_T = joined(s.scored[START]) - said_logp(s.scored)
+        return v_trace(
+            values_T, rewards_T, np.exp(log_T), gamma=value.gamma, gae_lambda=value.gae_lambda, cap=value.trace
+        )
+    advantage_T, return_T = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=value.gae_lambda)
+    own = credit_lambda(value, s.spoken)
+    if own != value.gae_lambda:
+        advantage_T, _ = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=own)
+    return advantage_T, return_T
+
+
+def credit_lambda(value: Value, length: int) -> float:
+    """Lambda of the credit of an answer of `length` tokens: `credit_lambda`, `gae_lambda`, or 1 - 1 / (alpha * length),
+    not below 0 (A19)."""
+    if value.length_alpha is not None:
+        return max(0.0, 1 - 1 / (value.length_alpha * length)) if length else 0.0
+    return value.gae_lambda if value.credit_lambda is None else value.credit_lambda
+
+
+@by_token.register
+def _(b: StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    """Process-supervised credit (A07). Steps are normalised over all steps of the group. The credit of a token is the
+    sum over the steps that end at it or after it."""
+    steps = [_steps(s) for s in samples]
+    if not any(steps):
+        steps = [[(s.spoken, s.shaped - s.charged)] for s in samples]
+        noise = noise_of(samples)
+    else:
+        noise = rounding([abs(v) for each in steps for _, v in each], max(s.resolution for s in samples))
+    values = np.array([v for each in steps for _, v in each], np.float64)
+    credits = iter(compared(values, noise, scaled=a.scale == "group_std").tolist())
+    raw: list[Array] = []
+    for s, each in zip(samples, steps, strict=True):
+        ends_T = np.zeros(s.spoken)
+        for (end, _), x in zip(each, credits, strict=False):
+            if 0 < end <= s.spoken:
+                ends_T[end - 1] += x
+        raw.append(np.cumsum(ends_T[::-1])[::-1].copy())
+    return TokenCredit(raw, not spread(values, noise))
+
+
+def _steps(s: Sample) -> list[tuple[int, float]]:
+    """(spoken tokens up to the step's end, value) of every judged step of an episode."""
+    found = s.scored.episode.verdicts
+    return [
+        (j.end, j.weight * j.verdict.score)
+        for j in found
+        if j.end is not None and not j.paid and j.verdict.score is not None
+    ]
+
+
+@by_token.register
+def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    """Reward minus the mean over the siblings that have a token t, weighted by their energy W_t up to t (OTB, A04).
+
+    Rewards 1, 0 with energies .5, .5, .5 and 1.5, .5: W = .5, 1, 1.5 and 1.5, 2; means 1/4, 1/3; credit 3/4, 2/3, 0 and
+    -1/4, -1/3.
+    """
+    rewards = np.array([s.shaped - s.charged for s in samples])
+    if not spread(rewards, noise_of(samples)):
+        return TokenCredit([np.zeros(s.spoken) for s in samples], True)
+    weight_GT = np.zeros((len(samples), max(s.spoken for s in samples)))
+    for row_T, s in zip(weight_GT, samples, strict=True):
+        row_T[: s.spoken] = np.cumsum(joined(s.scored[ENERGY]))
+    rewards = from_lowest(rewards)
+    total_T = np.array([math.fsum(w) for w in weight_GT.T])
+    earned_T = np.array([math.fsum(w * rewards) for w in weight_GT.T])
+    speaking_T = (np.array([s.spoken for s in samples])[:, None] > np.arange(len(total_T))).sum(0)
+    compared_T = (speaking_T > 1) & (total_T > 0)
+    mean_T = np.divide(earned_T, total_T, out=np.zeros_like(total_T), where=compared_T)
+    return TokenCredit(
+        [np.where(compared_T, r - mean_T, 0.0)[: s.spoken] for r, s in zip(rewards, samples, strict=True)]
+    )
+
+
+@by_token.register
+def _(b: ImplicitOthers, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    """Eq. 5 of 2502.01456. Outcomes 1, 0 and process rewards [.2, 0], [-.1]: outcome credit 1, -1; means .1, -.1; the
+    first answer's process rewards less -.1 are .3, .1, so its credit is 1.4, 1.1; the second's is -1 - .2 = -1.2.
+    """
+    rewards = np.array([s.shaped - s.charged for s in samples])
+    if not spread(rewards, noise_of(samples)):
+        return TokenCredit([np.zeros(s.spoken) for s in samples], True)
+    outcome, _ = centred(Others(), Siblings(rewards, np.array([s.spoken for s in samples], np.float64)))
+    process = process_rewards(b.beta, samples)
+    return TokenCredit([x + to_go(p_T) for x, p_T in zip(outcome, process, strict=True)])
+
+
+@by_token.register
+def _(b: TurnMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    credit = by_turn(b, *_whole(samples), scaled=a.scale == "group_std")
+    return TokenCredit(credit, not any(np.any(x) for x in credit))
+
+
+@by_token.register
+def _(b: AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    credit = by_state(b, *_whole(samples), scaled=a.scale == "group_std")
+    return TokenCredit(credit, not any(np.any(x) for x in credit))
+
+
+def _whole(samples: Sequence[Sample]) -> tuple[list[Episode], Array, float]:
+    """(episodes, their rewards, the largest difference of these that counts as rounding)."""
+    return (
+        [s.scored.episode for s in samples],
+        np.array([s.shaped for s in samples], np.float64),
+        noise_of(samples, charged=False),
+    )

@@ -1,0 +1,91 @@
+"""A judged episode between shaping and credit: its reward, its KL penalty, and the sizes of their terms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from posttrain.algorithm.credit.reward_spread import Array
+from posttrain.algorithm.loss import kl
+from posttrain.core.measure.equal_numbers import rounding
+from posttrain.core.scored import Scored
+from posttrain.core.streams import REFERENCE, START
+from posttrain.core.verdict import resolution
+from posttrain.ladder.algorithm import Algorithm
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sibling, shaped."""
+
+    scored: Scored
+    shaped: float
+    size: float
+    """Sum of the absolute terms of `shaped`: the sources' weighted scores and what shaping added."""
+    penalty_T: Array
+    """coef * KL estimate of each spoken token; zeros where credit has no KL."""
+    paid_T: Array
+    """Rewards of turns, at the last token of each turn; zeros where the algorithm learns from no rewards."""
+    dropped: str
+
+    @property
+    def spoken(self) -> int:
+        return self.scored.episode.spoken
+
+    @property
+    def resolution(self) -> float:
+        """Relative difference of rewards up to which they count as equal: that of the coarsest source."""
+        return resolution(self.scored.episode.verdicts)
+
+    @property
+    def charged(self) -> float:
+        """The KL that is subtracted from the whole reward."""
+        return math.fsum(self.penalty_T)
+
+    @property
+    def charged_size(self) -> float:
+        """`size` plus the sum of the KL's absolute terms."""
+        return self.size + math.fsum(np.abs(self.penalty_T))
+
+
+def noise_of(samples: Sequence[Sample], *, charged: bool = True) -> float:
+    """The largest difference of samples' rewards that counts as rounding (with their KL penalty, where `charged`)."""
+    sizes = [s.charged_size if charged else s.size for s in samples]
+    return rounding(sizes, max((s.resolution for s in samples), default=0.0))
+
+
+def penalty(a: Algorithm, scored: Scored) -> Array:
+    """coef * estimate per spoken token [T] of a KL in the credit (A34), under the anchor's log-probs; else zeros."""
+    pull = a.kl_in_credit
+    if pull is None:
+        return np.zeros(scored.episode.spoken)
+    said_T = joined(scored[START]) if a.anchor == "start" else said_logp(scored)
+    gap_T = said_T - joined(scored[REFERENCE])
+    each_T = kl.estimate(pull.estimator, torch.from_numpy(gap_T)).numpy()  # pyright: ignore[reportUnknownMemberType]
+    return pull.coef * each_T * early_weight(pull.early, gap_T)
+
+
+def early_weight(early: float, gap_T: Array) -> Array:
+    """1 + early * (share of the response's |log pi - log ref| that lies at a token or after it) [T] (IW-OPD).
+
+    Gaps .2, -.1, .1 and early .5: shares 1, .5, .25, weights 1.5, 1.25, 1.125.
+    """
+    size_T = np.abs(gap_T)
+    total = math.fsum(size_T)
+    if not early or total <= 0:
+        return np.ones_like(gap_T)
+    return 1 + early * (1 - (np.cumsum(size_T) - size_T) / total)
+
+
+def said_logp(scored: Scored) -> Array:
+    """The sampler's log-probs of the spoken tokens [T]."""
+    return joined(tuple(s.logp[s.mask] for s in scored.episode.segments))
+
+
+def joined(parts: tuple[np.ndarray, ...]) -> Array:
+    """Per-segment arrays as one [T] over the episode's spoken tokens."""
+    return np.concatenate([np.zeros(0), *parts]).astype(np.float64)

@@ -1,0 +1,66 @@
+"""Implicit process rewards (PRIME, 2502.01456): beta * (log phi - log ref) of each token, compared with the siblings'.
+
+The model phi learns outcomes alone: sigmoid(sum_t beta * log phi/ref) is the chance that an answer is right. A model
+that is trained so has in each token's term what that token adds to the log-odds of success.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from posttrain.algorithm.credit.judged_sample import Sample, joined
+from posttrain.algorithm.credit.reward_spread import Array
+from posttrain.algorithm.loss.losses import Reads
+from posttrain.algorithm.loss.objective import Terms
+from posttrain.algorithm.loss.torch_streams import streams
+from posttrain.core.batch import Batch
+from posttrain.core.exchange.scores import TokenScores
+from posttrain.core.gauge import Gauge, Gauges, merge
+from posttrain.core.streams import IMPLICIT, OUTCOME, REFERENCE, WEIGHT
+
+
+def process_rewards(beta: float, samples: Sequence[Sample]) -> list[Array]:
+    """[T] of each of at least two siblings: its process rewards, less the mean over the others of their mean one."""
+    rewards = [beta * (joined(s.scored[IMPLICIT]) - joined(s.scored[REFERENCE])) for s in samples]
+    means = [math.fsum(r_T) / len(r_T) if len(r_T) else 0.0 for r_T in rewards]
+    total = math.fsum(means)
+    return [r_T - (total - own) / (len(samples) - 1) for r_T, own in zip(rewards, means, strict=True)]
+
+
+def to_go(x_T: Array) -> Array:
+    """[T]: the sum from each token to the last."""
+    return np.cumsum(x_T[::-1])[::-1]
+
+
+@dataclass(frozen=True)
+class OutcomeLoss:
+    """Cross entropy of sigmoid(beta * sum_t log phi/ref) and the outcome of each answer, a sum with weights.
+
+    It reads REFERENCE, OUTCOME and WEIGHT; the last two are equal on all tokens of an answer.
+    """
+
+    beta: float
+
+    def reads(self, micro: Batch) -> Reads:
+        return Reads()
+
+    def terms(self, micro: Batch, scores: TokenScores) -> Terms:
+        logp_M: Tensor = scores.logp
+        held = streams(micro, logp_M.device, logp_M.dtype)
+        odds_E = self.beta * logp_M.new_zeros(held.episodes).index_add(0, held.sequence_M, logp_M - held[REFERENCE])
+        first_E = torch.as_tensor(np.searchsorted(micro.sequence_M, np.arange(micro.episodes)), device=logp_M.device)
+        outcome_E, weight_E = held[OUTCOME][first_E], held[WEIGHT][first_E]
+        each_E = softplus(odds_E) - outcome_E * odds_E
+        agrees = ((odds_E > 0) == (outcome_E > 0.5)).sum()
+        return Terms((weight_E * each_E).sum(), {"implicit/agrees": Gauge(float(agrees), held.episodes)})
+
+    def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
+        total = math.fsum(float(p.loss.detach()) for p in parts)
+        return merge(*(p.gauges for p in parts)) | {"implicit/loss": Gauge(total, 1)}

@@ -1,0 +1,265 @@
+"""Credit of one step: shaping, KL in the reward, baseline, scale, whitening. numpy float64.
+
+    A = (r - baseline) / scale
+
+Baselines are in `algorithm.credit.baseline_values`, shapings in `algorithm.credit.reward_shaping`; a scale is one
+`case` here. A group-relative baseline gives exactly 0 where the rewards have no spread. There is no spread with fewer
+than two rewards, or where max - min is at most their resolution times the largest sum of absolute terms. This is tested
+before any division (`core.measure.equal_numbers`). Scales and whitening use the same rule.
+
+Worked example, rewards [1, 0, 0, 1] of one prompt: groupmean [.5, -.5, -.5, .5], with group_std +-.8660, others
++-.6667.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+
+from posttrain.algorithm.credit.baseline_values import Siblings, by_token, centred
+from posttrain.algorithm.credit.judged_sample import Sample, noise_of, penalty
+from posttrain.algorithm.credit.reward_shaping import best_spread, shaped, sizes
+from posttrain.algorithm.credit.reward_spread import Array
+from posttrain.algorithm.credit.reward_spread import mean as _mean
+from posttrain.algorithm.credit.reward_spread import std as _std
+from posttrain.algorithm.credit.turn_credit import earned
+from posttrain.algorithm.credit.whiten import whitened
+from posttrain.core.measure.equal_numbers import rounding, spread
+from posttrain.core.scored import Credit, EpisodeCredit, GroupCredit, Scored, ScoredGroup
+from posttrain.core.streams import VALUE
+from posttrain.core.verdict import size
+from posttrain.ladder.algorithm import Algorithm
+
+
+def credit_step(
+    a: Algorithm,
+    groups: Sequence[ScoredGroup],
+    *,
+    max_tokens: int,
+    ema: float,
+    emas: Mapping[str, float] = MappingProxyType({}),
+) -> Credit:
+    """Credit of every spoken token of a step, computed over whole groups.
+
+    Args:
+        a: the algorithm; only its baseline, scale, rewards, whiten, shape, and a KL in the credit are read.
+        groups: groups with their judged episodes scored; a group may have none.
+        max_tokens: L_max of the sampling contract (`Overlong`, `Cosine`).
+        ema: the moving baseline before this step (`Ema`); other baselines return it unchanged.
+        emas: that of each source of tasks, where there is one for each.
+
+    Raises:
+        InvariantError: a stream that the algorithm reads is missing.
+    """
+    samples_P = [_samples(a, g, max_tokens) for g in groups]
+    returns: list[Array | None] = [None] * sum(len(samples) for samples in samples_P)
+    if a.baseline.per_token:
+        found_P = [by_token(a.baseline, a, samples) for samples in samples_P]
+        raw, silent_P = [x for found in found_P for x in found.credit], [found.silent for found in found_P]
+        returns = [x for found in found_P for x in found.returns or [None] * len(found.credit)]
+    else:
+        raw, silent_P, moving = _by_samples(a, samples_P, groups, {**emas, ALL: ema})
+        ema, emas = moving.pop(ALL), moving
+    flat = [s for samples in samples_P for s in samples]
+    final = (
+        raw
+        if a.whiten is None
+        else whitened(
+            a.whiten, raw, [_source(s) for s in flat], [_credit_noise(a, s, x) for s, x in zip(flat, raw, strict=True)]
+        )
+    )
+    if a.charges_tokens:
+        final = [x - s.penalty_T for x, s in zip(final, flat, strict=True)]
+    whose = (g.group.discount for g, samples in zip(groups, samples_P, strict=True) for _ in samples)
+    final = [x if d == 1 else x * d for x, d in zip(final, whose, strict=True)]
+    rows = iter(zip(final, returns, strict=True))
+    return Credit(
+        tuple(
+            GroupCredit(g.group, tuple(_episode_credit(s, *next(rows)) for s in samples), silent)
+            for g, samples, silent in zip(groups, samples_P, silent_P, strict=True)
+        ),
+        ema,
+        emas,
+    )
+
+
+ALL = "*"
+"""Key of the moving baseline of all tasks."""
+
+
+def without_credit(credit: Credit) -> Credit:
+    """The same step with credit 0 everywhere. Value targets stay, the policy does not change (value warm-up, A19)."""
+    groups = tuple(
+        replace(
+            g, episodes=tuple(replace(e, advantage=tuple(np.zeros_like(x) for x in e.advantage)) for e in g.episodes)
+        )
+        for g in credit.groups
+    )
+    return replace(credit, groups=groups)
+
+
+def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
+    """One prompt's judged siblings, shaped. All are dropped where the baseline needs a judged greedy answer and there
+    is none."""
+    episodes = [s.episode for s in group.episodes]
+    raw = np.array([0.0 if a.rewards == "none" else e.reward for e in episodes], np.float64)
+    terms = np.array([0.0 if a.rewards == "none" else size(e.verdicts) for e in episodes], np.float64)
+    rewards, dropped = shaped(a.shape, raw, episodes, max_tokens)
+    terms = sizes(a.shape, raw, terms, episodes, max_tokens)
+    if a.baseline.greedy and (group.group.greedy is None or group.group.greedy.reward is None):
+        dropped = ["the greedy answer was not judged"] * len(episodes)
+    dropped = [why or s.unhinted for why, s in zip(dropped, group.episodes, strict=True)]
+    paid = [np.zeros(e.spoken) if a.rewards == "none" else earned(e) for e in episodes]
+    rows = zip(group.episodes, rewards, terms, paid, dropped, strict=True)
+    return [Sample(s, float(r), float(t), penalty(a, s), paid_T, why) for s, r, t, paid_T, why in rows]
+
+
+def _source(s: Sample) -> str:
+    """Source of the sample's task, for whitening per source: the task's column `source`."""
+    return str(s.scored.episode.task.info.get("source", ""))
+
+
+def _credit_noise(a: Algorithm, s: Sample, credit_T: Array) -> float:
+    """Size up to which a sample's credit counts as rounding, for whitening. It is computed from the terms of its
+    reward, its baseline and its values. It is 0 where siblings were compared, because equal ones
+    have credit 0 already."""
+    if a.group_relative:
+        return 0.0
+    values = (
+        max((float(np.max(np.abs(v), initial=0.0)) for v in s.scored.find(VALUE) or ()), default=0.0)
+        if a.learns_values
+        else 0.0
+    )
+    return rounding([s.charged_size + float(np.max(np.abs(credit_T), initial=0.0)) + 2 * values], s.resolution)
+
+
+# --- one number per sample -----------------------------------------------------------------------------------------
+
+
+def _by_samples(
+    a: Algorithm, samples_P: Sequence[Sequence[Sample]], groups: Sequence[ScoredGroup], emas: Mapping[str, float]
+) -> tuple[list[Array], list[bool], dict[str, float]]:
+    """Credit [T] of every sample, from its reward and those of its siblings, and the moving baselines afterwards.
+
+    A KL in the reward is subtracted as a sum to go or from the whole episode. The scale is that of whole rewards. It
+    divides all of the credit, so also the KL to go and what was paid for turns.
+    """
+    to_go, in_reward, relative = a.baseline.to_go, a.charges_answers, a.group_relative
+    centred_P: list[Array]
+    divisors, moving = [1.0] * len(samples_P), dict(emas)
+    if a.rewards == "each":
+        centred_P = [_each_source(a, [s.scored for s in samples]) for samples in samples_P]
+        silent_P = [not np.any(c) for c in centred_P]
+    else:
+        rewards_P = [np.array([s.shaped - (s.charged if in_reward else 0.0) for s in samples]) for samples in samples_P]
+        noise_P = [noise_of(samples, charged=in_reward) for samples in samples_P]
+        silent_P = [relative and not spread(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
+        centred_P = []
+        for r, silent, samples, group in zip(rewards_P, silent_P, samples_P, groups, strict=True):
+            lengths = np.array([s.spoken for s in samples], np.float64)
+            uncharged = np.array([s.shaped for s in samples]) if to_go else r
+            of = _source(samples[0]) if samples and a.baseline.each_source else ALL
+            own, after = (np.zeros_like(r), moving.get(of, 0.0))
+            if not silent:
+                own, after = _centred(a, uncharged, lengths, group, after)
+            moving |= {of: after} if samples else {}
+            centred_P.append(own)
+        divisors = _scales(a, rewards_P, noise_P, samples_P)
+    raw: list[Array] = []
+    for own, d, samples in zip(centred_P, divisors, samples_P, strict=True):
+        for x, s in zip(own, samples, strict=True):
+            x_T = x - (np.cumsum(s.penalty_T[::-1])[::-1] if to_go and in_reward else np.zeros(s.spoken))
+            if a.baseline.earns_to_go:
+                x_T -= np.cumsum(s.paid_T) - s.paid_T
+            raw.append(x_T / d if d > 0 else np.zeros_like(x_T))
+    return raw, silent_P, moving
+
+
+def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: float) -> tuple[Array, float]:
+    """(reward minus baseline [G] of one prompt, the moving baseline afterwards)."""
+    greedy = group.group.greedy
+    best = 0.0 if greedy is None or greedy.reward is None else greedy.reward
+    return centred(a.baseline, Siblings(r, lengths, best, ema, group.group.again, group.episodes))
+
+
+def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
+    """GDPO (A31): each source's rewards are centred and scaled over the siblings, then summed with the sources' weights
+    [G].
+
+    A sample is left out of the comparison of a source that abstained on it.
+    """
+    total = np.zeros(len(scored))
+    sources = list(dict.fromkeys(j.source for s in scored for j in s.episode.verdicts if j.counts))
+    for source in sources:
+        valued = _of_source(scored, source)
+        r = np.array([score for _, _, score in valued], np.float64)
+        noise = _noise_of_source(scored, source)
+        if not spread(r, noise):
+            continue
+        lengths = np.array([scored[i].episode.spoken for i, _, _ in valued], np.float64)
+        own, _ = centred(a.baseline, Siblings(r, lengths))
+        scale = _std(r, noise) if a.scale == "group_std" else 1.0
+        for (i, weight, _), x in zip(valued, own, strict=True):
+            total[i] += weight * x / scale
+    return total
+
+
+def _of_source(scored: Sequence[Scored], source: str) -> list[tuple[int, float, float]]:
+    """(sibling, weight, score) of each sibling that a source gave a value.
+    A source that pays turns has a sum for every sibling."""
+    given = [[j for j in s.episode.verdicts if j.source == source and j.counts] for s in scored]
+    if any(j.paid for js in given for j in js):
+        return [(i, 1.0, math.fsum(j.weight * (j.verdict.score or 0.0) for j in js)) for i, js in enumerate(given)]
+    return [(i, j.weight, j.verdict.score) for i, js in enumerate(given) for j in js if j.verdict.score is not None]
+
+
+def _noise_of_source(scored: Sequence[Scored], source: str) -> float:
+    """The largest difference of the siblings' scores of one source that counts as rounding."""
+    given = [
+        [j for j in s.episode.verdicts if j.source == source and j.counts and j.verdict.score is not None]
+        for s in scored
+    ]
+    one = [math.fsum(abs(j.verdict.score or 0.0) * (abs(j.weight) if j.paid else 1.0) for j in js) for js in given]
+    return rounding(one, max((j.resolution for js in given for j in js), default=0.0))
+
+
+def _scales(
+    a: Algorithm, rewards_P: Sequence[Array], noise_P: Sequence[float], samples_P: Sequence[Sequence[Sample]]
+) -> list[float]:
+    """The scale by which each group's credit is divided. It is 0 or less where there is no spread, and credit is then
+    exactly 0."""
+    match a.scale:
+        case "one":
+            return [1.0] * len(rewards_P)
+        case "group_std":
+            return [_std(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
+        case "batch_std":
+            return [_std(np.concatenate([np.zeros(0), *rewards_P]), max(noise_P, default=0.0))] * len(rewards_P)
+        case "group_mean":
+            means = [_mean(r) if len(r) else 0.0 for r in rewards_P]
+            return [m if m > noise else 0.0 for m, noise in zip(means, noise_P, strict=True)]
+        case "best_std":
+            assert a.best_of is not None
+            k = a.best_of.k
+            outcomes = [np.array([s.scored.episode.reward for s in samples], np.float64) for samples in samples_P]
+            return [
+                min(k, len(r)) * best_spread(r, k) if spread(r, n) else 0.0
+                for r, n in zip(outcomes, noise_P, strict=True)
+            ]
+        case "mixed_share":
+            every = sum(len(r) for r in rewards_P)
+            valid = sum(len(r) for r, noise in zip(rewards_P, noise_P, strict=True) if spread(r, noise))
+            return [valid / every if every else 0.0] * len(rewards_P)
+
+
+def _episode_credit(s: Sample, advantage_T: Array, return_T: Array | None) -> EpisodeCredit:
+    """The per-token arrays cut back into the episode's segments."""
+    cuts = np.cumsum([segment.spoken for segment in s.scored.episode.segments])[:-1]
+    parts = tuple(np.split(advantage_T, cuts))
+    return EpisodeCredit(
+        s.scored, s.shaped, parts, None if return_T is None else tuple(np.split(return_T, cuts)), s.dropped
+    )

@@ -1,0 +1,109 @@
+"""Turn-level credit: which turn a reward is for, and the rewards of other siblings at the same turn or in the same
+state.
+
+A turn is a run of spoken tokens. Everything is counted in spoken tokens over the episode's segments, so observations
+are in no sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.algorithm.credit.reward_spread import Array, compared
+from posttrain.core.types import Episode
+from posttrain.ladder.pieces.baseline import AnchorMean, TurnMean
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Spoken tokens `begin` to `end` of an episode, with the context before them and their reward."""
+
+    begin: int
+    end: int
+    observation: bytes
+    """The context tokens since the turn before. For a segment's first turn, all of its prompt."""
+    history: bytes
+    """All tokens of the segment before the turn."""
+    paid: float
+
+
+def turns(episode: Episode) -> list[Turn]:
+    """The episode's turns in order."""
+    paid = earned(episode)
+    out: list[Turn] = []
+    spoken = 0
+    for s in episode.segments:
+        edges = np.flatnonzero(np.diff(s.mask.astype(np.int8), prepend=0, append=0))
+        last = 0
+        for begin, end in edges.reshape(-1, 2).tolist():
+            n = end - begin
+            out.append(
+                Turn(
+                    spoken,
+                    spoken + n,
+                    s.ids[last:begin].tobytes(),
+                    s.ids[:begin].tobytes(),
+                    math.fsum(paid[spoken : spoken + n]),
+                )
+            )
+            spoken, last = spoken + n, end
+    return out
+
+
+def earned(episode: Episode) -> Array:
+    """Rewards of turns [T], each at the last token of its turn."""
+    out = np.zeros(episode.spoken)
+    for j in episode.verdicts:
+        if j.paid and j.end is not None and j.verdict.score is not None and 0 < j.end <= len(out):
+            out[j.end - 1] += j.weight * j.verdict.score
+    return out
+
+
+def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
+    """MT-GRPO (2505.11821, Eq. 7): a turn's reward compared with the same turn of the siblings, plus the credit of the
+    outcome in every turn.
+
+    `rewards` [G] are the siblings' whole rewards, `noise` the largest difference of these that counts as rounding. The
+    rewards of turns are subtracted from them before they are compared. `noise` is right for every part of a reward,
+    because the rewards of turns are among its terms.
+    """
+    own = [turns(e) for e in episodes]
+    outcome = compared(
+        np.array([r - math.fsum(t.paid for t in ts) for r, ts in zip(rewards, own, strict=True)]), noise, scaled=scaled
+    )
+    out = [np.full(e.spoken, b.outcome * a) for e, a in zip(episodes, outcome, strict=True)]
+    for number in range(max(map(len, own), default=0)):
+        there = [i for i, ts in enumerate(own) if number < len(ts)]
+        credit = compared(np.array([own[i][number].paid for i in there]), noise, scaled=scaled)
+        for i, a in zip(there, credit, strict=True):
+            out[i][own[i][number].begin : own[i][number].end] += a
+    return out
+
+
+def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
+    """GiGPO (2505.10978): the episode's credit, plus that of each turn compared with all turns from the same state.
+
+    A turn's return is the sum of the rewards from this turn on, discounted once per turn. The part of the reward that
+    was not paid for a turn counts at the last turn.
+    """
+    own = [turns(e) for e in episodes]
+    out = [np.full(e.spoken, a) for e, a in zip(episodes, compared(rewards, noise, scaled=scaled), strict=True)]
+    same: defaultdict[bytes, list[tuple[int, Turn, float]]] = defaultdict(list)
+    for i, (ts, reward) in enumerate(zip(own, rewards, strict=True)):
+        to_go = 0.0
+        rest = reward - math.fsum(t.paid for t in ts)
+        for t in reversed(ts):
+            to_go = t.paid + rest + b.gamma * to_go
+            rest = 0.0
+            same[t.observation if b.by == "observation" else t.history].append((i, t, to_go))
+    for members in same.values():
+        for (i, t, _), a in zip(
+            members, compared(np.array([x for *_, x in members]), noise, scaled=scaled), strict=True
+        ):
+            out[i][t.begin : t.end] += b.omega * a
+    return out

@@ -1,0 +1,72 @@
+"""The load-balance loss of a mixture of experts: experts * sum_i f_i P_i (GShard 2006.16668, Switch 2101.03961).
+
+f_i is how often expert i was chosen for a token, P_i its mean probability, both over tokens and layers, as transformers
+has it. It is least, and equal to the number of experts of a token, where every expert has the same share.
+
+f is taken from the choices that the batch holds, over the whole minibatch: it is a number, and has no gradient. So the
+loss is linear in the routers' probabilities, a sum over tokens, and cutting the batch changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from posttrain.algorithm.loss.losses import Loss, Reads
+from posttrain.algorithm.loss.objective import Terms
+from posttrain.core.batch import Batch
+from posttrain.core.exchange.expert_choices import known_rows
+from posttrain.core.exchange.scores import TokenScores
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.system.errors import InvariantError
+
+GAUGE = "experts/balance_loss"
+
+
+def balance_weights(routed_N: np.ndarray, experts: int) -> np.ndarray:
+    """float64 [E]: what one probability of each expert adds to the loss, at a token and layer: E f_i / (tokens layers).
+
+    >>> balance_weights(np.array([[[0, 1]], [[0, 2]]], np.int16), 4).tolist()
+    [2.0, 1.0, 1.0, 0.0]
+    """
+    known = routed_N[known_rows(routed_N)]
+    rows = known.shape[0] * known.shape[1]
+    count = np.bincount(known.ravel().astype(np.int64), minlength=experts).astype(np.float64)
+    return experts * count / max(rows, 1) / max(rows, 1)
+
+
+def to_balance(batch: Batch, experts: int) -> Batch:
+    """The minibatch with what its load-balance loss needs.
+
+    Raises:
+        InvariantError: no choice of a router is known of it.
+    """
+    if batch.routed_N is None or not known_rows(batch.routed_N).any():
+        raise InvariantError(
+            "a load-balance loss reads which experts were chosen for the tokens of the minibatch, and none is known:"
+            " the engine records none, or they were lost on the way"
+        )
+    return replace(batch, balance_E=balance_weights(batch.routed_N, experts))
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """A loss with `coef` times the load-balance loss. The batch must be one of `to_balance`."""
+
+    loss: Loss
+    coef: float
+
+    def reads(self, micro: Batch) -> Reads:
+        return self.loss.reads(micro)
+
+    def terms(self, micro: Batch, scores: TokenScores) -> Terms:
+        own = self.loss.terms(micro, scores)
+        if scores.balance is None:
+            raise InvariantError("a load-balance loss was asked for, and the learner's pass has none")
+        part = Gauge(float(scores.balance.detach()), 0)
+        return Terms(own.loss + self.coef * scores.balance.to(own.loss.dtype), {**own.gauges, GAUGE: part})
+
+    def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
+        return {**self.loss.gauges(batch, parts), GAUGE: Gauge(sum(p.gauges[GAUGE].sum for p in parts), 1)}

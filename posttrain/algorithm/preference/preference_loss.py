@@ -1,0 +1,217 @@
+"""The loss of preference algorithms: episodes of a unit become one score each, a pair's two scores one margin.
+
+    loss = sum over units of weight * own * coef * link + sum over tokens of what is added
+
+It is a sum over units with weights that were normalised over the whole minibatch, so micro-batches of whole units add
+up. What else is made over the whole minibatch (`algorithm.preference.preference_minibatch`) is in the batch as streams.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.algorithm.loss.losses import Reads
+from posttrain.algorithm.loss.objective import Terms
+from posttrain.algorithm.loss.torch_streams import Streams, streams
+from posttrain.algorithm.preference.preference_link import (
+    Completions,
+    Margins,
+    divergence,
+    no_mathematics,
+    noisy,
+    owed,
+    side,
+    statistic,
+)
+from posttrain.algorithm.preference.preference_minibatch import LIKELIHOOD, MATCH, OWN, SHIFT, layout, sides_of
+from posttrain.core.batch import Batch
+from posttrain.core.exchange.scores import TokenScores
+from posttrain.core.gauge import Gauge, Gauges, merge
+from posttrain.core.streams import MARGIN, OPPONENT, REFERENCE, SIDE, WEIGHT
+from posttrain.ladder.pieces.link import Nash
+from posttrain.ladder.pieces.preference_pieces import Added, ChosenNLL, GoldNLL, Optimism
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """The loss of a preference algorithm.
+
+    It reads SIDE and WEIGHT, REFERENCE and MARGIN where the algorithm does, and the streams of `prepared`. Each unit of
+    the batch holds the completions of one row, in the order of `ladder.preference_algorithm.SIDES`.
+    """
+
+    algorithm: PreferenceAlgorithm
+
+    def reads(self, micro: Batch) -> Reads:
+        return Reads()
+
+    def terms(self, micro: Batch, scores: TokenScores) -> Terms:
+        judged = _Judged.of(self.algorithm, micro, scores.logp)
+        loss = judged.preference() + judged.added()
+        return Terms(loss, judged.gauges())
+
+    def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
+        total = math.fsum(float(p.loss.detach()) for p in parts)
+        made = {"preference/loss": Gauge(total, 1), "preference/tokens": Gauge(batch.spoken, 1)}
+        return merge(*(p.gauges for p in parts)) | made
+
+
+@dataclass(frozen=True, eq=False)
+class _Judged:
+    """One micro-batch: its completions and their scores."""
+
+    a: PreferenceAlgorithm
+    logp_M: Tensor
+    held: Streams
+    side_E: np.ndarray
+    first_E: Tensor
+    """int64: the first token of each completion, where streams that are equal within a completion are read."""
+    plain: Completions
+    """With log pi alone."""
+    h_E: Tensor
+    """The score of each completion."""
+
+    @staticmethod
+    def of(a: PreferenceAlgorithm, micro: Batch, logp_M: Tensor) -> _Judged:
+        side_E = sides_of(a, micro)
+        held = streams(micro, logp_M.device, logp_M.dtype)
+        plain = completions(micro, logp_M)
+        ratio_M = logp_M - held[REFERENCE] if a.against == "reference" else logp_M
+        h_E = score(a, _with(plain, ratio_M))
+        first_E = torch.as_tensor(np.searchsorted(micro.sequence_M, np.arange(micro.episodes)), device=logp_M.device)
+        return _Judged(a, logp_M, held, side_E, first_E, plain, h_E)
+
+    def at(self, sided: int) -> Tensor:
+        """int64: the completions of one side, in order."""
+        return torch.as_tensor(np.flatnonzero(self.side_E == sided), device=self.h_E.device)
+
+    def each(self, stream_M: Tensor) -> Tensor:
+        """[M] -> [E] of a stream that is equal within a completion."""
+        return stream_M[self.first_E]
+
+    # --- the preference term ------------------------------------------------------------------------------------------
+
+    def preference(self) -> Tensor:
+        """The preference term, a sum over the micro-batch."""
+        a, weight_E = self.a, self.each(self.held[WEIGHT])
+        if isinstance(a.link, Nash):
+            return a.coef * (weight_E * self._nash()).sum()
+        if a.rows == "label":
+            good = torch.as_tensor(self.side_E == 1, device=self.h_E.device)
+            of_side = torch.where(good, a.good, a.bad)
+            return a.coef * (weight_E * of_side * side(a.link, self._reward(), good, a.beta)).sum()
+        c, r = self.at(1), self.at(0)
+        each_U = self._matched(c, r) if a.match == "rewards" else noisy(a.noise, a.link, self._margins(c, r))
+        weight_U = weight_E[c] * self.each(self.held[OWN])[c] if a.weights == "wpo" else weight_E[c]
+        return a.coef * (weight_U * each_U).sum()
+
+    def _reward(self) -> Tensor:
+        """[E]: u of each completion."""
+        u_E = self.a.beta * self.h_E
+        return u_E if self.a.shift is None else u_E - self.each(self.held[SHIFT])
+
+    def _margins(self, c: Tensor, r: Tensor) -> Margins:
+        a, u_E = self.a, self._reward()
+        if a.match == "margins":
+            plain_E = statistic(a.statistic, self.plain)
+            x_U = a.beta * (plain_E[c] - plain_E[r] - self.each(self.held[MATCH])[c])
+        else:
+            x_U = u_E[c] - u_E[r]
+        if a.margin is not None:
+            margin_U = self.each(self.held[MARGIN])[c] if MARGIN in self.held else None
+            x_U = x_U - owed(a.margin, margin_U, a.beta)
+        return Margins(x_U, u_E[c], u_E[r], a.beta)
+
+    def _matched(self, c: Tensor, r: Tensor) -> Tensor:
+        """[U]: each side against its match on the other side, which may lie in another micro-batch and is a constant
+        here. Value and gradient of the pairs of all micro-batches add up to those of the minibatch."""
+        a, match_E = self.a, self.each(self.held[MATCH])
+        up = a.beta * (self.h_E[c] - match_E[c])
+        down = a.beta * (match_E[r] - self.h_E[r])
+        from_chosen, from_rejected = (noisy(a.noise, a.link, Margins(x, x, -x, a.beta)) for x in (up, down))
+        return from_chosen + from_rejected - from_rejected.detach()
+
+    def _nash(self) -> Tensor:
+        """[E]: the term of each completion that the policy said; 0 of its opponent's."""
+        held = self.held
+        own_E = (~self.each(held[OPPONENT])).to(self.logp_M.dtype)
+        chosen_E = torch.as_tensor(self.side_E == 1, device=self.h_E.device)
+        p_E = self.each(held[MARGIN])
+        preferred_E = torch.where(chosen_E, p_E, 1 - p_E)
+        charged_M = (self.logp_M - held[REFERENCE]).detach() * self.logp_M
+        of = self.plain
+        return own_E * (self.a.beta * of.sum(charged_M) - (preferred_E - 0.5) * of.sum(self.logp_M))
+
+    # --- what is added ------------------------------------------------------------------------------------------------
+
+    def added(self) -> Tensor:
+        out = self.logp_M.new_zeros(())
+        for term in self.a.add:
+            out = out + added(term, self.logp_M, self.held)
+        return out
+
+    # --- gauges -------------------------------------------------------------------------------------------------------
+
+    def gauges(self) -> Gauges:
+        with torch.no_grad():
+            table = torch.stack([self._reward(), self.plain.sum(self.logp_M)]).double().cpu()
+        u_E, logp_E = np.asarray(table[0]), np.asarray(table[1])
+        out: Gauges = {}
+        for word, wanted in (("chosen", 1), ("rejected", 0)):
+            out[f"preference/{word}_reward"] = Gauge.of(u_E[self.side_E == wanted])
+            out[f"preference/{word}_logp"] = Gauge.of(logp_E[self.side_E == wanted])
+        if self.a.rows == "label":
+            ahead = np.where(self.side_E == 1, u_E, -u_E)
+        else:
+            ahead = u_E[self.side_E == 1] - u_E[self.side_E == 0]
+            out["preference/margin"] = Gauge.of(ahead)
+        out["preference/accuracy"] = Gauge.of(np.where(ahead == 0, 0.5, (ahead > 0).astype(np.float64)))
+        return out
+
+
+@singledispatch
+def added(term: Added, logp_M: Tensor, batch: Streams) -> Tensor:
+    """A further term of the loss: one number, a sum over the tokens of the micro-batch. `batch` has SIDE, WEIGHT (the
+    weights of a minibatch's units sum to 1) and what the algorithm reads, each [M]."""
+    raise no_mathematics(term, "added", "preference")
+
+
+@added.register
+def _(term: ChosenNLL, logp_M: Tensor, batch: Streams) -> Tensor:
+    weight_M = batch[WEIGHT] if term.over == "sequences" else batch[LIKELIHOOD]
+    return -term.coef * (weight_M * (batch[SIDE] == 1) * logp_M).sum()
+
+
+@added.register
+def _(term: GoldNLL, logp_M: Tensor, batch: Streams) -> Tensor:
+    return -term.coef * (batch[LIKELIHOOD] * (batch[SIDE] == 2) * logp_M).sum()
+
+
+@added.register
+def _(term: Optimism, logp_M: Tensor, batch: Streams) -> Tensor:
+    return term.coef * (batch[WEIGHT] * batch[OPPONENT] * logp_M).sum()
+
+
+def completions(micro: Batch, l_M: Tensor) -> Completions:
+    """The completions of a batch, with a number for each token."""
+    laid, device = layout(micro), l_M.device
+    length_E, shared_E = (torch.as_tensor(x, device=device) for x in (laid.length_E, laid.shared_E))
+    sequence_M = torch.as_tensor(micro.sequence_M, dtype=torch.int64, device=device)
+    return Completions(l_M, sequence_M, length_E, shared_E, torch.as_tensor(laid.position_M, device=device))
+
+
+def _with(of: Completions, l_M: Tensor) -> Completions:
+    return Completions(l_M, of.sequence_M, of.length_E, of.shared_E, of.position_M)
+
+
+def score(a: PreferenceAlgorithm, of: Completions) -> Tensor:
+    """[E]: h of each completion, from its log-ratios (or log-probs without a reference)."""
+    return divergence(a.divergence, statistic(a.statistic, of))

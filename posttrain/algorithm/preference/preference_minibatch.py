@@ -1,0 +1,271 @@
+"""What a preference loss needs of a whole minibatch before it is split, so that a split changes nothing: normalised
+weights, the order of margins, the point of reference of labels.
+
+`prepared` makes it. What it remembers between steps goes in and comes out as plain numbers, which a checkpoint keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from posttrain.algorithm.preference.preference_link import Completions, divergence, statistic
+from posttrain.core.batch import Batch
+from posttrain.core.streams import COLLISION, REFERENCE, SIDE, START, WEIGHT, Maker, Stream
+from posttrain.core.types import SHOWN, Segment
+from posttrain.ladder.pieces.preference_pieces import ChosenNLL, GoldNLL
+from posttrain.ladder.preference_algorithm import SIDES, PreferenceAlgorithm
+from posttrain.system.errors import DataError, InvariantError
+
+LIKELIHOOD = Stream(
+    "likelihood",
+    "float64",
+    "the weights of tokens whose likelihood is added: those of chosen and those of gold completions sum to 1",
+    "the likelihood that a preference loss adds (add=chosennll, add=goldnll)",
+)
+MATCH = Stream(
+    "match",
+    "float64",
+    "what the score of a completion, or the margin of a pair, is compared with in the order of the whole minibatch",
+    "optimal transport over the minibatch (match=...)",
+)
+OWN = Stream("own", "float64", "how likely the policy itself says both sides of a pair, per token", "weights=wpo")
+SHIFT = Stream("shift", "float64", "what is subtracted from each reward, the same in the whole minibatch", "shift=...")
+
+
+# --- the completions of a batch ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class CompletionLayout:
+    """Where the tokens of completions are."""
+
+    length_E: np.ndarray
+    """int64: tokens of each completion."""
+    shared_E: np.ndarray
+    """int64: tokens of the shortest completion of its unit."""
+    position_M: np.ndarray
+    """int64: position of each token in its completion."""
+
+
+def layout(batch: Batch) -> CompletionLayout:
+    """Raises InvariantError where a completion has no spoken token."""
+    length_E = np.bincount(batch.sequence_M, minlength=batch.episodes)
+    if batch.episodes and not length_E.all():
+        raise InvariantError(
+            f"{int((length_E == 0).sum())} of {batch.episodes} completions have no spoken token: each has at least its"
+            " stop token"
+        )
+    starts_E = np.cumsum(length_E) - length_E
+    unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
+    shortest_U = np.full(batch.units, np.iinfo(np.int64).max)
+    np.minimum.at(shortest_U, unit_E, length_E)
+    position_M = np.arange(batch.spoken) - starts_E[batch.sequence_M]
+    return CompletionLayout(length_E, shortest_U[unit_E], position_M)
+
+
+def sides_of(a: PreferenceAlgorithm, batch: Batch) -> np.ndarray:
+    """int32 [E]: the `SIDE` of each completion.
+
+    Raises:
+        InvariantError: the sides are not those of units of `a.rows`, in their order.
+    """
+    first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
+    side_M = batch[SIDE]
+    side_E = side_M[first_E]
+    if not np.array_equal(side_M, side_E[batch.sequence_M]):
+        raise InvariantError("the tokens of one completion are on different sides")
+    order = SIDES[a.rows]
+    if not order:
+        if not np.isin(side_E, (0, 1)).all():
+            raise InvariantError(f"a completion with a label is on side 0 or 1, and {sorted({*side_E.tolist()})} stand")
+        return side_E
+    unit_E = batch.unit_E
+    if (
+        unit_E is None
+        or not np.array_equal(unit_E, np.repeat(np.arange(batch.units), len(order)))
+        or not np.array_equal(side_E, np.tile(np.array(order), batch.units))
+    ):
+        raise InvariantError(
+            f"rows={a.rows}: the completions of each unit are on the sides {order}, in this order, and the batch has"
+            f" {side_E[:6].tolist()}... in {batch.units} units of {batch.episodes} completions"
+        )
+    return side_E
+
+
+def scores_of(a: PreferenceAlgorithm, batch: Batch, l_M: np.ndarray) -> np.ndarray:
+    """float64 [E]: h of each completion, from its log-ratios (or log-probs without a reference)."""
+    laid = layout(batch)
+    of = Completions(
+        torch.as_tensor(l_M.astype(np.float64)),
+        torch.as_tensor(batch.sequence_M.astype(np.int64)),
+        torch.as_tensor(laid.length_E),
+        torch.as_tensor(laid.shared_E),
+        torch.as_tensor(laid.position_M),
+    )
+    return divergence(a.divergence, statistic(a.statistic, of)).numpy()
+
+
+# --- what is made -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PreferenceWhole:
+    """The context of makers of these streams: a minibatch with all its units and what was scored."""
+
+    algorithm: PreferenceAlgorithm
+    batch: Batch
+    shift: float
+    """What `SHIFT` is, where it is wanted."""
+
+    def spread(self, x_E: np.ndarray) -> np.ndarray:
+        """[E] -> [M]."""
+        return x_E[self.batch.sequence_M]
+
+    @property
+    def log_ratio_M(self) -> np.ndarray:
+        """float64: of the policy at the start of the step to the reference; without one, its log-probs."""
+        start_M = self.batch[START].astype(np.float64)
+        return start_M - self.batch[REFERENCE] if self.algorithm.against == "reference" else start_M
+
+
+def _likelihood(w: PreferenceWhole) -> np.ndarray:
+    side_M, weight_M = w.batch[SIDE], w.batch[WEIGHT]
+    out = np.zeros(w.batch.spoken)
+    for wanted in (1, 2):
+        on = weight_M * (side_M == wanted)
+        out += on / on.sum() if on.sum() > 0 else 0
+    return out
+
+
+def _match(w: PreferenceWhole) -> np.ndarray:
+    """Of margins: the margin of the reference at the rank of the pair's own. Of rewards: the score on the other side
+    at the rank of the completion's own."""
+    a, batch = w.algorithm, w.batch
+    first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
+    if np.ptp(batch[WEIGHT][first_E]) > 1e-12:
+        raise DataError(
+            f"match={a.match} joins sides of different pairs, so all pairs weigh the same: leave weights out"
+        )
+    out_E = np.zeros(batch.episodes)
+    if a.match == "margins":
+        start_E, reference_E = (scores_of(a, batch, batch[s]) for s in (START, REFERENCE))
+        own_U, reference_U = start_E[::2] - start_E[1::2], reference_E[::2] - reference_E[1::2]
+        matched_U = np.sort(reference_U)[_ranks(own_U)]
+        return w.spread(np.repeat(matched_U, 2))
+    h_E = scores_of(a, batch, w.log_ratio_M)
+    c, r = h_E[::2], h_E[1::2]
+    out_E[::2], out_E[1::2] = np.sort(r)[_ranks(c)], np.sort(c)[_ranks(r)]
+    return w.spread(out_E)
+
+
+def _ranks(x: np.ndarray) -> np.ndarray:
+    """The rank of each entry, from 0; equal ones in their order."""
+    out = np.empty(len(x), np.int64)
+    out[np.argsort(x, kind="stable")] = np.arange(len(x))
+    return out
+
+
+def _own(w: PreferenceWhole) -> np.ndarray:
+    """exp of the mean of log pi - log sum pi^2 of each side, multiplied over the two (2406.11827, Eq. 2)."""
+    batch = w.batch
+    aligned_M = batch[START].astype(np.float64) - np.log(batch[COLLISION].astype(np.float64))
+    sums_E = np.bincount(batch.sequence_M, aligned_M, batch.episodes)
+    each_E = np.exp(sums_E / layout(batch).length_E)
+    unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
+    product_U = np.ones(batch.units)
+    np.multiply.at(product_U, unit_E, each_E)
+    return w.spread(product_U[unit_E])
+
+
+def _imitates(w: PreferenceWhole) -> bool:
+    return any(isinstance(x, ChosenNLL | GoldNLL) for x in w.algorithm.add)
+
+
+PREFERENCE_WHOLE: list[Maker[PreferenceWhole]] = [
+    Maker((LIKELIHOOD,), _imitates, lambda w: (_likelihood(w),)),
+    Maker((MATCH,), lambda w: w.algorithm.match is not None, lambda w: (_match(w),)),
+    Maker((OWN,), lambda w: w.algorithm.weights == "wpo", lambda w: (_own(w),)),
+    Maker((SHIFT,), lambda w: w.algorithm.shift is not None, lambda w: (np.full(w.batch.spoken, w.shift),)),
+]
+"""The makers of these streams, in the order in which they run."""
+
+
+def prepared(
+    a: PreferenceAlgorithm,
+    batch: Batch,
+    running: Mapping[str, float] | None = None,
+    mismatched_E: np.ndarray | None = None,
+) -> tuple[Batch, dict[str, float]]:
+    """A minibatch with the streams that are made over all of it, and what is remembered after it.
+
+    Args:
+        batch: with SIDE, with what `a.reads` names, and with WEIGHT where rows weigh differently.
+        running: what the call before it returned; none at the beginning of a stage.
+        mismatched_E: log-ratios of policy to reference, summed over each completion of `mismatched`, where
+            `a.reads_mismatched`.
+    """
+    sides_of(a, batch)
+    batch = batch.having({WEIGHT: _normalised(batch)})
+    remembered = dict(running or {})
+    shift = 0.0
+    if a.shift == "mismatched":
+        if mismatched_E is None or not len(mismatched_E):
+            raise InvariantError(
+                f"algorithm {a.name!r} compares with completions under other prompts, and none were scored: score"
+                " `mismatched` by policy and reference"
+            )
+        shift = a.beta * max(0.0, float(np.mean(mismatched_E)))
+    if a.shift == "running":
+        u_E = a.beta * scores_of(a, batch, PreferenceWhole(a, batch, 0.0).log_ratio_M)
+        total = remembered.get("sum", 0.0) + float(u_E.sum())
+        count = remembered.get("count", 0.0) + len(u_E)
+        remembered, shift = {"sum": total, "count": count}, total / count
+    whole = PreferenceWhole(a, batch, shift)
+    made = {s: x for maker in PREFERENCE_WHOLE for s, x in maker.make(whole).items()}
+    return batch.having(made), remembered
+
+
+def _normalised(batch: Batch) -> np.ndarray:
+    """float64 [M]: the weight of each token's unit; those of units sum to 1."""
+    if not batch.spoken:
+        raise InvariantError("the minibatch has no spoken token")
+    first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
+    held = batch.find(WEIGHT)
+    weight_E = np.ones(batch.episodes) if held is None else held[first_E]
+    unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
+    first_U = np.searchsorted(unit_E, np.arange(batch.units))
+    weight_U = weight_E[first_U]
+    if np.any(weight_U < 0) or not weight_U.sum() > 0:
+        raise DataError("the weights of a minibatch's rows are at least 0, and one is above 0")
+    return (weight_U / weight_U.sum())[unit_E][batch.sequence_M]
+
+
+def mismatched(segments: Sequence[Segment], longest: int) -> list[Segment]:
+    """Each prompt with the completion of the nearest row before it, counted in a circle, whose prompt is another one.
+    What is longer than `longest` tokens is left out.
+
+    Raises:
+        DataError: there is no such row for any prompt.
+    """
+    cuts = [int(np.argmax(s.mask)) for s in segments]
+    prompts = [s.ids[:cut].tobytes() for s, cut in zip(segments, cuts, strict=True)]
+    out: list[Segment] = []
+    for i, (own, cut) in enumerate(zip(segments, cuts, strict=True)):
+        j = next((j % len(segments) for j in range(i - 1, i - len(segments), -1) if prompts[j] != prompts[i]), None)
+        if j is None or cut + len(segments[j].ids) - cuts[j] > longest:
+            continue
+        other = segments[j]
+        ids = np.concatenate([own.ids[:cut], other.ids[cuts[j] :]])
+        mask = np.concatenate([np.zeros(cut, np.bool_), other.mask[cuts[j] :]])
+        logp = np.where(mask, 0.0, np.nan).astype(np.float32)
+        out.append(Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), own.sampling))
+    if not out:
+        raise DataError(
+            "no completion of the minibatch can be read under the prompt of another row, because all rows have one"
+            " prompt or the context is too short: raise batch, or take an algorithm with shift=none"
+        )
+    return out

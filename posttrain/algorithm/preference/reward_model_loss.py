@@ -1,0 +1,232 @@
+"""What a reward model learns from: its scores of completions against how these were judged.
+
+A minibatch is a weighted mean over judgements. Each is a unit of the batch, so micro-batches add up. Of a pair with
+scores R_c and R_r, and of a ranking with scores R_1 (best) to R_K:
+
+    pair      -log sigmoid(R_c - R_r - margin)                                      (Bradley-Terry, B01)
+    ranking   -sum_k [ R_k - log sum_{j >= k} exp R_j ]                             (Plackett-Luce)
+    pairs     mean over the K (K - 1) / 2 pairs of -log sigmoid(R_i - R_j), i < j   (2203.02155)
+    centring  centre * (2 / K * sum_k R_k)^2, for a pair centre * (R_c + R_r)^2     (2312.09244)
+    regulariser  (1 - alpha) of the above + alpha * -log sigmoid(beta * x)          (2406.10216)
+                 x = log pi(c), log pi(c) - log pi(r), or that less the same of a reference, sums over the completion
+    label     -log sigmoid(R) if good, -log sigmoid(-R) if bad
+    steps     mean over the labelled steps k of -y log sigmoid(R_k) - (1 - y) log sigmoid(-R_k)   (2312.08935)
+    rating    mean over the rated attributes of (output - rating)^2, or the cross entropy of the rating's class
+
+Axis letters: M spoken tokens, S segments, U units, K members of a unit or outputs of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, logsigmoid, softplus
+
+from posttrain.algorithm.loss.losses import Reads
+from posttrain.algorithm.loss.objective import Terms
+from posttrain.config.reward_head import HeadShape
+from posttrain.config.stages.reward_model_settings import Regulariser
+from posttrain.core.batch import Batch
+from posttrain.core.exchange.scores import Rewards, TokenScores
+from posttrain.core.gauge import Gauge, Gauges, merge
+from posttrain.core.streams import MARGIN, RATING, REFERENCE, SIDE, STEP, WEIGHT, Stream
+from posttrain.system.errors import InvariantError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankingLoss:
+    """The loss of a reward model. It reads the reward head, and log-probs only where it is regularised by them.
+
+    The streams that it reads are the same for all tokens of a completion. Scores are in order of the segments.
+    """
+
+    judged: str = "pair"
+    """The kind of judgement: pair, ranking, label, rating or steps (`core.judgements.Kind`)."""
+    shape: HeadShape = HeadShape()
+    margin: bool = True
+    """Subtract the margin of a pair, where the data has one."""
+    centre: float = 0.0
+    """Coefficient that keeps the scores of a unit around 0; only their differences are judged."""
+    pairs: bool = False
+    """Take a ranking as all of its pairs, in place of Plackett-Luce."""
+    regularise: Regulariser = "none"
+    """What the language head learns from the pairs meanwhile; dpo compares with `REFERENCE`."""
+    alpha: float = 0.01
+    """The language head's share of the loss."""
+    beta: float = 0.1
+
+    def reads(self, micro: Batch) -> Reads:
+        return Reads(rewards=True, logp=self.regularise != "none")
+
+    def terms(self, micro: Batch, scores: TokenScores) -> Terms:
+        given = scores.rewards
+        if given is None:
+            raise InvariantError("a reward model's loss needs the reward head's scores: call forward with rewards=True")
+        if len(micro.lengths_S) != micro.episodes:
+            raise InvariantError(
+                f"{micro.episodes} judged completions are in {len(micro.lengths_S)} segments: a reward model scores"
+                " each in one"
+            )
+        read = _Read(micro, given)
+        match self.judged:
+            case "pair" | "ranking":
+                terms = self._ordered(read)
+                return terms if self.regularise == "none" else self._regularised(read, terms, scores.logp)
+            case "label":
+                return self._labelled(read, given)
+            case "steps":
+                return self._stepwise(read, given)
+            case "rating":
+                return self._rated(read, given)
+            case _:
+                raise InvariantError(f"no loss of a reward model reads judgements of kind {self.judged!r}")
+
+    def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
+        loss = Gauge(math.fsum(float(p.loss.detach()) for p in parts), 1)
+        return {"ranking/loss": loss, "ranking/tokens": Gauge(batch.spoken, 1)} | merge(*(p.gauges for p in parts))
+
+    def _ordered(self, read: _Read) -> Terms:
+        """Of pairs and rankings: the members of a unit, best first."""
+        loss, right, apart = read.score_S.new_zeros(()), 0.0, list[Tensor]()
+        margin_S = read.first(MARGIN) if self.margin and MARGIN in read.batch else None
+        for members_UK in read.units():
+            score_UK = read.score_S[members_UK]
+            count = members_UK.shape[1]
+            margin_U = score_UK.new_zeros(len(members_UK)) if margin_S is None else margin_S[members_UK[:, 0]]
+            if self.judged == "pair" and count != 2:
+                raise InvariantError(f"a pair has {count} completions in its unit")
+            first, second = torch.triu_indices(count, count, 1, device=score_UK.device)
+            gap_UP = score_UK[:, first] - score_UK[:, second]
+            if self.judged == "pair":
+                each_U = -logsigmoid(gap_UP[:, 0] - margin_U)
+            elif self.pairs:
+                each_U = -logsigmoid(gap_UP).mean(-1)
+            else:
+                each_U = (score_UK.flip(-1).logcumsumexp(-1).flip(-1) - score_UK)[:, :-1].sum(-1)
+            if self.centre:
+                each_U = each_U + self.centre * (2 / count * score_UK.sum(-1)).square()
+            loss = loss + (read.weight_S[members_UK[:, 0]] * each_U).sum()
+            said = gap_UP.detach()
+            right += float((said > 0).sum() + (said == 0).sum() / 2)
+            apart.append(said.flatten())
+        gaps = torch.cat(apart)
+        return Terms(
+            loss,
+            {
+                "ranking/accuracy": Gauge(right, len(gaps)),
+                "ranking/margin": Gauge(float(gaps.sum()), len(gaps)),
+                **read.gauges(),
+            },
+        )
+
+    def _regularised(self, read: _Read, terms: Terms, logp_M: Tensor) -> Terms:
+        """Of pairs: the loss with what the language head says of their completions."""
+        if self.regularise == "dpo":
+            logp_M = logp_M - read.each(REFERENCE)
+        logp_S = logp_M.new_zeros(len(read.score_S)).index_add(0, read.segment_M, logp_M)
+        (members_U2,) = read.units()
+        chosen_U, rejected_U = logp_S[members_U2].unbind(-1)
+        each_U = -logsigmoid(self.beta * (chosen_U if self.regularise == "sft" else chosen_U - rejected_U))
+        own = (read.weight_S[members_U2[:, 0]] * each_U).sum()
+        said = each_U.detach().double()
+        gauges = terms.gauges | {"ranking/regulariser": Gauge(float(said.sum()), len(said))}
+        return Terms((1 - self.alpha) * terms.loss + self.alpha * own, gauges)
+
+    def _labelled(self, read: _Read, given: Rewards) -> Terms:
+        """Good and bad completions. A head that reads every token learns the label at each of them (2110.14168)."""
+        good_S = read.first(SIDE) > 0
+        if self.shape.pool == "token":
+            segment_M = read.segment_M
+            sign_M = torch.where(good_S, 1.0, -1.0).to(read.score_S.dtype)[segment_M]
+            said_S = torch.bincount(segment_M, minlength=len(good_S)).to(read.score_S.dtype)
+            each_M = softplus(-sign_M * given.outputs[:, 0]) / said_S[segment_M]
+            each_S = read.score_S.new_zeros(len(good_S)).index_add(0, segment_M, each_M)
+        else:
+            each_S = softplus(torch.where(good_S, -read.score_S, read.score_S))
+        right = (read.score_S.detach() > 0) == good_S
+        accuracy = Gauge(float(right.sum()), len(good_S))
+        return Terms((read.weight_S * each_S).sum(), {"ranking/accuracy": accuracy, **read.gauges()})
+
+    def _stepwise(self, read: _Read, given: Rewards) -> Terms:
+        """Labels of steps, each at the last token of its step. A completion counts once, however many steps it has."""
+        label_M, score_M = read.each(STEP), given.outputs[:, 0]
+        known_M = ~label_M.isnan()
+        steps_S = torch.bincount(read.segment_M[known_M], minlength=len(read.score_S))
+        if not bool((steps_S > 0).all()):
+            raise InvariantError("a completion has no labelled step: leave it out of the minibatch")
+        label_K, score_K, segment_K = label_M[known_M], score_M[known_M], read.segment_M[known_M]
+        each_K = (softplus(score_K) - label_K * score_K) / steps_S[segment_K]
+        each_S = read.score_S.new_zeros(len(steps_S)).index_add(0, segment_K, each_K)
+        right = (score_K.detach() > 0) == (label_K > 0.5)
+        accuracy = Gauge(float(right.sum()), len(label_K))
+        return Terms((read.weight_S * each_S).sum(), {"ranking/accuracy": accuracy, **read.gauges()})
+
+    def _rated(self, read: _Read, given: Rewards) -> Terms:
+        """Numbers for attributes, or the class of one. An attribute without a rating (NaN) teaches nothing."""
+        rating_SK = read.first(RATING)
+        known_SK = ~rating_SK.isnan()
+        if not bool(known_SK.any(-1).all()):
+            raise InvariantError("a rated completion has no rating: leave it out of the minibatch")
+        if self.shape.classes:
+            target_S = rating_SK[:, 0].long()
+            each_S = cross_entropy(given.outputs, target_S, reduction="none")
+            off_SK = (read.score_S.detach() - rating_SK[:, 0])[:, None]
+        else:
+            off_SK = torch.where(known_SK, given.outputs - torch.where(known_SK, rating_SK, 0.0), 0.0)
+            each_S = off_SK.square().sum(-1) / known_SK.sum(-1)
+        error = Gauge(float(off_SK.detach().abs().sum()), int(known_SK.sum()))
+        return Terms((read.weight_S * each_S).sum(), {"ranking/error": error, **read.gauges()})
+
+
+class _Read:
+    """A micro-batch of judged completions on the device of its scores, one entry per segment."""
+
+    def __init__(self, batch: Batch, given: Rewards) -> None:
+        self.batch, self.score_S = batch, given.score
+        spoken_S = np.bincount(batch.segment_M, minlength=len(batch.lengths_S))
+        if not spoken_S.all():
+            raise InvariantError(f"{int((spoken_S == 0).sum())} judged completions have no spoken token")
+        self._first_S = np.cumsum(spoken_S) - spoken_S
+        self.weight_S = self.first(WEIGHT)
+        self.segment_M = torch.as_tensor(batch.segment_M, dtype=torch.int64, device=self.score_S.device)
+
+    def first(self, stream: Stream) -> Tensor:
+        """The stream at the first token of each completion."""
+        x_S = self.batch[stream][self._first_S]
+        dtype = self.score_S.dtype if x_S.dtype.kind == "f" else torch.int64
+        return torch.as_tensor(x_S, dtype=dtype, device=self.score_S.device)
+
+    def each(self, stream: Stream) -> Tensor:
+        """The stream at every spoken token."""
+        return torch.as_tensor(self.batch[stream], dtype=self.score_S.dtype, device=self.score_S.device)
+
+    def units(self) -> list[Tensor]:
+        """int64 [U, K] for each size K of the units: their members, the best first, as SIDE says, whatever their
+        order."""
+        unit_E = self.batch.unit_E
+        if unit_E is None:
+            raise InvariantError("ordered completions lie in units (`Batch.unit_E`), and this batch has none")
+        side_S = self.batch[SIDE][self._first_S]
+        by_size: dict[int, list[np.ndarray]] = {}
+        for unit in range(self.batch.units):
+            members = self.batch.members(unit)
+            if sorted(side_S[members].tolist()) != list(range(max(2, len(members)))):
+                raise InvariantError(
+                    f"the sides of a judgement are {side_S[members].tolist()}: each of its completions says to how many"
+                    " of the others it was preferred (of a pair, 1 chosen and 0 rejected)"
+                )
+            by_size.setdefault(len(members), []).append(members[np.argsort(-side_S[members])])
+        device = self.score_S.device
+        return [torch.as_tensor(np.stack(x), dtype=torch.int64, device=device) for _, x in sorted(by_size.items())]
+
+    def gauges(self) -> Gauges:
+        said = self.score_S.detach().double()
+        return {
+            "ranking/score": Gauge(float(said.sum()), len(said)),
+            "ranking/score_square": Gauge(float(said.square().sum()), len(said)),
+        }

@@ -1,0 +1,228 @@
+"""Make the sampler that `Run.engine` describes. Only here is an engine made; each comes with what closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from posttrain.build.open_model import open_policy
+from posttrain.build.request.run_request import check_installed
+from posttrain.config.engines import GIB, VLLM, Embedded
+from posttrain.config.run import Run
+from posttrain.config.stages.preference_settings import OnlinePreference
+from posttrain.core.ports import Sampler
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.embedded.policy_mixture import Mixture
+from posttrain.engine.embedded.speculation import Draft, Lookup
+from posttrain.engine.layers import compiled_layers
+from posttrain.engine.model.architecture_kinds import refuse_vllm
+from posttrain.engine.model.policy_model import Policy
+from posttrain.engine.vllm.inprocess import VLLMEngine
+from posttrain.engine.vllm.sampling_parameters import check
+from posttrain.engine.vllm.spawn_server import Spawned
+from posttrain.engine.vllm.start_vllm import folder_for_weights, limits
+from posttrain.engine.vllm.vllm_server import ROLE, VLLMServer
+from posttrain.engine.vllm.worker_refusals import refuse_few, refuse_split
+from posttrain.system import files
+from posttrain.system.errors import ConfigError
+from posttrain.verifier.http_client import Endpoint, Patience
+
+TIMELINE = "timeline.json"
+BEFORE_TRIAL = -2
+"""Version of an engine whose adapter has not been tried: the trial is pushed as -1, and the run begins with 0."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A sampler, with a function that frees its threads, processes and memory."""
+
+    sampler: Sampler
+    close: Callable[[], None]
+
+
+def check_engine(run: Run) -> None:
+    """ConfigError where the run's engine is not installed, or its compiled kernels cannot be built.
+
+    Called before the run folder is made, so that such a run leaves no folder.
+    """
+    if not isinstance(run.engine, Embedded):
+        for stage in run.stages:
+            if isinstance(stage, OnlinePreference) and stage.share is not None:
+                raise ConfigError(f"{stage.name}.algorithm={stage.algorithm.name}: {_ONE_MODEL}")
+    check_installed(run)
+    if not isinstance(run.engine, Embedded):
+        refuse_few(run.engine, run.placement)
+    if run.model.compile and (why := compiled_layers.missing(run.model.device)):
+        raise ConfigError(f"model.compile=true, but torch.compile cannot be used: {why}. Install it, or leave it out")
+    if run.model.kernels == "compiled" and (why := compile_native.missing()):
+        raise ConfigError(
+            f"model.kernels=compiled, but there are no compiled kernels: {why}. Leave it out to compute with torch's"
+            " operations"
+        )
+
+
+def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own: bool = False) -> Serving:
+    """The engine of the run in this process, with its own copy of the weights. `placed_engine` also makes those
+    elsewhere.
+
+    Args:
+        text: decodes token ids, special tokens included; stop strings are searched in the result.
+        own: the policy's weights are the engine's alone, so the embedded engine takes no copy.
+
+    Raises:
+        ConfigError: it cannot keep a stage's sampling contract, or is not installed.
+        EngineError: it does not start.
+    """
+    if isinstance(run.engine, Embedded):
+        served = policy if own else policy.twin()
+        return keeping_contracts(run, Serving(embedded_engine(run, run.engine, served, text), lambda: None))
+    return keeping_contracts(run, _vllm(run, run.engine, policy))
+
+
+def keeping_contracts(run: Run, serving: Serving) -> Serving:
+    """The same, where it can keep every stage's sampling contract; else it is closed.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        for stage in run.stages:
+            if stage.contract is not None:
+                stage.contract.for_training(serving.sampler.keeps_sets)
+    except BaseException:
+        serving.close()
+        raise
+    return serving
+
+
+def make_opponent(
+    run: Run, policy: Policy, reference: PreTrainedModel, share: float, text: Callable[[np.ndarray], str]
+) -> EmbeddedEngine:
+    """An engine that samples from pi^(1 - share) ref^share. It has its own copy of the policy's weights, which are
+    pushed to it like to the first one; with share=1 it holds the reference alone.
+
+    Raises:
+        ConfigError: the run's engine is another one, which samples one model only.
+    """
+    if not isinstance(run.engine, Embedded):
+        raise ConfigError(_ONE_MODEL)
+    how = replace(run.engine, lookup=0, draft=None, timeline=False)
+    if share == 1:
+        return embedded_engine(run, how, replace(policy, module=reference, lora=None), text)
+    twin = policy.twin()
+    return embedded_engine(run, how, twin, text, Mixture(reference, share), BEFORE_TRIAL)
+
+
+_ONE_MODEL = (
+    "engine=vllm samples one model, and an opponent of the policy is a mixture of two, token by token: set"
+    " engine=embedded, or use an algorithm without an opponent (oaif, iterative_dpo)"
+)
+
+
+def keep_timeline(sampler: Sampler, folder: Path) -> None:
+    """Write the engine's timeline into the run folder, if the run asked for one."""
+    if isinstance(sampler, EmbeddedEngine) and sampler.timeline is not None:
+        with files.disk_full_is_reported(folder / TIMELINE, lambda: "The run's record is whole"):
+            sampler.timeline.write(folder / TIMELINE)
+
+
+def embedded_engine(
+    run: Run,
+    how: Embedded,
+    policy: Policy,
+    text: Callable[[np.ndarray], str],
+    mixture: Mixture | None = None,
+    version: int | None = None,
+) -> EmbeddedEngine:
+    """The embedded engine with the run's settings, over the policy's own module.
+
+    Args:
+        version: of the weights it begins with; None: 0, or that before the trial of an adapter.
+    """
+    begun = 0 if policy.lora is None else BEFORE_TRIAL
+    return EmbeddedEngine(
+        policy.module,
+        slots=run.slots,
+        context=policy.context,
+        deterministic=run.deterministic or run.exact,
+        device=run.model.device,
+        cache_bytes=int(how.cache_gib * GIB),
+        text=text,
+        kernels=policy.kernels,
+        update=how.update,
+        budget=how.budget,
+        retain=how.retain,
+        timeline=how.timeline,
+        speculate=_speculation(run, how, policy),
+        mixture=mixture,
+        version=begun if version is None else version,
+    )
+
+
+def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | None:
+    if how.lookup:
+        return Lookup(how.lookup)
+    if how.draft is None:
+        return None
+    small = open_policy(
+        replace(run.model, path=how.draft, context=None, lora=None, quantize=None), run.seed, policy.context
+    )
+    if small.tokenizer_digest != policy.tokenizer_digest:
+        raise ConfigError(
+            f"engine.draft={how.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one"
+            " trained with it"
+        )
+    if small.context < policy.context:
+        raise ConfigError(
+            f"engine.draft={how.draft}: its context of {small.context} tokens is shorter than the policy's"
+            f" {policy.context}"
+        )
+    return Draft(small.module, how.drafts)
+
+
+def check_vllm(run: Run, how: VLLM, policy: Policy) -> None:
+    """ConfigError where vLLM cannot serve the policy, or cannot keep a stage's sampling contract."""
+    config = policy.module.config
+    refuse_vllm(config.to_dict())
+    refuse_split(how.workers, config)
+    able = replace(limits(policy), sequences=not how.apart)
+    for stage in run.stages:
+        if stage.contract is not None:
+            check(stage.contract, able)
+
+
+def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:
+    check_vllm(run, how, policy)
+    if how.apart:
+        return _server(run, how, policy)
+    engine = VLLMEngine(
+        policy,
+        slots=run.slots,
+        cache_bytes=int(how.cache_gib * GIB),
+        eager=how.eager,
+        timeout=how.timeout,
+        inflight=how.update == "inflight",
+        workers=how.workers,
+    )
+    return Serving(engine, engine.close)
+
+
+def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
+    """A vLLM server that runs already, or one that is started here."""
+    patience = Patience(answer=how.timeout)
+    inflight = how.update == "inflight"
+    client = partial(VLLMServer, policy, timeout=how.timeout, inflight=inflight, workers=how.workers)
+    if how.url is not None:
+        share = Path(how.share) if how.share is not None else folder_for_weights(policy)
+        endpoint = Endpoint(how.url, ROLE, key_env=how.key_env, patience=patience)
+        return Serving(client(endpoint, share=share), lambda: None)
+    own = Spawned(policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager, workers=how.workers)
+    share = own.folder if how.share is None else Path(how.share)
+    endpoint = Endpoint(own.url, ROLE, patience=patience)
+    return Serving(client(endpoint, share=share, ended=own.ended), own.close)

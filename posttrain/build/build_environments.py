@@ -1,0 +1,116 @@
+"""The environments of a run. They are made before torch is imported, so that a wrong setting is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+
+from posttrain.config.env import Env
+from posttrain.config.run import Run
+from posttrain.config.stages.preference_settings import Preference
+from posttrain.config.stages.rejection import Rejection
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.stage import Stage
+from posttrain.core.abilities import DataRow, declared, hints, judgements
+from posttrain.core.ports import Environment
+from posttrain.environment.judged.judged_rows import misread
+from posttrain.environment.make import environment
+from posttrain.environment.rows.own_prompts import PromptsEnv
+from posttrain.record.runtime_objects import Given
+from posttrain.system.errors import ConfigError, DataError
+
+REWARD_LINE = (
+    "Add env.rewards=mine.py:reward, your own function, or a built-in: exact, last_integer, contains or math (each"
+    " reads a column answer); from Python rewards=[my_function]"
+)
+"""What to add where a reward is missing."""
+
+
+def check_environment(env: Environment, stages: Sequence[Stage], config: Env) -> None:
+    """ConfigError for a stage that needs demonstrations, judgements or verdicts which the environment cannot give.
+    Reward models of its configuration judge beside it."""
+    abilities = declared(env)
+    texts = abilities.demonstrations
+    styles = texts.styles if texts is not None else ()
+    for stage in stages:
+        if why := stage.refuses(env.name, styles):
+            raise ConfigError(why)
+        if stage.hinted:
+            hints(env)
+        if isinstance(stage, Rejection) and stage.method.regenerate is not None:
+            for reward in config.rewards:
+                if reward.judge_run or reward.steps != "score":
+                    raise ConfigError(stage.judged_alone(reward.function))
+        if stage.judged is not None and isinstance(env, PromptsEnv) and (why := misread(env.rows[0], env)):
+            raise DataError(why)
+        if stage.judged is not None and stage.judged not in judgements(env).kinds:
+            offered = ", ".join(judgements(env).kinds)
+            raise ConfigError(
+                f"{stage.name} learns from judgements of kind {stage.judged!r}, and environment {env.name!r} gives"
+                f" {offered}. Use another algorithm, or data with the columns that it needs"
+            )
+        if isinstance(stage, Preference | RewardModel) and stage.judged == "pair":
+            _margins(stage, abilities.rows or ())
+        if stage.contract is not None and not (abilities.judges or config.has_reward_models):
+            raise ConfigError(
+                f"{stage.name} learns from verdicts on what it samples, and nothing judges it: environment {env.name!r}"
+                f" needs env.rewards. {REWARD_LINE}"
+            )
+
+
+def _margins(stage: Preference | RewardModel, rows: Sequence[DataRow]) -> None:
+    """DataError for the first pair without a margin, where the loss reads the margins of pairs."""
+    without = [r for r in rows if r.judged is not None and r.judged.kind == "pair" and r.judged.margin is None]
+    if isinstance(stage, RewardModel):
+        reads, off = stage.margin and len(without) < len(rows), "margin=false"
+    else:
+        reads, off = stage.algorithm.reads_margin, "algorithm.margin=none"
+    if without and reads:
+        raise DataError(
+            f"{without[0].place}: the pair has no margin, which {stage.name} reads ({len(without)} of {len(rows)} have"
+            f" none): give each row a margin, or set {stage.name}.{off}"
+        )
+
+
+def make_environment(run: Run, objects: Given = Given()) -> Environment:
+    """The run's environment, used by all stages that have none of their own. `objects`: what a program handed."""
+    env = environment(run.env, run.seed, objects)
+    check_environment(env, [s for s in run.stages if s.env is None], run.env)
+    return env
+
+
+def own_environments(run: Run, env: Environment, objects: Given = Given()) -> dict[str, Environment]:
+    """The environments of stages that have their own, by the stage's name. Equal configurations share one object,
+    also with `env`."""
+    built: list[tuple[Env, Environment]] = [(run.env, env)]
+    out: dict[str, Environment] = {}
+    try:
+        for stage in run.stages:
+            if stage.env is None:
+                continue
+            found = next((e for known, e in built if known == stage.env), None)
+            if found is None:
+                with errors_with_path(f"{stage.name}.env"):
+                    found = environment(stage.env, run.seed, objects)
+                built.append((stage.env, found))
+            out[stage.name] = found
+            check_environment(found, [stage], stage.env)
+    except BaseException:
+        for _, one in built[1:]:
+            one.close()
+        raise
+    return out
+
+
+@contextmanager
+def errors_with_path(path: str) -> Generator[None]:
+    """Put a stage's path before errors of its own environment, whose messages call the environment `env`."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{path} (called env here): {error}") from error
+
+
+def distinct(env: Environment, others: Mapping[str, Environment]) -> list[Environment]:
+    """Every environment of a run once, the run's own first."""
+    return list({id(e): e for e in (env, *others.values())}.values())

@@ -1,0 +1,288 @@
+"""Reward models: the judges that `env.rewards=model:PATH` names, and the one that a run trains or trained."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.build.build_judges import by_its_form, generative_judge
+from posttrain.build.open_model import kept_policy
+from posttrain.build.reward_paths import trained_model
+from posttrain.config.env import STAGE, Env, Reward
+from posttrain.config.run import Run
+from posttrain.config.stages.reward_model_settings import head_of
+from posttrain.core.batch import Packed
+from posttrain.engine.files.reward_folder import read_reward_model
+from posttrain.engine.head.logit_transform import logit_dtype
+from posttrain.engine.head.readout import read_out
+from posttrain.engine.head.value_heads import NAME, RewardHead
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy, named_tensors
+from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
+from posttrain.record.checkpoint import KEPT, kept_folder
+from posttrain.record.run_reader import is_run, run_file
+from posttrain.role.judges.generative_judge import GenerativeJudge
+from posttrain.role.judges.generative_steps import GenerativeStepJudge
+from posttrain.role.judges.reward_judge import JudgeMember, RewardModelJudge
+from posttrain.role.judges.step_completion import TokenEnds
+from posttrain.role.judges.step_judge import StepJudge, paid_by
+from posttrain.role.judges.step_scores import step_scores
+from posttrain.role.weights.saved_weights import load_average, load_weights
+from posttrain.system.errors import ConfigError
+
+ModelJudge = RewardModelJudge | GenerativeJudge | GenerativeStepJudge | StepJudge
+"""A judge of finished episodes that `env.rewards` names."""
+RESOLUTIONS = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 3e-2}
+"""Relative difference up to which two scores count as equal, by the dtype they are computed in: its rounding, over the
+layers of a model."""
+
+
+def with_reward_head(run: Run, policy: Policy) -> Policy:
+    """The policy, with a new reward head where a stage of the run trains one."""
+    if (shape := head_of(run.stages)) is None:
+        return policy
+    width = read_out(policy.module).weight.shape[1]
+    dtype = logit_dtype(policy.dtype)
+    return replace(policy, reward_head=RewardHead(shape, width, dtype=dtype, device=policy.device, seed=run.seed))
+
+
+def reward_policy(folder: Path, checkpoint: str = "last", trust: bool = False, ema: bool = False) -> Policy:
+    """The reward model of a run folder, with the weights of a checkpoint or their moving average (`ema`), as a policy
+    with a reward head."""
+    _, found = trained_model(folder, checkpoint)
+    policy = with_reward_head(run_file(folder).run, kept_policy(folder, allow=trust))
+    (load_average if ema else load_weights)(found.folder, HFLearner(policy))
+    return policy
+
+
+class RewardModels:
+    """The reward models of a run's settings, each loaded once.
+
+    Args:
+        folder: the run folder, with the reward models that its own stages trained. None: there is none.
+    """
+
+    def __init__(self, run: Run, policy: Policy, folder: Path | None = None) -> None:
+        self._run, self._policy, self._folder = run, policy, folder
+        self._members: dict[str, JudgeMember] = {}
+        self._made: list[GenerativeJudge | GenerativeStepJudge] = []
+
+    def judges(self, env: Env, trained: Collection[str] | None = None) -> tuple[ModelJudge, ...]:
+        """The judges of an environment's rewards that are models, in order.
+
+        Args:
+            trained: None: those that no stage of the run trains. Else those that some stage trains, all of whose stages
+                are among these.
+
+        Raises:
+            ConfigError: a path is no reward model, or one whose context is too short.
+        """
+        asked = [r for r in env.rewards if r.by_model and bool(r.stages) is (trained is not None)]
+        out: list[ModelJudge] = [
+            self._generative(r) if r.judge_run else self._judge(r) for r in asked if set(r.stages) <= set(trained or ())
+        ]
+        names = [j.name for j in out]
+        if twice := [n for n in names if names.count(n) > 1]:
+            raise ConfigError(
+                f"reward model {twice[0]!r} is given twice: give it once, with the weight you want, or rename one of"
+                " the directories"
+            )
+        return tuple(out)
+
+    def close(self) -> None:
+        """Stop the threads of generative judges."""
+        for judge in self._made:
+            judge.close()
+
+    def _ends(self) -> TokenEnds:
+        """Where steps end in the policy's tokens."""
+        tokenizer: Any = self._policy.tokenizer
+        renderer = Renderer(tokenizer, self._policy.stop_ids, self._policy.context)
+        return TokenEnds(RenderedDialogue(renderer, "").text)
+
+    def _generative(self, reward: Reward) -> GenerativeJudge | GenerativeStepJudge:
+        found = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype], reward_member)
+        made = by_its_form(found, reward, self._ends())
+        self._made.append(made)
+        return made
+
+    def _judge(self, reward: Reward) -> RewardModelJudge | StepJudge:
+        members = tuple(self._member(path) for path in reward.models)
+        name = "+".join(m.name for m in members)
+        default = RESOLUTIONS[self._run.model.dtype]
+        if any(_separator(m) for m in members):
+            return self._step_judge(name, reward, members)
+        if (reward.steps, reward.progress) != ("score", False):
+            raise ConfigError(
+                f"reward model {name} scores whole answers, and steps and progress are for one that scores steps"
+                " (judgement=steps): leave them out"
+            )
+        return RewardModelJudge(
+            name,
+            reward.weight,
+            members,
+            reward.combine,
+            reward.pessimism,
+            default if reward.resolution is None else reward.resolution,
+            reward.measured,
+            _line(name, reward, members),
+        )
+
+    def _step_judge(self, name: str, reward: Reward, members: Sequence[JudgeMember]) -> StepJudge:
+        """The judge of a process reward model.
+
+        Raises:
+            ConfigError: it is one of several, has another tokenizer than the policy, or single steps are measured.
+        """
+        member = members[0]
+        if len(members) > 1:
+            raise ConfigError(f"reward model {name}: one of them scores steps, and those are not combined; give one")
+        if member.renderer is not None:
+            raise ConfigError(
+                f"reward model {name} scores steps, and has another tokenizer or chat template than the policy, so its"
+                " steps end at other tokens: train one from the policy's own model"
+            )
+        if reward.measured and reward.steps != "outcome":
+            raise ConfigError(
+                f"reward model {name}: what is measured is about the whole answer; set env.rewards.N.steps=outcome"
+            )
+        scorer = member.scorer
+        assert isinstance(scorer, FrozenRewards)
+        return StepJudge(
+            name,
+            reward,
+            member,
+            scorer,
+            _separator(member),
+            self._ends(),
+            RESOLUTIONS[self._run.model.dtype] if reward.resolution is None else reward.resolution,
+            f"process reward model {name} (weight {reward.weight:g}) reads the policy's tokens: {paid_by(reward)}",
+        )
+
+    def _member(self, path: str) -> JudgeMember:
+        if path not in self._members:
+            self._members[path] = self._load(path)
+        return self._members[path]
+
+    def _load(self, path: str) -> JudgeMember:
+        if path.startswith(STAGE):
+            name = path.removeprefix(STAGE)
+            assert self._folder is not None
+            member = _as_member(name, _frozen(stage_policy(self._folder, name, beside=self._policy)), None)
+            return replace(member, stage=name)
+        return reward_member(self._run, path, self._policy)
+
+
+class FrozenRewards:
+    """`role.judges.reward_judge.RewardScorer` of a policy with a reward head, which does not train."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._learner, self._one = policy, HFLearner(policy), threading.Lock()
+
+    @property
+    def separator(self) -> str:
+        """The text that ends a step; '' for a model that scores whole answers."""
+        return self._policy.reward_head.shape.separator if self._policy.reward_head is not None else ""
+
+    def rewards(self, packed: Packed) -> np.ndarray:
+        """float32 [S]: the score of each segment, without gradient. Threads take turns: groups that are asked ahead are
+        judged in one while a check reads the same model in another."""
+        with self._one:
+            return self._learner.rewards(packed)
+
+    def tokens(self, packed: Packed) -> np.ndarray:
+        """float64 [M]: the score at each spoken token, as a chance. For a head that scores steps."""
+        with self._one:
+            return step_scores(self._learner, packed)
+
+    def tensors(self) -> Mapping[str, Any]:
+        """Its weights by name, the head's included."""
+        head = self._policy.reward_head
+        assert head is not None
+        own = {f"{NAME}.{n}": p for n, p in head.named_parameters()}
+        return {**dict(named_tensors(self._policy.module)), **own}
+
+
+def _separator(member: JudgeMember) -> str:
+    return member.scorer.separator if isinstance(member.scorer, FrozenRewards) else ""
+
+
+def judges_of(run: Run, policy: Policy, folder: Path | None) -> tuple[ModelJudge, ...]:
+    """The judges of the run's rewards that are models. `folder`: its run folder, where it has one."""
+    kept = () if folder is None else tuple(p.name for p in (folder / KEPT).glob("[!.]*"))
+    models = RewardModels(run, policy, folder)
+    return (*models.judges(run.env), *models.judges(run.env, kept))
+
+
+def stage_policy(folder: Path, stage: str, trust: bool = False, beside: Policy | None = None) -> Policy:
+    """The reward model that a stage of a run trained, from what the run keeps under its name.
+
+    Args:
+        beside: the policy of the same run. Where it has an adapter, the reward model is another one over its frozen
+            weights, which are in memory once.
+    """
+    run = run_file(folder).run
+    if beside is not None and beside.lora is not None:
+        found = beside.beside(beside.lora, run.seed)
+    else:
+        found = kept_policy(folder, allow=trust)
+    policy = with_reward_head(run, found)
+    load_weights(kept_folder(folder, stage), HFLearner(policy))
+    return policy
+
+
+def _frozen(policy: Policy) -> Policy:
+    policy.module.requires_grad_(False).eval()
+    if policy.reward_head is not None:
+        policy.reward_head.requires_grad_(False)
+    return policy
+
+
+def _line(name: str, reward: Reward, members: Sequence[JudgeMember]) -> str:
+    """What a judge is and reads, for people."""
+    how = "" if len(members) == 1 else f", {_words(reward)}"
+    weight = "measured, not paid" if reward.measured else f"weight {reward.weight:g}"
+    anew = [m.name for m in members if m.renderer is not None]
+    begins = f"reward model {name} ({weight}{how})"
+    if len(anew) == len(members):
+        return (
+            f"{begins} has another tokenizer or chat template than the policy: it reads each conversation anew, in its"
+            " own tokens"
+        )
+    reads = f"; {' and '.join(anew)} read the conversation anew, in their own tokens" if anew else ""
+    return f"{begins} reads the policy's tokens{reads}"
+
+
+def _words(reward: Reward) -> str:
+    return "the worst of them" if reward.combine == "worst" else f"mean - {reward.pessimism:g} standard deviations"
+
+
+def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
+    """The reward model at `path`, which reads the tokens of this policy, or writes the text anew in its own."""
+    folder = Path(path).expanduser()
+    if is_run(folder):
+        found = reward_policy(folder)
+    else:
+        found = read_reward_model(path, replace(run.model, compile=False, gradient_checkpointing="none"))
+    _frozen(found)
+    name = folder.resolve().name if folder.is_dir() else path
+    alike = (found.tokenizer_digest, found.template_digest) == (policy.tokenizer_digest, policy.template_digest)
+    if alike and found.context < policy.context:
+        raise ConfigError(
+            f"model:{path}: its context of {found.context} tokens is shorter than the policy's {policy.context}: lower"
+            f" model.context to {found.context}, or use another reward model"
+        )
+    tokenizer: Any = found.tokenizer
+    return _as_member(name, found, None if alike else Renderer(tokenizer, found.stop_ids, found.context))
+
+
+def _as_member(name: str, found: Policy, renderer: Renderer | None) -> JudgeMember:
+    head = found.reward_head
+    assert head is not None
+    last = head.shape.pool == "last" and head.gate is None
+    return JudgeMember(name, FrozenRewards(found), found.context, renderer, last, head.blank)

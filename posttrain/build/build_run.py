@@ -1,0 +1,375 @@
+"""Build the parts of a `Run`. Only here (and in `build.build_engines`) are a model and an engine made."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import transformers
+
+from posttrain.build.build_engines import keep_timeline, make_opponent
+from posttrain.build.build_environments import distinct
+from posttrain.build.build_optimizers import beside, make_optimizer, own_learner
+from posttrain.build.build_reward_models import ModelJudge, RewardModels, with_reward_head
+from posttrain.build.distributed_run import lead_learner
+from posttrain.build.open_model import open_policy
+from posttrain.build.request.branch import begun_with, run_source, same_base
+from posttrain.build.request.run_request import check_lengths
+from posttrain.build.spawn_engines import placed_engine
+from posttrain.build.spawn_environments import PlacedEnvironments, placed_environments
+from posttrain.config.engines import Embedded
+from posttrain.config.run import Run
+from posttrain.config.stages.stage import Stage, check_patterns
+from posttrain.core import seeds
+from posttrain.core.abilities import declared
+from posttrain.core.measure.right import named_right
+from posttrain.core.ports import Environment, Reference, Sampler, Tracker
+from posttrain.core.redact_secrets import scrubbed_data
+from posttrain.engine.embedded.embedded_engine import EmbeddedEngine
+from posttrain.engine.head.readout import read_out
+from posttrain.engine.learner.frozen_reference import freeze, frozen_module
+from posttrain.engine.learner.learner import HEADS, FrozenScorer, HFLearner
+from posttrain.engine.learner.learner_routers import refuse_balance, refuse_replay
+from posttrain.engine.model.policy_model import Policy, base_digest, load_policy
+from posttrain.engine.optimizer import eight_bit
+from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
+from posttrain.record.run_folder import Book
+from posttrain.record.run_reader import run_file
+from posttrain.role.judges.generative_judge import GenerativeJudge
+from posttrain.role.judges.generative_steps import GenerativeStepJudge
+from posttrain.role.learning.probe_tokens import packed_text
+from posttrain.role.learning.reference_opponent import Opponent
+from posttrain.role.memory_peaks import PeakMemory
+from posttrain.role.rollout import Rollout
+from posttrain.role.sync import Sync, nothing_is_kept
+from posttrain.stages.checks_by_kind import observers, of_run
+from posttrain.stages.data_fits_model import check_judgements, check_prompts
+from posttrain.stages.ranks.rank_lead import RankLead
+from posttrain.stages.run_parts import RunParts, StageSetting, turns_reach
+from posttrain.system.errors import ConfigError
+from posttrain.system.version import VERSION
+
+CANARY = 16
+"""Tokens that learner and engine both score after every push of weights."""
+WORDS = ("bad_words", "allowed_words")
+"""Fields of a sampling contract that the tokenizer turns into ids."""
+
+
+def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[str, Any]:
+    """What `run.json` records beside the run tree: versions, the machine, digests, and the sandboxes in use."""
+    return {
+        "versions": {
+            "posttrain": VERSION,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": np.__version__,
+        },
+        "machine": {
+            "platform": platform.platform(),
+            "threads": threads,
+            "isa": torch.backends.cpu.get_cpu_capability(),
+            "memory": PeakMemory(policy.device.type).what,
+        },
+        "tokenizer_digest": policy.tokenizer_digest,
+        "template_digest": policy.template_digest,
+        "stop_ids": list(policy.stop_ids),
+        **({} if policy.lora is None else {"base_digest": base_digest(policy)}),
+        "sandboxes": list(sandboxes),
+        "argv": scrubbed_data(sys.argv),
+    }
+
+
+def check_tokens(run: Run, policy: Policy) -> None:
+    """Refuse a sampling contract that names tokens the model does not have, or words its tokenizer cannot write."""
+    tokenizer: Any = policy.tokenizer
+    spell = Renderer(tokenizer, policy.stop_ids).spell
+    for stage in run.stages:
+        if stage.contract is not None:
+            stage.contract.resolve(policy.stop_ids, spell).check_vocabulary(read_out(policy.module).weight.shape[0])
+
+
+def words_in_tokens(run: Run, policy: Policy) -> list[str]:
+    """Lines with the words that sampling contracts name and the token ids they became."""
+    tokenizer: Any = policy.tokenizer
+    spell = Renderer(tokenizer, policy.stop_ids).spell
+    named = [
+        (s.name, field, w)
+        for s in run.stages
+        if s.contract is not None
+        for field in WORDS
+        for w in getattr(s.contract, field)
+    ]
+    return [
+        f"{stage}.sampling.{field}: {w!r} is {' or '.join(str(list(ids)) for ids in spell(w))}"
+        for stage, field, w in named
+    ]
+
+
+def make_policy(
+    run: Run,
+    env: Environment,
+    others: Mapping[str, Environment] | None = None,
+    written: Path | None = None,
+    own: Path | None = None,
+    blank: Policy | None = None,
+) -> Policy:
+    """The policy of a run.
+
+    Args:
+        env: the environment of all stages but those named in `others` (`own_environments`).
+        written: tokenizer files in a run folder. Without them, a tokenizer that is built has the characters of all
+            environments.
+        own: the run's folder, where there is one. A branched run keeps there what it began with, and its weights are
+            not loaded.
+        blank: the policy, where its model is not loaded in this process.
+    """
+    others = others or {}
+    alphabets: list[str | None] = [declared(e).alphabet for e in (env, *others.values())]
+    known = alphabets[0]
+    if others:
+        known = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
+    policy = begun_with(own, run) if own is not None else blank
+    if policy is None and run_source(run.model.path) is not None:
+        policy = open_policy(run.model, run.seed)
+    if policy is None:
+        policy = load_policy(run.model, known, run.seed, tokenizer_files=written)
+    check_lengths(run, policy.context)
+    check_tokens(run, policy)
+    for one in distinct(env, others):
+        here = [s for s in run.stages if others.get(s.name, env) is one]
+        check_prompts(run, one, policy, here)
+        check_judgements(run, one, policy, here)
+    if own is not None and run.model == run_file(own).run.model:
+        same_base(own, policy)
+    return with_reward_head(run, policy)
+
+
+def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
+    """A frozen model (teacher or named reference) from a directory or hub id. It must share the policy's tokenizer."""
+    other = open_policy(replace(run.model, path=path, context=None, lora=None, quantize=None), run.seed, policy.context)
+    if other.tokenizer_digest != policy.tokenizer_digest:
+        raise ConfigError(
+            f"reference={path}: its tokenizer differs from the policy's, so their tokens cannot be compared. Use a"
+            " model with the same tokenizer files, such as one exported from a run that built the same tokenizer"
+        )
+    if other.context < policy.context:
+        raise ConfigError(
+            f"reference={path}: its context of {other.context} tokens is shorter than the policy's {policy.context}"
+        )
+    return FrozenScorer(other)
+
+
+@dataclass(frozen=True)
+class Sleepers:
+    """The engines of a run in this process. Where the run asks for it, all of them sleep while the learner works."""
+
+    run: Run
+    engines: list[EmbeddedEngine] = field(default_factory=list[EmbeddedEngine])
+
+    def __call__(self) -> None:
+        if isinstance(self.run.engine, Embedded) and self.run.engine.sleep:
+            for engine in self.engines:
+                engine.sleep()
+
+    def add(self, engine: Sampler) -> Sleepers:
+        """These and one more, where it is in this process."""
+        self.engines.extend([engine] if isinstance(engine, EmbeddedEngine) else [])
+        return self
+
+
+def opponent_of(
+    run: Run, policy: Policy, roles: PolicyRoles, sleepers: Sleepers, reference: Reference, share: float
+) -> Opponent:
+    """Who plays against the policy with this share of the reference."""
+    engine = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
+    sleepers.add(engine)
+    probe, forget = probe_ids(policy), forgetting(engine)
+    follows = None if share == 1 else Sync(roles.learner, engine, probe, run.model.dtype, forget=forget)
+    return Opponent(engine, follows)
+
+
+@dataclass(frozen=True)
+class PolicyRoles:
+    """A policy's learner, engine, rollout and weight sync. They need no run folder."""
+
+    learner: HFLearner
+    engine: Sampler
+    renderer: Renderer
+    rollout: Rollout
+    sync: Sync
+    close: Callable[[], None]
+    """Ends the engine and frees its threads, processes and memory."""
+
+
+def make_roles(
+    run: Run,
+    policy: Policy,
+    env: Environment,
+    judges: Sequence[ModelJudge] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    lead: RankLead | None = None,
+) -> PolicyRoles:
+    """The learner, the engine (with its own copy of the weights) and the rollout of one policy.
+
+    Args:
+        judges: the reward models that judge. None: those of the run's rewards that it did not train itself.
+        say: tells the user what happens to engines elsewhere.
+        lead: of a run over ranks, whose learner cuts the weights of the policy, or leaves them to the engine.
+    """
+    refuse_balance(run.stages, policy.module)
+    if run.model.router_replay != "none":
+        refuse_replay(policy.module)
+    renderer = Renderer(cast("Any", policy.tokenizer), policy.stop_ids, policy.context, run.model.history)
+    serving = placed_engine(run, policy, renderer.decode, say, lead.by_rows) if lead is not None else None
+    torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
+    learner = own_learner(run, policy) if lead is None else lead_learner(run, policy, lead)
+    serving = serving or placed_engine(run, policy, renderer.decode, say)
+    engine = serving.sampler
+    found = RewardModels(run, policy).judges(run.env) if judges is None else tuple(judges)
+    rollout = Rollout(
+        engine, env, lambda task: RenderedDialogue(renderer, task), run.seed, renderer, run.env.limits, found
+    )
+    rollout.right = named_right(run.env, env.abilities.gold)
+
+    def close() -> None:
+        serving.close()
+        for judge in found:
+            if isinstance(judge, GenerativeJudge | GenerativeStepJudge):
+                judge.close()
+
+    away = None if isinstance(engine, EmbeddedEngine) else turns_reach
+    sync = Sync(learner, engine, probe_ids(policy), run.model.dtype, elsewhere=away, forget=forgetting(engine))
+    return PolicyRoles(learner, engine, renderer, rollout, sync, close)
+
+
+def forgetting(engine: Sampler) -> Callable[[], None]:
+    """What empties the cache of an engine in this process."""
+    return engine.forget if isinstance(engine, EmbeddedEngine) else nothing_is_kept
+
+
+def probe_ids(policy: Policy) -> np.ndarray:
+    """int32 [CANARY] ids spread over the vocabulary, the same for every run of a model."""
+    rows = read_out(policy.module).weight.shape[0]
+    return (np.arange(1, min(CANARY, policy.context) + 1) * 7919 % rows).astype(np.int32)
+
+
+def _own_rollout(
+    run: Run, stage: Stage, models: RewardModels, rollout: Rollout, env: Environment, elsewhere: PlacedEnvironments
+) -> Rollout:
+    """The rollout of a stage with its own environment."""
+    own = run.env_of(stage)
+    judges = rollout.judges if own.rewards == run.env.rewards else models.judges(own)
+    return replace(
+        rollout,
+        environment=env,
+        limits=own.limits,
+        judges=judges,
+        plays=elsewhere.player(env),
+        right=named_right(own, env.abilities.gold),
+    )
+
+
+@dataclass
+class TrainedJudges:
+    """The reward models of a stage's rewards that the run itself has trained before it."""
+
+    run: Run
+    models: RewardModels
+    say: Callable[[str], None]
+    _said: set[str] = field(default_factory=set[str])
+
+    def __call__(self, stage: Stage) -> tuple[ModelJudge, ...]:
+        before = tuple(s.name for s in self.run.stages[: self.run.stages.index(stage)])
+        found = self.models.judges(self.run.env_of(stage), before)
+        for line in (j.line for j in found if j.line not in self._said):
+            self._said.add(line)
+            self.say(line)
+        return found
+
+
+def _say_judges(roles: PolicyRoles, say: Callable[[str], None]) -> None:
+    for line in (j.line for j in roles.rollout.judges if isinstance(j, ModelJudge)):
+        say(line)
+
+
+def _compile(learner: HFLearner, policy: Policy, say: Callable[[str], None]) -> None:
+    say("compiling the learner's layers (model.compile=true) ...")
+    say(learner.compile(packed_text(probe_ids(policy))))
+
+
+def _check_optimizers(run: Run, parameters: list[str]) -> None:
+    """ConfigError for a pattern that fits no parameter, or an optimizer whose package is not installed."""
+    for stage in run.stages:
+        read = [n for n in parameters if not n.startswith(HEADS) or n.startswith(stage.heads)]
+        check_patterns(stage.optimizer, parameters, f"{stage.name}.optimizer", read)
+        if stage.optimizer.kind == "adamw8bit":
+            eight_bit.check_installed()
+
+
+def make_parts(
+    run: Run,
+    policy: Policy,
+    env: Any,
+    book: Book,
+    trackers: list[Tracker],
+    others: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    lead: RankLead | None = None,
+) -> RunParts:
+    """The parts that all stages of a run share.
+
+    Args:
+        others: see `make_policy`.
+        say: tells the user of what takes long.
+    """
+    models, sleepers, others = RewardModels(run, policy, book.folder), Sleepers(run), others or {}
+    roles = make_roles(run, policy, env, models.judges(run.env), say, lead)
+    learner, elsewhere = roles.learner, placed_environments(run, env, others, roles.engine, say, roles.close)
+    if run.model.compile:
+        _compile(learner, policy, say)
+    _say_judges(roles, say)
+
+    def close() -> None:
+        keep_timeline(roles.engine, book.folder)
+        elsewhere.close()
+        models.close()
+
+    _check_optimizers(run, list(learner.parameters()))
+    return RunParts(
+        run=run,
+        environment=env,
+        renderer=roles.renderer,
+        learner=learner,
+        sampler=roles.engine,
+        rollout=replace(roles.rollout, plays=elsewhere.player(env)),
+        sync=roles.sync,
+        book=book,
+        stop_ids=policy.stop_ids,
+        spell=roles.renderer.spell,
+        text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
+        freeze=lambda: freeze(learner),
+        teacher=lambda path: make_teacher(run, path, policy),
+        oppose=lambda reference, share: opponent_of(run, policy, roles, sleepers, reference, share),
+        optimize=partial(make_optimizer, run.model, learner),
+        beside=partial(beside, run, learner),
+        settings={
+            s.name: StageSetting(others[s.name], _own_rollout(run, s, models, roles.rollout, others[s.name], elsewhere))
+            for s in run.stages
+            if s.name in others
+        },
+        trained_judges=TrainedJudges(run, models, say),
+        observe=observers,
+        watch=of_run(),
+        trackers=trackers,
+        close=close,
+        idle=roles.engine.idle if isinstance(roles.engine, EmbeddedEngine) else turns_reach,
+        sleep=sleepers.add(roles.engine),
+    )

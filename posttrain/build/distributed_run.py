@@ -1,0 +1,218 @@
+"""A run over ranks: what rank 0 sends to the others to begin with, and the parts of the run that lead them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from posttrain import faults
+from posttrain.build.sharded_loading import here
+from posttrain.checks.learning.expert_checks import ExpertsCheck
+from posttrain.checks.learning.frozen_parameters import FrozenCheck
+from posttrain.checks.learning.precision_checks import ScaleCheck
+from posttrain.checks.learning.update_checks import UpdateCheck
+from posttrain.config.rank_limits import (
+    Parallel,
+    RankOptions,
+    torchrun_rank,
+    torchrun_restarts,
+    torchrun_world,
+    under_torchrun,
+)
+from posttrain.config.run import Model, Run
+from posttrain.core import seeds
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.layers import attention
+from posttrain.engine.learner.torch_settings import use_deterministic, use_threads
+from posttrain.engine.model.policy_model import Policy, named_tensors
+from posttrain.engine.parallel.expert_parallel import ExpertLearner, whole_experts
+from posttrain.engine.parallel.ranks.rank_orders import END, HERE, LONG, Store, met
+from posttrain.engine.parallel.ranks.rank_processes import RankProcesses
+from posttrain.engine.parallel.ranks.signed_messages import users_key
+from posttrain.engine.parallel.sharded_learner import ShardedLearner, refuse_ranks
+from posttrain.engine.parallel.sharded_load import BlankPolicy, blank_policy, read_rows
+from posttrain.engine.parallel.sharded_reference import Mould
+from posttrain.engine.parallel.tensor_parallel import TensorLearner, columns_and_rows
+from posttrain.stages.checks_by_kind import checks_of
+from posttrain.stages.ranks.lead_learner import LeadExpertLearner, LeadLearner, LeadTensorLearner, OrderedLearner
+from posttrain.stages.ranks.rank_checks import rank_observers
+from posttrain.stages.ranks.rank_lead import LeadReference, RankLead, lead_optimizer, lead_trainer
+from posttrain.stages.ranks.rank_state import RankLearner, RankState
+from posttrain.stages.ranks.rank_worker import work
+from posttrain.stages.run_parts import RunParts
+from posttrain.system.child_lifetime import ending_with_parent
+from posttrain.system.errors import EngineError
+from posttrain.system.machine import cores
+
+L = TypeVar("L", bound=RankLearner)
+
+WORKER = "posttrain.stages.ranks.rank_worker"
+LAUNCHER = "the process of torchrun"
+LEARNERS: dict[Parallel, tuple[Any, Any]] = {
+    "rows": (LeadLearner, ShardedLearner),
+    "tensor": (LeadTensorLearner, TensorLearner),
+    "experts": (LeadExpertLearner, ExpertLearner),
+}
+"""How ranks share a model: the learner of rank 0, and of another one."""
+ROWS = (UpdateCheck, FrozenCheck)
+"""The checks that every rank makes of its own rows."""
+PLANTED = ExitStack()
+"""Holds the fault that a run plants, in the process of a rank, for as long as that lives."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankStart:
+    """Makes the learner of another rank. It is pickled with the policy in it, or with the model whose rows each rank
+    reads."""
+
+    policy: Policy | Model
+    seed: int
+    threads: int
+    deterministic: bool
+    fault: str | None
+    digest: str
+    """Of the weights, where each rank reads its rows."""
+    parallel: Parallel
+    how: Mapping[str, Any]
+    """Further arguments of the learner."""
+
+    def __call__(self, state: RankState) -> None:
+        use_threads(self.threads)
+        use_deterministic(self.deterministic)
+        PLANTED.enter_context(faults.planted(self.fault))
+        torch.manual_seed(seeds.torch_seed(self.seed, "torch"))
+        policy = self.policy if isinstance(self.policy, Policy) else blank_policy(self.policy, self.seed)
+        made(state, policy, self.digest, LEARNERS[self.parallel][1], state.ranks, **self.how)
+
+
+def made(state: RankState, policy: Policy, digest: str, make: Callable[..., L], *given: Any, **how: Any) -> L:
+    """The learner of a rank, as `make` makes it, in its state."""
+    state.mould = Mould(policy)
+    if isinstance(policy, BlankPolicy):
+        learner = read_rows(policy, state.ranks, make, *given, digest=digest, **how)
+    else:
+        learner = make(policy, *given, **how)
+    state.own = learner
+    return learner
+
+
+def begin_rank(state: RankState, start: bytes) -> None:
+    """What another rank does first."""
+    attention.register()  # before the model is read
+    pickle.loads(start)(state)
+
+
+@contextmanager
+def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
+    """Rank 0 among ranks that wait for its orders; None where the run trains in one process. The ranks end with the
+    block."""
+    if options.world is None:
+        yield None
+        return
+    with ExitStack() as closing:
+        if under_torchrun():
+            closing.enter_context(ending_with_parent(LAUNCHER))
+            world, processes, key, store = torchrun_world(), None, users_key(), torchrun_store(options)
+            store.set(HERE.format(0), "1")
+        else:
+            world = options.world
+            told = {"replicas": options.replicas}
+            processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds, told)
+            closing.callback(processes.close, kill=True)
+            store, key = processes.store, processes.key
+        local, gone = processes is not None, str if processes is None else processes.gone
+        ranks = closing.enter_context(
+            met(store, 0, world, options.seconds, options.replicas, key=key, local=local, gone=gone)
+        )
+        lead = RankLead(ranks, store, processes, options.parallel)
+        closing.callback(lead.close)
+        yield lead
+
+
+def follow(options: RankOptions) -> int:
+    """A process of torchrun that is not rank 0: do what rank 0 orders; returns the exit code."""
+    with ending_with_parent(LAUNCHER):
+        store = torchrun_store(options)
+        store.wait([HERE.format(0)], LONG)
+        if store.get(HERE.format(0)).decode() == END:
+            return 0
+        return work(store, torchrun_rank(), torchrun_world(), options.seconds, options.replicas, key=users_key())
+
+
+def dismiss(options: RankOptions) -> None:
+    """Rank 0 of torchrun ends with an error: let go of ranks that still wait for it to begin."""
+    with suppress(Exception):
+        torchrun_store(options).set(HERE.format(0), END)
+
+
+def torchrun_store(options: RankOptions) -> Store:
+    """Where the processes of torchrun meet. Keys of an attempt before, whose ranks died, are of no use to this one."""
+    store = next(iter(rendezvous("env://", timeout=timedelta(seconds=options.seconds))))[0]
+    return PrefixStore(f"posttrain-{torchrun_restarts()}", store)
+
+
+def rank_threads(run: Run, options: RankOptions) -> int:
+    """Threads of each rank: those of the run, or an equal share of this machine's cores."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else options.world or 1
+    return run.threads or max(1, cores() // here)
+
+
+def refuse_policy(policy: Policy, lead: RankLead, blank: bool) -> None:
+    """ConfigError for a model that ranks cannot share as they are asked to."""
+    match lead.parallel:
+        case "tensor":
+            columns_and_rows(policy, lead.ranks.world)
+        case "experts":
+            whole_experts(policy, lead.ranks.world)
+        case "rows":
+            refuse_ranks(policy, blank)
+
+
+def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
+    """A learner on every rank. It cuts the weights of the policy in place, or each rank reads its rows of them.
+
+    Raises:
+        EngineError: the model cannot be sent to another process.
+        InvariantError: the rows that ranks have read are not those of the policy.
+    """
+    how: dict[str, Any] = {"gradient_checkpointing": run.model.checkpointing}
+    if run.model.router_replay != "none":
+        how["replays"] = True
+    given = here(run.model) if lead.by_rows else policy
+    digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.by_rows else ""
+    told = (run.seed, torch.get_num_threads(), run.deterministic, run.fault, digest, lead.parallel, how)
+    start = RankStart(given, *told)
+    try:
+        sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""
+    except Exception as error:
+        raise EngineError(
+            f"the model cannot be sent to another process ({type(error).__name__}: {error}): leave out --nproc"
+        ) from error
+    with lead.ordered("build the learner", (begin_rank, (sent,))):
+        mine = blank_policy(run.model, run.seed) if lead.by_rows else policy
+        return made(lead.state, mine, digest, LEARNERS[lead.parallel][0], lead, **how)
+
+
+def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
+    """The parts of a run, with those that train on all ranks."""
+    half = run.model.dtype == "float16"
+    own = (*ROWS, *([ScaleCheck] if half else []), *([ExpertsCheck] if lead.parallel == "experts" else []))
+    given: tuple[Any, ...] = (run.model.kernels, half, None)
+    return replace(
+        parts,
+        freeze=lambda: LeadReference(lead),
+        optimize=lambda config: lead_optimizer(lead, config, given),
+        make_trainer=lambda learner, optimizer, micro_tokens, version: lead_trainer(
+            lead, optimizer, micro_tokens, version
+        ),
+        observe=rank_observers(lead, checks_of, own),
+    )

@@ -1,0 +1,368 @@
+"""Checks before the first step, on the parts of the run: prompts, verifier, split. They take a fraction of a second.
+
+The complete check of an environment is `posttrain.environment.conformance`. Here its claims are tested on a few tasks,
+together with the claims that need the policy's tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from posttrain.build.request.chat_or_plain import other_form
+from posttrain.checks.data_checks import as_written, sameness
+from posttrain.core.content import conversation, prompt_words
+from posttrain.core.ports import Attempt, Environment, Seat, Utterance
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Message, Task
+from posttrain.core.verdict import State, Verdict, outcome
+from posttrain.diagnose.rules.data_notes import data_notes
+from posttrain.environment.check.probe_answers import SHAPES
+from posttrain.environment.conformance import as_asked
+from posttrain.environment.scripted_policy import attempt, judged
+from posttrain.environment.templates import template_process
+from posttrain.environment.templates.chat_template import PROBE, Chat
+from posttrain.environment.templates.renderer import Renderer
+from posttrain.environment.templates.template_lint import template_findings
+from posttrain.role.episode_conversation import DemonstrationTalk
+from posttrain.role.judging import JUDGE_RETRIES
+from posttrain.stages.run_parts import RunParts, StageSetting
+from posttrain.system.errors import DataError, InvariantError, PosttrainError
+
+TASKS = 8
+"""Tasks of each split that are tested."""
+TURNS, PLAYED = 3, 30.0
+"""Turns played in an environment without known right answers, and the most seconds of such an episode."""
+ANSWERS, MOMENT = 4, 1.0
+"""Different answers with which the user's rewards are tried, and the seconds after which that ends."""
+LEAKS, SECONDS = 500, 0.3
+"""Most training tasks compared with the held-out ones, and most seconds spent on it."""
+
+
+async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
+    """Test every claim; the first that does not hold raises. Returns notes for the user.
+
+    Raises:
+        InvariantError: prompts, verifier or split are not what they claim to be.
+        DataError: the data cannot be read.
+    """
+    settings = {id(s.environment): s for s in map(parts.setting, parts.run.stages)}
+    notes = [note for s in settings.values() for note in await _prove(parts, s, tokenizer)]
+    pairs = [(parts.setting(s).environment, parts.other_environments(s)) for s in parts.run.stages]
+    for env, others in {(id(env), *map(id, others)): (env, others) for env, others in pairs}.values():
+        notes += split_is_clean(env, others)
+    return list(dict.fromkeys(notes))
+
+
+async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list[str]:
+    """Test the claims of one environment."""
+    env = setting.environment
+    held, train = (
+        [t for t in tasks if len(t.prompt)]  # nothing is asked by a text that is learned whole
+        for tasks in (env.heldout[:TASKS], _first_tasks(env.train, TASKS))
+    )
+    prompts_begin_once(setting, tokenizer, [*held, *train])
+    await gold_is_paid(env, [*held, *train])
+    await near_misses_are_not(env, [*held, *train])
+    notes = [
+        *await rewards_tell(env, [*train, *held]),
+        *data_notes(env.train, env.heldout, repeats=env.abilities.judgements is not None),
+        *lint_notes(parts, env),
+        *other_form(parts, env, [*train, *held]),
+    ]
+    answered = [await conversations_append(parts, setting, task) for task in [*train[:1], *held[:1]]]
+    learns = any(s.demonstrated or s.judged is not None for s in parts.run.stages)
+    render, follows = cast("Renderer", parts.renderer), ["user"] if any(answered) else []
+    looked = template_findings(render, env, [*held, *train], follows, learns)
+    notes += [f"{f.name}: {f.seen}; {f.advice}" for f in looked if f.warns]
+    return [*notes, *(observations_can_be_written(parts, env.name) if any(answered) else [])]
+
+
+def lint_notes(parts: RunParts, env: Environment) -> list[str]:
+    """What the environment finds when it looks at its data. What is well is left out, but for figures on lengths."""
+    if env.abilities.lint is None:
+        return []
+
+    def length(task: Task, completion: str) -> int:
+        return sum(len(ids) for ids in parts.renderer.pair(task.prompt, completion, task.id, task.tools))
+
+    found = env.abilities.lint(length, parts.sampler.context)
+    return [
+        f"{f.name}: {f.seen}{f'; {f.advice}' if f.advice else ''}" for f in found if f.warns or f.name == "length bias"
+    ]
+
+
+def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:
+    """The tokenizer can encode every observation; characters it lacks are replaced, and a note says so.
+
+    Raises:
+        DataError: it has no replacement either. The message names the environment.
+    """
+    writable = cast("Renderer", parts.renderer).writable
+    try:
+        writable.check()
+    except DataError as error:
+        raise DataError(f"environment {environment!r} shows the policy what its world answers: {error}") from error
+    if writable.everything:
+        return []
+    return [
+        "the tokenizer has no token for some characters; where the world answers with one, the policy is shown"
+        f" {writable.stand_in!r}"
+    ]
+
+
+def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Task]) -> None:
+    """A rollout's prompt equals what the model's own tokenizer writes: one begin token, and nothing appended."""
+    special = set(tokenizer.all_special_ids)
+    for task in tasks:
+        if not isinstance(task.prompt, str) and any(
+            s in str(m.get("content")) for m in task.prompt for s in tokenizer.all_special_tokens
+        ):
+            continue  # here special tokens in the text are encoded as text; the model's own tokenizer does not do that
+        got = np.asarray(setting.rollout.dialogue(task.id).see(task.prompt)).tolist()
+        if isinstance(task.prompt, str):
+            full, bare = (
+                tokenizer(task.prompt)["input_ids"],
+                tokenizer(task.prompt, add_special_tokens=False)["input_ids"],
+            )
+            options = [
+                full[: len(full) - n] for n in range(len(full)) if all(i in special for i in full[len(full) - n :])
+            ]
+            options += [bare] if bare[:1] and bare[0] in special else []
+        else:
+            text = template_process.apply(tokenizer, Chat(tokenizer, ()).readable(task.prompt), generate=True)
+            options = [tokenizer(text, add_special_tokens=False)["input_ids"]]
+        if got not in options:
+            raise InvariantError(
+                f"task {task.id!r}: a rollout would be shown {tokenizer.decode(got)!r} ({len(got)} tokens), and the"
+                f" model's own tokenizer writes {tokenizer.decode(options[0])!r} ({len(options[0])}). Special tokens"
+                " are doubled or lost, or another template is used; the policy would be trained on beginnings it is"
+                " never served"
+            )
+
+
+async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
+    """The environment's own verifier gives known right answers a score of 1."""
+    gold = env.abilities.gold
+    if gold is None or gold.verdict is None:
+        return
+    for task, right in gold.known(tasks):
+        own = await _own_verdict(env, gold.verdict, task, right)
+        if own.score != 1.0:
+            raise InvariantError(
+                f"verifier {env.name!r} scores the right answer {right} to task {task.id!r}"
+                f" ({prompt_words(task.prompt)}) {own.score} ({own.why or own.kind}), not 1: the policy could never be"
+                " right. Mend verify() or gold(); where verify() gives grades of another scale, set"
+                " vouches_for_gold = False in the class"
+            )
+
+
+async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
+    """The environment's own verifier gives a wrong answer that looks right, and an empty one, a score of 0.
+
+    A verifier with partial credit must give less than 1.
+    """
+    gold = env.abilities.gold
+    if gold is None or gold.verdict is None:
+        return
+    for task, right in gold.known(tasks):
+        wrong = [gold.wrong(task)] if gold.wrong is not None else []
+        for turns in (*wrong, ("",) * len(right)):
+            own = await _own_verdict(env, gold.verdict, task, turns)
+            if own.score != 0.0 and not (gold.pays_parts and own.score is not None and own.score < 1):
+                raise InvariantError(
+                    f"verifier {env.name!r} pays {own.score} for {list(turns)}, which is no answer to task {task.id!r}"
+                    f" ({prompt_words(task.prompt)}; right: {right}). The policy will find this out sooner"
+                    " than you: mend verify()"
+                )
+
+
+async def rewards_tell(env: Environment, tasks: Sequence[Task]) -> list[str]:
+    """Notes on the user's rewards, from a few answers that are judged in a moment. `posttrain check` tries more."""
+    gold = env.abilities.gold
+    if gold is None or gold.vouched or not env.abilities.judges:
+        return []
+    known = [(t, a) for a, t in {turns[0]: t for t, turns in gold.known(tasks) if len(turns) == 1}.items()][:ANSWERS]
+    if len(known) < ANSWERS:
+        return []
+
+    async def earned(said: Sequence[str]) -> np.ndarray:
+        told = [outcome(await judged(env, t, [text])) for (t, _), text in zip(known, said, strict=True)]
+        return np.array([np.nan if x is None else x for x in told])
+
+    try:
+        async with asyncio.timeout(MOMENT):
+            return await _won_without_answers([t for t, _ in known], [a for _, a in known], earned)
+    except TimeoutError:
+        return []  # a slow reward is left to `posttrain check`
+
+
+async def _won_without_answers(
+    tasks: Sequence[Task], answers: Sequence[str], earned: Callable[[Sequence[str]], Awaitable[np.ndarray]]
+) -> list[str]:
+    """Compares right answers, in the first form that tells them from those of other tasks, with texts that are none."""
+    for form in SHAPES.values():
+        said = [form.format(a) for a in answers]
+        right, wrong = await earned(said), await earned([*said[1:], said[0]])
+        if np.all(right < wrong):
+            return ["rewards may be inverted: right answers earn less than wrong ones. Try them: posttrain check"]
+        if np.all(right > wrong):
+            break
+    else:
+        return []  # they look at something else
+    texts = {
+        "saying nothing": [""] * len(said),
+        "one answer to everything": said[:1] * len(said),
+        "the prompt itself": [conversation(t.prompt) for t in tasks],
+        "a list of all answers": [form.format(", ".join([*answers, "0"]))] * len(said),
+    }
+    won = [name for name, each in texts.items() if np.all(await earned(each) >= right)]
+    return [f"rewards may be won without an answer, by {' and '.join(won)}. Try them: posttrain check"] if won else []
+
+
+async def _own_verdict(
+    env: Environment, verdict: Callable[[Attempt], Awaitable[Verdict]], task: Task, turns: Sequence[str]
+) -> Verdict:
+    """The verdict on a scripted episode. While the verifier fails it is asked again, as often as in a rollout.
+
+    Raises:
+        InvariantError: it fails each time, which says nothing about the answer.
+    """
+    played = await _play(env, task, turns)
+    own = await verdict(played)
+    for _ in range(JUDGE_RETRIES):
+        if own.state is not State.FAILED:
+            break
+        own = await verdict(played)
+    if own.state is State.FAILED:
+        raise InvariantError(
+            f"verifier {env.name!r} fails on task {task.id!r} ({own.kind}: {own.why or 'without a reason'}), each of"
+            f" {JUDGE_RETRIES + 1} times. This is no verdict on the answer: look at what it needs, its sandbox or its"
+            " services, and start again"
+        )
+    return own
+
+
+async def _play(env: Environment, task: Task, turns: Sequence[str]) -> Attempt:
+    """One scripted episode. InvariantError where the environment asks for more turns than its known answer has."""
+    try:
+        return await attempt(env, task, turns)
+    except IndexError as error:
+        raise InvariantError(
+            f"task {task.id!r}: {error}. gold() and distractor() must give every turn the environment asks for"
+        ) from error
+
+
+async def conversations_append(parts: RunParts, setting: StageSetting, task: Task) -> bool:
+    """Play one scripted episode with the policy's own chat template, to see that each turn appends to one sequence.
+
+    Returns whether the environment may send the policy observations.
+
+    Raises:
+        DataError: the template rewrites earlier messages, or refuses them. The message names the place and the setting.
+    """
+    render: Any = parts.renderer
+    if render.history == "rewrite":
+        return True
+    env = setting.environment
+    gold = env.abilities.gold
+    turns = (gold.right(task) if gold is not None and gold.vouched else None) or (_probe_text(render),) * TURNS
+    chat, dialogue = not isinstance(task.prompt, str), setting.rollout.dialogue
+    talk = _ScriptedTalk(render, dialogue(task.id), turns, Sampling(), chat=chat, task=task.id)
+    talk.other = lambda: _ScriptedTalk(
+        render, dialogue(task.id), (_probe_text(render),) * TURNS, Sampling(), chat=chat, task=task.id
+    )
+    try:
+        async with asyncio.timeout(PLAYED):
+            await env.play(task, talk)
+    except (_ScriptEnded, TimeoutError):
+        pass
+    except PosttrainError:
+        raise
+    except Exception:
+        pass  # an error of the environment is not the template's; in an episode it becomes a failed verdict
+    if task.tools:  # they are offered, and one message ends the episode
+        return talk.shown > 1
+    if talk.tools and (why := render.rewrites([Message(role="tool", content="")], talk.tools)):
+        raise DataError(f"task {task.id!r}: {why}")
+    if talk.tools and not isinstance(task.prompt, str):
+        answer = Message(role="tool", name="tool", content="0", tool_call_id="call00000")
+        render.encode(render.template.between(list(task.prompt), [answer], talk.tools).text)
+    return talk.shown > 1 or bool(talk.tools) or env.abilities.tools is not None
+
+
+def _probe_text(render: Renderer) -> str:
+    """A neutral text for a turn: `PROBE`, or some other text that this tokenizer can encode."""
+    try:
+        return PROBE if len(render.encode(PROBE)) else ""
+    except DataError:
+        return next((text for i in range(64) if i not in render.stop_ids and (text := render.decode([i])).strip()), "")
+
+
+class _ScriptEnded(Exception):
+    """The script has no more turns."""
+
+
+class _ScriptedTalk(DemonstrationTalk):
+    """Scripted turns in the policy's chat template. Records the tools that are offered and the number of observations
+    (`shown`, with the prompt)."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    shown = 0
+    other: Callable[[], _ScriptedTalk]
+    """Makes the talk of a seat that is not trained, as if the policy played it."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._seats: dict[str, _ScriptedTalk] = {}
+
+    def seat(self, name: str) -> Seat:
+        return self._seats.setdefault(name, self.other())
+
+    def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.tools = self.tools or tools
+        self.shown += 1
+        super().see(content, tools)
+
+    async def say(self, most: int | None = None) -> Utterance:
+        if len(self.turns) == len(self._turns):
+            raise _ScriptEnded
+        return await super().say(most)
+
+
+def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> list[str]:
+    """Among the first training tasks, none is a held-out task of `env` or of the `others` that the run is measured on.
+
+    Tasks of different environments are the same when their prompts are written alike. Later training tasks are
+    compared when a step asks for them. A note where the environment's key tells tasks apart that are the same.
+    """
+    same = sameness(env)
+    held = {same(t): t.id for t in env.heldout}
+    elsewhere = {as_written(t): t.id for other in others for t in other.heldout}
+    asked = {as_asked(t): t.id for t in env.heldout if t.answer is not None}
+    begun = time.perf_counter()
+    for task in _first_tasks(env.train, LEAKS):
+        if (twin := held.get(same(task), elsewhere.get(as_written(task)))) is not None:
+            raise InvariantError(
+                f"training task {task.id!r} ({prompt_words(task.prompt)}) is held-out task {twin!r}: held-out accuracy"
+                " would measure memory. Take it out of one of the two"
+            )
+        if twin := asked.get(as_asked(task)):
+            return [
+                f"told apart: training task {task.id!r} has the prompt and the answer of held-out task {twin!r}, which"
+                " the environment's key tells apart. Held-out accuracy measures memory: make key() depend on both alone"
+            ]
+        if time.perf_counter() - begun > SECONDS:
+            break
+    return []
+
+
+def _first_tasks(source: Any, most: int) -> Any:
+    """The first tasks of a source, in order. DataError where the source is empty."""
+    if source.count == 0:
+        raise DataError("there are no training tasks: every prompt went to the held-out split, or the source is empty")
+    return (source.task(i) for i in range(most if source.count is None else min(most, source.count)))

@@ -1,0 +1,95 @@
+"""An algorithm of the user's own: an object, or `algorithm=path.py:NAME`, which may have pieces of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.build.request.own_pieces import algorithm_module
+from posttrain.build.request.user_objects import HandedObjects
+from posttrain.config.run import Run
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.both_ladders import AnyAlgorithm, algorithms_of, any_named, learns_from
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
+from posttrain.system.errors import ConfigError, PosttrainError, nearest
+from posttrain.verifier.user_code import where
+
+BOTH = (Algorithm, PreferenceAlgorithm)
+"""The types of the algorithms of both ladders."""
+
+
+def algorithm_of(given: str | AnyAlgorithm) -> AnyAlgorithm:
+    """The algorithm itself, one of a ladder by its name, or `path.py:NAME`: an `Algorithm` or a `PreferenceAlgorithm`,
+    or a function without arguments that returns one."""
+    if not isinstance(given, str):
+        return given
+    if ":" not in given:
+        return any_named(given)
+    name, _, attribute = given.rpartition(":")
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"algorithm={given}: there is no file {path}")
+    module = algorithm_module(path.resolve())
+    found: Any = getattr(module, attribute, None)
+    if found is None:
+        named = {n: v for n, v in vars(module).items() if not n.startswith("_")}
+        own = [n for n, v in named.items() if isinstance(v, BOTH) or _is_own(v, module.__name__)]
+        raise ConfigError(f"algorithm={given}: {path} has no {attribute!r}; {nearest(attribute, own)}")
+    if callable(found):
+        try:
+            found = found()
+        except PosttrainError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"algorithm={given} failed: {where(error)}") from error
+    if not isinstance(found, BOTH):
+        raise ConfigError(
+            f"algorithm={given} is a {type(found).__name__}: an Algorithm or a PreferenceAlgorithm is wanted, such as"
+            " posttrain.ladder.algorithm.patch makes, or a function without arguments that returns one"
+        )
+    return found
+
+
+def reward_algorithm(given: str | AnyAlgorithm) -> Algorithm:
+    """`algorithm_of`, where only one that learns from reward has a meaning."""
+    found = algorithm_of(given)
+    if not isinstance(found, Algorithm):
+        raise ConfigError(
+            f"algorithm={found.name} learns from {learns_from(type(found))}, and recorded rollouts are judged by"
+            " reward: name one that learns from reward"
+        )
+    return found
+
+
+def _is_own(value: Any, module: str) -> bool:
+    return callable(value) and not isinstance(value, type) and getattr(value, "__module__", "") == module
+
+
+def without_algorithm(overrides: Sequence[str], handed: HandedObjects) -> tuple[list[str], HandedObjects]:
+    """The overrides without `algorithm=path.py:NAME` and `STAGE.algorithm=path.py:NAME`, which are handed to the run as
+    objects."""
+    files, rest = dict[str, tuple[str, AnyAlgorithm]](), list[str]()
+    for text in overrides:
+        name, _, word = (part.strip() for part in text.partition("="))
+        stage, _, setting = name.rpartition(".")
+        if setting != "algorithm" or ":" not in word:
+            rest.append(text)
+        elif files.get(stage, (word,))[0] != word or (handed.algorithm is not None and not stage):
+            raise ConfigError(f"{text}: an algorithm is given twice; keep one")
+        else:
+            files[stage] = word, algorithm_of(word)
+    return rest, replace(handed, files=files)
+
+
+def check_same(folder: Path, stored: Run, handed: HandedObjects) -> None:
+    """ConfigError where a run goes on with another algorithm than it was begun with."""
+    used = list(algorithms_of(stored.stages).values())
+    for given in (handed.algorithm, *(a for _, a in handed.files.values())):
+        if given is not None and given not in used:
+            raise ConfigError(
+                f"{folder}: the algorithm {given.name!r} that was given is not the one that the run was begun"
+                f" with ({', '.join(a.name for a in used)}). Give the file as it was, or begin a new run with"
+                f" model={folder}"
+            )

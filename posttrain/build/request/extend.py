@@ -1,0 +1,315 @@
+"""A run that goes on with other settings: `posttrain run --resume RUN rl.steps=200`.
+
+What may change is in one table. All else stays as it was, because the steps that were taken were taken with it; another
+run that begins with this one's weights may change anything (`model=RUN`, see `build.request.branch`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.build.request.own_pieces import piece_asks
+from posttrain.config import overrides as dotted
+from posttrain.config.run import Reinforce, Run
+from posttrain.config.stages.rejection import Rejection
+from posttrain.config.stages.stage import Stage
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.redact_secrets import scrubbed_data
+from posttrain.record import provenance
+from posttrain.record.checkpoint import Checkpoint
+from posttrain.record.external_access import Ask, asks, values
+from posttrain.record.run_folder import Book
+from posttrain.record.run_reader import damage_is_named, run_file
+from posttrain.record.runtime_objects import own_pieces
+from posttrain.system.errors import ConfigError
+from posttrain.system.shell import command_line
+from posttrain.system.version import VERSION
+
+SCALARS = (str, int, float, bool, type(None))
+LENGTH = ("Stage.steps", "Stage.wall_time", "Reinforce.target")
+"""Settings that say where a stage ends."""
+ALLOWED: Mapping[str, str] = {
+    "Stage.steps": "more steps, or fewer that were not taken yet",
+    "Stage.wall_time": "another time after which the stage ends",
+    "Reinforce.target": "another reward at which the stage ends",
+    "Stage.eval": "whether it is measured at the end",
+    "Stage.eval_every": "how often it is measured from now on",
+    "Stage.checkpoint_every": "how often it is kept from now on",
+    "Stage.micro_tokens": "how a step is split",
+    "Stage.patience": "after how many held-out evaluations the stage ends",
+    "Optimizer.skips": "how many steps in a row may be left out",
+    "Reinforce.max_failed": "which share of unjudged samples stops the run",
+    "Rejection.rounds": "rounds after which the stage ends",
+    "Rejection.max_failed": "which share of unjudged samples stops the run",
+    "StepLabeling.max_failed": "which share of unjudged answers stops the run",
+    "Evaluation.samples": "samples of a measurement from now on",
+    "Evaluation.greedy": "whether greedy answers are measured from now on",
+    "JudgeEndpoint.calls": "how often a judge may be asked",
+    "JudgeEndpoint.parallel": "how many requests to it run at once",
+    "Run.slots": "sequences decoded at once",
+    "Run.threads": "threads of the CPU",
+    "Run.trackers": "where numbers are sent",
+    "Run.log_completions": "how many completions go along",
+    "Run.keep_checkpoints": "how many checkpoints stay",
+    "Run.record_episodes": "whether episodes are written from now on",
+    "Model.gradient_checkpointing": "memory against time",
+    "Model.offload_activations": "where activations are kept",
+    "Model.offload_optimizer": "where the optimizer's state is kept",
+    "Model.warm_up": "whether the largest pass comes first",
+    "Model.device": "the device that computes",
+    "Run.placement": "where engines work",
+    "Processes.engines": "how many engines sample",
+    "Processes.cores": "the cores of each",
+    "Processes.transport": "how weights come to the engines",
+    "Processes.folder": "the folder of the weights on their way",
+    "Processes.delta": "whether only what changed is sent",
+    "Processes.timeout": "how long anything may take",
+    "Processes.deaths": "how many engines a turn may kill",
+    "Processes.environments": "how many processes play episodes",
+    "Ray.address": "which Ray cluster they work on",
+    "Ray.verifiers": "where verifiers work",
+    "Embedded.cache_gib": "memory of the cache",
+    "Embedded.budget": "positions of a forward pass",
+    "Embedded.retain": "tokens that stay in the cache",
+    "Embedded.sleep": "whether the cache is freed while the learner works",
+    "Embedded.timeline": "whether a timeline is written",
+}
+"""Fields (`Class.field`) that may change when a run goes on, and what the change does."""
+REFUSED: Mapping[str, str] = {
+    "Model": "the weights are of this model",
+    "Env": "the record and the held-out figures are of these tasks and rewards",
+    "Reward": "the record and the held-out figures are of these rewards",
+    "Optimizer": "the optimizer's state and its learning rates so far belong to this setting",
+    "Sampling": "the samples so far were drawn by this contract",
+    "Algorithm": "the steps so far were taken by this algorithm",
+    "Supervised.epochs": "its passes were counted as steps when it began; set steps",
+    "Run.seed": "tasks and random numbers would no longer follow those before",
+    "Evaluation.seed": "held-out figures would no longer be of the same draws",
+}
+"""Why other fields stay, by `Class.field` or by class."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting of a run that goes on. `field` is its `Class.field`."""
+
+    path: str
+    field: str
+    before: Any
+    after: Any
+
+    @property
+    def line(self) -> str:
+        return f"{self.path}: {self.before} -> {self.after}"
+
+
+def changes(old: Run, new: Run) -> tuple[Change, ...]:
+    """The settings in which two runs differ."""
+    before, after = values(old), values(new)
+    paths = [p for p in {**before, **after} if before.get(p) != after.get(p)]
+    return tuple(
+        Change(p, (after.get(p) or before[p])[0], *(x[p][1] if p in x else None for x in (before, after)))
+        for p in paths
+    )
+
+
+MAY = (
+    "its length (steps, wall_time, target), how it is measured and kept (eval_every, checkpoint_every,"
+    " evaluation.samples, trackers), and what changes no result (threads, slots, micro_tokens, the cache, placement)"
+)
+"""The table in words."""
+
+
+def check_changes(folder: Path, old: Run, new: Run, words: Sequence[str] = ()) -> tuple[Change, ...]:
+    """The changes, if the table allows them all. ConfigError names those that it does not, and the way to them.
+
+    `words`: the overrides as the user wrote them.
+    """
+    if [s.name for s in old.stages] != [s.name for s in new.stages]:
+        raise ConfigError(f"a run goes on with the stages it was begun with.\n{_branch(folder, old, words)}")
+    made = changes(old, new)
+    for c in made:
+        if c.field in ALLOWED:
+            continue
+        why = REFUSED.get(c.field) or REFUSED.get(c.field.partition(".")[0]) or "the steps so far were taken with it"
+        said = next((w for w in words if c.path in _alone(old, w)), f"{c.path}={c.after}")
+        raise ConfigError(
+            f"{said} cannot change in a run that goes on: {why} ({c.before}). What may change is {MAY}.\n"
+            f"{_branch(folder, old, list(dict.fromkeys((*words, said))), c.path)}"
+        )
+    return made
+
+
+def _alone(run: Run, word: str) -> set[str]:
+    """The paths that an override changes by itself."""
+    try:
+        return {c.path for c in changes(run, dotted.apply(run, [word]))}
+    except ConfigError:  # it is valid only beside others
+        return set()
+
+
+def _branch(folder: Path, run: Run, words: Sequence[str], path: str = "") -> str:
+    """The command of a new run that begins with the weights of this one, at the stage of a path or at the last one."""
+    names = [s.name for s in run.stages]
+    head = path.partition(".")[0]
+    before = names[: names.index(head) if head in names else len(names) - 1]
+    left = [f"{name}=none" for name in before if f"{name}=none" not in words]
+    return (
+        "A new run may begin with its weights and change anything:\n"
+        f"  {command_line('run', run.recipe, f'model={folder}', *left, *words)}"
+    )
+
+
+@dataclass(frozen=True)
+class Extension:
+    """How a run goes on: its new settings, from which state, and what changed."""
+
+    run: Run
+    changes: tuple[Change, ...]
+    state: Mapping[str, Any] | None
+    """The progress to go on from; None: there is no checkpoint."""
+    gauges: Gauges | None
+    """Set where a stage that had ended goes on: the gauges of its last evaluation that belong to its last step."""
+    step: int
+    """Steps of the stage so far."""
+    inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
+    """Digests of what it reads from now on, where that is not what it began with (`build.request.input_digests`)."""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return tuple(f"changed: {c.line}" for c in self.changes)
+
+
+def extension(book: Book, checkpoint: Checkpoint | None, new: Run) -> Extension:
+    """What going on from a checkpoint with new settings means.
+
+    Raises:
+        ConfigError: a change is not allowed, or comes too late: the stage ended before, or has taken more steps.
+    """
+    made = check_changes(book.folder, book.run, new)
+    if checkpoint is None:
+        return Extension(new, made, None, None, 0)
+    state: dict[str, Any] = dict(checkpoint.state)
+    done, longer = int(state.get("stage", 0)), {c.path.partition(".")[0] for c in made if c.field in LENGTH}
+    over, last = [s for s in new.stages[:done] if s.name in longer], new.stages[-1]
+    if over and (over != [last] or done < len(new.stages)):
+        name = over[0].name
+        raise ConfigError(
+            f"{name} is over, and a later stage has begun: only the last stage of a run, or one that is not over, can"
+            f" be longer.\n{_branch(book.folder, new, [f'{name}.steps={over[0].steps}'], name)}"
+        )
+    if not over:
+        running: Any = state.get("running") or {}
+        step = int(running.get("step", 0))
+        if done < len(new.stages):
+            _enough_steps(book.folder, new.stages[done], step, allow_equal=True)
+        if running.get("ended") and new.stages[done].name in longer:
+            state["running"] = {**running, "ended": ""}
+        return Extension(new, made, state, None, step)
+    return _reopened(book, checkpoint, new, made)
+
+
+def _reopened(book: Book, checkpoint: Checkpoint, new: Run, made: tuple[Change, ...]) -> Extension:
+    """The last stage of a finished run goes on."""
+    last = new.stages[-1]
+    reopening: Any = checkpoint.state.get("reopening")
+    if not isinstance(reopening, dict) or not isinstance(reopening.get("progress"), dict):
+        why = (
+            f"{last.name} hands nothing on, so it has no checkpoint to go on from"
+            if not last.hands_on
+            else "its last checkpoint holds no optimizer (an older version wrote it)"
+        )
+        raise ConfigError(
+            f"{book.folder} is finished, and {why}. Go on from a checkpoint inside the stage (--resume"
+            f" {book.folder}/checkpoints/NAME).\n{_branch(book.folder, new, [f'{last.name}.steps={last.steps}'])}"
+        )
+    with damage_is_named(f"{checkpoint.folder}/state.json"):
+        state = dict(reopening["progress"])
+        running = dict(state["running"])
+        step = int(running["step"])
+    _enough_steps(book.folder, last, step, allow_equal=False)
+    if why := _ended_still(last, running, made):
+        raise ConfigError(why)
+    state["running"] = {**running, "ended": ""}
+    with damage_is_named(f"{checkpoint.folder}/state.json"):
+        gauges = {name: Gauge(float(total), float(n)) for name, (total, n) in reopening["gauges"].items()}
+    return Extension(new, made, state, gauges, step)
+
+
+def _enough_steps(folder: Path, stage: Stage, step: int, allow_equal: bool) -> None:
+    if stage.steps > step or (allow_equal and stage.steps == step):
+        return
+    raise ConfigError(
+        f"{stage.name}.steps={stage.steps}: {step} steps are taken already. Give more, or go back to an earlier"
+        f" checkpoint first: {command_line('run', '--resume', f'{folder}/checkpoints/NAME')}"
+    )
+
+
+def _ended_still(stage: Stage, running: Mapping[str, Any], made: Sequence[Change]) -> str:
+    """Why the stage would end again at once, by a time or a target that ended it; '' where it would not."""
+    changed = {c.field for c in made}
+    seconds = float(running.get("seconds", 0.0))
+    if stage.wall_time is not None and seconds >= stage.wall_time:
+        return (
+            f"{stage.name} has taken {seconds:.0f} s, and {stage.name}.wall_time={stage.wall_time:g} ends it: give"
+            " more, or none"
+        )
+    met = str(running.get("ended", ""))
+    if met.startswith("target") and isinstance(stage, Reinforce) and "Reinforce.target" not in changed:
+        return f"{stage.name} ended because of its {met}: give a higher {stage.name}.target too, or none"
+    if isinstance(stage, Rejection) and met == f"all {stage.rounds} rounds":
+        return f"{stage.name} ended after {met}: give a larger {stage.name}.rounds too, or none"
+    return ""
+
+
+def history_entry(e: Extension, edited: Sequence[str]) -> dict[str, Any]:
+    """What run.json keeps of an extension: who changed what, and at which step."""
+    state: Any = e.state or {}
+    stage = e.run.stages[min(int(state.get("stage", 0)), len(e.run.stages) - 1)].name
+    return {
+        "stage": stage,
+        "step": e.step,
+        "changed": {c.path: [_plain(c.before), _plain(c.after)] for c in e.changes},
+        **({"inputs": {k: dict(v) for k, v in e.inputs.items()}} if e.inputs else {}),
+        "by": scrubbed_data(sys.argv),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "posttrain": VERSION,
+        "edited_before": list(edited),
+    }
+
+
+def _plain(value: Any) -> Any:
+    known = isinstance(value, SCALARS) and value not in (math.inf, -math.inf)
+    return list(value) if isinstance(value, tuple) else value if known else str(value)
+
+
+def begin(e: Extension, book: Book, checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """Write down that the run goes on with other settings. Returns the checkpoint to go on from."""
+    found = run_file(book.folder)
+    note = provenance.recall(found.identity)
+    if e.gauges is not None and checkpoint is not None and e.state is not None:
+        name = f"{int(e.state['version']):08d}-{e.run.stages[-1].name}-{e.step:06d}"
+        checkpoint = book.reopen(checkpoint, name, e.state, e.gauges)
+    book.record_change(e.run, history_entry(e, found.edited))
+    carry_note(book.folder, note, found.run, e.run)
+    return checkpoint
+
+
+def carry_note(folder: Path, before: provenance.Note | None, old: Run, new: Run) -> None:
+    """Write this user's note of a run anew after its run.json was written by `Book.record_change`.
+
+    The folder of somebody else has no note and gets none: what it asks for stays unasked.
+    """
+    if before is None:
+        return
+    known = {a.digest for a in asks(old)}
+    mine: list[Ask] = [a for a in asks(new) if a.digest in before.asked or a.digest not in known]
+    found = run_file(folder)
+    mine += [a for a in piece_asks(own_pieces(found.facts)) if a.digest in before.asked]
+    provenance.remember(found.identity or "", found.digest, mine)

@@ -1,0 +1,110 @@
+"""Pieces of algorithms that the user's own Python files define: what run.json records of them, and how a run folder
+gets them again.
+
+Their code runs with all rights of the user. So a file is imported only if it is as it was when the run was begun, and
+the user made the run on this machine or allows it with `--trust`. A command that only reads needs no class.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from posttrain.config.run import Run
+from posttrain.ladder.both_ladders import algorithms_of
+from posttrain.ladder.pieces.unknown_pieces import known_pieces
+from posttrain.record.external_access import Ask, Kind
+from posttrain.record.runtime_objects import MOST_PIECES, OBJECTS, OwnPiece, file_digest
+from posttrain.system.errors import ConfigError, RunFolderError
+from posttrain.system.shell import command_line
+from posttrain.verifier.user_code import module_name, user_module
+
+_DIGEST = "__posttrain_digest__"
+"""In an imported file of algorithms: the digest of its text."""
+
+
+def own_classes(run: Run) -> dict[str, type]:
+    """The classes of all pieces of the run that are no part of posttrain, by their names.
+
+    Raises:
+        ConfigError: two of them have one name, or there are too many.
+    """
+    algorithms = [a for own in algorithms_of(run.stages).values() for a in own.lineage()]
+    found = dict.fromkeys(type(p) for a in algorithms for p in a.pieces)
+    own: dict[str, type] = {}
+    for c in found:
+        if c.__module__.startswith("posttrain."):
+            continue
+        if own.setdefault(c.__name__, c) is not c:
+            raise ConfigError(
+                f"two pieces of the run's algorithms are called {c.__name__}, and run.json tells them by their names:"
+                " rename one"
+            )
+    if len(own) > MOST_PIECES:
+        raise ConfigError(f"the run's algorithms have {len(own)} pieces of your own; at most {MOST_PIECES} are kept")
+    return own
+
+
+def algorithm_module(path: Path) -> ModuleType:
+    """Import a file of algorithms. One that was imported before and is unchanged is not run again, so that its classes
+    stay the same and algorithms made of them can be equal."""
+    digest = file_digest(path)
+    module = sys.modules.get(module_name(path))
+    if module is None or vars(module).get(_DIGEST) != digest:
+        module = user_module(path, "algorithm")
+        vars(module)[_DIGEST] = digest
+    return module
+
+
+def piece_asks(pieces: Sequence[OwnPiece]) -> Iterator[Ask]:
+    """What recorded pieces ask for: that a file is imported, with the text that it had."""
+    for p in pieces:
+        if p.file:
+            texts = ", ".join(f"{file} with digest {digest}" for file, digest in sorted(p.files.items()))
+            yield Ask(f"{OBJECTS}.{p.name}", Kind.CODE, f"runs the Python file {p.file} ({texts})")
+
+
+def check_files(folder: Path, pieces: Sequence[OwnPiece]) -> None:
+    """ConfigError where the file of a piece is not as it was when the run was begun, or there is none.
+
+    RunFolderError where the record of a piece is none that a run writes.
+    """
+    for p in pieces:
+        if not p.file:
+            raise ConfigError(
+                f"{folder}: the algorithm of this run has the piece {p.name}, whose class was defined in a notebook or"
+                " in the program that began the run, so there is no file to import. Define it again and hand the"
+                f" algorithm from Python: posttrain.run(resume={str(folder)!r}, algorithm=YOUR_ALGORITHM); or put the"
+                f" class into a file: {_again(folder, 'mine.py')}"
+            )
+        if p.file not in p.files or not all(Path(name).is_absolute() for name in p.files):
+            raise RunFolderError(f"{folder / 'run.json'} is damaged: the piece {p.name} has no digest of its file")
+        for name, digest in p.files.items():
+            there = Path(name).is_file()
+            if there and file_digest(Path(name)) == digest:
+                continue
+            raise ConfigError(
+                f"{folder}: the algorithm of this run has the piece {p.name} of {name}, and that file"
+                f" {'was changed since the run was begun' if there else 'is not there'}. Put it back as it was. To go"
+                f" on with the run with what {'it is now' if there else 'another file has'}, name it:"
+                f" {_again(folder, p.file if there else 'mine.py')}"
+            )
+
+
+def _again(folder: Path, file: str) -> str:
+    return command_line("run", "--resume", folder, f"algorithm={file}:NAME")
+
+
+def import_again(folder: Path, pieces: Sequence[OwnPiece]) -> None:
+    """Import the files of these pieces, which `check_files` found unchanged."""
+    for file in dict.fromkeys(p.file for p in pieces):
+        algorithm_module(Path(file))
+    known = known_pieces()
+    for p in pieces:
+        if p.name not in known:
+            raise ConfigError(
+                f"{folder}: {p.file} was imported and defines no piece {p.name}, which the algorithm of this run has."
+                f" Name the file that does: {_again(folder, 'mine.py')}"
+            )

@@ -1,0 +1,312 @@
+"""Which run is asked for, and all that can be refused of it before torch is imported: a wrong setting is answered at
+once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain import faults
+from posttrain.build.build_environments import check_environment, distinct, own_environments
+from posttrain.build.request.algorithm_file import check_same, without_algorithm
+from posttrain.build.request.branch import MODEL, is_branch, pinned, run_source, was_built
+from posttrain.build.request.defaults import for_model, given_paths, room_for_minibatches
+from posttrain.build.request.extend import Extension, check_changes, extension
+from posttrain.build.request.input_digests import accepted, changed_files, changed_tasks, input_notes, refuse_gone
+from posttrain.build.request.own_pieces import own_classes
+from posttrain.build.request.run_file import is_recipe, is_yaml, run_of
+from posttrain.build.request.settings_from_rows import with_epochs, without_answers
+from posttrain.build.request.trust_prompt import admitted, edit_notes, missing_notes, permit_file
+from posttrain.build.request.user_objects import HandedObjects, given_again, given_notes, object_notes, recorded
+from posttrain.build.reward_paths import check_reward_models
+from posttrain.build.trackers import check_trackers
+from posttrain.config import overrides as dotted
+from posttrain.config.adapter import check_frozen
+from posttrain.config.engines import VLLM, Embedded
+from posttrain.config.placement import check_machine
+from posttrain.config.rank_limits import RankOptions, check_ranks, torchrun_restarts, under_torchrun
+from posttrain.config.run import BUILT_CONTEXT, MIXTURES, Run
+from posttrain.core.gauge import Step
+from posttrain.core.ports import Environment
+from posttrain.diagnose.next_steps import asked_words
+from posttrain.engine.files.check_folder import read_config
+from posttrain.engine.model.architecture_kinds import refuse_same_bits, refuse_vllm
+from posttrain.engine.model.locate_model import check_source, locate
+from posttrain.engine.vllm import installed
+from posttrain.environment.make import environment as named_environment
+from posttrain.recipe.recipes import listed
+from posttrain.record.checkpoint import Checkpoint
+from posttrain.record.run_folder import Book
+from posttrain.record.run_reader import folder_of, run_file
+from posttrain.record.runtime_objects import Given
+from posttrain.system.errors import ConfigError
+from posttrain.system.shell import command_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a run is started, beside its recipe and overrides; the arguments of `posttrain.run`."""
+
+    out: str | Path | None = None
+    resume: str | Path | None = None
+    quiet: bool = False
+    allow_fault: bool = False
+    trust: bool = False
+    accept_changed: bool = False
+    """Go on although files that it reads are not as they were when it was begun."""
+    ranks: RankOptions = RankOptions()
+    handed: HandedObjects = HandedObjects()
+    """Objects of the Python program that starts it."""
+    on_step: Callable[[Step], object] | None = None
+    """Called after each step; it ends the run where it returns True."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """The run that was asked for, with its environments. `book` and `checkpoint` are set where it resumes one that was
+    cut."""
+
+    run: Run
+    out: Path | None = None
+    book: Book | None = None
+    checkpoint: Checkpoint | None = None
+    notes: tuple[str, ...] = ()
+    """Lines about its settings and its folder, printed at the start."""
+    quiet: bool = False
+    environments: tuple[Environment, ...] = ()
+    """The environments of all stages, each once; the run's own first."""
+    others: Mapping[str, Environment] = field(default_factory=dict[str, Environment])
+    """The environments of stages that have their own, by the stage's name."""
+    longer: Extension | None = None
+    """Set where a run goes on with other settings."""
+    recorded: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What run.json records beside the settings: why some were chosen, and which run it is a branch of."""
+    given: frozenset[str] | None = None
+    """Full paths of the settings that the user gave with a recipe; the others may be chosen for a real model. None:
+    the whole run was given."""
+    objects: Given = Given()
+    """Objects that a Python program handed to the run."""
+    ranks: RankOptions = RankOptions()
+    """The processes that train its model together."""
+    on_step: Callable[[Step], object] | None = None
+    """Called after each step."""
+
+    @property
+    def environment(self) -> Environment:
+        """The run's environment, used by all stages that have none of their own."""
+        return self.environments[0]
+
+
+@contextmanager
+def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
+    """The run that was asked for, checked as far as that needs no torch. Its environments live until the end of the
+    block, and so does a fault that it plants."""
+    try:
+        with _prepared(recipe, overrides, options) as request:
+            yield request
+    except BaseException:
+        if under_torchrun():  # the other ranks wait for this one
+            from posttrain.build.distributed_run import dismiss
+
+            dismiss(options.ranks)
+        raise
+
+
+@contextmanager
+def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
+    with ExitStack() as closing:
+        if started_again(options):
+            recipe, overrides, options = "", (), replace(options, out=None, resume=options.out)
+        asked = (resumed_run if options.resume is not None else new_run)(recipe, overrides, options)
+        if asked.book is not None:
+            closing.callback(asked.book.close)
+        run = asked.run
+        faults.refuse_silent(run.fault, options.allow_fault)
+        check_ranks(run, options.ranks)
+        check_early(run, own=None if asked.book is None else asked.book.folder)
+        closing.enter_context(faults.planted(run.fault))
+        environment = named_environment(run.env, run.seed, asked.objects)
+        closing.callback(environment.close)
+        others = own_environments(run, environment, asked.objects)
+        environments = distinct(environment, others)
+        for other in environments[1:]:
+            closing.callback(other.close)
+        asked = settled(same_tasks(asked, environment, others, options.accept_changed))
+        if asked.book is None:
+            asked = replace(asked, run=with_epochs(asked.run, asked.given, environment, others))
+        check_environment(environment, [s for s in asked.run.stages if s.env is None], asked.run.env)
+        check_ranks(asked.run, options.ranks)
+        asked = replace(asked, quiet=options.quiet, ranks=options.ranks, on_step=options.on_step)
+        yield replace(asked, environments=tuple(environments), others=others)
+
+
+def started_again(options: RunOptions) -> bool:
+    """Whether torchrun has started this command again after a process died: then the run that it began goes on."""
+    again = under_torchrun() and torchrun_restarts() > 0
+    return again and options.out is not None and (Path(options.out) / "run.json").exists()
+
+
+def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
+    """A recipe with its overrides."""
+    if options.trust and not is_yaml(recipe):
+        raise ConfigError(
+            "--trust is about the folder or the file of a run that somebody else made: give it with --resume RUN, or"
+            " with FILE.yaml"
+        )
+    if not recipe:
+        raise ConfigError(
+            f"no recipe given: {command_line('run', 'RECIPE')}, or {command_line('run', '--resume', 'RUN')}\n{listed()}"
+        )
+    if options.out is not None:
+        Book.refuse(options.out)
+    words = asked_words(recipe, overrides) if options.handed == HandedObjects() else {}
+    overrides, handed = without_algorithm(overrides, options.handed)
+    base, objects = handed.place(run_of(recipe))
+    room = room_for_minibatches(base, overrides) if is_recipe(recipe) else []
+    run, origin = pinned(dotted.apply(base, [*room, *overrides]))
+    objects = replace(objects, pieces=own_classes(run))  # overrides may have named others than the base has
+    own = given_paths(base, overrides) | handed.paths
+    if isinstance(recipe, str) and is_yaml(recipe):
+        permit_file(recipe, run, own, options.trust)
+    out = Path(options.out) if options.out else None
+    about = {**words, **origin, **recorded(objects)}
+    given = own if is_recipe(recipe) else None
+    run, unjudged = without_answers(run, given or (), objects)
+    notes = (*object_notes(objects), *unjudged)
+    return RunRequest(run=run, out=out, notes=notes, recorded=about, given=given, objects=objects)
+
+
+def settled(request: RunRequest) -> RunRequest:
+    """The request with what the user left open chosen for the model that the user gave. This imports torch where there
+    is one, to look at the machine."""
+    if request.given is None:
+        return request
+    ready = for_model(
+        request.run, request.given, trained=not was_built(request.run.model.path), objects=request.objects
+    )
+    recorded = {"chosen": dict(ready.chosen), **request.recorded}
+    return replace(request, run=ready.run, notes=(*request.notes, *ready.lines), recorded=recorded)
+
+
+def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
+    """A run that was cut or is finished, with the settings that were recorded and those that change now."""
+    assert options.resume is not None
+    if isinstance(recipe, str) and "=" in recipe:
+        recipe, overrides = "", (recipe, *overrides)
+    if recipe or options.out:
+        raise ConfigError(
+            "--resume goes on with the run as it was written: leave out recipe and --out. Settings may follow that"
+            " make it longer, such as rl.steps=200"
+        )
+    folder = folder_of(options.resume)[0]
+    overrides, handed = without_algorithm(overrides, options.handed)
+    if not options.accept_changed:
+        refuse_gone(folder)
+    run = admitted(folder, *overrides, allow=options.trust, links=True)
+    stored = run_file(folder).run
+    check_same(folder, stored, handed)
+    check_changes(folder, stored, run, overrides)
+    objects = given_again(folder, handed)
+    taken = accepted(folder, changed_files(folder, run), options.accept_changed)
+    book, checkpoint = Book.open_for_resume(Path(options.resume))
+    try:
+        longer = replace(extension(book, checkpoint, run), inputs=taken) if overrides or taken else None
+    except BaseException:
+        book.close()
+        raise
+    notes = (*edit_notes(book.folder), *missing_notes(book.folder), *given_notes(folder, objects))
+    notes = (*notes, *input_notes(folder, taken))
+    if longer is None or not (longer.changes or taken):
+        return RunRequest(run=run, book=book, checkpoint=checkpoint, notes=notes, objects=objects)
+    notes = (*notes, *longer.lines)
+    return RunRequest(run=run, book=book, checkpoint=checkpoint, notes=notes, objects=objects, longer=longer)
+
+
+def same_tasks(
+    asked: RunRequest, environment: Environment, others: Mapping[str, Environment], accept: bool
+) -> RunRequest:
+    """The request of a run that goes on, whose stages have the tasks that it began with, or others that are accepted.
+
+    Raises:
+        RunFolderError: they have others, and that was not accepted.
+    """
+    book, run = asked.book, asked.run
+    if book is None:
+        return asked
+    changed = changed_tasks(book.folder, run, {s.name: others.get(s.name, environment) for s in run.stages})
+    if not (taken := accepted(book.folder, changed, accept)):
+        return asked
+    longer = asked.longer or extension(book, asked.checkpoint, run)
+    return replace(asked, longer=replace(longer, inputs={**longer.inputs, **taken}))
+
+
+def check_early(run: Run, own: Path | None = None) -> None:
+    """ConfigError or DataError for what is wrong beyond a single setting: packages that are missing, models that are
+    not there, answers longer than the context.
+
+    What is checked after this needs torch: the files of a model, its tokenizer, the device, the engine.
+
+    Args:
+        own: the folder of a run that goes on. A branch keeps there what it began with.
+    """
+    check_trackers(run)
+    _check_architecture(run, own)
+    check_installed(run)
+    check_frozen(run.model.lora, run.model.quantize)
+    check_reward_models(run)
+    for path, model in _models(run):
+        if run_source(model) is None and not (path == "model.path" and own is not None and is_branch(own)):
+            check_source(path, model)
+    if run.model.path is None:
+        check_lengths(run, run.model.context or BUILT_CONTEXT)
+
+
+def _check_architecture(run: Run, own: Path | None) -> None:
+    """ConfigError where vLLM is to serve a model with a recurrent state whose weights could not be checked there, or
+    the embedded engine is to compute the same bits for a model that it computes in batches of any shape."""
+    same_bits = isinstance(run.engine, Embedded) and (run.deterministic or run.exact)
+    if run.model.path is None:
+        if same_bits and run.model.arch in MIXTURES:
+            refuse_same_bits({"model_type": run.model.arch, "num_experts": run.model.experts})
+        return
+    if isinstance(run.engine, Embedded) and not same_bits:
+        return
+    source = run_source(run.model.path)
+    kept = own or (None if source is None else source[0])
+    file = (kept / MODEL if kept is not None else Path(locate(run.model.path))) / "config.json"
+    if file.is_file():  # of a hub id nothing is here yet: `engines` asks again before vLLM starts
+        (refuse_same_bits if same_bits else refuse_vllm)(read_config(file))
+
+
+def check_installed(run: Run) -> None:
+    """ConfigError where the package of the run's engine is not installed, or the machine lacks what its placement
+    needs."""
+    check_machine(run.placement)
+    if isinstance(run.engine, VLLM) and run.engine.url is None:
+        installed()
+
+
+def _models(run: Run) -> Iterator[tuple[str, str]]:
+    """(path of the setting, model directory or hub id) of every model that the run loads."""
+    if run.model.path is not None:
+        yield "model.path", run.model.path
+    if isinstance(run.engine, Embedded) and run.engine.draft is not None:
+        yield "engine.draft", run.engine.draft
+    for stage in run.stages:
+        for name in type(stage).models:
+            if (path := getattr(stage, name)) is not None:
+                yield f"{stage.name}.{name}", path
+
+
+def check_lengths(run: Run, context: int) -> None:
+    """ConfigError for a stage whose longest answer leaves no room for a prompt in the context."""
+    for stage in run.stages:
+        if stage.contract is not None and stage.contract.max_tokens >= context:
+            raise ConfigError(
+                f"{stage.name}.sampling.max_tokens={stage.contract.max_tokens} leaves no room for a prompt in a context"
+                f" of {context} tokens; lower it (posttrain eval: --max-tokens N), or raise model.context where the"
+                " model has more positions"
+            )

@@ -1,0 +1,105 @@
+"""Settings that follow from the user's rows: stages and rewards for which they have nothing, and passes as steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+from posttrain.build.build_environments import REWARD_LINE
+from posttrain.build.request.input_measures import DataSize
+from posttrain.config.env import Env
+from posttrain.config.run import Run, Supervised
+from posttrain.core.ports import Environment
+from posttrain.environment.rows.columns import Columns
+from posttrain.environment.rows.row_reader import source_rows
+from posttrain.record.runtime_objects import Given, is_inline
+from posttrain.role.prompt_order import RevisitingTasks
+from posttrain.system.errors import ConfigError
+
+
+def without_answers(run: Run, given: Collection[str], objects: Given) -> tuple[Run, tuple[str, ...]]:
+    """The run without the rewards of its recipe where a row of the user's data has no answer that they could read, and
+    a line that says so.
+
+    Raises:
+        ConfigError: a stage samples, and would have no reward left. The message has the line that is missing.
+    """
+    env = run.env
+    if env.mix and "env.prompts" not in given:
+        raise ConfigError("env.mix is mixed with env.prompts, which is the example of the recipe: give env.prompts")
+    theirs = "env.prompts" in given and not any(g.split(".")[:2] == ["env", "rewards"] for g in given)
+    if env.name != "prompts" or env.prompts is None or not theirs:
+        return run, ()
+    if not env.rewards:
+        return run, ()
+    args = {k: v for k, v in env.args.items() if k in ("answer_column", "split")}
+    columns = replace(Columns(), **args)
+    place = next((p for p, row in _rows(env, columns, objects) if row.get(columns.answer_column) is None), None)
+    if place is None:
+        return run, ()
+    lacks = f"{place} has no column {columns.answer_column!r}"
+    if sampled := [s.name for s in run.stages if s.env is None and s.contract is not None]:
+        raise ConfigError(f"{lacks}, so nothing judges what {sampled[0]} samples. {REWARD_LINE}")
+    line = f"env.rewards: none, because {lacks}. Nothing is sampled and judged; the measure is on held-out rows"
+    return replace(run, env=replace(env, rewards=())), (line,)
+
+
+def _rows(env: Env, columns: Columns, objects: Given) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """The rows that are objects; what is wrong with others is said where they are read."""
+    for path, _ in env.data:
+        rows = objects.rows(path) if is_inline(path) else source_rows(path, columns.split)
+        yield from ((place, row) for place, row in rows if isinstance(row, Mapping))
+
+
+def with_epochs(
+    run: Run, given: Collection[str] | None, environment: Environment, others: Mapping[str, Environment]
+) -> Run:
+    """The run with `steps` set by `epochs`, where a supervised stage has them.
+
+    Args:
+        given: full paths of the user's settings; None: the whole run was given.
+        others: environments of stages that have their own, by the stage's name.
+
+    Raises:
+        ConfigError: the stage's tasks are made without end, or both lengths are given.
+    """
+    stages = list(run.stages)
+    for i, stage in enumerate(stages):
+        if not isinstance(stage, Supervised) or stage.epochs is None:
+            continue
+        env = environment if stage.env is None else others[stage.name]
+        source = env.train
+        count = sum(n for _, n in source.passes(1)) if isinstance(source, RevisitingTasks) else source.count
+        if not count:
+            raise ConfigError(
+                f"{stage.name}.epochs={stage.epochs:g}: environment {env.name!r} makes its tasks"
+                f" without end, so no pass ends: set {stage.name}.steps"
+            )
+        if given is not None and f"{stage.name}.steps" in given:
+            raise ConfigError(
+                f"{stage.name}.steps={stage.steps} and {stage.name}.epochs={stage.epochs:g} are two lengths; keep one"
+            )
+        stages[i] = replace(stage, steps=max(1, math.ceil(stage.epochs * count / stage.batch)))
+    return replace(run, stages=tuple(stages))
+
+
+def without_completions(run: Run, given: frozenset[str], data: DataSize | None) -> tuple[Run, list[str]]:
+    """The run without stages that imitate completions, where the data has none and others are left."""
+    if data is None or data.completions:
+        return run, []
+    out = [
+        s
+        for s in run.stages
+        if isinstance(s, Supervised) and s.env is None and s.style == "completion"
+        if not any(g == s.name or g.startswith(f"{s.name}.") for g in given)
+    ]
+    left = tuple(s for s in run.stages if s not in out)
+    if not out or not left:
+        return run, []
+    lines = [f"{s.name}: left out, because {data_name(run)} has no completions to imitate" for s in out]
+    return replace(run, stages=left), lines
+
+
+def data_name(run: Run) -> str:
+    return "the data" if is_inline(run.env.prompts) else str(run.env.prompts)

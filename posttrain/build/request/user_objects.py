@@ -1,0 +1,392 @@
+"""What a Python program hands to a run: rows, functions, environments and algorithms become names in the run's tree.
+
+`posttrain.run(env=..., rewards=[...], algorithm=...)` and `posttrain.evaluate` come here. The tree gets `inline:NAME`,
+and the objects go beside it (`record.runtime_objects`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+from posttrain.build.request.own_pieces import own_classes
+from posttrain.build.request.rows_in_memory import jsonl
+from posttrain.config.env import Env, Reward
+from posttrain.config.run import Run
+from posttrain.config.trl_names import our_name
+from posttrain.environment.rows.row_reader.row_reader.columns import Columns, JudgedColumns
+from posttrain.environment.rows.row_reader.row_reader.own_prompts import PromptsEnv
+from posttrain.environment.single import SingleTurn
+from posttrain.ladder.both_ladders import AnyAlgorithm, algorithm_type, learns_from
+from posttrain.record.run_reader import run_file
+from posttrain.record.runtime_objects import INLINE, OBJECTS, Given, ObjectNote, is_inline, own_pieces, rows_digest
+from posttrain.system.errors import ConfigError, nearest
+
+RewardWord = str | Reward | Callable[..., Any] | tuple[Any, float]
+"""One reward: a built-in or `path.py:function` by name, a `Reward`, a function, or one of these with its weight."""
+
+
+JUDGED = tuple(f.name for f in fields(JudgedColumns) if f.name not in {c.name for c in fields(Columns)})
+"""The settings by which judged rows are read."""
+
+
+@dataclass(frozen=True)
+class PromptData:
+    """Prompts of yours, as `env=` takes them. Made by `prompts`."""
+
+    env: Env
+    data: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        kept = f"{next(iter(self.data.values())).count(chr(10))} rows" if self.data else str(self.env.prompts)
+        named = "".join(f", {name}={value!r}" for name, value in self.env.args.items())
+        return f"posttrain.prompts({kept}{named})"
+
+
+def prompts(
+    rows: Any,
+    *,
+    prompt_column: str = "prompt",
+    messages_column: str = "messages",
+    answer_column: str = "answer",
+    completion_column: str = "completion",
+    id_column: str = "id",
+    split: str = "train",
+    tools: str | Sequence[str] = "",
+    turns: int = 8,
+    **judged: str,
+) -> PromptData:
+    """Prompts of yours, or completions that somebody judged, as the environment of a run.
+
+    Args:
+        rows: a list of dicts, a `datasets.Dataset`, a pandas data frame, or the path of a JSONL, JSON or parquet file,
+            of a folder of `save_to_disk`, or a hub id. Rows in memory are kept in the run folder. Of a path only the
+            path is kept, so the file must stay where it is.
+        prompt_column, messages_column, answer_column, completion_column, id_column: the names of your columns.
+            Every other column is a keyword argument of batch rewards.
+        split: which split is read, if there are several.
+        tools: names of tools for every episode: calculator, python, files, database, store.
+        turns: with tools, the largest number of turns of the policy.
+        judged: settings of judged rows by their names, such as `chosen_column="better"`, `attribute="helpfulness"` or
+            `leave_out="identical"` (docs/preference_data.md). The defaults are the names that TRL uses.
+
+    Raises:
+        ConfigError: these are no rows, or a setting has no such name.
+    """
+    own = {f.name: f.default for f in fields(PromptsEnv)}
+    for name in judged:
+        if name not in JUDGED:
+            raise ConfigError(f"prompts({name}=...): there is no such setting; {nearest(name, JUDGED)}")
+    said: dict[str, Any] = {
+        "prompt_column": prompt_column,
+        "messages_column": messages_column,
+        "answer_column": answer_column,
+        "completion_column": completion_column,
+        "id_column": id_column,
+        "split": split,
+        "tools": tools if isinstance(tools, str) else ",".join(tools),
+        "turns": turns,
+        **judged,
+    }
+    args = {name: value for name, value in said.items() if value != own[name]}
+    if isinstance(rows, str | Path):
+        return PromptData(Env(name="prompts", args=args, prompts=str(rows)), {})
+    text = jsonl(rows, split)
+    digest = rows_digest(text)
+    return PromptData(Env(name="prompts", args=args, prompts=f"{INLINE}{digest}"), {digest: text})
+
+
+# --- into the tree ----------------------------------------------------------------------------------------------------
+
+
+def place(
+    run: Run,
+    env: Any = None,
+    rewards: Sequence[RewardWord] | RewardWord | None = None,
+    algorithm: AnyAlgorithm | None = None,
+) -> tuple[Run, Given]:
+    """The run with these objects named in its tree, and the objects."""
+    given = Given()
+    if env is not None:
+        run, given = _with_env(run, env, given)
+    if rewards is not None:
+        words, functions = named_rewards(rewards)
+        again = _handed_again(run.env.rewards, words, rewards)
+        run = replace(run, env=replace(run.env, rewards=again or words, right=run.env.right if again else None))
+        given = replace(given, rewards=functions)
+    if algorithm is not None:
+        run = _with_algorithm(run, algorithm)
+    return run, replace(given, pieces=own_classes(run))
+
+
+@dataclass(frozen=True)
+class HandedObjects:
+    """What a program hands to a run or an evaluation: the arguments `env`, `rewards` and `algorithm` that are no
+    text."""
+
+    env: Any = None
+    rewards: Any = None
+    algorithm: AnyAlgorithm | None = None
+    files: Mapping[str, tuple[str, AnyAlgorithm]] = field(default_factory=dict[str, tuple[str, AnyAlgorithm]])
+    """Algorithms that were named by `path.py:NAME`: that word and the algorithm, by the name of the stage; '': the only
+    one that can have it."""
+
+    def place(self, run: Run) -> tuple[Run, Given]:
+        """The run with these objects named in its tree, and the objects."""
+        run, given = place(run, self.env, self.rewards, self.algorithm)
+        for stage, (_, algorithm) in self.files.items():
+            run = _with_algorithm(run, algorithm, stage)
+        return run, replace(given, pieces=own_classes(run), algorithms=dict(self.files.values()))
+
+    @property
+    def _own_rewards(self) -> bool:
+        """Whether an environment's settings came with rewards."""
+        return isinstance(self.env, Env) and bool(self.env.rewards)
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The settings of a run that these objects are."""
+        return frozenset(
+            ({"env.name", "env.prompts"} if self.env is not None else set[str]())
+            | ({"env.rewards"} if self.rewards is not None or self._own_rewards else set[str]())
+        )
+
+
+def _with_env(run: Run, env: Any, given: Given) -> tuple[Run, Given]:
+    """`env=`: an `Env`, `prompts(...)`, rows, or an environment of the program."""
+    if isinstance(env, Env):
+        return replace(run, env=env), given
+    if isinstance(env, SingleTurn) or (inspect.isclass(env) and issubclass(env, SingleTurn)):
+        return _with_single(run, env, given)
+    if callable(getattr(env, "judge", None)) and callable(getattr(env, "play", None)):
+        env = env() if inspect.isclass(env) else env
+        name = _plain_name(type(env).__name__)
+        tree = Env(name=f"{INLINE}{name}", heldout=len(env.heldout))
+        return _named(run, tree), replace(given, environments={name: env})
+    data = env if isinstance(env, PromptData) else prompts(env)
+    before = run.env
+    kept = before.rewards if before.name == "prompts" else ()
+    placed = replace(data.env, rewards=kept, heldout=before.heldout, limits=before.limits, sandbox=before.sandbox)
+    return replace(run, env=placed), replace(given, data=data.data)
+
+
+def _with_single(run: Run, env: Any, given: Given) -> tuple[Run, Given]:
+    """A class of `SingleTurn`, or an object of one: its settings that are plain values go into the tree."""
+    cls: Any = env if inspect.isclass(env) else type(env)
+    name = _plain_name(cls.__name__)
+    if inspect.isclass(env):
+        tree = Env(name=f"{INLINE}{name}", heldout=run.env.heldout)
+    else:
+        settings = {n: getattr(env, n) for n in cls.settings()}
+        tree = Env(
+            name=f"{INLINE}{name}",
+            args={n: v for n, v in settings.items() if isinstance(v, str | int | float | bool)},
+            heldout=env.heldout_count,
+            limits=env.limits,
+            sandbox=env.sandbox,
+            resolution=env.resolution,
+        )
+    return _named(run, tree), replace(given, environments={name: env})
+
+
+def _named(run: Run, env: Env) -> Run:
+    """The run with this environment. Its settings stay where the tree names the same one already, as on resuming."""
+    return run if run.env.name == env.name else replace(run, env=env)
+
+
+def _handed_again(
+    own: tuple[Reward, ...], words: Sequence[Reward], rewards: Sequence[RewardWord] | RewardWord
+) -> tuple[Reward, ...]:
+    """The rewards of a run that are handed to it again, with the weights that are given now; else ().
+
+    A run that goes on or is evaluated names its functions already, with their weights: a function without a weight
+    keeps its own.
+    """
+    named, handed = {r.function: r for r in own}, {r.function for r in words}
+    if not handed <= named.keys() or not (handed == named.keys() or all(map(is_inline, handed))):
+        return ()
+    several = rewards if isinstance(rewards, list) else (rewards,)
+    for thing, word in zip(several, words, strict=True):
+        if isinstance(thing, Reward):
+            named[word.function] = thing
+        elif isinstance(thing, tuple):
+            named[word.function] = replace(named[word.function], weight=word.weight)
+    return tuple(named.values())
+
+
+def named_rewards(
+    rewards: Sequence[RewardWord] | RewardWord,
+) -> tuple[tuple[Reward, ...], dict[str, Callable[..., Any]]]:
+    """Rewards as the tree names them, and the functions among them by their names."""
+    several = rewards if isinstance(rewards, list) else (rewards,)
+    words, functions = list[Reward](), dict[str, Callable[..., Any]]()
+    for number, one in enumerate(several, 1):
+        thing, weight = cast("tuple[Any, float]", one) if isinstance(one, tuple) else (one, 1.0)
+        if isinstance(thing, Reward):
+            words.append(thing)
+        elif isinstance(thing, str):
+            words.append(Reward(function=thing, weight=float(weight)))
+        elif callable(thing):
+            name = _function_name(thing, number)
+            if name in functions:
+                raise ConfigError(f"rewards: two functions are called {name!r}; rename one of them")
+            functions[name] = thing
+            words.append(Reward(function=f"{INLINE}{name}", weight=float(weight)))
+        else:
+            raise ConfigError(
+                f"rewards: {thing!r:.80} is a {type(thing).__name__}; give a function, a name such as 'exact' or"
+                " 'path.py:function', or one of these with its weight: (function, 0.5)"
+            )
+    return tuple(words), functions
+
+
+def _function_name(thing: Any, number: int) -> str:
+    inner = thing.func if isinstance(thing, functools.partial) else thing
+    name = getattr(inner, "__name__", type(inner).__name__)
+    return f"reward_{number}" if name == "<lambda>" else _plain_name(name)
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"\W", "_", name)
+
+
+def _with_algorithm(run: Run, algorithm: AnyAlgorithm, stage: str = "") -> Run:
+    """The algorithm in this stage, or in the run's only one that has an algorithm of its ladder."""
+    can = [s for s in run.stages if isinstance(algorithm, algorithm_type(type(s)) or ())]
+    fits = [s for s in can if stage in ("", s.name)]
+    if len(fits) != 1:
+        raise ConfigError(
+            f"algorithm: the run has {len(can)} stages that learn from {learns_from(type(algorithm))}"
+            f" ({', '.join(s.name for s in can) or 'none'}), as {algorithm.name} does. Name one of them,"
+            " STAGE.algorithm=path.py:NAME, or give a Run whose stages have their algorithms"
+        )
+    changed: Any = fits[0]
+    placed = tuple(replace(changed, algorithm=algorithm) if s is fits[0] else s for s in run.stages)
+    return replace(run, stages=placed)
+
+
+def setting_words(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Keyword settings as overrides: `steps=50`, and `sampling={"max_tokens": 64}` as `sampling.max_tokens=64`."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from setting_words(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={_setting(value, prefix + name)}"
+
+
+def _setting(value: Any, name: str) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return ",".join(_setting(v, name) for v in cast("list[Any]", value))
+    if isinstance(value, str | int | float | Path):
+        return str(value)
+    if isinstance(folder := getattr(value, "folder", None), Path):  # the result of another run
+        return str(folder)
+    if known := our_name(name):
+        raise ConfigError(f"{name}: no such setting; {known}")
+    if hasattr(value, "save_pretrained"):
+        raise ConfigError(f"{name}: give a directory or hub id: write the object with save_pretrained(FOLDER) first")
+    if hasattr(value, "item"):
+        return str(value.item())
+    raise ConfigError(
+        f"{name}: a {type(value).__name__} is no setting; give text, a number, true or false, a list, or a dict"
+    )
+
+
+# --- the record, and going on -----------------------------------------------------------------------------------------
+
+
+def recorded(given: Given) -> dict[str, Any]:
+    """What run.json has of the objects; nothing where there are none."""
+    notes = given.notes()
+    return {OBJECTS: [note.plain() for note in notes]} if notes else {}
+
+
+def given_again(folder: Path, handed: HandedObjects) -> Given:
+    """What a program hands to a run that goes on, checked against what its folder names.
+
+    Raises:
+        ConfigError: an object that the run names is not handed, or one is handed that it does not name.
+    """
+    run = run_file(folder).run
+    placed, given = handed.place(run)
+    found = replace(given, folder=folder)
+    envs = [run.env, *(s.env for s in run.stages if s.env is not None)]
+    rewards = [r.function for e in envs for r in e.rewards if is_inline(r.function)]
+    places = [e.name for e in envs if is_inline(e.name)]
+    if why := found.lacking(rewards, places):
+        raise ConfigError(why)
+    named = {n.removeprefix(INLINE) for n in (*rewards, *places)}
+    strange = [n for n in (*given.rewards, *given.environments) if n not in named]
+    known = {r.function for r in run.env.rewards}
+    strange += [r.function for r in placed.env.rewards if r.function not in known and not is_inline(r.function)]
+    if handed.env is not None and (placed.env.name, placed.env.prompts) != (run.env.name, run.env.prompts):
+        strange += ["env" if is_inline(placed.env.prompts) else placed.env.prompts or placed.env.name]
+    why = f"the run has no object {strange[0]!r}; it was handed {', '.join(sorted(named)) or 'none'}" if strange else ""
+    if why := why or next(_changed(run.env, placed.env, handed), ""):
+        raise ConfigError(
+            f"{folder}: {why}. What it learns from cannot be changed while it goes on: begin a new run from its weights"
+            f" with model={folder}"
+        )
+    return found
+
+
+def _changed(own: Env, placed: Env, handed: HandedObjects) -> Iterator[str]:
+    """What is handed again with another weight or setting than the run has."""
+    before = {r.function: r for r in own.rewards}
+    if {r.function for r in placed.rewards} != before.keys():
+        named = [", ".join(r.function.removeprefix(INLINE) for r in e.rewards) for e in (own, placed)]
+        yield f"the run has the rewards {named[0]}, and was handed {named[1]}"
+        return
+    for r in placed.rewards:
+        name, was = r.function.removeprefix(INLINE), before[r.function]
+        for f in fields(Reward):
+            if (x := getattr(was, f.name)) != (y := getattr(r, f.name)):
+                yield f"reward {name!r} has {f.name} {x} in this run, and was handed with {y}"
+    if isinstance(handed.env, PromptData):
+        for name, value in handed.env.env.args.items():
+            if own.args.get(name) != value:
+                yield f"env.args.{name} is {own.args.get(name)!r} in this run, and was handed as {value!r}"
+
+
+def given_notes(folder: Path, given: Given) -> Iterator[str]:
+    """Lines about objects that differ from those the run was begun with."""
+    then: Any = run_file(folder).facts.get(OBJECTS)
+    before = (
+        {str(o.get("name")): o.get("digest") for o in then if isinstance(o, dict)} if isinstance(then, list) else {}
+    )
+    files = {p.name: {*p.files.values()} for p in own_pieces({OBJECTS: then})}
+    for note in given.notes():
+        texts, then_texts = {*note.files.values()}, files.get(note.name, set[str]())
+        same = texts == then_texts if texts and then_texts else before.get(note.name) in (None, note.digest)
+        if not same:
+            what = "the text of its file differs" if texts and then_texts else "its source text differs"
+            done = "computed with" if note.kind == "piece" else "judged by"
+            yield (
+                f"note: {note.kind} {note.name!r} is not as it was when the run was begun ({what}). What follows is"
+                f" {done} the new one"
+            )
+
+
+def object_notes(given: Given) -> Iterator[str]:
+    """Lines about objects at the start of a run: where they run, and what is needed to go on."""
+    notes: list[ObjectNote] = [n for n in given.notes() if n.kind != "piece"]
+    if not notes:
+        return
+    names = ", ".join(n.name for n in notes)
+    yield (
+        f"note: {names}: handed as Python objects, so they run in this process, never in workers. To go on with this"
+        " run, hand them again: posttrain.run(resume=FOLDER, ...)"
+    )
+    for n in notes:
+        if n.closes_over:
+            yield (
+                f"note: {n.name} reads {', '.join(n.closes_over)} from where it was defined; run.json records its"
+                " source text and not these values"
+            )

@@ -1,0 +1,283 @@
+"""What the weights of a run come from: links of earlier models, and the run's own link, read from its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from posttrain.build.request.branch import run_source
+from posttrain.build.weight_origin import local_names, stage_of, stages_to
+from posttrain.config.env import Env
+from posttrain.config.run import Run
+from posttrain.config.stages.stage import Stage, starts
+from posttrain.core.abilities import declared
+from posttrain.core.ports import Environment
+from posttrain.engine.adapters.saved_adapter import saved_adapter
+from posttrain.record import provenance
+from posttrain.record.certificate import LINEAGE
+from posttrain.record.checkpoint import Checkpoint, find, scan
+from posttrain.record.lineage import SCHEMA, LineageLink, chain, check_links, lineage_data, links_from, read_lineage
+from posttrain.record.run_reader import RunFile, is_run, run_file, steps
+from posttrain.record.runtime_objects import file_digest, object_of
+from posttrain.system import files
+from posttrain.system.dataclass_json import to_plain
+from posttrain.system.errors import PosttrainError, RunFolderError
+from posttrain.system.version import VERSION
+
+if TYPE_CHECKING:
+    from posttrain.engine.model.policy_model import Policy
+
+BEGAN = "began_with"
+"""The entry of run.json with the links before the run, and the digests of what it began with."""
+MOST_SESSIONS = 1000
+
+
+def parents(run: Run) -> tuple[LineageLink, ...]:
+    """The links of the model that a run begins with: of a run folder, or of a directory with a lineage record.
+
+    Raises:
+        RunFolderError, DataError: the record there is damaged, or its links do not fit each other.
+    """
+    if run.model.path is None:
+        return ()
+    source = run_source(run.model.path)
+    return read_lineage(Path(run.model.path).expanduser()) if source is None else lineage_of(source[0], find(*source))
+
+
+def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]) -> dict[str, Any]:
+    """What run.json records of the beginning of a run.
+
+    Args:
+        environments: by the names of the stages.
+
+    Raises:
+        DataError: the model is not the one that its record is about.
+    """
+    from posttrain.engine.files.fingerprint import fingerprint
+    from posttrain.engine.model.policy_model import base_digest, named_tensors
+
+    weights = fingerprint(policy.numbers(named_tensors(policy.module)))
+    facts: dict[str, Any] = {
+        "weights": weights,
+        "base": policy.rounded_from or (base_digest(policy) if policy.lora is not None else ""),
+        "dtype": run.model.dtype,
+        "data": {name: tasks_digest(e) for name, e in environments.items()},
+        "code": {s.name: code_digests(run.env_of(s)) for s in run.stages},
+    }
+    words: dict[str, Any] = {
+        "tokenizer": policy.tokenizer_digest,
+        "template": policy.template_digest,
+        "dtype": run.model.dtype,
+    }
+    links = parents(run) or _bases(run, facts, words)
+    check_links((*links, LineageLink(kind="run", name="(new)", began=weights, base=facts["base"], **words)))
+    return {BEGAN: {"links": chain(links), **facts}}
+
+
+def _bases(run: Run, facts: Mapping[str, Any], words: Mapping[str, Any]) -> tuple[LineageLink, ...]:
+    """The links of a model without a record."""
+    path = run.model.path
+    if path is None:
+        name = f"built: {run.model.arch}, random weights of seed {run.seed}"
+        return (LineageLink(kind="base", name=name, weights=facts["base"] or facts["weights"], **words),)
+    saved = saved_adapter(path)
+    base = LineageLink(
+        kind="base",
+        name=_model_name(path if saved is None else saved.base),
+        weights=facts["base"] or facts["weights"],
+        **words,
+    )
+    if saved is None:
+        return (base,)
+    kept = LineageLink(kind="adapter", name=_model_name(path), weights=facts["weights"], began=facts["base"], **words)
+    return base, kept
+
+
+def _model_name(path: str) -> str:
+    """A hub id as it is, a directory by its last part."""
+    return Path(path).expanduser().resolve().name if Path(path).expanduser().is_dir() else local_names(path)
+
+
+# --- data and code ----------------------------------------------------------------------------------------------------
+
+
+def tasks_digest(environment: Environment, info: bool = False) -> str:
+    """Digest of the tasks of an environment: all rows of the user's data, and what is held out. `info`: with all other
+    columns."""
+    h = hashlib.blake2b(digest_size=16)
+    rows: Any = declared(environment).rows or ()
+    for row in rows:
+        h.update(_text((row.task.prompt, row.task.answer, row.completion)))
+        if row.judged is not None:
+            h.update(_text(row.judged))
+        h.update(_text(row.task.info) if info else b"")
+    for task in environment.heldout:
+        h.update(_text((task.id, task.prompt, task.answer)))
+        h.update(_text(task.info) if info else b"")
+    return h.hexdigest()
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=_same_each_time).encode(errors="surrogatepass") + b"\n"
+
+
+def _same_each_time(value: Any) -> Any:
+    """What is no JSON, in words that another process writes too: no address, no order of a set."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, cast("set[Any]", value)))
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def code_digests(env: Env) -> dict[str, str]:
+    """Digests of the Python files of the user's that an environment names, by their last parts."""
+    out: dict[str, str] = {}
+    for name in (env.name, *(r.function for r in env.rewards)):
+        path = Path(name.rpartition(":")[0]).expanduser()
+        if path.suffix == ".py" and path.is_file():
+            out[path.name] = file_digest(path)
+    return out
+
+
+# --- the link of a run ------------------------------------------------------------------------------------------------
+
+
+def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[LineageLink, ...]:
+    """The line up to a checkpoint of a run (None: up to the run itself, which has none yet), verified.
+
+    Raises:
+        RunFolderError: run.json or lineage.json were changed, a parent is not what it was, or links do not fit.
+    """
+    found = run_file(folder)
+    facts = object_of(found.facts.get(BEGAN))
+    if BEGAN in found.edited:
+        raise RunFolderError(
+            f"{folder}/run.json: its entry {BEGAN} was changed after it was written, so it is not known what this run"
+            " began with. Take a copy of the folder that was not changed"
+        )
+    words: dict[str, Any] = {n: str(found.facts.get(f"{n}_digest") or "") for n in ("tokenizer", "template")}
+    words["dtype"] = found.run.model.dtype
+    links = links_from(facts.get("links", []), f"{folder}/run.json, {BEGAN}", RunFolderError)
+    if not links:  # an older version began it
+        links = (LineageLink(kind="base", name=_model_name(found.run.model.path or "built")),)
+    _same_as_written(folder, links)
+    _parent_is_there(folder, found)
+    own = LineageLink(
+        kind="run",
+        name=str(found.identity or ""),
+        weights="" if checkpoint is None else str(checkpoint.state.get("weights") or ""),
+        began=str(facts.get("weights") or ""),
+        base=str(facts.get("base") or ""),
+        about=_about(folder, found, facts, checkpoint),
+        **words,
+    )
+    check_links((*links, own), RunFolderError)
+    return (*links, own)
+
+
+def _about(folder: Path, found: RunFile, facts: Mapping[str, Any], checkpoint: Checkpoint | None) -> dict[str, Any]:
+    run, record = found.run, steps(folder)
+    last, step = (run.stages[-1], None) if checkpoint is None else stage_of(run, checkpoint)
+    taken = {s.name: max((x.index for x in record if x.stage == s.name), default=0) for s in run.stages}
+    if step is not None:
+        taken[last.name] = min(taken[last.name], step)
+    rows = [_stage(run, s, taken[s.name], facts) for s in stages_to(run, last)]
+    history: Any = found.facts.get("history")
+    changes = [object_of(x) for x in cast("list[Any]", history)] if isinstance(history, list) else []
+    versions = object_of(found.facts.get("versions"))
+    about: dict[str, Any] = {
+        "recipe": run.recipe,
+        "posttrain": str(versions.get("posttrain") or ""),
+        "checkpoint": "" if checkpoint is None else checkpoint.name,
+        "version": None if checkpoint is None else checkpoint.state.get("version"),
+        "stages": rows,
+        "changes": [{k: x.get(k) for k in ("stage", "step", "changed")} for x in changes],
+        "sessions": len(sessions(folder)),
+    }
+    return {**about, "adapter": to_plain(run.model.lora)} if run.model.lora is not None else about
+
+
+def _stage(run: Run, stage: Stage, taken: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+    env = run.env_of(stage)
+    settings = hashlib.blake2b(_text(to_plain(env)), digest_size=16).hexdigest()
+    return {
+        "name": stage.name,
+        "kind": type(stage).__name__,
+        "start": starts(run.stages, stage),
+        "steps": taken,
+        "algorithm": stage.algorithm_name,
+        "environment": local_names(env.name),
+        "environment_digest": settings,
+        "data_digest": str(object_of(facts.get("data")).get(stage.name) or ""),
+        "code": object_of(object_of(facts.get("code")).get(stage.name)),
+    }
+
+
+def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
+    """RunFolderError where lineage.json of the folder has other links before the run than run.json."""
+    data = lineage_data(folder, RunFolderError)
+    if data is None:
+        return
+    there = links_from(data.get("links"), str(folder / LINEAGE), RunFolderError)
+    if there[:-1] != tuple(links):
+        raise RunFolderError(
+            f"{folder / LINEAGE} names other models before this run than run.json does. Remove it: it is written anew"
+            " from run.json when the run goes on"
+        )
+
+
+def _parent_is_there(folder: Path, found: RunFile) -> None:
+    """RunFolderError where the run that this one began with is still there, and the checkpoint has other weights now.
+
+    Only for a run that this user made here, because the other folder is outside this one.
+    """
+    origin = object_of(found.facts.get("branched_from"))
+    if not origin or provenance.recall(found.identity) is None or not is_run(str(origin.get("run"))):
+        return
+    where = Path(str(origin["run"]))
+    try:
+        there = run_file(where)
+        held = next((c for c in scan(where) if c.name == origin.get("checkpoint")), None)
+    except (PosttrainError, OSError):
+        return
+    if there.identity != origin.get("identity") or held is None:
+        return
+    then, now = origin.get("weights"), held.state.get("weights")
+    if then and now and then != now:
+        raise RunFolderError(
+            f"{folder} began with checkpoint {held.name} of {where}, whose weights were {then} then and are {now} now:"
+            " one of the two is not what its record says. Put that checkpoint back as it was, or move that run away:"
+            f" {folder} has all that it needs itself"
+        )
+
+
+# --- in a run folder --------------------------------------------------------------------------------------------------
+
+
+def sessions(folder: Path) -> list[dict[str, Any]]:
+    """Where the run was begun and gone on with: the checkpoint each time, and the version of posttrain."""
+    rows: Any = (lineage_data(folder, RunFolderError) or {}).get("sessions")
+    return [object_of(x) for x in cast("list[Any]", rows)][:MOST_SESSIONS] if isinstance(rows, list) else []
+
+
+def write_lineage(folder: Path, begun_from: str | None = None) -> None:
+    """Write lineage.json of a run folder anew, up to its last checkpoint.
+
+    Args:
+        begun_from: a session begins here: the checkpoint it goes on from, '' where there is none.
+    """
+    known = sessions(folder)
+    if begun_from is not None:
+        known = [*known, {"from": begun_from, "posttrain": VERSION}][-MOST_SESSIONS:]
+    whole = scan(folder)
+    links = lineage_of(folder, whole[-1] if whole else None)
+    files.write_json(folder / LINEAGE, {"schema": SCHEMA, "links": chain(links), "sessions": known})
+
+
+def write_exported(folder: Path, links: Iterable[LineageLink]) -> None:
+    """Write lineage.json beside exported weights."""
+    data = json.dumps({"schema": SCHEMA, "links": chain(tuple(links))}, indent=1)
+    (folder / LINEAGE).write_text(f"{data}\n", encoding="utf-8")

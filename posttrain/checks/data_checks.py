@@ -1,0 +1,173 @@
+"""Whether the training data are right: which tasks are used, which groups are kept, and how demonstrations end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from posttrain.checks.learning.credit_by_definition import same_outcome
+from posttrain.config.run import Reinforce
+from posttrain.core.ports import Environment, TaskSource
+from posttrain.core.types import Group, Task
+from posttrain.core.verdict import outcome
+from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
+from posttrain.role.roles import OnlineRoles, ReinforceRoles
+from posttrain.system.errors import InvariantError
+
+DOCUMENT = 2
+"""The most tokens, less one, that stand before a text that is learned from its beginning: those that the tokenizer
+writes."""
+
+
+def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> None:
+    """filter=mixed keeps exactly the groups whose raw outcomes differ by more than rounding, before any shaping."""
+    for groups, wanted in ((kept, True), (refused, False)):
+        for g in groups:
+            own = [e for e in g.episodes if not e.shown]
+            if same_outcome(own) is wanted:
+                raw = {outcome(e.verdicts) for e in own}
+                raise InvariantError(
+                    f"filter=mixed {'kept' if wanted else 'refused'} the group of task {g.task.id!r}, whose raw"
+                    f" outcomes are {sorted(r for r in raw if r is not None)}. It must look at outcomes before shaping:"
+                    " groups that differ in length alone teach length"
+                )
+
+
+def no_held_out_task(groups: Sequence[Group], held: Mapping[Hashable, str], key: Callable[[Task], Hashable]) -> None:
+    """No task that is trained on is held out. The environment defines when two tasks are the same."""
+    for g in groups:
+        if (same := key(g.task)) in held:
+            raise InvariantError(
+                f"training task {g.task.id!r} ({g.task.prompt!r:.80}) is held-out task {held[same]!r}: held-out"
+                " accuracy would measure memory. Take it out of one of the two"
+            )
+
+
+def in_order_of_the_file(asked: Sequence[str], source: TaskSource) -> None:
+    """Finite tasks are used in a shuffled order: the first ones used are not the first of the file.
+
+    A shuffle gives that order by chance in at most 1 of 12! stages (2.1e-9).
+    """
+    n = len(asked)
+    if source.count is not None and 12 <= n <= source.count and list(asked) == [source.task(i).id for i in range(n)]:
+        raise InvariantError(
+            f"the first {n} prompts asked are the first {n} of their source, in its order: they are not shuffled, so"
+            " neighbouring rows are learned together. Look at who walks through the tasks"
+        )
+
+
+def demonstration_ends_once(
+    packed: Any,
+    stop_ids: Sequence[int],
+    text: Callable[[np.ndarray], str],
+    *,
+    whole_turns: bool = True,
+    documents: bool = False,
+) -> None:
+    """Every demonstrated turn is imitated up to exactly one stop token, its last. A demonstration ends with a turn.
+
+    Args:
+        whole_turns: whether turns are learned whole. Else parts of one may be masked, and end in no stop token.
+        documents: whether sequences that are learned from their beginning may have stop tokens inside.
+    """
+    if not stop_ids:
+        return
+    ends = np.cumsum(packed.lengths_S) - 1
+    stops_N = np.isin(packed.ids_N, list(stop_ids))
+    said_N = np.zeros(len(packed.ids_N), bool)
+    said_N[packed.source_M + 1] = True
+    turn_ends_N = said_N & ~np.append(said_N[1:], False)
+    counts = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
+    turns = np.bincount(packed.segment_M, weights=turn_ends_N[packed.source_M + 1], minlength=len(ends))
+    wrong_N = (stops_N & ~turn_ends_N) | ((turn_ends_N & ~stops_N) if whole_turns else False)
+    misplaced = np.bincount(packed.segment_M, weights=wrong_N[packed.source_M + 1], minlength=len(ends))
+    if documents:
+        first_S = np.full(len(ends), len(said_N))
+        np.minimum.at(first_S, packed.segment_M, packed.source_M - (ends + 1 - packed.lengths_S)[packed.segment_M])
+        misplaced[first_S <= DOCUMENT] = 0
+    wrong = np.flatnonzero(~(stops_N[ends] & said_N[ends]) | (misplaced > 0))
+    if len(wrong):
+        s = int(wrong[0])
+        shown = text(packed.ids_N[ends[s] + 1 - packed.lengths_S[s] : ends[s] + 1])
+        how = (
+            "does not end in a stop token"
+            if not stops_N[ends[s]]
+            else (
+                "ends in a stop token that is masked"
+                if not said_N[ends[s]]
+                else f"has {int(counts[s])} stop tokens for {int(turns[s])} turn{'s' if turns[s] > 1 else ''}"
+            )
+        )
+        raise InvariantError(
+            f"demonstration {shown!r} {how}, so the policy is taught"
+            f" {'to go on after its end' if counts[s] > turns[s] else 'never to stop'}. A demonstrated turn is imitated"
+            " up to and including exactly one stop token; look for a template that adds its own, or padding that is"
+            " masked by its value"
+        )
+
+
+def same_question(shown: np.ndarray, asked: np.ndarray, text: Callable[[np.ndarray], str]) -> None:
+    """The prompt before an imitated answer is the prompt that a rollout gets."""
+    if shown.tolist() != asked.tolist():
+        raise InvariantError(
+            f"imitation and reinforcement ask differently: before the imitated answer stands {text(shown)!r}"
+            f" ({len(shown)} tokens), and a rollout of the same task is shown {text(asked)!r} ({len(asked)} tokens)."
+            " Use one template for both, and mask exactly the prompt"
+        )
+
+
+WALK = 16
+"""Tasks whose order is compared with that of their source."""
+
+
+class TaskCheck(Observer):
+    """Training tasks are not held out, are used once per visit, and not in the order of their file.
+
+    A filter reads raw outcomes.
+    """
+
+    def __init__(self) -> None:
+        self._held: Mapping[Hashable, str] = {}
+        self._held_elsewhere: Mapping[Hashable, str] = {}
+        self._asked: set[tuple[str, int]] = set()
+        self._walk: list[str] = []
+
+    async def begin(self, roles: ReinforceRoles) -> None:
+        same = sameness(roles.rollout.environment)
+        self._held = {same(t): t.id for t in roles.rollout.environment.heldout}
+        self._held_elsewhere = {as_written(t): t.id for e in roles.other_environments for t in e.heldout}
+
+    def on_event(self, roles: ReinforceRoles | OnlineRoles, event: Event) -> ObserverReport | None:
+        if not isinstance(event, PlayedEvent):
+            return
+        e = event.experience
+        no_held_out_task(e.played, self._held, sameness(roles.rollout.environment))
+        no_held_out_task(e.played, self._held_elsewhere, as_written)
+        self._never_asked_before(e.played)
+        self._walk += [g.task.id for g in e.played][: WALK - len(self._walk)]
+        in_order_of_the_file(self._walk, roles.prompts.source)
+        if isinstance(roles.stage, Reinforce) and roles.stage.algorithm.filter == "mixed":
+            filter_reads_outcomes((*e.groups, *e.spare), e.refused)
+
+    def _never_asked_before(self, played: Sequence[Group]) -> None:
+        """Every (task, visit) is used once in a stage, since its random numbers must not be used twice."""
+        for g in played:
+            if (g.task.id, g.visit) in self._asked:
+                raise InvariantError(
+                    f"task {g.task.id!r} is asked a second time as visit {g.visit}: its answers would repeat the random"
+                    " numbers of the first. Task ids must be unique, and the walk through the prompts must not turn"
+                    " back"
+                )
+            self._asked.add((g.task.id, g.visit))
+
+
+def sameness(environment: Environment) -> Callable[[Task], Hashable]:
+    """Two tasks with the same key are the same task: the environment's own key, else `as_written`."""
+    return environment.abilities.key or as_written
+
+
+def as_written(task: Task) -> Hashable:
+    """A key for tasks of any two environments: tasks with equal prompts are the same."""
+    return repr(task.prompt)

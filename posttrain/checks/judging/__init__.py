@@ -1,0 +1,1 @@
+"""Checks of verdicts, judges, reward models, step labels and held-out evaluations."""

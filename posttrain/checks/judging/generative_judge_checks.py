@@ -1,0 +1,181 @@
+"""Whether a judge is shown nothing of the right verdict, its sides come in random order, and its votes are counted as
+they were given."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.core.abilities import Judging
+from posttrain.core.measure.answer_steps import aggregated
+from posttrain.core.ports import Environment
+from posttrain.core.types import Episode, Group, Task
+from posttrain.core.verdict import State, Verdict
+from posttrain.environment.scripted_policy import ScriptedPolicy
+from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
+from posttrain.role.judges.generative_judge import LEFT_OUT, UNREAD, GenerativeJudge
+from posttrain.role.judges.generative_steps import GenerativeStepJudge
+from posttrain.role.roles import DataRoles, ReinforceRoles
+from posttrain.system.errors import InvariantError
+
+SHOWN = 16
+"""Tasks of training, and as many held-out ones, of which all that is shown is compared."""
+ORDERED = 256
+"""Training tasks over which the order of the sides is counted."""
+CHANCE = 1e-9
+"""How improbable a count must be in fair orders. It is the chance of a false alarm, once a stage."""
+VERSUS = re.compile(r"vs (\d+):(\S+)")
+
+
+# --- a judge that learns ----------------------------------------------------------------------------------------------
+
+
+async def shows_no_verdict(environment: Environment, judging: Judging, task: Task) -> None:
+    """InvariantError where anything that the environment shows of a task depends on which verdict is right."""
+    one, two = [await _shown(environment, judging, t) for t in (task, judging.regraded(task))]
+    if one == two:
+        return
+    first, second = next((a, b) for a, b in zip([*one, ""], [*two, ""], strict=False) if a != b)
+    raise InvariantError(
+        f"task {task.id!r}: what the judge is shown depends on the right verdict: {first!r:.120} becomes"
+        f" {second!r:.120} when the other one is right. It would learn to read the verdict instead"
+        " of the completions. Write the prompt from the question and the completions alone"
+    )
+
+
+async def _shown(environment: Environment, judging: Judging, task: Task) -> list[str]:
+    """All that is shown to the policy and to the other seats when it says the first verdict."""
+    seats = environment.abilities.seats
+    others = {} if seats is None else {name: (judging.ends[0],) * len(said) for name, said in seats(task).items()}
+    talk = ScriptedPolicy((judging.ends[0],) * 8, seats=others)
+    await environment.play(task, talk)
+    return [str(s) for s in (*talk.seen, *(s for o in talk.others.values() for s in o.seen))]
+
+
+def tail(count: int, total: int) -> float:
+    """P(at least as far from half), of `total` fair draws: exact.
+
+    >>> tail(2, 2), tail(1, 2)
+    (0.5, 1.0)
+    """
+    far = max(count, total - count)
+    if 2 * far == total:
+        return 1.0
+    return min(1.0, 2 * math.fsum(math.comb(total, k) / 2**total for k in range(far, total + 1)))
+
+
+def order_is_random(firsts: Sequence[bool]) -> None:
+    """InvariantError where the better side comes first so often, or so seldom, as in a fair order at most once in a
+    billion stages."""
+    count = sum(firsts)
+    if tail(count, len(firsts)) < CHANCE:
+        raise InvariantError(
+            f"the better completion comes first in {count} of {len(firsts)} training pairs: a judge that looks at the"
+            " place alone is right that often. Draw the order of the two sides from the seeds"
+        )
+
+
+class JudgingCheck(Observer):
+    """Before a stage that learns to judge, by imitation or by RL: no prompt shows the verdict, and the order of the
+    sides is random."""
+
+    async def begin(self, roles: DataRoles[Any] | ReinforceRoles) -> None:
+        environment = roles.environment if isinstance(roles, DataRoles) else roles.rollout.environment
+        judging = environment.abilities.judging
+        if judging is None:
+            return
+        most = ORDERED if environment.train.count is None else min(ORDERED, environment.train.count)
+        train = [environment.train.task(i) for i in range(most)]
+        for task in (*train[:SHOWN], *environment.heldout[:SHOWN]):
+            await shows_no_verdict(environment, judging, task)
+        if judging.sides == 2:
+            order_is_random([judging.better(t) == 0 for t in train])
+
+
+# --- a judge that pays ------------------------------------------------------------------------------------------------
+
+
+def votes_are_counted(judge: GenerativeJudge, group: Group, episode: Episode) -> None:
+    """The score of an answer is the mean of the votes that the record has of it. They are about this answer, and an
+    answer that no vote is about has no score.
+
+    Raises:
+        InvariantError: otherwise.
+    """
+    verdict = next((j.verdict for j in episode.verdicts if j.source == judge.name), None)
+    if verdict is None or verdict.state is not State.VALUE or verdict.score is None:
+        return
+    rivals = VERSUS.findall(verdict.why)
+    read = [e for e in group.episodes if any(j.source == judge.name for j in e.verdicts)]
+    others = {e.text for e in read} - {episode.text}
+    if others and any(int(other) == episode.sibling for other, _ in rivals):
+        raise InvariantError(
+            f"task {group.task.id!r}: the votes recorded of sibling {episode.sibling} compare it with itself, so they"
+            " are about another answer. Return one verdict for each episode, in order"
+        )
+    counted = _counted(verdict, rivals)
+    if judge.judging.sides == 2 and (not counted or abs(math.fsum(counted) / len(counted) - verdict.score) > 1e-9):
+        mean = f"is {math.fsum(counted) / len(counted):g}" if counted else "does not exist, as none has a verdict"
+        raise InvariantError(
+            f"task {group.task.id!r}, sibling {episode.sibling}: judge {judge.name!r} gave {verdict.score:g}, and the"
+            f" mean of its recorded votes {mean} ({verdict.why:.120}). An answer that could not be judged is failed,"
+            " never a low score"
+        )
+
+
+def _counted(verdict: Verdict, rivals: Sequence[tuple[str, str]]) -> list[float]:
+    """The votes that count, from the record."""
+    words = [w for _, marks in rivals for w in marks.split(",")] or verdict.why.split(",")
+    return [float(w) for w in words if w and w != UNREAD and not w.endswith(LEFT_OUT)]
+
+
+def step_votes_are_counted(judge: GenerativeStepJudge, episode: Episode) -> None:
+    """Every step of an answer has a score, and it is the mean of the votes that the record has of it.
+
+    Raises:
+        InvariantError: otherwise.
+    """
+    own = [j for j in episode.verdicts if j.source == judge.name]
+    if not own or own[0].verdict.state is not State.VALUE:
+        return
+    task, r = f"task {episode.task.id!r}, sibling {episode.sibling}", judge.reward
+    steps = [s for s in episode.text.split(judge.separator) if s.strip()]
+    said = own[0].verdict.why.split(" ") if r.steps == "outcome" else [j.verdict.why for j in own]
+    if len(said) != len(steps):
+        raise InvariantError(f"{task}: {len(said)} steps were verified, and the answer has {len(steps)}: {steps}")
+    counted = [[float(w) for w in s.split(",") if w != UNREAD and not w.endswith(LEFT_OUT)] for s in said]
+    if unread := [i + 1 for i, votes in enumerate(counted) if not votes]:
+        raise InvariantError(
+            f"{task}: no vote about step {unread[0]} of {len(steps)} has a verdict, and it has a score. What could not"
+            " be judged is failed, never a low score"
+        )
+    means = [math.fsum(votes) / len(votes) for votes in counted]
+    want = means
+    if r.steps == "outcome":
+        want = [aggregated(means, r.aggregate)]
+    elif r.progress:
+        want = [after - before for before, after in zip([0.0, *means], means, strict=False)]
+    given = [j.verdict.score or 0.0 for j in own]
+    if any(abs(a - b) > 1e-9 for a, b in zip(given, want, strict=True)):
+        raise InvariantError(
+            f"{task}: verifier {judge.name!r} gave {[round(x, 4) for x in given]}, and its recorded votes make"
+            f" {[round(x, 4) for x in want]}: a score of another step, or of other votes"
+        )
+
+
+class VotesCheck(Observer):
+    """The verdicts of generative judges are those of their votes."""
+
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
+        if not isinstance(event, PlayedEvent):
+            return None
+        for group in event.experience.played:
+            for judge in roles.rollout.judges:
+                for episode in group.episodes:
+                    if isinstance(judge, GenerativeJudge):
+                        votes_are_counted(judge, group, episode)
+                    elif isinstance(judge, GenerativeStepJudge):
+                        step_votes_are_counted(judge, episode)
+        return None

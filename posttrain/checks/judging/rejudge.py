@@ -1,0 +1,229 @@
+"""Whether verdicts repeat: an answer that is judged again gets the same score, and right answers keep scoring 1."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from posttrain.checks.check_schedule import due
+from posttrain.core.abilities import GoldAnswers, StepNumber, Together, Turns
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.ports import Attempt, Environment
+from posttrain.core.redact_secrets import scrubbed
+from posttrain.core.types import Episode, Group, Stop, Task
+from posttrain.core.verdict import SOLVED, Judged
+from posttrain.environment.scripted_policy import attempt
+from posttrain.role.judging import attempt_of
+from posttrain.system.errors import InvariantError, PosttrainError
+from posttrain.verifier.batch_functions import misplaced, same_scores
+
+GOLD = 8
+"""How many tasks' right answers are judged again."""
+
+
+@dataclass
+class RejudgedAnswers:
+    """Answers that are judged again: at every step a right one that was judged at the start, and one of the step.
+
+    If the environment vouches for its right answers, they must score 1 at the start and at every step.
+    """
+
+    text: Callable[[np.ndarray], str] = lambda ids: ""
+    """Decodes token ids."""
+    _gold: list[tuple[Turns, Attempt, tuple[Judged, ...]]] = field(
+        default_factory=list[tuple[Turns, Attempt, tuple[Judged, ...]]]
+    )
+    """Turns of a right answer, the episode they make, and its verdicts."""
+    _turn: int = 0
+    _wavers: bool = False
+    _ordered: bool = False
+    _vouched: str | None = None
+    """The source for which the environment vouches that right answers score 1; None if it does not."""
+
+    async def begin(self, env: Environment, turn: int) -> None:
+        """Judge the right answers of some held-out tasks, or of training tasks if none are held out.
+
+        Only environments that know right answers, and can play them as a script, have any.
+
+        Raises:
+            InvariantError: the environment vouches for a right answer, and it does not score 1.
+        """
+        self._turn = turn
+        gold = env.abilities.gold
+        self._vouched = env.name if gold is not None and gold.vouched else None
+        for task, right in _asked(env, gold):
+            try:
+                said = await attempt(env, task, right)
+            except IndexError:  # the environment asks for more turns than its right answer has
+                continue
+            judged = await env.judge(said)
+            if self._short(judged) and self._short(judged := await env.judge(said)):
+                raise InvariantError(self._unpaid(env, said, judged, "before the first step"))
+            self._gold.append((right, said, judged))
+
+    async def after(self, env: Environment, played: Sequence[Group], at: StepNumber = StepNumber()) -> tuple[str, ...]:
+        """Judge one right answer and one or two episodes of the step again. Returns notes on what may be intended.
+
+        Raises:
+            InvariantError: a verdict changed and stayed changed, or a right answer no longer scores 1.
+        """
+        out: list[str] = []
+        if self._gold:
+            out += await self._right_answer(env, *self._gold[self._turn % len(self._gold)])
+        for e in _sample([e for g in played for e in g.episodes], self._turn):
+            ask = partial(_asked_again, env, e, next(g for g in played if e in g.episodes), at, self.text)
+            out += await self._repeats(ask, _again(e, self.text), e.verdicts, "an answer of this step")
+        if env.abilities.together is not None and due(self._turn + 1):
+            out += await self._siblings(env.abilities.together, played, at)
+        self._turn += 1
+        return tuple(out)
+
+    async def _siblings(self, together: Together, played: Sequence[Group], at: StepNumber) -> list[str]:
+        """Judge a group in another order. InvariantError if scores go to the wrong siblings."""
+        groups = [[m for m in g.episodes if m.stop is not Stop.ERROR] for g in played]
+        groups = [g for g in groups if all(map(_turns, g)) and len({m.reward for m in g}) > 1]
+        if not groups or not (
+            why := await misplaced(together, [_again(m, self.text) for m in groups[0]], at, self._turn)
+        ):
+            return []
+        task = groups[0][0].task.id
+        if why == "siblings":
+            raise InvariantError(
+                f"a reward gives scores to the wrong siblings: answers to task {task!r} that are judged alone have the"
+                " scores that others of their group got. Return one score for each completion, in their order"
+            )
+        ordered, self._ordered = self._ordered, True
+        note = (
+            f"rule reward_reads_order: judged in another order, answers to task {task!r} have other scores. A reward"
+            " that breaks ties by place tells equal siblings apart by chance"
+        )
+        return [] if ordered else [note]
+
+    async def _right_answer(self, env: Environment, right: Turns, said: Attempt, before: Sequence[Judged]) -> list[str]:
+        """An answer that is vouched for is played again too, since the environment that plays it may break."""
+        if self._vouched is not None:
+            try:
+                said = await attempt(env, said.task, right)
+            except PosttrainError:
+                raise
+            except Exception as error:
+                why = scrubbed(f"{type(error).__name__}: {error}")
+                return [
+                    f"rule gold_unplayed: the world broke under the right answer to task {said.task.id!r}: {why}."
+                    " Episodes may break like it"
+                ]
+            now = await env.judge(said)
+            if self._short(now) and self._short(now := await env.judge(said)):
+                raise InvariantError(self._unpaid(env, said, now, "any more"))
+        return await self.verdicts_repeat(env, said, before, "the right answer")
+
+    def _short(self, judged: Sequence[Judged]) -> bool:
+        """Whether the source that is vouched for gave a right answer another score than 1. An outage is no score."""
+        own = [j.verdict.score for j in judged if j.source == self._vouched and j.end is None]
+        return any(score is not None and not SOLVED <= score <= 2 - SOLVED for score in own)
+
+    def _unpaid(self, env: Environment, said: Attempt, judged: Sequence[Judged], when: str) -> str:
+        whys = "; ".join(scrubbed(j.verdict.why) for j in judged if j.source == self._vouched and j.verdict.why)
+        return (
+            f"the right answer {list(said.turns)} to task {said.task.id!r} does not score 1 {when}:"
+            f" {_shown(judged)}{f' ({whys})' if whys else ''}. The policy would be trained away from what is right."
+            f" Look at the verifier of {env.name!r}, at what it asks (a service, a sandbox, a tool), and at what stands"
+            " between its verdict and the record"
+        )
+
+    def mute(self, played: Sequence[Group]) -> Gauges:
+        """Counts the sources that gave only 0 in this step and to the known right answers too."""
+        if not self._gold:
+            return {}
+        paid = {j.source for _, _, verdicts in self._gold for j in verdicts if j.verdict.score not in (0.0, None)}
+        given = [j for g in played for e in g.episodes for j in e.verdicts if j.verdict.score is not None]
+        sources = {j.source for j in given if j.weight > 0}  # others take off, and may have nothing to
+        return {
+            "canary/mute_sources": Gauge(
+                len(sources - paid - {j.source for j in given if j.verdict.score}), len(sources)
+            )
+        }
+
+    async def verdicts_repeat(self, env: Environment, said: Attempt, before: Sequence[Judged], what: str) -> list[str]:
+        """Judge again and compare. A changed verdict that repeats is an error; one that varies is noted once."""
+        return await self._repeats(partial(env.judge, said), said, before, what)
+
+    async def _repeats(
+        self, ask: Callable[[], Awaitable[Sequence[Judged]]], said: Attempt, before: Sequence[Judged], what: str
+    ) -> list[str]:
+        now = await ask()
+        if same_scores(before, now):
+            return []
+        if same_scores(now, await ask()):
+            was, is_ = _shown(before), _shown(now)
+            raise InvariantError(
+                f"{what} to task {said.task.id!r} ({said.text[-60:]!r}, stop reason {said.stop.value!r}) has verdict"
+                f" {was} in this run, and the environment asked again says {is_}. Either the verifier broke and hides"
+                " it (an outage must raise, or return Verdict.failed: never a score), or verdicts are changed or"
+                " reordered after judging. A verdict must depend on task and text alone"
+            )
+        if self._wavers:
+            return []
+        self._wavers = True
+        return [
+            f"rule verifier_wavers: asked twice about {what} to task {said.task.id!r} the verifier said"
+            f" {_shown(before)} and {_shown(now)}. If it is not random on purpose, an outage may be scored as an answer"
+        ]
+
+
+def _again(e: Episode, text: Callable[[np.ndarray], str]) -> Attempt:
+    """The attempt of a recorded episode. Verdicts about parts of an answer are not compared, so any token border is
+    fine."""
+    return attempt_of(e.task, _turns(e), e.stop, e.segments, text, int, e.state)
+
+
+async def _asked_again(
+    env: Environment, e: Episode, group: Group, at: StepNumber, text: Callable[[np.ndarray], str]
+) -> Sequence[Judged]:
+    """New verdicts about one episode. Sources that judge whole groups get its group again; they are left out where an
+    attempt of the group cannot be read from its record."""
+    together = env.abilities.together
+    if together is None:
+        return await env.judge(_again(e, text))
+    alone = await env.judge(replace(_again(e, text), batched=True))
+    members = [m for m in group.episodes if m.stop is not Stop.ERROR]
+    if not all(_turns(m) for m in members):
+        return alone
+    found, _ = await together([_again(m, text) for m in members], at)
+    return (*alone, *found[members.index(e)])
+
+
+def _asked(env: Environment, gold: GoldAnswers | None) -> list[tuple[Task, Turns]]:
+    """The first tasks whose right answers are known, with these answers."""
+    if gold is None:
+        return []
+    count = env.train.count
+    tasks = env.heldout[:GOLD] or [env.train.task(i) for i in range(GOLD if count is None else min(GOLD, count))]
+    return gold.known(tasks)
+
+
+def _sample(episodes: Sequence[Episode], turn: int) -> list[Episode]:
+    """One episode, a different one at every step, and one that was cut off if there is any.
+
+    Episodes whose turns cannot be read from their text are left out.
+    """
+    cut = [e for e in episodes if e.stop is Stop.LENGTH]
+    chosen = [x[turn % len(x)] for x in (episodes, cut) if x]
+    return [e for e in chosen if e.stop is not Stop.ERROR and e.reward is not None and not e.shown and _turns(e)]
+
+
+def _turns(e: Episode) -> tuple[str, ...]:
+    """The turns of an episode; empty if line breaks inside a turn leave them unclear."""
+    spoken = sum(int(np.sum(np.diff(s.mask.astype(np.int8), prepend=0) == 1)) for s in e.segments)
+    turns = (e.text,) if spoken == 1 else tuple(e.text.split("\n"))
+    return turns if len(turns) == spoken else ()
+
+
+def _shown(verdicts: Sequence[Judged]) -> str:
+    return ", ".join(
+        f"{j.source} {j.verdict.state.value if j.verdict.score is None else format(j.verdict.score, 'g')}"
+        for j in verdicts
+    )

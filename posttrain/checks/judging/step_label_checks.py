@@ -1,0 +1,298 @@
+"""Whether labels belong to their steps: what was completed, what was judged, what is learned and what is paid.
+
+Everything is computed a second time, from the tokens and the verdicts alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from posttrain.checks.check_schedule import due
+from posttrain.checks.judging.reward_model_scores import APART, holds_what_was_trained, read_alone
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.core.batch import Batch
+from posttrain.core.gauge import Gauge, Step
+from posttrain.core.judgements import Judgement, StepLabels
+from posttrain.core.streams import STEP
+from posttrain.core.types import Episode
+from posttrain.core.verdict import State
+from posttrain.diagnose.gauges.rollout_gauges import unjudged_words
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.role.events import Event, LabelledEvent, LearnedEvent, Observer, ObserverReport, PlayedEvent
+from posttrain.role.judges.step_completion import LabelledAnswer
+from posttrain.role.judges.step_judge import StepJudge
+from posttrain.role.judges.step_scores import step_scores
+from posttrain.role.roles import LabelRoles, ReinforceRoles, RewardRoles
+from posttrain.system.errors import InvariantError, RewardError
+
+FILE = "steps.jsonl"
+"""The rows of a stage that labels steps, in the folder kept as STAGE-rows."""
+Text = Callable[[np.ndarray], str]
+
+
+def said(e: Episode) -> np.ndarray:
+    """The tokens that the policy said in an answer of one turn."""
+    return e.segments[-1].ids[e.segments[-1].mask]
+
+
+def token_ends(text: Text, ids: np.ndarray, lengths: Sequence[int]) -> list[int]:
+    """The number of tokens up to the end of each step, by decoding every beginning: the first that has so many
+    characters. `lengths`: characters up to the end of each step. The last step ends with the last token."""
+    so_far = [len(text(ids[:n])) for n in range(len(ids) + 1)]
+    return [*(next(n for n, c in enumerate(so_far) if c >= want) for want in lengths[:-1]), len(ids)]
+
+
+def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
+    """The completions of a step go on from its end, and its label is how they were judged.
+
+    Raises:
+        InvariantError: names the step.
+    """
+    e, own = answer.episode, said(answer.episode)
+    lengths = np.cumsum([len(s) for s in answer.steps]).tolist()
+    ends = token_ends(text, own, lengths)
+    if "".join(answer.steps) != text(own) or list(answer.tokens) != ends:
+        raise InvariantError(
+            f"the steps of an answer to task {e.task.id!r} are {list(answer.steps)} and end at tokens"
+            f" {list(answer.tokens)}, and it says {text(own)!r}, whose steps end at {ends}: a label would be of another"
+            " step"
+        )
+    if not len(answer.steps) == len(answer.completions) == len(answer.values.right) == len(answer.values.asked):
+        raise InvariantError(f"an answer to task {e.task.id!r} has {len(answer.steps)} steps and other many labels")
+    for k, completions in enumerate(answer.completions):
+        for c in completions:
+            if c.task.id != e.task.id or said(c)[: ends[k]].tolist() != own[: ends[k]].tolist():
+                raise InvariantError(
+                    f"a completion from step {k + 1} of an answer to task {e.task.id!r} begins with"
+                    f" {text(said(c)[: ends[k]])!r}, and the answer with {text(own[: ends[k]])!r}: it is a completion"
+                    " from the end of another step"
+                )
+        judged = [c.right.of(c.figure) for c in completions if c.figure is not None]
+        right = sum(judged)
+        if (answer.values.right[k], answer.values.asked[k]) != (right, len(judged)):
+            raise InvariantError(
+                f"step {k + 1} of an answer to task {e.task.id!r} has {answer.values.right[k]} right completions of"
+                f" {answer.values.asked[k]}, and {right} of {len(judged)} were judged right: the label of another step,"
+                " or an outage that counts as wrong"
+            )
+
+
+def _enough_judged(roles: LabelRoles, event: PlayedEvent) -> None:
+    """RewardError where too many answers of a step could not be judged."""
+    episodes = [e for g in event.experience.played for e in g.episodes]
+    unjudged = sum(e.figure is None for e in episodes)
+    if unjudged > roles.stage.max_failed * len(episodes):
+        raise RewardError(
+            f"{unjudged} of {len(episodes)} answers of this step could not be judged:"
+            f" {unjudged_words(event.experience.played)}. More than {roles.stage.name}.max_failed="
+            f"{roles.stage.max_failed:g} of a step is too many to label steps by. Mend what judges them"
+        )
+
+
+class StepLabelCheck(Observer):
+    """Every answer of every step of a stage that labels steps, and what is written of it."""
+
+    def __init__(self) -> None:
+        self._answers: tuple[LabelledAnswer, ...] = ()
+
+    def on_event(self, roles: LabelRoles, event: Event) -> ObserverReport | None:
+        if isinstance(event, PlayedEvent):
+            _enough_judged(roles, event)
+        if isinstance(event, LabelledEvent):
+            self._answers = event.answers
+            for answer in event.answers:
+                labels_are_of_their_steps(answer, roles.labeler.ends.text)
+        return None
+
+    async def after(self, roles: LabelRoles, step: Step) -> ObserverReport | None:
+        path = roles.book.kept(f"{roles.stage.name}-rows") / FILE
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        now = [r for r in rows if r["step"] == step.index]
+        if len(now) != len(self._answers):
+            raise InvariantError(f"step {step.index} labelled {len(self._answers)} answers, and wrote {len(now)} rows")
+        for row, answer in zip(now, self._answers, strict=True):
+            judged = [[c.right.of(c.figure) for c in own if c.figure is not None] for own in answer.completions]
+            hard = [any(own) for own in judged]
+            soft = [_share(own, roles.stage.prover) for own in judged]
+            same = len(row["values"]) == len(soft) and np.allclose(row["values"], soft, rtol=0, atol=1e-12)
+            if row["completions"] != list(answer.steps) or row["labels"] != hard or not same:
+                raise InvariantError(
+                    f"the row of an answer to task {answer.episode.task.id!r} has the labels {row['labels']} and values"
+                    f" {row['values']}, and its completions say {hard} and {soft}: labels belong to other steps, or a"
+                    " share to another number of completions"
+                )
+        return None
+
+
+def _share(right: Sequence[bool], prover: int) -> float:
+    """The chance that one at least of `prover` completions is right that are drawn from these, one after the other and
+    none twice."""
+    left, wrong, none = len(right), list(right).count(False), 1.0
+    for i in range(min(prover, left)):
+        none *= max(wrong - i, 0) / (left - i)
+    return 1 - none
+
+
+# --- what is learned --------------------------------------------------------------------------------------------------
+
+
+def steps_are_as_judged(roles: RewardRoles, batch: Batch, judged: Sequence[Judgement]) -> None:
+    """The label of every step is at its last token, and no other token has one.
+
+    Raises:
+        InvariantError: names the completion and the token.
+    """
+    stage, label_M = roles.stage, batch[STEP]
+    for s, j in enumerate(judged):
+        assert isinstance(j, StepLabels)
+        own = batch.segment_M == s
+        ids = batch.target_M[own]
+        want = np.full(len(ids), math.nan)
+        for end, value in zip(_ends_of(j, roles.ends.text, ids), _learned(j, stage), strict=True):
+            want[end - 1] = value
+        if not np.array_equal(label_M[own], want, equal_nan=True):
+            t = int(np.flatnonzero(~((label_M[own] == want) | (np.isnan(label_M[own]) & np.isnan(want))))[0])
+            raise InvariantError(
+                f"token {t + 1} of the completion of task {j.task.id!r}, after {roles.ends.text(ids[: t + 1])!r}, has"
+                f" the label {label_M[own][t]:g}, and the steps {list(j.steps)} say {want[t]:g} there (nan: none). A"
+                " label belongs to the last token of its step"
+            )
+
+
+def _ends_of(j: StepLabels, text: Text, ids: np.ndarray) -> list[int]:
+    lengths, at = list[int](), 0
+    for i, step in enumerate(j.steps):
+        at += len(step)
+        at += 0 if i == len(j.steps) - 1 or step.endswith(j.separator) else len(j.separator)
+        lengths.append(at)
+    return token_ends(text, ids, lengths)
+
+
+def _learned(j: StepLabels, stage: RewardModel) -> list[float]:
+    """What is learned of each step; NaN for nothing."""
+    return list(j.values) if stage.soft else [math.nan if x == 0 else float(x > 0) for x in j.labels]
+
+
+def expected_step_loss(roles: RewardRoles, batch: Batch, judged: Sequence[Judgement]) -> float:
+    """The loss of a minibatch by its definition, from the scores before the step."""
+    chance_M, total = step_scores(roles.learner, batch), 0.0
+    for s, j in enumerate(judged):
+        assert isinstance(j, StepLabels)
+        own = batch.segment_M == s
+        at, ids = chance_M[own], batch.target_M[own]
+        pairs = zip(_ends_of(j, roles.ends.text, ids), _learned(j, roles.stage), strict=True)
+        each = [-y * math.log(at[n - 1]) - (1 - y) * math.log1p(-at[n - 1]) for n, y in pairs if not math.isnan(y)]
+        total += sum(each) / len(each)
+    return total / len(judged)
+
+
+# --- what is paid -----------------------------------------------------------------------------------------------------
+
+
+def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
+    """The recorded scores of an answer's steps are those of its own tokens, read alone. Returns the largest difference.
+
+    Raises:
+        InvariantError: one is another score, or at another token.
+    """
+    given = [j for j in e.verdicts if j.source == judge.name]
+    if not given or any(j.verdict.state is not State.VALUE for j in given):
+        return 0.0
+    ids, text = said(e), judge.ends.text
+    ends = token_ends(text, ids, step_lengths(text(ids), judge.separator))
+    tokens = judge.scorer.tokens(read_alone(e))
+    if judge.reward.steps == "outcome":
+        return _outcome_holds(judge, e, [float(tokens[n - 1]) for n in ends], dtype)
+    if [j.end for j in given] != ends or any(j.paid is not (judge.reward.steps == "pay") for j in given):
+        raise InvariantError(
+            f"reward model {judge.name} scored steps of an answer to task {e.task.id!r} that end at tokens"
+            f" {[j.end for j in given]}, and its steps end at {ends} ({text(ids)!r})"
+        )
+    apart = before = 0.0
+    for j, end in zip(given, ends, strict=True):
+        now = float(tokens[end - 1])
+        want = now - before if judge.reward.progress else now
+        before = now
+        apart = max(apart, abs((j.verdict.score or 0.0) - want))
+        if apart > APART[dtype]:
+            raise InvariantError(
+                f"reward model {judge.name} gave {j.verdict.score:.6g} to the step of task {e.task.id!r} that ends at"
+                f" token {end}, after {text(ids[:end])!r}, and gives {want:.6g} to the same tokens read alone. A score"
+                " belongs to the last token of its step"
+            )
+    return apart
+
+
+def step_lengths(text: str, separator: str) -> list[int]:
+    """Characters up to the end of each step: what is blank belongs to the step before it, at the start to the one
+    after it."""
+    out: list[int] = []
+    at = 0
+    for piece in text.split(separator):
+        at = min(at + len(piece) + len(separator), len(text))
+        if piece.strip():
+            out.append(at)
+        elif out:
+            out[-1] = at
+    return out
+
+
+def _outcome_holds(judge: StepJudge, e: Episode, scores: Sequence[float], dtype: str) -> float:
+    want = {
+        "min": min(scores),
+        "product": math.exp(math.fsum(math.log(max(x, 1e-300)) for x in scores)),
+        "mean": sum(scores) / len(scores),
+        "last": scores[-1],
+    }[judge.reward.aggregate]
+    [got] = [j.verdict.score or 0.0 for j in e.verdicts if j.source == judge.name]
+    if abs(got - want) > APART[dtype]:
+        raise InvariantError(
+            f"reward model {judge.name} gave {got:.6g} to an answer to task {e.task.id!r}, and the"
+            f" {judge.reward.aggregate} of its steps' scores {[round(x, 4) for x in scores]} is {want:.6g}: look at how"
+            " they become one number (env.rewards.N.aggregate)"
+        )
+    return abs(got - want)
+
+
+class StepJudgeCheck(Observer):
+    """Process reward models that judge: on one answer of every step, and at every `due` step on the weights."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+
+    async def begin(self, roles: ReinforceRoles) -> None:
+        self._digests = _digests(roles)
+        for judge in _judges(roles):
+            if judge.member.stage:
+                holds_what_was_trained(judge.member, roles.book.folder)
+
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
+        match event:
+            case PlayedEvent(e) if _judges(roles):
+                group = e.played[e.index % len(e.played)]
+                judged = [x for x in group.episodes if x.figure is not None]
+                if judged:
+                    asked = judged[e.index % len(judged)]
+                    noise = [step_verdicts_hold(j, asked, roles.run.model.dtype) for j in _judges(roles)]
+                    return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)})
+            case LearnedEvent(packed, _, _) if self._digests and due(packed.index):
+                if self._digests != _digests(roles):
+                    raise InvariantError(
+                        "the weights of a process reward model have changed since the stage began. It must stay as it"
+                        " was trained: look for tensors that it shares with the policy"
+                    )
+            case _:
+                pass
+        return None
+
+
+def _judges(roles: ReinforceRoles) -> list[StepJudge]:
+    return [j for j in roles.rollout.judges if isinstance(j, StepJudge)]
+
+
+def _digests(roles: ReinforceRoles) -> dict[str, str]:
+    return {j.name: fingerprint(j.member.scorer.tensors().items()) for j in _judges(roles)}

@@ -1,0 +1,92 @@
+"""Whether verdicts can be learned from: failed ones give no reward, few answers are unjudged, and verdicts repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from posttrain.checks.judging.rejudge import RejudgedAnswers
+from posttrain.checks.stage_history import StageHistory
+from posttrain.core.abilities import StepNumber
+from posttrain.core.exchange.experience import Experience
+from posttrain.core.gauge import Gauge, Step
+from posttrain.core.types import Group
+from posttrain.core.verdict import State, failed
+from posttrain.diagnose.gauges.rollout_gauges import components, unjudged_words
+from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
+from posttrain.role.roles import JudgedRoles
+from posttrain.system.errors import InvariantError, RewardError
+from posttrain.system.shell import command_line
+
+
+def failures_stay_out(groups: Sequence[Group]) -> None:
+    """An episode with a verdict that failed on our side has no reward."""
+    for g in groups:
+        for e in g.episodes:
+            failed = [j for j in e.verdicts if j.counts and j.verdict.state is State.FAILED]
+            if failed and e.reward is not None:
+                raise InvariantError(
+                    f"task {g.task.id!r}: source {failed[0].source!r} failed ({failed[0].verdict.why}) and the episode"
+                    f" still has reward {e.reward:g}. What nobody could judge leaves baseline and batch; it is no wrong"
+                    " answer"
+                )
+
+
+class VerifierCheck(Observer):
+    """Failed verdicts stay out of baseline and batch, are noted when they start, and are few; verdicts repeat."""
+
+    def __init__(self, history: StageHistory) -> None:
+        self._history = history
+        self._rejudged = RejudgedAnswers()
+        self._experience: Experience | None = None
+
+    async def begin(self, roles: JudgedRoles) -> None:
+        self._rejudged.text = roles.text
+        await self._rejudged.begin(roles.rollout.environment, self._history.taken)
+
+    def on_event(self, roles: JudgedRoles, event: Event) -> ObserverReport | None:
+        match event:
+            case PlayedEvent(e):
+                failures_stay_out(e.played)
+                self._enough_judged(roles, e)
+                self._experience = e
+                return ObserverReport(notes=self._unjudged(e))
+            case _:
+                return None
+
+    async def after(self, roles: JudgedRoles, step: Step) -> ObserverReport | None:
+        """Judge some answers again, and count the sources that gave only 0."""
+        if (e := self._experience) is None:
+            return None
+        with roles.clock.of("check"):
+            warned = await self._rejudged.after(
+                roles.rollout.environment, e.played, StepNumber(step.index, roles.stage.steps)
+            )
+        return ObserverReport({**self._rejudged.mute(e.played), "rollout/walked": Gauge(e.walked, 1)}, warned)
+
+    def _enough_judged(self, roles: JudgedRoles, e: Experience) -> None:
+        episodes = [x for g in e.played for x in g.episodes]
+        unjudged = sum(x.reward is None for x in episodes)
+        if unjudged > roles.stage.max_failed * len(episodes):
+            raise RewardError(
+                f"{unjudged} of {len(episodes)} samples of this step could not be judged: {unjudged_words(e.played)}."
+                " They are no wrong answers, so they were left out, and more than"
+                f" {roles.stage.name}.max_failed={roles.stage.max_failed:g} of a step is too many to go on. Mend"
+                f" {', '.join(r.function for r in roles.run.env_of(roles.stage).rewards) or 'the environment'}, then"
+                f" resume: {command_line('run', '--resume', roles.book.folder, '--accept-changed')}"
+            )
+
+    def _unjudged(self, e: Experience) -> tuple[str, ...]:
+        """A note on what could not be judged in this step, if it is of a kind that the last 64 steps did not have."""
+        episodes = [x for g in e.played for x in g.episodes]
+        now = {n for n in components(episodes) if n.startswith("failed/")}
+        now |= {"rollout/abstained"} if any(x.reward is None and not failed(x.verdicts) for x in episodes) else set()
+        known = {n for s in self._history.steps[-64:] for n, g in s.gauges.items() if g.sum and n in now}
+        if not now - known:
+            return ()
+        return (
+            (
+                f"{sum(x.reward is None for x in episodes)} of {len(episodes)} samples could not be judged:"
+                f" {unjudged_words(e.played)}. They are left out, as no wrong answers; rollout/failed and"
+                " rollout/abstained count them from here on"
+            ),
+        )

@@ -1,0 +1,389 @@
+"""Credit and weights of a step, computed a second way: slowly, from the definitions, sharing no code with the first.
+
+This covers the pieces listed here, at the settings listed here. For an algorithm with any other piece it returns None.
+Where both computations exist they must agree up to rounding. So a bug has to be made twice to stay unseen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.scored import Scored, ScoredGroup
+from posttrain.core.streams import IMPLICIT, REFERENCE, START, VALUE
+from posttrain.core.types import Episode, Stop
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.role.learning.nonfinite_episodes import key
+
+READS: dict[str, tuple[str, ...]] = {
+    "Zero": (),
+    "Ema": ("decay",),
+    "GroupMean": (),
+    "Others": (),
+    "ImplicitOthers": ("beta",),
+    "Value": ("gae_lambda", "gamma", "coef", "clip"),
+    "KL": ("coef", "estimator", "placement"),
+    "SequenceL2": ("coef",),
+    "Signed": (),
+    "Overlong": ("cache",),
+    "DropTruncated": (),
+    "Clip": ("low", "high"),
+    "Truncate": ("cap", "level"),
+    "Mask": ("low", "high", "level"),
+    "EntropyBonus": ("coef",),
+}
+"""The pieces covered, each with the settings that are read. Any other setting must have its default."""
+COMPARES = ("GroupMean", "Others", "ImplicitOthers")
+"""The baselines among them under which siblings with equal outcomes have no credit."""
+NEUTRAL = {
+    "credit": {
+        "name",
+        "paper",
+        "note",
+        "parent",
+        "ratio",
+        "clip",
+        "aggregate",
+        "correction",
+        "filter",
+        "entropy",
+        "tokens",
+        "curriculum",
+        "imitate",
+        "distill",
+        "step_scale",
+    },
+    "loss": {
+        "name",
+        "paper",
+        "note",
+        "parent",
+        "baseline",
+        "scale",
+        "whiten",
+        "aggregate",
+        "filter",
+        "shape",
+        "entropy",
+        "curriculum",
+        "rewards",
+        "hint",
+        "step_scale",
+    },
+}
+"""Choices of an algorithm that do not affect its credit, or the gradient of its loss by a log-prob."""
+
+
+def kind(piece: object) -> str:
+    return type(piece).__name__
+
+
+def understood(a: Algorithm, matter: str, read: Iterable[str]) -> bool:
+    """Whether the choices `read` are all that matters to `matter` (credit or loss) in this algorithm."""
+    for f in fields(a):
+        value = getattr(a, f.name)
+        if f.name in NEUTRAL[matter] or value == f.default:
+            continue
+        if f.name not in read or not all(plain(p) for p in pieces(value)):
+            return False
+    return True
+
+
+def pieces(value: object) -> tuple[Any, ...]:
+    """The pieces of a choice, which holds none, one or several, as a tuple."""
+    return () if value is None else value if isinstance(value, tuple) else (value,)
+
+
+def plain(piece: Any) -> bool:
+    """Whether this is a word, or a piece whose settings other than those in `READS` have their defaults."""
+    if isinstance(piece, str):
+        return True
+    known = READS.get(kind(piece))
+    return known is not None and all(
+        f.name in known or f.default is MISSING or getattr(piece, f.name) == f.default for f in fields(piece)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ExpectedCredit:
+    """What one episode should get: the credit of each spoken token, and whether it is dropped from the batch."""
+
+    scored: Scored
+    group: int
+    credit: np.ndarray
+    dropped: bool
+    returns: np.ndarray | None = None
+    """Value targets, if the algorithm learns values."""
+
+    @property
+    def key(self) -> bytes:
+        return key(self.scored.episode)
+
+
+def expected_credit(
+    a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, ema: float
+) -> list[ExpectedCredit] | None:
+    """The credit of every judged episode of a step; None if the algorithm has a piece that is not covered."""
+    if getattr(a.pull, "placement", "") == "token" or a.whiten not in (None, "token", "sample"):
+        return None
+    kl_reward = kind(a.pull) == "KL" and a.pull is not None and getattr(a.pull, "placement", "") in ("reward", "both")
+    reads = {"baseline", "scale", "whiten", "shape", "anchor", *(("pull",) if kl_reward else ())}
+    if not understood(a, "credit", reads if kl_reward else {*reads, "pull"}) or a.scale not in (
+        "one",
+        "group_std",
+        "batch_std",
+        "group_mean",
+    ):
+        return None
+    samples = [(p, s) for p, g in enumerate(groups) for s in g.episodes]
+    shaped = [_shaped(a, s.episode, max_tokens) for _, s in samples]
+    paid: list[np.ndarray] = []
+    for _, s in samples:
+        cost = _paid(a, s) if kl_reward else np.zeros(s.episode.spoken)
+        if cost is None:
+            return None
+        paid.append(cost)
+    reward = [r - math.fsum(c) for (r, *_), c in zip(shaped, paid, strict=True)]
+    terms = [size + math.fsum(abs(x) for x in c) for (_, size, _), c in zip(shaped, paid, strict=True)]
+    fine = [_resolution(s.episode) for _, s in samples]
+    again = [g.group.again for g in groups]
+    each = _centred(a, samples, [r for r, *_ in shaped], reward, paid, ema, again)
+    if each is None:
+        return None
+    members = [[i for i, (p, _) in enumerate(samples) if p == group] for group in range(len(groups))]
+    each = _divided(a, members, each, reward, terms, fine)
+    if a.whiten is not None:
+        compares = kind(a.baseline) in COMPARES
+        doubt = [
+            0.0 if compares else f * _summed(a, s, x, t)
+            for (_, s), x, t, f in zip(samples, each, terms, fine, strict=True)
+        ]
+        each = _white(a.whiten, each, max(doubt, default=0.0))
+    targets = [_targets(a.baseline, s, r, c) for (_, s), (r, *_), c in zip(samples, shaped, paid, strict=True)]
+    return [
+        ExpectedCredit(s, p, x * groups[p].group.discount, bool(why), t)
+        for (p, s), x, (*_, why), t in zip(samples, each, shaped, targets, strict=True)
+    ]
+
+
+def alike(values: Sequence[float], terms: Sequence[float], resolution: float) -> bool:
+    """Whether numbers are equal up to rounding, which credit calls no spread.
+
+    They are if the largest exceeds the smallest by at most `resolution` times the largest sum of absolute terms.
+    """
+    in_order = sorted(values)
+    return len(in_order) < 2 or in_order[-1] - in_order[0] <= resolution * max(terms)
+
+
+def same_outcome(episodes: Sequence[Episode]) -> bool:
+    """Whether the judged ones of these episodes have the same raw outcome, up to rounding."""
+    judged = [e for e in episodes if e.reward is not None]
+    raw = [(_terms(e), _resolution(e)) for e in judged]
+    return not judged or alike(
+        [math.fsum(t) for t, _ in raw], [math.fsum(map(abs, t)) for t, _ in raw], max(f for _, f in raw)
+    )
+
+
+def _terms(e: Episode) -> list[float]:
+    return [j.weight * j.verdict.score for j in e.verdicts if j.counts and j.verdict.score is not None]
+
+
+def _resolution(e: Episode) -> float:
+    return max((j.resolution for j in e.verdicts if j.counts and j.verdict.score is not None), default=0.0)
+
+
+def _summed(a: Algorithm, s: Scored, credit: np.ndarray, terms: float) -> float:
+    """What the rounding of an episode's credit is relative to if siblings are not compared: the sum of its terms."""
+    values = [abs(float(v)) for part in s.find(VALUE) or () for v in part] if kind(a.baseline) == "Value" else []
+    return terms + max(map(abs, credit.tolist()), default=0.0) + 2 * max(values, default=0.0)
+
+
+def _divided(
+    a: Algorithm,
+    members: Sequence[Sequence[int]],
+    each: Sequence[np.ndarray],
+    reward: Sequence[float],
+    terms: Sequence[float],
+    fine: Sequence[float],
+) -> list[np.ndarray]:
+    """Credit divided by its scale. It is 0 if siblings are compared and agree, and if the scale is 0."""
+    out = list(each)
+    whole = _std(reward, terms, max(fine, default=0.0))
+    for at in members:
+        r, t, f = [reward[i] for i in at], [terms[i] for i in at], max((fine[i] for i in at), default=0.0)
+        agree = kind(a.baseline) in COMPARES and alike(r, t, f)
+        average = math.fsum(r) / len(r) if r else 0.0
+        scales = {
+            "one": 1.0,
+            "batch_std": whole,
+            "group_std": _std(r, t, f),
+            "group_mean": average if r and average > f * max(t) else 0.0,
+        }
+        for i in at:
+            out[i] = out[i] * 0.0 if agree or not scales[a.scale] > 0 else out[i] / scales[a.scale]
+    return out
+
+
+def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, float, str]:
+    """Reward after shaping; the sum of its absolute terms; and why the episode has no gradient ('' if it has one)."""
+    r, size = math.fsum(_terms(e)), math.fsum(map(abs, _terms(e)))
+    why = "" if e.spoken else "said nothing"
+    for piece in pieces(a.shape):
+        if kind(piece) == "Signed":
+            r, size = r + r - 1, size + size + 1
+        elif kind(piece) == "Overlong":
+            over = e.spoken - max_tokens * (1 - piece.cache)
+            fine = min(max(over / (piece.cache * max_tokens), 0.0), 1.0)
+            r, size = r - fine, size + fine
+        elif kind(piece) == "DropTruncated" and e.stop in (Stop.LENGTH, Stop.TOKENS, Stop.CONTEXT, Stop.TIME):
+            why = "truncated"
+    return r, size, why
+
+
+def _paid(a: Algorithm, s: Scored) -> np.ndarray | None:
+    """The KL penalty in the reward of each spoken token; None if a stream it needs is missing."""
+    said = s.find(START) if a.anchor == "start" else tuple(x.logp[x.mask] for x in s.episode.segments)
+    if said is None or REFERENCE not in s:
+        return None
+    gap = np.concatenate(said).astype(np.float64) - np.concatenate(s[REFERENCE])
+    pull: Any = a.pull
+    value = {"k1": gap, "k2": gap * gap / 2, "k3": np.exp(-gap) - 1 + gap}.get(pull.estimator)
+    return None if value is None else pull.coef * value
+
+
+def _centred(
+    a: Algorithm,
+    samples: Sequence[tuple[int, Scored]],
+    shaped: Sequence[float],
+    reward: Sequence[float],
+    paid: Sequence[Any],
+    ema: float,
+    again: Sequence[bool],
+) -> list[np.ndarray] | None:
+    """Credit minus its baseline and before any scale, for each episode's spoken tokens. `again`: of each group."""
+    out: list[np.ndarray] = []
+    name = kind(a.baseline)
+    members: dict[int, list[int]] = {}
+    for i, (p, _) in enumerate(samples):
+        members.setdefault(p, []).append(i)
+    for i, (p, s) in enumerate(samples):
+        tokens = s.episode.spoken
+        if name == "Value":
+            if VALUE not in s:
+                return None
+            turns = _turns(s.episode)
+            out.append(
+                _future(
+                    a.baseline, np.concatenate(s[VALUE]).astype(np.float64), shaped[i] - turns.sum(), paid[i] - turns
+                )
+            )
+            continue
+        lead = [reward[i] - reward[j] for j in members[p] if j != i]
+        if name == "Zero":
+            credit = reward[i]
+        elif name == "GroupMean":
+            credit = math.fsum(lead) / (len(lead) + 1)
+        elif name == "Others":
+            credit = math.fsum(lead) / len(lead) if lead else 0.0
+        elif name == "ImplicitOthers":
+            worth = _worth(a.baseline, i, members[p], samples)
+            if worth is None:
+                return None
+            out.append(math.fsum(lead) / max(1, len(lead)) + worth)
+            continue
+        else:
+            credit = reward[i] - ema
+            ema += 0.0 if again[p] else (1 - a.baseline.decay) * credit  # type: ignore[union-attr]
+        out.append(np.full(tokens, credit))
+    return out
+
+
+def _worth(baseline: Any, i: int, mates: Sequence[int], samples: Sequence[tuple[int, Scored]]) -> np.ndarray | None:
+    """The implicit process rewards from each token on, each less the mean of the other siblings' mean ones."""
+    if any(IMPLICIT not in samples[j][1] or REFERENCE not in samples[j][1] for j in mates):
+        return None
+    own = {j: _log_ratio(samples[j][1]) for j in mates}
+    others = [float(own[j].mean()) if len(own[j]) else 0.0 for j in mates if j != i]
+    level = math.fsum(others) / len(others) if others else 0.0
+    lead = own[i] - level
+    return baseline.beta * np.convolve(lead[::-1], np.ones(len(lead)))[: len(lead)][::-1] if len(lead) else lead
+
+
+def _log_ratio(s: Scored) -> np.ndarray:
+    return np.concatenate(s[IMPLICIT]).astype(np.float64) - np.concatenate(s[REFERENCE])
+
+
+def _targets(baseline: Any, s: Scored, shaped: float, paid: np.ndarray) -> np.ndarray | None:
+    """The value target of each token: its estimate plus the GAE advantage."""
+    if kind(baseline) != "Value" or VALUE not in s:
+        return None
+    v = np.concatenate(s[VALUE]).astype(np.float64)
+    turns = _turns(s.episode)
+    return v + _future(baseline, v, shaped - turns.sum(), paid - turns)
+
+
+def _turns(e: Episode) -> np.ndarray:
+    """What the environment paid for turns, at the last spoken token of each."""
+    given = [(j.end or 0, j.weight * (j.verdict.score or 0.0)) for j in e.verdicts if j.paid]
+    return np.array([math.fsum(score for end, score in given if end == t) for t in range(1, e.spoken + 1)])
+
+
+def _future(value: Any, v: np.ndarray, shaped: float, paid: np.ndarray) -> np.ndarray:
+    """GAE as an explicit sum over spoken tokens: A_t = sum_k (gamma lambda)^k delta_{t+k}."""
+    if not len(v):
+        return v
+    earned = np.negative(paid)
+    earned[-1] += shaped
+    delta = earned + value.gamma * np.append(v[1:], 0.0) - v
+    fade = (value.gamma * value.gae_lambda) ** np.arange(len(v))
+    return np.convolve(delta[::-1], fade)[: len(v)][::-1]
+
+
+def _std(x: Sequence[float], terms: Sequence[float], resolution: float) -> float:
+    """Standard deviation (ddof 1) from the squared distances of all pairs, so that no mean is needed."""
+    n = len(x)
+    if alike(x, terms, resolution):
+        return 0.0
+    y = np.asarray(x, np.float64)
+    y = y - y[0]
+    return math.sqrt(max(0.0, (n * math.fsum(y * y) - math.fsum(y) ** 2) / (n * (n - 1))))
+
+
+def _white(over: str, each: list[np.ndarray], doubt: float) -> list[np.ndarray]:
+    """Credit whitened over the step's tokens or samples: mean 0, standard deviation 1. Zeros if it spreads by at most
+    `doubt`."""
+    loud = [x for x in each if len(x)]
+    if not loud:
+        return each
+    first = loud[0][0]
+    each = [x - first for x in each]
+    loud = [x for x in each if len(x)]
+    flat = np.concatenate(loud)
+    if float(np.ptp(flat)) <= doubt:
+        return [x * 0.0 for x in each]
+    if over == "token":
+        mean, std = float(flat.mean()), float(flat.std(ddof=1)) if len(flat) > 1 else 0.0
+    else:
+        count, mean = len(loud), math.fsum(float(x.mean()) for x in loud) / len(loud)
+        std = math.sqrt(math.fsum(float(((x - mean) ** 2).mean()) for x in loud) / (count - 1)) if count > 1 else 0.0
+    return [(x - mean) / std if std > 0 else x - mean for x in each]
+
+
+def weights(aggregate: str, tokens: Sequence[int], groups: Sequence[int], max_tokens: int) -> np.ndarray | None:
+    """The weight of a token of each episode of a minibatch; None for an aggregation that is not covered."""
+    n = len(tokens)
+    whole, in_group = sum(tokens), dict.fromkeys(groups, 0)
+    for t, g in zip(tokens, groups, strict=True):
+        in_group[g] += t
+    each = {
+        "token_mean": lambda t, g: 1 / whole,
+        "prompt_mean": lambda t, g: 1 / len(in_group) / in_group[g],
+        "sequence_mean": lambda t, g: 1 / n / t,
+        "sequence_sum": lambda t, g: 1 / n,
+        "constant": lambda t, g: 1 / n / max_tokens,
+    }.get(aggregate)
+    return None if each is None else np.array([each(t, g) for t, g in zip(tokens, groups, strict=True)])

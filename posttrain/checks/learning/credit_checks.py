@@ -1,0 +1,189 @@
+"""Whether credit and weights are those computed a second way (`checks.learning.credit_by_definition`), and no episode
+is lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from posttrain.checks.check_schedule import due
+from posttrain.checks.learning.credit_by_definition import ExpectedCredit, expected_credit, weights
+from posttrain.core.batch import Batch
+from posttrain.core.gauge import Step
+from posttrain.core.scored import ScoredGroup
+from posttrain.core.streams import ADVANTAGE, MU, RETURN, WEIGHT
+from posttrain.core.types import Group
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.role.events import Event, Observer, ObserverReport, PackedEvent, ScoredEvent
+from posttrain.role.roles import ReinforceRoles
+from posttrain.system.errors import InvariantError
+
+CREDIT_BOUND = 1e-9
+"""Largest relative difference of one number computed two ways in float64."""
+STREAM_BOUND = 1e-3
+"""Largest relative difference of a stream. Equal episodes are not told apart here, and their scores differ by rounding,
+which depends on their place in a packed batch."""
+FAINT = 1e-9
+"""Credit below this share of a step's largest may be a rounded 0. Such an episode may be left out of the batch."""
+
+
+def everyone_is_scored(asked: Sequence[Group], scored: Sequence[ScoredGroup]) -> None:
+    """Every judged episode of the step reaches the baseline: none is lost between judging and credit."""
+    want = [(g.task.id, g.visit, [e.sibling for e in g.judged]) for g in asked if g.judged]
+    got = [(g.group.task.id, g.group.visit, [e.episode.sibling for e in g.episodes]) for g in scored]
+    if want != got:
+        lost = next((w for w in want if w not in got), got[0] if got else want[0])
+        raise InvariantError(
+            f"{sum(len(s) for *_, s in want)} episodes of this step were judged and {sum(len(s) for *_, s in got)}"
+            f" reach their baseline (task {lost[0]!r} differs). An episode that is left out of the baseline changes the"
+            " credit of its siblings: drop it from the batch (shape=droptruncated), never from the group"
+        )
+
+
+class StepCreditAudit:
+    """The expected credit of one step, compared with what each of its minibatches holds."""
+
+    def __init__(
+        self, a: Algorithm, expected_credit: Sequence[ExpectedCredit], minibatches: int, max_tokens: int
+    ) -> None:
+        self._a, self._expected, self._max_tokens = a, expected_credit, max_tokens
+        self._by_key: dict[bytes, list[ExpectedCredit]] = {}
+        for o in expected_credit:
+            self._by_key.setdefault(o.key, []).append(o)
+        faint = FAINT * max((float(np.abs(o.credit).max(initial=0.0)) for o in expected_credit), default=0.0)
+        self._loud = [o for o in expected_credit if not o.dropped and bool(np.any(np.abs(o.credit) > faint))]
+        alive = [
+            p
+            for p in dict.fromkeys(o.group for o in expected_credit)
+            if any(not o.dropped for o in expected_credit if o.group == p)
+        ]
+        parts = [set(x.tolist()) for x in np.array_split(np.array(alive, int), min(minibatches, max(1, len(alive))))]
+        speaking = expected_credit if a.reads_silent_tokens else self._loud
+        self._parts = [p for p in parts if any(o.group in p and not o.dropped for o in speaking)]
+        """The groups of each minibatch of the first epoch that has a gradient, in order."""
+        if a.whiten is not None and len(self._parts) < len(parts):
+            self._parts = []  # whitening gives 0 or a rounded 0, so it is unknown which minibatches are left out
+        self._seen: Counter[bytes] = Counter()
+        self._batches = 0
+        self._rows: list[slice] = []
+
+    def check(self, batch: Batch) -> None:
+        """A minibatch holds the streams of its episodes, and the expected credit and weights."""
+        found: list[list[ExpectedCredit]] = []
+        self._rows = [
+            slice(*span) for span in pairwise(np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist())
+        ]
+        for e, rows in enumerate(self._rows):
+            name = batch.target_M[rows].tobytes() + batch[MU][rows].tobytes()
+            if name not in self._by_key:
+                raise InvariantError(
+                    f"episode {e} of a minibatch says something no episode of this step said (other tokens, or the same"
+                    " with other log-probs). Tokens and their streams went out of step between transcript and batch:"
+                    " look at what packs or reorders them"
+                )
+            self._seen[name] += 1
+            found.append(self.streams_agree(batch, rows, self.credit_agrees(batch, rows, self._by_key[name])))
+        if self._batches < len(self._parts):
+            self.weights_agree(batch, found, self._parts[self._batches])
+        self._batches += 1
+
+    def credit_agrees(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
+        """The episodes whose expected credit these rows hold; several if answers are equal to the last bit."""
+        got = batch[ADVANTAGE][rows]
+        alike = [o for o in options if len(o.credit) == len(got)]
+        agreeing = [
+            o for o in alike if np.all(np.abs(got - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(o.credit)))
+        ]
+        if agreeing:
+            return agreeing
+        o = options[0]
+        t = int(np.argmax(np.abs(got - o.credit)))
+        e = o.scored.episode
+        raise InvariantError(
+            f"credit is wrong: token {t} of {len(got)} of task {e.task.id!r} (sibling {e.sibling}, reward {e.reward:g})"
+            f" carries {got[t]:.9g}, and {self._a.name} computed a second way from the raw rewards of the step gives"
+            f" {o.credit[t]:.9g}. Check sign, baseline, scale (ddof 1), which rewards are compared, and whether credit"
+            " is shifted or reordered on its way into the batch"
+        )
+
+    def streams_agree(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
+        """The one of these episodes whose other streams the rows hold, token by token."""
+        wrong: list[str] = []
+        for o in options:
+            own = {s: np.concatenate(parts) for s, parts in o.scored.streams.items() if parts and not s.wide}
+            own |= {} if o.returns is None else {RETURN: o.returns}
+            off = {s.name: _off(batch[s][rows], x) for s, x in own.items() if s in batch}
+            wrong += [n for n, x in off.items() if not x <= STREAM_BOUND]
+            if all(x <= STREAM_BOUND for x in off.values()):
+                return [o]
+        raise InvariantError(
+            f"stream {wrong[0]!r} is out of step: what the batch holds for task {options[0].scored.episode.task.id!r}"
+            f" (sibling {options[0].scored.episode.sibling}) is not what was scored for its tokens. Every stream of a"
+            " batch is packed in the order of its tokens: look for a shift or another order"
+        )
+
+    def weights_agree(self, batch: Batch, found: Sequence[Sequence[ExpectedCredit]], part: set[int]) -> None:
+        """Each token has the weight that the aggregation over the whole minibatch gives it."""
+        members = [o for o in self._expected if o.group in part and not o.dropped]
+        want = weights(
+            self._a.aggregate, [len(o.credit) for o in members], [o.group for o in members], self._max_tokens
+        )
+        if want is None:
+            return
+        of = {id(o): w for o, w in zip(members, want, strict=True)}
+        for rows, options in zip(self._rows, found, strict=True):
+            got = batch[WEIGHT][rows]
+            twins = [o for o in self._by_key[options[0].key] if id(o) in of]
+            if twins and all(np.any(np.abs(got - of[id(o)]) > CREDIT_BOUND * of[id(o)]) for o in twins):
+                raise InvariantError(
+                    f"weights are wrong: a token of task {twins[0].scored.episode.task.id!r} weighs {got[0]:.6g}, and"
+                    f" aggregate={self._a.aggregate} over the {len(members)} episodes of its minibatch gives"
+                    f" {of[id(twins[0])]:.6g}. Normalise once, over the whole minibatch, silent episodes included"
+                )
+
+    def complete(self) -> None:
+        """After the step: every episode with credit was in a minibatch."""
+        lost = [o for o in self._loud if not self._seen[o.key]]
+        if lost and self._batches:
+            e = lost[0].scored.episode
+            raise InvariantError(
+                f"{len(lost)} episodes with credit never reached a minibatch, such as task {e.task.id!r} sibling"
+                f" {e.sibling} with reward {e.reward:g}. Only tokens whose credit is exactly 0 may stay away from the"
+                " batch"
+            )
+
+
+def _off(got: np.ndarray, want: np.ndarray) -> float:
+    """Largest difference, relative to the largest of the two and 1."""
+    return float(np.abs(got - want).max(initial=0.0)) / (1 + float(np.abs(want).max(initial=0.0)))
+
+
+class CreditCheck(Observer):
+    """Every judged episode reaches the baseline. At `due` steps, minibatches hold expected credit and weights."""
+
+    def __init__(self) -> None:
+        self._audit: StepCreditAudit | None = None
+
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
+        match event:
+            case ScoredEvent(e, groups):
+                everyone_is_scored(e.groups, groups)
+                self._audit = self._begun(roles, groups) if due(e.index) else None
+            case PackedEvent(batch=batch) if self._audit is not None:
+                self._audit.check(batch)
+            case _:
+                pass
+        return None
+
+    def _begun(self, roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:
+        a, most = roles.stage.algorithm, roles.sampling.max_tokens
+        mine = expected_credit(a, groups, max_tokens=most, ema=roles.adaptive.ema)
+        return None if mine is None else StepCreditAudit(a, mine, roles.stage.minibatches, most)
+
+    async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
+        if self._audit is not None:
+            self._audit.complete()
+        self._audit = None

@@ -1,0 +1,101 @@
+"""Whether a teacher that is shown a hint scored what it should: these answers, behind these prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from posttrain.checks.check_schedule import due
+from posttrain.core import abilities
+from posttrain.core.batch import Packed
+from posttrain.core.gauge import Gauge, merge
+from posttrain.core.scored import Scored, ScoredGroup
+from posttrain.core.streams import REFERENCE, TOP_LOGP
+from posttrain.core.types import Episode, Segment, Task
+from posttrain.role.events import Event, Observer, ObserverReport, ScoredEvent
+from posttrain.role.learning.logprob_tolerance import Gap, allowed
+from posttrain.role.roles import ReinforceRoles
+from posttrain.system.errors import InvariantError
+
+SCORED_AGAIN = 4
+"""Most answers of a step that are scored again, each alone."""
+
+
+def hinted_task(siblings: Sequence[Episode], e: Episode, of: str) -> Task | None:
+    """The task whose answer is the hint for an episode; None where no other answer of its group is right."""
+    if of == "answer":
+        return e.task
+    right = [o for o in siblings if o.sibling != e.sibling and o.solved]
+    return Task(e.task.id, e.task.prompt, right[0].text, e.task.info, e.task.tools) if right else None
+
+
+def teacher_scores(held: np.ndarray, alone: np.ndarray, bound: Gap, task: str) -> float:
+    """What the step holds of the teacher is what the teacher says of this answer alone; returns the largest gap."""
+    worst = Gap.of(*(np.maximum(x, -100.0) for x in (held, alone))).worst
+    if not worst <= bound.worst:
+        raise InvariantError(
+            f"the teacher's log-probs of an answer to task {task!r} differ by up to {worst:.3g} nats (bound"
+            f" {bound.worst:.2g}) from those that it gives the same answer alone, behind the prompt with its hint. The"
+            " teacher was shown no hint or another one, or its log-probs stand at other tokens"
+        )
+    return worst
+
+
+class HintCheck(Observer):
+    """A teacher that is shown a hint scored the answers that the policy said, each behind the prompt with its own
+    hint: at `due` steps a few of them are rendered and scored again, alone."""
+
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
+        how = roles.stage.algorithm.hint
+        if how is None or not isinstance(event, ScoredEvent):
+            return None
+        episodes = [(g, s) for g in event.groups for s in g.episodes]
+        hinted = [(g, s) for g, s in episodes if not s.unhinted and s.episode.spoken]
+        share = {"teacher/hinted": Gauge(len(hinted), len(episodes))}
+        if not due(event.experience.index):
+            return ObserverReport(share)
+        wrong_first = sorted(hinted, key=lambda x: x[1].episode.reward or 0.0)[:SCORED_AGAIN]
+        return ObserverReport(merge(share, *(self._again(roles, g, s) for g, s in wrong_first)))
+
+    def _again(self, roles: ReinforceRoles, group: ScoredGroup, s: Scored) -> dict[str, Gauge]:
+        a, e = roles.stage.algorithm, s.episode
+        assert a.hint is not None
+        given = hinted_task(group.group.judged, e, a.hint.of)
+        prompt = None if given is None else abilities.hints(roles.rollout.environment)(given)
+        if prompt is None:
+            raise InvariantError(
+                f"an answer to task {e.task.id!r} is learned from with a hint, and there is none for it: no other"
+                " answer of its group is right, or the environment has no hint. It must have no gradient"
+            )
+        tools = e.task.tools or (roles.rollout.environment.abilities.tools or (lambda _: ()))(e.task)
+        packed = _alone(roles.rollout.dialogue(e.task.id).see(prompt, tools), e.segments[0])
+        teacher = None if roles.hints is None else roles.hints.teacher(roles.learner, roles.reference)
+        assert teacher is not None
+        said_M = teacher.score(packed)
+        if (held := s.find(REFERENCE)) is not None:
+            held_M, alone_M = held[0], said_M
+        else:
+            assert a.distill is not None
+            held_M, alone_M = s[TOP_LOGP][0].ravel(), teacher.top(packed, a.distill.top).logp.ravel()
+        exact = lambda: roles.learner.exact(packed) if teacher is roles.learner else None  # noqa: E731
+        gap, dtype = Gap.of(held_M, alone_M), roles.run.model.dtype
+        bound = allowed(dtype, gap, said_M, exact, packed.sampling.temperature)
+        return {"canary/teacher_gap": Gauge(teacher_scores(held_M, alone_M, bound, e.task.id), 1)}
+
+
+def _alone(prompt: np.ndarray, segment: Segment) -> Packed:
+    """The segment behind this prompt; places of its spoken tokens are counted from its end."""
+    spoken = np.flatnonzero(segment.mask)
+    ids = np.concatenate([prompt, segment.ids[int(spoken[0]) :]]).astype(np.int32)
+    return Packed(
+        ids_N=ids,
+        lengths_S=np.array([len(ids)], np.int32),
+        source_M=(len(ids) - (len(segment.ids) - spoken) - 1).astype(np.int64),
+        target_M=segment.ids[spoken],
+        segment_M=np.zeros(len(spoken), np.int32),
+        sequence_S=np.zeros(1, np.int32),
+        sampling=segment.sampling,
+        kept=segment.kept,
+        in_turn_M=segment.in_turn,
+    )

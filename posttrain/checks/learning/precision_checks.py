@@ -1,0 +1,120 @@
+"""Whether the gradient that an optimizer holds in a float16 run is that of the loss, without the loss's scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from posttrain.core.exchange.ranks import joint_norm, of_one_copy
+from posttrain.core.exchange.row_gradient import held
+from posttrain.core.gauge import Gauge, Step
+from posttrain.core.ports import Learner
+from posttrain.engine.parallel.sharded_learner import ShardedLearner
+from posttrain.role.events import DifferentiatedEvent, Event, Observer, ObserverReport, PackedEvent
+from posttrain.role.learner_passes import Needs, Passes
+from posttrain.role.roles import StageRoles
+from posttrain.system.errors import InvariantError
+
+GAP = "canary/scale_gap"
+BOUND = 0.1
+"""Largest difference between the norms of the two gradients, relative to the norm, that counts as float16's noise."""
+
+
+def gradient_of(learner: Learner, passes: Passes, names: list[str]) -> float:
+    """The norm of the gradient of these parameters: a second backward pass from d loss / d log-prob and d loss / d
+    entropy, in float64 from the parameters on. nan where it overflows."""
+    parameters = learner.parameters()
+    total: dict[str, torch.Tensor] = {}
+    learner.train_mode(True)
+    for i, micro in enumerate(passes.micros):
+        read = bool(passes.entropy_grad)
+        scores = learner.forward(micro, entropy=read, value=False)
+        outputs, cotangents = [scores.logp], [passes.logp_grad[i]]
+        if read:
+            outputs, cotangents = [*outputs, scores.entropy], [*cotangents, passes.entropy_grad[i]]
+        given = [torch.as_tensor(c * passes.scale).to(o) for o, c in zip(outputs, cotangents, strict=True)]
+        found = torch.autograd.grad(outputs, [parameters[n] for n in names], given, allow_unused=True)
+        for name, g in zip(names, found, strict=True):
+            if g is not None:
+                total[name] = total.get(name, 0) + g.double() / passes.scale
+    learner.train_mode(False)
+    return math.sqrt(math.fsum(float(g.square().sum()) for g in total.values()))
+
+
+def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+    """The norms of the gradient that the optimizers of all ranks hold, and of the one of `gradient_of`. Every rank
+    calls it with the passes of all, and computes a share of them; where it has none it takes part with nothing."""
+    ranks, parameters = learner.ranks, learner.parameters()
+    gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
+    kept = {n: p.grad for n, p in parameters.items()}
+    total: dict[str, torch.Tensor] = {}
+    learner.train_mode(True)
+    for begin in range(0, len(passes.micros), ranks.world):
+        i = begin + ranks.rank
+        mine = i < len(passes.micros)
+        i = i if mine else begin
+        for p in parameters.values():
+            p.grad = None
+        scores = learner.forward(passes.micros[i], entropy=bool(passes.entropy_grad), value=False)
+        sums = [(torch.as_tensor(passes.logp_grad[i] * passes.scale * mine).to(scores.logp) * scores.logp).sum()]
+        if passes.entropy_grad and scores.entropy is not None:
+            given = torch.as_tensor(passes.entropy_grad[i] * passes.scale * mine).to(scores.entropy)
+            sums.append((given * scores.entropy).sum())
+        torch.stack(sums).sum().backward()
+        for name in gradients:
+            if (g := parameters[name].grad) is not None:
+                total[name] = total.get(name, 0) + g.double() / passes.scale
+    learner.train_mode(False)
+    for name, p in parameters.items():
+        p.grad = kept[name]
+    norms = (math.sqrt(math.fsum(float(g.double().square().sum()) for g in one.values())) for one in (gradients, total))
+    first, second = (joint_norm(of_one_copy(ranks, norm, "gradient")) for norm in norms)
+    return first, second
+
+
+def scale_was_checked(steps: Sequence[Step]) -> bool:
+    """Whether one of a stage's steps so far had a gradient that could be compared. One of 0, or that overflows, cannot
+    be."""
+    return any(GAP in s.gauges for s in steps)
+
+
+class ScaleCheck(Observer):
+    """On the first step with a gradient of a stage whose loss is scaled: the optimizer holds the gradient of the loss
+    itself.
+
+    It costs a second backward pass of that step. A loss that reads values or candidates is not checked: their
+    gradients take other ways than through log-probs.
+    """
+
+    def __init__(self, *, done: bool) -> None:
+        self._done = done
+
+    def needs(self, roles: StageRoles[Any], event: PackedEvent) -> Needs:
+        return Needs(gradients=not self._done and roles.trainer.optimizer.loss_scale != 1)
+
+    def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
+        if self._done or not isinstance(event, DifferentiatedEvent) or event.passes.scale == 1:
+            return None
+        passes, trained = event.passes, roles.trainer.trained()
+        whole = len(passes.logp_grad) == len(passes.micros) and len(passes.entropy_grad) in (0, len(passes.micros))
+        if passes.value or roles.stage.stores_top or not whole:
+            return None
+        if isinstance(roles.learner, ShardedLearner):
+            norm, wanted = of_all_ranks(roles.learner, passes, trained)
+        else:
+            gradients = {n: t.grad for n, t in trained.items() if t.grad is not None}
+            norm = math.sqrt(math.fsum(float(held(g).double().square().sum()) for g in gradients.values()))
+            wanted = gradient_of(roles.learner, passes, list(gradients)) if math.isfinite(norm) and norm else 0.0
+        if not math.isfinite(norm * wanted) or not norm * wanted:
+            return None
+        self._done = True
+        if abs(norm / wanted - 1) > BOUND:
+            raise InvariantError(
+                f"the optimizer holds a gradient of norm {norm:.3g}, and that of the loss is {wanted:.3g} (the loss was"
+                f" scaled by {passes.scale:g}). The clip and the update would act on another size than the configured"
+                " one. Take the scale out where gradients are gathered, before anything reads them"
+            )
+        return ObserverReport({GAP: Gauge(abs(norm / wanted - 1), 1)})

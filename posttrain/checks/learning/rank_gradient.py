@@ -1,0 +1,223 @@
+"""Whether the gradient that ranks have together is the gradient: of every parameter, summed once over all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from posttrain.core.batch import Packed
+from posttrain.core.exchange.ranks import joint_norm, of_one_copy
+from posttrain.engine.parallel.sharded_cut import first_row
+from posttrain.engine.parallel.sharded_learner import NARROW, ShardedLearner
+from posttrain.engine.parallel.tensor_parallel import TensorLearner
+from posttrain.system.errors import InvariantError
+
+DEAF = (
+    "{} get no gradient from the values that they make: values would stay as they are. Look for a detach, a hook, or"
+    " requires_grad=False in the value head"
+)
+MOVED = 0.005
+"""Nats by which the weighted sum of the log-probs shall change where the weights are moved along its gradient: far
+above rounding, and small enough that the change is linear."""
+BOUND = 0.1
+"""Largest relative difference of that change from what the gradient says. A gradient that is averaged over ranks, or
+summed twice, is off by a factor of two at least; one without the part of a rank by 1 / ranks."""
+
+WRONG = (
+    "the gradient of {} ranks is not that of the log-probs: {}. It was averaged over ranks, summed twice, or lacks a"
+    " rank's part. Every update would be wrong; go on from the last checkpoint with a build that sums gradients once"
+)
+
+
+def cotangent(logp: torch.Tensor) -> torch.Tensor:
+    """What the log-probs of the fixed sequence are weighted with."""
+    return torch.linspace(0.5, 1.5, len(logp), dtype=logp.dtype, device=logp.device)
+
+
+def silent_on_all_ranks(
+    learner: ShardedLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
+) -> list[str]:
+    """The parameters of which no rank's rows get a gradient. Every rank calls it with the same tokens, and each weighs
+    its part with 1 / ranks.
+
+    Raises:
+        InvariantError: on every rank, where the value head gets no gradient, or the gradients are not summed once.
+    """
+    adapter = learner.policy.lora
+    dora = adapter is not None and adapter.dora  # PEFT's gradient leaves its norm out, which moves with the weights
+    by_layer = dora or learner.narrow is not None or learner.policy.dtype in NARROW
+    if by_layer:
+        learner.score(packed)  # a first pass has passes of its own, which compare what is shared
+    with products(learner, parameters if by_layer else {}) as wanted:
+        scores = learner.forward(packed, entropy=False, value=bool(head))
+        total = (scores.logp * cotangent(scores.logp)).sum()
+        total = total if scores.value is None else total + scores.value.sum()
+        (total / learner.ranks.world).backward()
+    found = {n: p.grad.detach().clone() for n, p in {**parameters, **head}.items() if p.grad is not None}
+    for p in (*parameters.values(), *head.values()):
+        p.grad = None
+    own = {n: bool(g.any()) for n, g in found.items()}
+    heard = {n for one in learner.ranks.every(own) for n, any_there in one.items() if any_there}
+    if deaf := [n for n in head if n not in heard]:
+        raise InvariantError(DEAF.format(", ".join(deaf)))
+    if by_layer:
+        products_agree(learner, found, wanted)
+    elif scores.value is None or not head:
+        summed_once(learner, packed, parameters, found)
+    else:  # the values send gradients into the policy too: those of the log-probs alone are wanted
+        summed_once(learner, packed, parameters, _of_logp(learner, packed, parameters, head))
+    return [n for n in parameters if n not in heard]
+
+
+def silent_in_parts(
+    learner: TensorLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
+) -> list[str]:
+    """The parameters of which some rank's part gets no gradient, or none of them where a part may be unused. Each rank
+    computes all tokens, and calls it with the same ones.
+
+    Raises:
+        InvariantError: the value head gets no gradient, or the gradients of all parts are not that of the log-probs.
+    """
+    learner, packed = _as_chosen(learner, packed)
+    scores = learner.forward(packed, entropy=False, value=bool(head))
+    (scores.logp * cotangent(scores.logp)).sum().backward(retain_graph=bool(head))
+    found = _taken(parameters)
+    if scores.value is not None and head:
+        scores.value.sum().backward()
+        heads = _taken(head)
+        _taken(parameters)
+        if deaf := [n for n in head if n not in heads or not bool(heads[n].any())]:
+            raise InvariantError(DEAF.format(", ".join(deaf)))
+    own = {n: bool(g.any()) for n, g in found.items()}
+    table = learner.holders.every(own)
+    summed_once(learner, packed, parameters, found)
+    needed = all if learner.every_part_is_used else any
+    return [n for n in parameters if not needed(one.get(n, False) for one in table)]
+
+
+def _as_chosen(learner: TensorLearner, packed: Packed) -> tuple[TensorLearner, Packed]:
+    """A mixture and a batch whose experts are those of now, so that small moves of the weights change no choice."""
+    routers = learner.routers()
+    if routers is None:
+        return learner, packed
+    follows = routers.followed()
+    assert isinstance(follows, TensorLearner)
+    return follows, replace(packed, routed_N=routers.read(packed, replay=False).own)
+
+
+def _taken(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Their gradients, which they have no more."""
+    found = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
+    for p in parameters.values():
+        p.grad = None
+    return found
+
+
+def _of_logp(
+    learner: ShardedLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    scores = learner.forward(packed, entropy=False, value=False)
+    ((scores.logp * cotangent(scores.logp)).sum() / learner.ranks.world).backward()
+    found = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
+    for p in (*parameters.values(), *head.values()):
+        p.grad = None
+    return found
+
+
+@contextmanager
+def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """Inside a pass of the same tokens on every rank: what the gradient of each linear layer must be, from what goes in
+    and what comes back. This rank's rows of it, in float64, times the number of ranks."""
+    wanted, hooks = dict[str, Tensor](), list[Any]()
+
+    def listen(name: str, turned: bool) -> Any:
+        whole: Any = learner.like(name, parameters[name].detach())
+        begin, rows = first_row(whole), len(parameters[name])
+
+        def forward(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+            entered = given[0].detach().flatten(0, -2)
+
+            def backward(gradient: Tensor) -> None:
+                left, right = (entered, gradient.flatten(0, -2))[:: 1 if turned else -1]
+                own = left[:, begin : begin + rows].double().T @ right.double()
+                wanted[name] = wanted.get(name, 0) + learner.ranks.world * own
+
+            if out.requires_grad:
+                out.register_hook(backward)
+
+        return forward
+
+    for word, module in learner.policy.module.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and (name := f"{word}.weight") in parameters:
+            hooks.append(module.register_forward_hook(listen(name, isinstance(module, Conv1D))))
+    try:
+        yield wanted
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def products_agree(learner: ShardedLearner, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """The gradient of each linear layer is the sum over ranks. Below float32 this takes the place of `summed_once`,
+    whose moves would be rounded away, and with DoRA, whose gradient is not that of the log-probs. Embedding and norms
+    are cut and summed in the same way, and are not read.
+
+    Raises:
+        InvariantError: on every rank, where one is not, or there is no such layer.
+    """
+    own = {
+        n: (float((found[n].double() * w).sum()) if n in found else 0.0, float((w * w).sum()))
+        for n, w in wanted.items()
+    }
+    table = learner.ranks.every(own)
+    shares: dict[str, float] = {}
+    for name in table[0]:
+        along, size = (math.fsum(one[name][i] for one in table) for i in (0, 1))
+        if size and math.isfinite(size):
+            shares[name] = along / size
+    if not shares:
+        raise InvariantError(
+            f"no gradient of a linear layer of {type(learner.policy.module).__name__} could be compared over ranks, and"
+            " below float32 nothing else shows whether ranks sum it. Set model.dtype=float32"
+        )
+    name = max(shares, key=lambda n: abs(shares[n] - 1))
+    if not abs(shares[name] - 1) <= BOUND:
+        raise InvariantError(WRONG.format(learner.ranks.world, f"{name} has {shares[name]:.3g} times of it"))
+
+
+@torch.no_grad()
+def summed_once(
+    learner: ShardedLearner | TensorLearner,
+    packed: Packed,
+    parameters: Mapping[str, Any],
+    gradient: Mapping[str, torch.Tensor],
+) -> None:
+    """Moving the weights along the gradient changes the log-probs as the gradient says."""
+    if isinstance(learner, TensorLearner):
+        ranks, squared = learner.holders, learner.norm(gradient) ** 2
+    else:
+        ranks = learner.ranks
+        own = math.sqrt(math.fsum(float(g.double().square().sum()) for g in gradient.values()))
+        squared = joint_norm(of_one_copy(ranks, own, "gradient")) ** 2
+    if not squared or not math.isfinite(squared):
+        return
+    before = {n: parameters[n].detach().clone() for n in gradient}
+    said: list[float] = []
+    for sign in (1.0, -1.0):
+        for name, g in gradient.items():
+            parameters[name].copy_(before[name] + sign * (MOVED / squared) * g)
+        logp = learner.score(packed).astype(np.float64)
+        said.append(float(logp @ np.linspace(0.5, 1.5, len(logp))))
+    for name, kept in before.items():
+        parameters[name].copy_(kept)
+    share = (said[0] - said[1]) / 2 / MOVED
+    if not abs(share - 1) <= BOUND:
+        raise InvariantError(WRONG.format(ranks.world, f"along it they change by {share:.3g} times what it says"))

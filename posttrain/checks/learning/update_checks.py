@@ -1,0 +1,322 @@
+"""Whether an optimizer step is the configured one, and every parameter that matters gets a gradient and moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.checks.check_schedule import due
+from posttrain.checks.learning.rank_gradient import DEAF, cotangent, silent_in_parts, silent_on_all_ranks
+from posttrain.config.run import Optimizer
+from posttrain.core.batch import Packed
+from posttrain.core.exchange.ranks import ALONE, Ranks, joint_norm, of_every, of_one_copy
+from posttrain.core.exchange.row_gradient import held, number, place
+from posttrain.core.exchange.scores import ExpectedUpdate
+from posttrain.core.gauge import Gauge, Gauges, merge
+from posttrain.core.ports import Learner
+from posttrain.core.streams import ADVANTAGE
+from posttrain.engine.learner.learner import HEADS
+from posttrain.engine.parallel.sharded_learner import ShardedLearner
+from posttrain.engine.parallel.tensor_parallel import TensorLearner
+from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, ObserverReport, PackedEvent
+from posttrain.role.learning.probe_tokens import packed_text
+from posttrain.role.roles import StageRoles
+from posttrain.system.errors import InvariantError
+
+NUDGE = 0.05
+"""How far a parameter without a gradient is moved to see whether it matters, in standard deviations of its tensor."""
+FELT = 1e-3
+"""Nats by which some log-prob must change for the parameter to matter. It is far above rounding, and far below the
+usual effect of such a move."""
+
+SAMPLED = 1 << 20
+"""The first update of parameters with at most this many elements is checked in full."""
+SMALLEST = 1e-12
+"""Weights nearer to 0 count as this large, since an update far below the rounding of other weights may be lost in
+float32."""
+ROUNDING = 3e-7
+"""Rounding error of a float32 weight after an addition, relative to its size."""
+UNDERFLOW = 1e-36
+"""Optimizer state that is nowhere larger is not compared: below it float32 loses digits, or the whole number."""
+UPDATE_BOUND = 0.02
+"""Largest difference of a first optimizer step from the expected one, relative to the size of a full step
+(`ExpectedUpdate.size`; for AdamW the learning rate)."""
+ALONG_NOISE = 0.25
+"""How far a whole update may be from its definition along it (`ExpectedUpdate.along`) by rounding alone. Muon computes
+in bfloat16: measured over 3,000 ill-conditioned gradients a shape, up to .20 with 2 rows, .09 with 4, .02 with 32."""
+
+
+def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
+    """Every trainable parameter that the log-probs depend on gets a gradient from them.
+
+    A training batch can give a parameter no gradient for good reasons: all returns are 0, one token is kept, an expert
+    is not chosen. So this uses no batch. It differentiates the log-probs of a fixed sequence, at least two int32 `ids`.
+    A parameter without a gradient is moved a little. If that changes the log-probs, it is cut off from the loss, which
+    is an error. A value head must get its gradient from the values.
+    """
+    packed = packed_text(ids)
+    learner.train_mode(True)
+    parameters = {n: p for n, p in learner.parameters().items() if not n.startswith(HEADS)}
+    head = {n: p for n, p in learner.parameters().items() if n.startswith("value_head.")}
+    if isinstance(learner, ShardedLearner):
+        silent = silent_on_all_ranks(learner, packed, parameters, head)
+    elif isinstance(learner, TensorLearner):
+        silent = silent_in_parts(learner, packed, parameters, head)
+    else:
+        scores = learner.forward(packed, entropy=False, value=bool(head))
+        if head:
+            _reaches_head(scores.value, head)
+        found = torch.autograd.grad(scores.logp, list(parameters.values()), cotangent(scores.logp), allow_unused=True)
+        silent = [n for n, g in zip(parameters, found, strict=True) if g is None or not bool(g.any())]
+    learner.train_mode(False)
+    still = learner.score(packed)
+    cut = [n for n in silent if _felt(learner, packed, parameters[n], still)]
+    if cut:
+        raise InvariantError(
+            f"{len(cut)} of {len(parameters)} trainable parameters get no gradient from the log-probs that they change:"
+            f" {', '.join(cut[:5])}{', ...' if len(cut) > 5 else ''}. They are cut off from the loss and will stay as"
+            " they are. Look for a detach, a hook, or a frozen copy between them and the log-probs"
+        )
+
+
+def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
+    deaf = [n for n, p in head.items() if not p.requires_grad]
+    if not deaf and value is not None and value.requires_grad:
+        found = torch.autograd.grad(value.sum(), list(head.values()), allow_unused=True, retain_graph=True)
+        deaf = [n for n, g in zip(head, found, strict=True) if g is None or not bool(g.any())]
+    elif not deaf:
+        deaf = list(head)
+    if deaf:
+        raise InvariantError(DEAF.format(", ".join(deaf)))
+
+
+@torch.no_grad()
+def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) -> bool:
+    kept = parameter.detach().clone()
+    if not kept.numel():  # a rank without rows of this weight: the others move theirs
+        return float(np.abs(learner.score(packed) - before).max()) > FELT
+    size = float(kept.float().std()) if kept.numel() > 1 else 0.0
+    signs = torch.arange(kept.numel(), device=kept.device).remainder(2).mul(2).sub(1).view_as(kept)
+    parameter.add_((signs * NUDGE * (size or max(0.01, float(kept.abs().max())))).to(kept.dtype))
+    after = learner.score(packed)
+    parameter.copy_(kept)
+    return float(np.abs(after - before).max()) > FELT
+
+
+def served_is_trained(served: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+    """The weights that the sampler gets are those the optimizer updates, small constants of an architecture aside."""
+    left = {n: t for n, t in served.items() if n not in trained and t.is_floating_point()}
+    size, whole = sum(t.numel() for t in left.values()), sum(t.numel() for t in served.values())
+    if size > 0.005 * whole:
+        raise InvariantError(
+            f"{len(left)} of {len(served)} tensors ({size / whole:.0%} of the weights) never reach the optimizer:"
+            f" {', '.join(list(left)[:5])}{', ...' if len(left) > 5 else ''}. They will stay as they are. Check"
+            " requires_grad and what the optimizer was built from"
+        )
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The element of a parameter with the largest gradient."""
+
+    index: int
+    """In the flattened parameter."""
+    weight: float
+    """Its value before the step."""
+    move: float
+    """What the step must add to it."""
+    size: float = math.inf
+    """`ExpectedUpdate.size`; inf where only whole updates follow the definition (`ExpectedUpdate.along`)."""
+
+
+def gradient_norm(optimizer: Any, grads: Mapping[str, Any]) -> float:
+    """Of the whole gradient, of which each of several ranks has a part. All ranks call it at once."""
+    own = math.sqrt(math.fsum(float(held(g.detach()).double().square().sum()) for g in grads.values()))
+    ranks: Ranks = getattr(optimizer, "ranks", ALONE)
+    if ranks.world > 1:
+        return joint_norm(of_one_copy(ranks, own, "gradient"))
+    parts = getattr(optimizer, "parts", None)
+    return own if parts is None else parts.norm(grads)
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The gradients an optimizer gets for a step, and the update its definition expects. Made just before the step."""
+
+    norm: float
+    """Of all gradients together."""
+    largest: Mapping[str, Largest]
+    """For every parameter with a gradient that is not 0."""
+    expected: Mapping[str, ExpectedUpdate] = field(default_factory=dict[str, ExpectedUpdate])
+    """For the parameters of at most `SAMPLED` elements, if this is the optimizer's first step."""
+    before: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Copies of the same parameters."""
+
+    @classmethod
+    def of(cls, optimizer: Any, config: Optimizer, share: float = 1.0) -> Handed:
+        """`config` is the stage's, whatever the optimizer was built with; `share` is that of the learning rate."""
+        trained, part = optimizer.trained(), {} if share == 1 else {"share": share}
+        grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
+        norm = gradient_norm(optimizer, grads)
+        grads = {n: g for n, g in grads.items() if held(g).numel()}  # a rank may have no row of a weight
+        largest: dict[str, Largest] = {}
+        for name, g in grads.items():
+            at = place(g, int(held(g).abs().argmax()))
+            if float(number(g, at)):
+                told = optimizer.expected_update(config, name, g, norm, at, **part)
+                weight = float(trained[name].detach().flatten()[at])
+                largest[name] = Largest(at, weight, float(told.move), math.inf if told.along else told.size)
+        first = not optimizer.state_tensors().get("steps", 1)
+        small = [n for n, g in grads.items() if g.numel() <= SAMPLED] if first else []
+        expected = {n: optimizer.expected_update(config, n, grads[n], norm, **part) for n in small}
+        return cls(norm, largest, expected, {n: trained[n].detach().clone() for n in small})
+
+
+def moved(handed: Handed, parameters: Mapping[str, Any], lr: float) -> Gauges:
+    """An optimizer step changes every parameter with a gradient, if the update is larger than the parameter's rounding.
+
+    Args:
+        handed: the gradients and expected updates of the step.
+        parameters: what the optimizer updates, after the step.
+        lr: of this step.
+    """
+    pushed: list[str] = []
+    still: list[str] = []
+    for name, top in handed.largest.items():
+        if abs(top.move) < 8 * float(np.spacing(np.float32(max(SMALLEST, abs(top.weight))))):
+            continue
+        pushed.append(name)
+        if float(parameters[name].detach().flatten()[top.index]) == top.weight:
+            still.append(name)
+    if still:
+        raise InvariantError(
+            f"{len(still)} of {len(pushed)} parameters with a gradient did not move in an optimizer step:"
+            f" {', '.join(still[:5])}{', ...' if len(still) > 5 else ''}. The optimizer holds other tensors than the"
+            f" ones that train, or leaves some out. Check what it was built from, and that the learning rate ({lr:g} in"
+            " this step) is what you meant"
+        )
+    return {"canary/moved": Gauge(len(pushed), len(handed.largest))} if pushed else {}
+
+
+def keeps_to_schedule(config: Optimizer, handed: Handed, parameters: Mapping[str, Any], lr: float) -> None:
+    """A step in the middle of a schedule moves the number with the largest gradient of each parameter as configured."""
+    for name, top in handed.largest.items():
+        moved = float(parameters[name].detach().flatten()[top.index]) - top.weight
+        slack = ROUNDING * max(SMALLEST, abs(top.weight)) + UPDATE_BOUND * (abs(top.move) + top.size / 100)
+        if abs(moved - top.move) > slack:
+            raise InvariantError(
+                f"an optimizer step moved {name} by {moved:.3g} at element {top.index}, and the configured one moves it"
+                f" by {top.move:.3g} (learning rate {lr:g} in this step; schedule={config.schedule},"
+                f" horizon={config.horizon}, lr={config.lr:g}). The schedule began again or is another one, or the"
+                " optimizer's state is not that of the steps so far"
+            )
+
+
+@dataclass(frozen=True)
+class Update:
+    """The largest difference of an optimizer step from the expected one, relative to what was expected."""
+
+    name: str
+    moved: float
+    state: float
+
+
+def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
+    """The largest difference between a step and what was expected of it, over all parameters checked in full.
+
+    Args:
+        after: what the optimizer updates, after the step.
+        state: the optimizer's state after the step.
+    """
+    worst = Update("", 0.0, 0.0)
+    for name, expected in handed.expected.items():
+        old, new = (x.detach().double().cpu() for x in (handed.before[name], after[name]))
+        moved, kept = _off(new - old, old, expected), 0.0
+        for word, want in expected.state.items():
+            size = float(want.abs().max())
+            if size > UNDERFLOW and (held := state.get(f"{word}.{name}")) is not None:
+                kept = max(kept, float((held.double().cpu() - want).abs().max()) / size)
+        if max(moved, kept) > max(worst.moved, worst.state):
+            worst = Update(name, moved, kept)
+    return worst
+
+
+def _off(step: torch.Tensor, old: torch.Tensor, expected: ExpectedUpdate) -> float:
+    """How far a step is from the expected one, relative to the size of it, rounding left out; all float64."""
+    if expected.along:
+        if not expected.size:
+            return 0.0
+        apart = abs(float((step * expected.move).sum() / expected.move.square().sum()) - 1)
+        return max(0.0, apart - ALONG_NOISE)
+    off = max(0.0, float(((step - expected.move).abs() - ROUNDING * old.abs()).max()))
+    return off / expected.size if expected.size else float(off > 0)
+
+
+def update_agrees(config: Optimizer, handed: Handed, after: Mapping[str, Any], state: Mapping[str, Any]) -> Gauges:
+    """The first optimizer step is exactly the configured one: learning rate, warm-up, decay and clip included."""
+    worst = departure(handed, after, state)
+    if worst.moved > UPDATE_BOUND or worst.state > UPDATE_BOUND:
+        raise InvariantError(
+            f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} of a full"
+            f" step, its state by {worst.state:.3g} of its size (gradient norm {handed.norm:.3g}; configured"
+            f" {config.kind}, lr={config.lr:g}, warmup={config.warmup}, weight_decay={config.weight_decay:g},"
+            f" clip={config.clip:g}). Something else moves the weights, or the optimizer was built with other settings"
+        )
+    return {"canary/update_gap": Gauge(worst.moved, 1)}
+
+
+class UpdateCheck(Observer):
+    """Every parameter that matters gets a gradient and moves; a stage's first optimizer step is the configured one.
+
+    A step without credit may have nothing to check: the gradient of a KL term is 0 at the reference itself.
+    """
+
+    def __init__(self, *, moved: bool) -> None:
+        self._moved = moved
+        """Whether a step was checked already."""
+        self._handed: Handed | None = None
+
+    async def begin(self, roles: StageRoles[Any]) -> None:
+        frozen = {n: p for n, p in roles.learner.parameters().items() if roles.stage.optimizer.frozen(n)}
+        served = {s.name: s.tensor for s in roles.learner.shards()}
+        served_is_trained(served, {**roles.trainer.trained(), **frozen})
+        gradient_reaches(roles.learner, roles.sync.probe_ids)
+
+    def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
+        match event:
+            case DifferentiatedEvent(packed, _, share):
+                falls = roles.stage.optimizer.schedule != "constant" and due(packed.index)
+                asked = _carries(packed) and (falls or not self._moved)
+                self._handed = Handed.of(roles.trainer.optimizer, roles.stage.optimizer, share) if asked else None
+            case LearnedEvent(lr=lr) if self._handed is not None:
+                handed, self._handed = self._handed, None  # it holds copies of weights
+                return ObserverReport(self._follow(roles, handed, lr))
+            case _:
+                pass
+        return None
+
+    def _follow(self, roles: StageRoles[Any], handed: Handed, lr: float) -> Gauges:
+        """Over several ranks each holds its own rows against the definition, and all have the same gauges."""
+        seen = merge(*of_every(roles.trainer.ranks, lambda: self._own(roles, handed, lr)))
+        self._moved = self._moved or "canary/moved" in seen
+        return seen
+
+    def _own(self, roles: StageRoles[Any], handed: Handed, lr: float) -> Gauges:
+        trained, optimizer = roles.trainer.trained(), roles.trainer.optimizer
+        if self._moved:
+            keeps_to_schedule(roles.stage.optimizer, handed, trained, lr)
+            return Gauges()
+        return merge(
+            moved(handed, trained, lr),
+            update_agrees(roles.stage.optimizer, handed, trained, optimizer.state_tensors()) if handed.expected else {},
+        )
+
+
+def _carries(packed: PackedEvent) -> bool:
+    """Whether a minibatch calls for an update: a policy's does if some credit in it is not 0."""
+    return ADVANTAGE not in packed.batch or bool(np.any(packed.batch[ADVANTAGE]))

@@ -1,0 +1,75 @@
+"""Whether a resumed run continues exactly the run that was stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.checks.stage_history import StageHistory
+from posttrain.role.events import Event, Observer, ObserverReport, RestoredEvent
+from posttrain.role.roles import ReinforceRoles, StageRoles
+from posttrain.system.errors import InvariantError
+
+
+def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int | None) -> None:
+    """A resumed stage takes the prompts that come next, with an optimizer that has its earlier state."""
+    if walked is not None and int(walked) != cursor:
+        raise InvariantError(
+            f"the stage stopped after {int(walked)} prompts and would go on at prompt {cursor}: tasks and random"
+            " numbers would repeat or be skipped. The checkpoint's cursor was not restored"
+        )
+    if taken is not None and steps is not None and int(taken) != steps:
+        raise InvariantError(
+            f"the stage has taken {int(taken)} optimizer steps and the optimizer remembers {steps}: its moments and"
+            " warm-up would begin again. The checkpoint's optimizer state was not loaded"
+        )
+
+
+def came_back(what: str, saved: str, fingerprint: Callable[[], str]) -> None:
+    """What was restored from a checkpoint is what was saved. `saved` is '' if nothing was."""
+    if saved and (now := fingerprint()) != saved:
+        raise InvariantError(
+            f"the checkpoint's {what} came back changed: fingerprint {saved} when it was saved, {now} now that it is"
+            " loaded. What is saved and what is trained differ (merged adapters, a stale copy, a part that is not"
+            " loaded): go on from an older checkpoint, and look at who writes and who reads"
+        )
+
+
+class ResumeCheck(Observer):
+    """A resumed stage takes the prompts that come next, with an optimizer that has its earlier state."""
+
+    def __init__(self, history: StageHistory) -> None:
+        self._history = history
+
+    async def begin(self, roles: ReinforceRoles) -> None:
+        steps = self._history.steps
+        if not steps:
+            return
+        walked = steps[-1].gauges.get("rollout/walked")
+        taken = sum(s.gauges["optim/steps"].sum for s in steps if "optim/steps" in s.gauges)
+        remembered = roles.trainer.optimizer.state_tensors().get("steps")
+        goes_on(
+            walked.sum if walked else None, roles.groups.cursor, taken, None if remembered is None else int(remembered)
+        )
+
+
+class OptimizerResumeCheck(Observer):
+    """A resumed stage that learns from data has an optimizer with its earlier state. Its data are a function of the
+    step, so nothing more is remembered."""
+
+    def __init__(self, history: StageHistory) -> None:
+        self._history = history
+
+    async def begin(self, roles: StageRoles[Any]) -> None:
+        if self._history.steps:
+            taken = sum(s.gauges["optim/steps"].sum for s in self._history.steps if "optim/steps" in s.gauges)
+            remembered = roles.trainer.optimizer.state_tensors().get("steps")
+            goes_on(None, 0, taken, None if remembered is None else int(remembered))
+
+
+class RestoreCheck(Observer):
+    """What was restored from a checkpoint is what was saved."""
+
+    def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
+        if isinstance(event, RestoredEvent):
+            came_back(event.what, event.saved, event.now)

@@ -1,0 +1,116 @@
+"""How much a step changed the policy: in the distribution of what it had just said, and in its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.core.batch import Packed
+from posttrain.core.exchange.experience import Experience
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.types import Episode, Segment
+from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent, PushedEvent
+from posttrain.role.roles import ReinforceRoles
+
+EPISODES, TOKENS = 16, 512
+"""Most episodes of a step that are scored before and after it, and the spoken tokens after which no more are taken."""
+SLICE = 4096
+"""Elements of each tensor that are compared."""
+LIMIT = 20.0
+"""Log-ratios are clamped to this before exp."""
+
+
+@dataclass(frozen=True, eq=False)
+class Before:
+    """The policy before a step, on some of the step's episodes, and a slice of its weights."""
+
+    version: int
+    packed: Packed | None
+    logp_M: np.ndarray
+    weights: Mapping[str, torch.Tensor]
+
+
+class ChangeGauges(Observer):
+    """Measures `policy/kl_step` and `optim/update`. It draws nothing and changes nothing."""
+
+    def __init__(self) -> None:
+        self._before: Before | None = None
+
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
+        match event:
+            case PlayedEvent(e):
+                with roles.clock.of("check"):
+                    self._before = before(roles, e)
+            case PushedEvent() if self._before is not None:
+                was, self._before = self._before, None
+                if roles.trainer.version != was.version:
+                    with roles.clock.of("check"):
+                        return ObserverReport(change(roles, was))
+            case _:
+                pass
+        return None
+
+
+def before(roles: ReinforceRoles, e: Experience) -> Before:
+    """What is compared after the step."""
+    segments = chosen([x for g in e.groups for x in g.episodes[:1]])
+    packed = Packed.of(segments) if segments else None
+    logp = log_probs(roles, segments, packed) if packed is not None else np.zeros(0, np.float32)
+    return Before(roles.trainer.version, packed, logp, slices(roles.trainer.trained()))
+
+
+def log_probs(roles: ReinforceRoles, segments: Sequence[Segment], packed: Packed) -> np.ndarray:
+    """[M]: of the learner before the step. In float32 the sampler's own are these but for rounding, where it had the
+    same weights (`SamplerCheck` compares them in every step), and save a forward pass."""
+    own = all(bool((s.version[s.mask] == roles.trainer.version).all()) for s in segments)
+    if own and roles.run.model.dtype == "float32" and roles.learner.routers() is None:
+        return np.concatenate([s.logp[s.mask] for s in segments])
+    return roles.learner.score(packed)
+
+
+def chosen(episodes: Sequence[Episode]) -> list[Segment]:
+    """Segments of the first episodes, of one sampling contract, that the policy said itself."""
+    out: list[Segment] = []
+    spoken = 0
+    for e in [e for e in episodes if not e.shown and e.spoken][:EPISODES]:
+        own = [s for s in e.segments if s.spoken and (not out or s.sampling == out[0].sampling)]
+        out, spoken = [*out, *own], spoken + sum(s.spoken for s in own)
+        if spoken >= TOKENS:
+            break
+    return out
+
+
+def slices(trained: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """A copy of the first elements of every tensor that is trained."""
+    return {n: t.detach().flatten()[:SLICE].clone() for n, t in trained.items()}
+
+
+def divergence(before_M: np.ndarray, after_M: np.ndarray) -> Gauge:
+    """The estimate r - 1 - log r of the divergence, over the tokens. A token with a log-prob that is no number, or that
+    neither policy can say (top-k and top-p at their borders), is left out: one of them would make the mean NaN.
+
+    >>> divergence(np.array([-1.0, -np.inf, np.nan, -2.0]), np.array([-1.0, -np.inf, -1.0, -np.inf])).count
+    2.0
+    """
+    with np.errstate(invalid="ignore"):
+        gap = after_M.astype(np.float64) - before_M
+    gap = np.clip(gap[~np.isnan(gap)], -LIMIT, LIMIT)
+    return Gauge(float(np.sum(np.exp(gap) - 1 - gap)), float(len(gap)))
+
+
+def change(roles: ReinforceRoles, was: Before) -> Gauges:
+    """The gauges of a step that moved weights."""
+    out: Gauges = {}
+    if was.packed is not None:
+        out["policy/kl_step"] = divergence(was.logp_M, roles.learner.score(was.packed))
+    moved = size = 0.0
+    for name, now in roles.trainer.trained().items():
+        old = was.weights[name]
+        new = now.detach().flatten()[:SLICE]
+        moved += float((new - old).double().square().sum())
+        size += float(old.double().square().sum())
+    return out | ({"optim/update": Gauge((moved / size) ** 0.5, 1)} if size else {})

@@ -1,0 +1,278 @@
+"""Whether sampler, learner and reference agree when they hold the same weights, and rollouts are what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from posttrain.checks.sampling.noise_band import noise_band
+from posttrain.core.batch import Batch, Packed
+from posttrain.core.exchange.experience import Experience
+from posttrain.core.gauge import Gauge, Gauges, merge
+from posttrain.core.ports import Reference
+from posttrain.core.scored import ScoredGroup
+from posttrain.core.streams import MU, REFERENCE, VERSION
+from posttrain.core.types import OPPOSED, SHOWN, Group, Stop
+from posttrain.role.events import (
+    DifferentiatedEvent,
+    Event,
+    Observer,
+    ObserverReport,
+    PackedEvent,
+    PlayedEvent,
+    ScoredEvent,
+)
+from posttrain.role.learner_passes import Needs
+from posttrain.role.learning.logprob_tolerance import LEAST, Exact, Gap, allowed, as_sampled
+from posttrain.role.roles import ReinforceRoles
+from posttrain.system.errors import InvariantError
+
+
+def sampler_agrees(
+    batch: Batch | Packed,
+    mu_M: np.ndarray,
+    learner_M: np.ndarray,
+    fresh_M: np.ndarray,
+    *,
+    dtype: str,
+    exact: Exact,
+    text: Callable[[np.ndarray], str],
+    same: bool = False,
+) -> Gauges:
+    """Sampler and learner agree on every token sampled with the learner's present weights: rho = 1 within the bound.
+
+    Args:
+        mu_M, learner_M: float32 log-probs of the sampler and of the learner.
+        fresh_M: bool, which tokens were sampled with the weights the learner holds.
+        exact: the learner's log-probs in float64, for `logprob_tolerance.allowed`.
+        text: decodes token ids, for the message.
+        same: both must have the same bits.
+    """
+
+    def exactly() -> np.ndarray | None:
+        exact_M = exact()
+        return None if exact_M is None else exact_M[fresh_M]
+
+    gap = Gap.of(mu_M[fresh_M], learner_M[fresh_M])
+    bound = Gap(0.0, 0.0) if same else allowed(dtype, gap, learner_M[fresh_M], exactly, batch.sampling.temperature)
+    count = float(fresh_M.sum())
+    if not gap.within(bound):
+        apart = np.where(fresh_M, np.abs(learner_M.astype(np.float64) - mu_M), 0.0)
+        m = int(np.argmax(np.where(np.isfinite(apart), apart, np.inf)))
+        at = int(batch.source_M[m]) + 1
+        position = int(batch.positions_N[at])
+        before = text(batch.ids_N[at - min(position, 12) : at])
+        raise InvariantError(
+            f"sampler and learner disagree about the same weights. Worst token: {text(batch.target_M[m : m + 1])!r}"
+            f" after {before!r} (position {position}): sampler log-prob {mu_M[m]:.6f}, learner {learner_M[m]:.6f}."
+            f" Worst gap {gap.worst:.3g} (bound {bound.worst:.2g} in {dtype}), mean gap {gap.mean:.3g} (bound"
+            f" {bound.mean:.2g}) over {int(count)} tokens. The importance ratio is not 1 on-policy, so every gradient"
+            " would be that of another distribution. Check that both sides use the same sampling transform"
+            " (temperature, top-p), that the last weight sync arrived, and that the model has no dropout"
+        )
+    return {"canary/logp_gap": Gauge(gap.mean * count, count), "canary/logp_gap_worst": Gauge(gap.worst, 1)}
+
+
+def reference_unmoved(reference: Reference) -> None:
+    """The reference still has the digest it was made with."""
+    now = reference.fingerprint()
+    if now != reference.digest:
+        raise InvariantError(
+            f"the reference has changed: its digest was {reference.digest} when it was made and is {now}. A trained or"
+            " refreshed reference makes every KL term a lie. Look for code that shares its tensors with the learner or"
+            " puts them in an optimizer"
+        )
+
+
+def keeps_caches(engine: object) -> bool:
+    """Whether turns go on under new weights over the caches of the old ones (engine.update=stale). What they say then
+    has log-probs of neither, which the engine's gauge of the gap is there to tell."""
+    return getattr(engine, "update", "") == "stale"
+
+
+def no_distance_yet(
+    learner_logp: np.ndarray, reference_logp: np.ndarray, dtype: str, exact: Exact, temperature: float
+) -> None:
+    """KL to the reference is 0 while learner and reference hold the same weights."""
+    gap = Gap.of(reference_logp, learner_logp)
+    bound = allowed(dtype, gap, learner_logp, exact, temperature)
+    if not gap.worst <= bound.worst:
+        raise InvariantError(
+            "the reference scores differently from the learner although both hold the same weights (worst log-prob gap"
+            f" {gap.worst:.3g}, bound {bound.worst:.2g} in {dtype}). The KL term would start wrong. Check that the"
+            " reference was loaded from the checkpoint the stage starts from, in the same dtype and without dropout"
+        )
+
+
+def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None:
+    """The masks of a step's episodes cover exactly the tokens that the engine counted as sampled.
+
+    Tokens of other seats are in no mask; they are added to the count. What an opponent said is not this engine's.
+    """
+    played = [e for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if e.own]
+    covered = sum(e.spoken for e in played) + sum(t.tokens for e in played for t in e.seats if t.policy)
+    covered += sum(g.aborted_tokens for g in groups)
+    if covered != said_tokens:
+        raise InvariantError(
+            f"the masks of this step cover {covered} tokens, but the engine said {said_tokens}. Some observation is"
+            " trained on, or some spoken token is not. Tokens must enter a transcript through see() and say() only"
+        )
+
+
+def said_by_these_weights(groups: Sequence[Group], promised: Sequence[int]) -> None:
+    """Every spoken token was said by one of the versions that were promised; the last of them is the learner's.
+
+    If samples may not be older than the learner, that is the only one. With `staleness=K` they are those of the learner
+    at the beginning of this step and of the K steps before it.
+    """
+    now, others = promised[-1], sorted({*promised[:-1]} - {promised[-1]})
+    fine = {*promised, SHOWN, OPPOSED}
+    for g in groups:
+        for e in g.episodes:
+            for s in e.segments:
+                other = [v for v in s.version[s.mask].tolist() if v not in fine]
+                if other:
+                    also = f" and samples may also be of {', '.join(map(str, others))}" if others else ""
+                    raise InvariantError(
+                        f"task {g.task.id!r} has tokens said by version {other[0]}, while the learner holds"
+                        f" version {now}{also}. Either a weight sync did not happen, or tokens are stamped with another"
+                        " version than the one that said them; both make every ratio wrong"
+                    )
+
+
+def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens: int) -> None:
+    """An episode that stopped by itself ends in a stop token. One cut off, or ended by a stop string, does not."""
+    stops = set(stop_ids)
+    for g in groups:
+        for e in g.episodes:
+            s = e.segments[-1]
+            if not stops or e.stop not in (Stop.SAID, Stop.STRING, Stop.LENGTH) or not s.mask.any() or s.shown:
+                continue
+            last = int(s.ids[-1] if s.mask[-1] else s.ids[np.flatnonzero(s.mask)[-1]]) in stops
+            if last != (e.stop is Stop.SAID):
+                raise InvariantError(
+                    f"task {g.task.id!r} ended with reason {e.stop.value!r}, but its last token"
+                    f" {'is' if last else 'is not'} a stop token ({s.spoken} tokens said, at most {max_tokens} a turn)."
+                    " Length shaping and filters read the reason: find who drops the token or the reason"
+                )
+
+
+def _told(band: Gauges, dtype: str) -> tuple[str, ...]:
+    """The noise band as a line for people, where rounding is coarser than float32."""
+    if "mismatch/band" not in band or dtype == "float32":
+        return ()
+    size = band["mismatch/band"].mean
+    return (f"noise band: sampler and learner differ by up to {size:.2g} nats for 99 % of tokens in {dtype}",)
+
+
+def _price(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
+    """What `exact=true` achieves and costs, as a line for people."""
+    if price is None:
+        return ()
+    return (
+        f"exact: sampler and learner agree bit for bit on {int(own_M.sum())} tokens; scoring them as the sampler does"
+        f" takes {price:.2g} times as long as the learner's own forward pass, and comes on top of it",
+    )
+
+
+def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
+    """The log-probs of a training pass, as they would be with the sampler's experts: where the learner of a mixture
+    chooses by itself, what that changes in its scores is taken from them. Where they agree anyway they are kept.
+
+    With `router_replay=start` the minibatch has the learner's choices in place of the sampler's. Then the pass is
+    compared with the learner's scores alone, and `ExpertsCheck` compares these with the sampler's."""
+    follows, agree = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
+    start = roles.run.model.router_replay == "start"
+    known = micro.routed_N is not None and (start or follows is not roles.learner)
+    if not known or agree.within(LEAST[roles.run.model.dtype]):
+        return logp_M
+    if start:
+        return (logp_M.astype(np.float64) - roles.learner.score(micro) + micro[MU]).astype(np.float32)
+    return (logp_M.astype(np.float64) - roles.learner.score(micro) + follows.score(micro)).astype(np.float32)
+
+
+class SamplerCheck(Observer):
+    """Sampler, learner and reference agree when they hold the same weights; rollouts hold what the engine sampled."""
+
+    def __init__(self, *, fresh: bool) -> None:
+        self._fresh = fresh
+        """Whether learner, sampler and reference still hold the same weights."""
+
+    def needs(self, roles: ReinforceRoles, event: PackedEvent) -> Needs:
+        return Needs(logp=event.first)
+
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
+        match event:
+            case PlayedEvent(e):
+                masks_cover_what_was_said(e.played, int(e.engine["engine/tokens"].sum))
+                said_by_these_weights(e.played, (*e.promised[:-1], roles.trainer.version))
+                stops_are_true(e.played, roles.sampling.stop_ids or (), roles.sampling.max_tokens)
+            case ScoredEvent(e, groups):
+                if roles.reference is not None:
+                    reference_unmoved(roles.reference)
+                if self._fresh and any(g.episodes for g in groups):
+                    self._fresh = False
+                    return self._same_weights(roles, e, groups)
+            case DifferentiatedEvent(packed, passes) if packed.first:
+                return ObserverReport(
+                    self._ratio_is_one(roles, packed, list(zip(passes.micros, passes.logp, strict=True)))
+                )
+            case _:
+                pass
+        return None
+
+    def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> ObserverReport:
+        """Before the first optimizer step of a stage: rho = 1, and KL 0 to a reference that began as the policy."""
+        episodes = [s for g in groups for s in g.episodes]
+        segments = [s for g in groups for x in g.group.judged for s in x.segments]  # with the sampler's own experts
+        packed = Packed.of(segments, [i for i, x in enumerate(episodes) for _ in x.episode.segments])
+        learner, follows = roles.learner.score(packed), as_sampled(roles.learner)
+        version = np.concatenate([s.version[s.mask] for s in segments])
+        mu = np.concatenate([s.logp[s.mask] for s in segments])
+        own, dtype = version == roles.trainer.version, roles.run.model.dtype
+        exact = lambda: follows.exact(packed)  # noqa: E731
+        same = roles.run.exact
+        read = learner if follows is roles.learner else follows.score(packed)
+        seen = sampler_agrees(packed, mu, read, own, dtype=dtype, exact=exact, text=roles.text, same=same)
+        if same:  # by code that shares nothing with the sampler's
+            packed_pass = roles.learner.packed_score(packed)
+            sampler_agrees(packed, mu, packed_pass, own, dtype=dtype, exact=exact, text=roles.text)
+        band = noise_band(
+            roles.stage.algorithm,
+            mu[own],
+            learner[own],
+            np.unique(packed.sequence_M[own], return_inverse=True)[1],
+            dtype,
+        )
+        if roles.reference is not None and roles.own_reference and REFERENCE in episodes[0]:
+            reference = np.concatenate([x for s in episodes for x in s[REFERENCE]])
+            routers = roles.learner.routers()  # a reference follows no choices
+            alone = learner if routers is None else routers.read(packed, replay=False).logp
+            no_distance_yet(alone, reference, dtype, lambda: roles.learner.exact(packed), packed.sampling.temperature)
+        return ObserverReport(merge(seen, band), (*_told(band, dtype), *_price(roles.learner.price(packed), own)))
+
+    def _ratio_is_one(
+        self, roles: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]
+    ) -> Gauges:
+        """On the first optimizer step after a push, every token sampled with the current weights has rho = 1."""
+        out: list[Gauges] = []
+        for micro, logp in micros:
+            exact = lambda batch=micro: as_sampled(roles.learner).exact(batch)  # noqa: E731
+            fresh = micro[VERSION] == packed.version
+            if keeps_caches(roles.run.engine):
+                fresh &= ~np.isin(micro.segment_M, micro.segment_M[~fresh])
+            learner = _with_its_experts(roles, micro, logp.astype(np.float32), fresh)
+            out.append(
+                sampler_agrees(
+                    micro,
+                    micro[MU],
+                    learner,
+                    fresh,
+                    dtype=roles.run.model.dtype,
+                    exact=exact,
+                    text=roles.text,
+                    same=roles.run.exact,
+                )
+            )
+        return merge(*out)

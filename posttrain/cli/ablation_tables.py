@@ -1,0 +1,241 @@
+"""`posttrain ladder --on RUN`: compare algorithms on a run's recorded batches, as tables or JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from posttrain.ladder.formula.tree_picture import WIDTH
+from posttrain.record.run_reader import run_file
+from posttrain.report.console import lines_of
+from posttrain.report.console import table as columns
+from posttrain.system.errors import ConfigError
+from posttrain.system.terminal_output import overwrite, tell
+
+if TYPE_CHECKING:
+    from posttrain.evaluate.ablation.ablation import Ablation, AblationRow
+
+HEAD = ("algorithm", "cosine", "norm", "ratio", "silent", "clipped", "ess", "|A|", "solved", "not", "tokens")
+LEGEND = (
+    "cosine, ratio: of its gradient and its norm with the run's own    norm: before the optimizer's clip",
+    "silent: groups without credit    clipped: tokens its trust region silences    ess: effective sample",
+    "share of its correction, else of its ratio    |A|, solved, not: mean |credit| a token, mean credit",
+    "of tokens of solved and of other responses    tokens: those whose log-prob has a gradient",
+)
+EQUAL = 1e-6
+"""Relative tolerance within which gradient norms count as equal and share one line."""
+
+
+class ProgressLine:
+    """Progress on standard error: one overwritten line in a terminal, elsewhere a line every 5 seconds."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._last = 0.0
+
+    def say(self, line: str) -> None:
+        if self._live:
+            overwrite(line, sys.stderr)
+        elif time.monotonic() - self._last > 5:
+            tell(line, file=sys.stderr)
+            self._last = time.monotonic()
+
+    def close(self) -> None:
+        if self._live:
+            overwrite("", sys.stderr)
+
+
+@dataclass(frozen=True)
+class AblateOptions:
+    """Which steps of a run, at which weights, on which device. None and '' mean the default of
+    `evaluate.ablation.ablation`."""
+
+    steps: str = ""
+    stage: str | None = None
+    checkpoint: str | None = None
+    device: str | None = None
+
+
+def show(run: str, against: Sequence[str], at: AblateOptions, plain: bool, trust: bool) -> None:
+    """Evaluate and print; `plain` prints JSON."""
+    run_file(run)  # a folder that is not there is told before torch is imported
+    from posttrain.evaluate.ablation.ablation import ablate
+
+    progress = ProgressLine()
+    try:
+        steps, say = numbers(at.steps), progress.say
+        found = ablate(
+            run, against, stage=at.stage, steps=steps, checkpoint=at.checkpoint, device=at.device, say=say, trust=trust
+        )
+    finally:
+        progress.close()
+    if plain:
+        tell(json.dumps([_plain(asdict(a)) for a in found], indent=1))
+        return
+    for a in found:
+        tell("\n".join((*lines(a), "")))
+    if len(found) > 1:
+        tell("\n".join(means(found)))
+    tell("\n".join(LEGEND))
+
+
+def numbers(word: str) -> list[int]:
+    """Step numbers from `3,8,12`."""
+    try:
+        return [int(w) for w in word.split(",") if w]
+    except ValueError:
+        raise ConfigError(f"--step {word}: a step, or several with commas between them (--step 3,8,12)") from None
+
+
+def _plain(x: Any) -> Any:
+    """A value for JSON: NaN and infinities become null, paths become text."""
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [_plain(v) for v in x]
+    if isinstance(x, float):
+        return x if math.isfinite(x) else None
+    return x if isinstance(x, str | int | bool) or x is None else str(x)
+
+
+def lines(a: Ablation) -> Iterator[str]:
+    """The lines of one step: its facts, the table, and the algorithms that could not be evaluated."""
+    yield f"{a.folder}: {a.stage} step {a.step}"
+    yield f"{a.groups} groups, {a.episodes} responses, {a.tokens:,} tokens; the run's own algorithm is {a.own}"
+    yield from _prose(f"weights: {a.weights}, {where(a)}")
+    for line in checks(a):
+        yield from _prose(line)
+    yield ""
+    rows = [replace(a.rows[0], name=f"{a.own} (own)"), *sorted(a.rows[1:], key=_order)]
+    yield from table(rows)
+    noted: dict[str, list[str]] = {}
+    for r in a.rows:
+        if r.note:
+            noted.setdefault(r.note, []).append(r.name)
+    yield from ("", *_listed([(", ".join(names), note) for note, names in noted.items()])) if noted else ()
+    refused: dict[str, list[str]] = {}
+    for name, why in a.refused:
+        refused.setdefault(why, []).append(name)
+    yield from (
+        ("", "not evaluated:", *_listed([(", ".join(names), why) for why, names in refused.items()])) if refused else ()
+    )
+
+
+def _listed(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    for names, text in rows:
+        yield from _prose(f"{names}: {text}", "  ")
+
+
+def _prose(text: str, lead: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=lead, subsequent_indent=lead + "  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _order(r: AblationRow) -> tuple[float, float]:
+    """Sort key: largest cosine first, those without a gradient last."""
+    return (math.inf if math.isnan(r.cosine) else -round(r.cosine, 3), r.norm)
+
+
+def where(a: Ablation) -> str:
+    """How many steps the weights are from those the step began with, and what follows from it."""
+    gap = f"mean log-prob gap to the sampler {a.logp_gap:.1e}" if not math.isnan(a.logp_gap) else "no token was scored"
+    if a.behind is None:
+        return f"of another stage than {a.stage}; {gap}"
+    if a.behind == 0:
+        return f"exactly those the step began with ({gap})"
+    steps = f"{abs(a.behind)} step{'s' if abs(a.behind) > 1 else ''}"
+    if a.behind > 0:
+        return f"{steps} older than those the step began with ({gap}): the samples come from a policy {steps} ahead"
+    return f"{steps} newer than those the step began with ({gap}): the samples are {steps} stale"
+
+
+def checks(a: Ablation) -> Iterator[str]:
+    """Lines that compare the rebuilt step with the record."""
+    own = a.rows[0]
+    if not own.norm:
+        yield "own: no gradient, because no group has credit; nothing has a cosine with it. Look at another --step"
+        return
+    if a.minibatches > 1:
+        norm = (
+            f"gradient norm {own.norm:.6g}; the run took {a.minibatches} optimizer steps of these groups, here they are"
+            " one minibatch"
+        )
+    elif a.recorded_norm is None:
+        norm = f"gradient norm {own.norm:.6g}; none was recorded"
+    elif a.behind == 0:
+        norm = f"gradient norm {own.norm:.6g}, recorded {a.recorded_norm:.6g}"
+    else:
+        norm = f"gradient norm {own.norm:.6g}; {a.recorded_norm:.6g} was recorded at other weights"
+    credit = (
+        ""
+        if math.isnan(a.credit_gap)
+        else f"; credit as recorded, within {a.credit_gap:.1e}"
+        if a.credit_gap
+        else "; credit as recorded"
+    )
+    yield f"own: {norm}{credit}"
+    if not math.isnan(a.halves):
+        yield f"chance: the own gradients of the two halves of the groups have cosine {a.halves:.3f}"
+    if a.behind == 0 and own.clipped == 0:
+        yield "ratios: all 1 at the weights that sampled, so trust regions are silent; try a later --checkpoint"
+
+
+def table(rows: Sequence[AblationRow]) -> Iterator[str]:
+    """The table. Algorithms with equal gradients share one line; their names are below it. A column is as wide as its
+    longest cell asks for, so tiny norms join no columns and move no row."""
+    cells = [_cells(r) for r in rows]
+    merged: list[tuple[AblationRow, tuple[str, ...], list[str]]] = []
+    for i, (r, line) in enumerate(zip(rows, cells, strict=True)):
+        if i > 1 and line == merged[-1][1] and math.isclose(merged[-1][0].norm, r.norm, rel_tol=EQUAL):
+            merged[-1][2].append(r.name)
+        else:
+            merged.append((r, line, []))
+    head, *printed = lines_of(columns("", HEAD, [(r.name, *line) for r, line, _ in merged], HEAD[:1], one_line=True))
+    yield head
+    for text, (_, _, same) in zip(printed, merged, strict=True):
+        yield text
+        yield from _prose(f"= {', '.join(same)}", "  ") if same else ()
+
+
+def _cells(r: AblationRow) -> tuple[str, ...]:
+    """All that is printed of a row but its name."""
+    return (
+        _number(r.cosine, "+.3f"),
+        _number(r.norm, ".4g"),
+        _number(r.ratio, ".3g"),
+        _number(r.silent, ".2f"),
+        _number(r.clipped, ".3f"),
+        _number(r.effective, ".3f"),
+        _number(r.credit, ".3f"),
+        _number(r.solved, "+.3f"),
+        _number(r.unsolved, "+.3f"),
+        f"{r.tokens}",
+    )
+
+
+def _number(x: float, how: str) -> str:
+    return "-" if math.isnan(x) else format(x, how)
+
+
+def means(found: Sequence[Ablation]) -> Iterator[str]:
+    """Cosine and ratio over several steps, for the algorithms that were evaluated on all steps."""
+    by = [{r.name: r for r in a.rows} for a in found]
+    common = [n for n in by[0] if all(n in rows for rows in by)]
+    yield f"over {len(found)} steps: mean (least to most)"
+    wide = max(map(len, common)) + 2
+    for name in common:
+        cosines, ratios = ([getattr(rows[name], f) for rows in by] for f in ("cosine", "ratio"))
+        yield f"{name:<{wide}}cosine {_span(cosines, '+.3f')}   ratio {_span(ratios, '.3g')}"
+    yield ""
+
+
+def _span(values: Sequence[float], how: str) -> str:
+    known = [v for v in values if not math.isnan(v)]
+    return f"{sum(known) / len(known):{how}} ({min(known):{how}} to {max(known):{how}})" if known else "-"

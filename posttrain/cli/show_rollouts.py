@@ -1,0 +1,169 @@
+"""Show rollouts in a terminal: the episodes of a step below their prompts. Colours are used only on a terminal, and
+long text is wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from posttrain.cli.colors import coloured, number, paint
+from posttrain.cli.compare_steps import compared
+from posttrain.cli.shown_episodes import PROMPT_LINES, SAID_LINES, ShowOptions, choose, is_wrong, named
+from posttrain.cli.token_view import decoder, episode_lines
+from posttrain.cli.wrap_text import fold, folded, hanging, screen_width
+from posttrain.core.content import conversation
+from posttrain.core.measure.interval import number_text
+from posttrain.core.verdict import State
+from posttrain.record.run_reader import EpisodeFile, episode_files, read_episodes, run_file
+from posttrain.record.step_format import Recorded
+from posttrain.system.errors import ConfigError
+from posttrain.system.shell import command_line
+from posttrain.system.terminal_output import visible
+
+HEAD = "  episode  sibling  reward  shaped  advantage  tokens  stop"
+INDENT = " " * 11
+Numbered = tuple[int, Recorded]
+"""An episode with its number in its file."""
+
+
+def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -> Iterator[str]:
+    """The lines that `posttrain show` prints."""
+    on = coloured() if colour is None else colour
+    folder = Path(folder)
+    run = run_file(folder).run
+    files = episode_files(folder)
+    if not files:
+        why = (
+            "the run was started with record_episodes=false"
+            if not run.record_episodes
+            else "they appear after its first step or evaluation"
+        )
+        yield from fold(f"no episodes in {visible(str(folder))} yet: {why}", screen_width())
+        return
+    if wanted.compare is not None:
+        yield from compared(run, files, wanted, on)
+        return
+    chosen = choose(run, files, wanted)
+    records = read_episodes(chosen.path)
+    if wanted.episode is not None:
+        if not 0 <= wanted.episode < len(records):
+            raise ConfigError(f"--episode {wanted.episode}: {named(chosen)} has episodes 0 to {len(records) - 1}")
+        yield paint(named(chosen), "bold", on)
+        yield from episode_lines(wanted.episode, records[wanted.episode], decoder(folder), on)
+        return
+    for line in fold(f"{named(chosen)}: {_tally(records)}", screen_width()):
+        yield paint(line, "bold", on)
+    yield from _list(folder, chosen, records, wanted, on)
+
+
+# --- a list -----------------------------------------------------------------------------------------------------------
+
+
+def _tally(records: Sequence[Recorded]) -> str:
+    rewards = [r.episode.reward for r in records if r.episode.reward is not None]
+    prompts = len({(r.episode.task.id, r.episode.visit) for r in records})
+    mean = f"mean reward {number_text(float(np.mean(rewards)))}" if rewards else "none judged"
+    lost = len(records) - len(rewards)
+    of = f"{len(records)} episodes of {prompts} prompt{'s' * (prompts != 1)}"
+    return f"{of}, {mean}" + (f", {lost} not judged (--failed)" if lost else "")
+
+
+def _list(
+    folder: Path, chosen: EpisodeFile, records: Sequence[Recorded], wanted: ShowOptions, on: bool
+) -> Iterator[str]:
+    rows = list(enumerate(records))
+    if wanted.wrong:
+        rows = [(i, r) for i, r in rows if is_wrong(r)]
+    if wanted.failed:
+        rows = [(i, r) for i, r in rows if r.episode.reward is None]
+    if wanted.best or wanted.worst:
+        judged = [(r.episode.reward, i, r) for i, r in rows if r.episode.reward is not None]
+        sign = -1 if wanted.best else 1
+        rows = [(i, r) for _, i, r in sorted(judged, key=lambda row: (sign * row[0], row[1]))]
+    if not rows:
+        yield "  " + (
+            "none of them is wrong"
+            if wanted.wrong and any(r.episode.reward is not None for r in records)
+            else "all of them were judged"
+            if wanted.failed
+            else "none of them was judged; --failed says why"
+        )
+        return
+    yield paint(HEAD, "dim", on)
+    groups = _groups(rows, mixed_first=not (wanted.best or wanted.worst))
+    left = wanted.limit if wanted.limit > 0 else len(rows)
+    width, seen, first = screen_width(), 0, groups[0][0][0][0]
+    for of_task in groups:
+        if left <= 0:
+            break
+        yield ""
+        most = 0 if wanted.full else PROMPT_LINES
+        for line in folded(conversation(of_task[0][0][1].episode.task.prompt), width - 2, most, "; --full shows all"):
+            yield paint(f"  {line}", "cyan", on)
+        for same in of_task[:left]:
+            yield from _row(*same[0], len(same), wanted.full, width, on)
+            seen += len(same)
+        left -= len(of_task)
+    yield ""
+    if seen < len(rows):
+        yield paint(f"  ... {len(rows) - seen} more; --limit 0 shows all", "dim", on)
+    flag = " --eval" if chosen.kind == "eval" else ""
+    yield "token by token:"
+    command = command_line("show", folder, "--stage", chosen.stage, "--step", str(chosen.index))
+    yield f"  {visible(command)}{flag} --episode {first}"
+
+
+def _groups(rows: Sequence[Numbered], mixed_first: bool) -> list[list[list[Numbered]]]:
+    """The episodes of each prompt, those that are alike together. Prompts whose rewards differ come first, where asked:
+    they are what a step learns from."""
+    out = list[list[list[Numbered]]]()
+    for _, siblings in groupby(rows, key=lambda row: (row[1].episode.task.id, row[1].episode.visit)):
+        alike: dict[tuple[object, ...], list[Numbered]] = {}
+        for i, r in siblings:
+            e = r.episode
+            key = (e.text, e.reward, r.shaped, number(_advantage(r)), e.spoken, e.stop, *_notes(r))
+            alike.setdefault(key, []).append((i, r))
+        out.append(list(alike.values()))
+    if mixed_first:
+        out.sort(key=lambda g: len({same[0][1].episode.reward for same in g} - {None}) < 2)
+    return out
+
+
+def _advantage(r: Recorded) -> float | None:
+    """The mean advantage of its tokens."""
+    if r.advantage is None:
+        return None
+    return float(np.mean(np.concatenate([*r.advantage, np.zeros(0)]))) if r.episode.spoken else 0.0
+
+
+def _row(i: int, r: Recorded, times: int, full: bool, width: int, on: bool) -> Iterator[str]:
+    """One episode, or several that are alike: figures, then what was said, and what went wrong."""
+    e, mean = r.episode, _advantage(r)
+    colour = "" if e.reward is None else "yellow" if is_wrong(r) else "green"
+    reward = paint(f"{number(e.reward):>7}", colour, on)
+    yield (f"  {i:>7}  {e.sibling:>7} {reward} {number(r.shaped):>7}  {number(mean):>9}  {e.spoken:>6}  {e.stop.value}")
+    lead = INDENT if times == 1 else f"{f'{times} x':>{len(INDENT) - 2}}  "
+    for line in folded(e.text, width - len(INDENT), 0 if full else SAID_LINES, "; --full shows all"):
+        yield f"{lead}{line}".rstrip()
+        lead = INDENT
+    for note in _notes(r):
+        for line in hanging(f"{INDENT}! ", note, width):
+            yield paint(line, "yellow", on)
+
+
+def _notes(r: Recorded) -> Iterator[str]:
+    """Why it was dropped, why it has no reward, and its error."""
+    if r.dropped:
+        yield f"dropped: {r.dropped}"
+    if r.episode.reward is None:
+        for j in r.episode.verdicts:
+            if j.verdict.state is not State.VALUE:
+                said = {State.FAILED: "could not judge it", State.ABSTAIN: "abstained"}[j.verdict.state]
+                yield ": ".join(x for x in (f"{j.source} {said}", j.verdict.kind, j.verdict.why) if x)
+        if not r.episode.verdicts:
+            yield "no source judged it"
+    if r.episode.error:
+        yield f"error: {r.episode.error}"

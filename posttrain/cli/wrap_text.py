@@ -1,0 +1,87 @@
+"""Long text in few columns: lines are wrapped, never cut. Wide characters count as two columns."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+from posttrain.system.terminal_output import visible
+
+NARROWEST = 40
+"""The fewest columns that text is laid out for."""
+LOG_WIDTH = 80
+"""Columns where the output is no terminal and COLUMNS is not set: a file, a pipe."""
+
+
+def screen_width() -> int:
+    """Columns of the terminal; COLUMNS decides where it is set, and 80 where there is no terminal."""
+    return max(NARROWEST, shutil.get_terminal_size((LOG_WIDTH, 24)).columns)
+
+
+def cells(text: str) -> int:
+    """Columns that a text takes."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def fold(text: str, width: int) -> Iterator[str]:
+    """The lines of one line of text, each at most `width` columns wide, parted at spaces where there are any.
+
+    >>> list(fold("one two three", 8))
+    ['one two', 'three']
+    """
+    while len(text) > 2 * width or cells(text) > width:
+        fits = _fitting(text, width)
+        if fits == len(text):
+            break
+        at = text.rfind(" ", 1, fits + 1)
+        at = at if text[:at].strip() and at > 0 else fits
+        yield text[:at].rstrip()
+        text = text[at:].lstrip(" ")
+    yield text
+
+
+def _fitting(text: str, width: int) -> int:
+    """How many characters of it fit into `width` columns; at least 1."""
+    if text.isascii():
+        return width
+    taken = 0
+    for i, c in enumerate(text):
+        taken += cells(c)
+        if taken > width:
+            return max(1, i)
+    return len(text)
+
+
+def folded(text: str, width: int, most: int = 0, hint: str = "") -> Iterator[str]:
+    """Foreign text, its own line breaks kept, in lines of at most `width` columns.
+
+    With `most`, what has more lines than that is shown by its beginning and its end, and a line between them says how
+    many are left out, with `hint`.
+
+    >>> list(folded("a\\nb\\nc\\nd\\ne", 40, 4))
+    ['a', 'b', '(2 lines left out)', 'e']
+    """
+    lines = [part for line in text.split("\n") for part in fold(visible(line), width)]
+    if not most or len(lines) <= most:
+        yield from lines
+        return
+    tail = max(1, (most - 1) // 3)
+    head = most - 1 - tail
+    yield from lines[:head]
+    yield from fold(f"({len(lines) - head - tail} lines left out{hint})", width)
+    yield from lines[-tail:]
+
+
+def hanging(lead: str, text: str, width: int) -> Iterator[str]:
+    """A text behind its lead; further lines begin below the text.
+
+    >>> list(hanging("said: ", "one two three four five", 26))
+    ['said: one two three four', '      five']
+    """
+    room = max(NARROWEST // 2, width - cells(lead))
+    for i, line in enumerate(folded(text, room)):
+        yield (lead if i == 0 else " " * cells(lead)) + line

@@ -1,0 +1,109 @@
+"""Ranks: the processes that train one model together. Each has a part of the weights and of every minibatch.
+
+Every rank runs the same program on the same minibatches and reaches the same exchanges in the same order. What each
+exchange says is compared, so a rank that went another way is named instead of waited for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from posttrain.system.errors import InvariantError
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """This process among those that train together."""
+
+    @property
+    def rank(self) -> int:
+        """Its number, from 0."""
+        ...
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        ...
+
+    def every(self, value: Any) -> list[Any]:
+        """The value of every rank, in the order of the ranks. Each rank calls it, and gets the same list."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """A process that trains alone."""
+
+    rank: int = 0
+    world: int = 1
+
+    def every(self, value: Any) -> list[Any]:
+        return [value]
+
+
+ALONE = OneRank()
+
+
+def check_same(ranks: Ranks, value: Any, what: str, advice: str) -> None:
+    """Check that all ranks have the same value; `what` and `advice` are words of the error.
+
+    Raises:
+        InvariantError: on every rank, where one has another value than rank 0.
+    """
+    found = ranks.every(value)
+    if others := [r for r, x in enumerate(found) if x != found[0]]:
+        raise InvariantError(
+            f"ranks do not have the same {what}: rank 0 has {found[0]!r}, rank {others[0]} has {found[others[0]]!r}."
+            f" {advice}"
+        )
+
+
+def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
+    """What `function` returns on each rank, in the order of the ranks.
+
+    Raises:
+        InvariantError: on every rank, where it was raised on one; the first such rank is named.
+    """
+    if ranks.world == 1:
+        return [function()]
+    value, wrong = None, ""
+    try:
+        value = function()
+    except InvariantError as error:
+        wrong = str(error)
+    found: list[tuple[T, str]] = ranks.every((value, wrong))
+    for rank, (_, text) in enumerate(found):
+        if text:
+            raise InvariantError(f"rank {rank}: {text}")
+    return [x for x, _ in found]
+
+
+def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
+    """Of one value of each rank, a norm of its part of `what`, those of the ranks that hold one copy of all weights
+    together. Ranks with copies (`replicas`) hold the same parts in the same order, so theirs must be the same bits.
+
+    Raises:
+        InvariantError: on every rank, where two copies differ.
+    """
+    values, parts = ranks.every(value), ranks.world // getattr(ranks, "replicas", 1)
+    for at, value in enumerate(values):
+        first = values[at % parts]
+        if value != first and not math.isnan(value + first):
+            raise InvariantError(
+                f"copies of the weights differ: the part of the {what} on rank {at % parts} has the norm {first!r}, and"
+                f" its copy on rank {at} has {value!r}. A copy was updated or summed in another way: go on from the"
+                " last checkpoint"
+            )
+    return list(values[:parts])
+
+
+def joint_norm(norms: Sequence[float]) -> float:
+    """The norm of all numbers together, from the norms of their parts: (3, 4) -> 5. Not finite where a part is not."""
+    try:
+        return math.sqrt(math.fsum(x * x for x in norms))
+    except OverflowError:
+        return math.inf

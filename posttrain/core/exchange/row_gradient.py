@@ -1,0 +1,42 @@
+"""Gradients that hold some rows of a weight, and no number for the others, which are zero.
+
+Such a gradient is a sparse tensor of torch [V, H] with one index for each row. `engine.layers.embedding_gradient` makes
+them of embeddings. Everything that reads gradients takes both kinds through these functions. They import no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def held(gradient: Any) -> Any:
+    """The numbers that a gradient holds: all of them, or those of its rows [K, H]. Of a gradient of rows that were
+    joined (`joined`) it is a view, so what changes it changes the gradient."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def joined(gradient: Any) -> Any:
+    """The gradient with each row once, in rising order. Sums of such gradients have a row several times."""
+    return gradient.coalesce() if gradient.is_sparse else gradient
+
+
+def whole(gradient: Any) -> Any:
+    """The gradient with a number for each of the weight's."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def place(gradient: Any, at: int) -> int:
+    """Where number `at` of the flattened `held` stands in the flattened whole."""
+    if not gradient.is_sparse:
+        return at
+    row, column = divmod(at, gradient.shape[1])
+    return int(gradient.coalesce().indices()[0, row]) * int(gradient.shape[1]) + column
+
+
+def number(gradient: Any, at: int) -> Any:
+    """[1]: number `at` of the flattened whole."""
+    if not gradient.is_sparse:
+        return gradient.flatten()[at : at + 1]
+    row, column = divmod(at, gradient.shape[1])
+    rows = gradient.coalesce()
+    return rows.values()[rows.indices()[0] == row, column].sum()[None]

@@ -1,0 +1,57 @@
+"""Weights in parts (shards): what a learner returns of its weights, and what a transport sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.system.errors import InvariantError
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A part of one named weight: the box of its full tensor that begins at `offsets` and is as large as `tensor`.
+
+    Example: rows 4 to 7 of a weight [10, 3] are `Shard("w", rows, (10, 3), (4, 0))`, with `rows` of shape [4, 3].
+
+    Raises:
+        InvariantError: the part does not lie inside the full tensor.
+    """
+
+    name: str
+    tensor: Any
+    """torch tensor with as many axes as the full one. Empty where a process holds no part of it."""
+    shape: tuple[int, ...]
+    """Shape of the full tensor."""
+    offsets: tuple[int, ...]
+    """Where the part begins, one number per axis."""
+
+    def __post_init__(self) -> None:
+        sizes = tuple(self.tensor.shape)
+        fits = len(sizes) == len(self.shape) == len(self.offsets)
+        if not fits or any(
+            at < 0 or at + n > most for at, n, most in zip(self.offsets, sizes, self.shape, strict=True)
+        ):
+            raise InvariantError(
+                f"a shard of {self.name!r} with shape {sizes} at {self.offsets} does not lie inside the full shape"
+                f" {self.shape}: give one offset an axis, and parts that end within the full tensor"
+            )
+
+    @staticmethod
+    def of(name: str, tensor: Any) -> Shard:
+        """A tensor that is not cut, as its only shard."""
+        return Shard(name, tensor, tuple(tensor.shape), (0,) * len(tensor.shape))
+
+    @property
+    def whole(self) -> bool:
+        """Whether this is all of the weight."""
+        return tuple(self.tensor.shape) == self.shape
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The part as an index of the full tensor."""
+        return tuple(slice(at, at + n) for at, n in zip(self.offsets, self.tensor.shape, strict=True))
+
+    def overlaps(self, other: Shard) -> bool:
+        """Whether some entry of the full tensor is in both parts."""
+        return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(self.box, other.box, strict=True))

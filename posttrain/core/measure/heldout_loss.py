@@ -1,0 +1,57 @@
+"""The held-out loss: how improbable the demonstrations of held-out tasks are, of each task, in nats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.measure.interval import Gain, Score
+
+Rows = Mapping[str, tuple[float, float]]
+"""By the digest of a demonstration's tokens: the sum of their negative log-probs, each times its weight, and the sum of
+the weights."""
+
+
+@dataclass(frozen=True)
+class HeldoutLoss:
+    """The loss of held-out demonstrations: the mean over all their tokens, as in training.
+
+    >>> print(HeldoutLoss({"a": (3.0, 2.0), "b": (1.0, 2.0)}).words)
+    held-out loss 1.000, perplexity 2.718
+    """
+
+    rows: Rows
+
+    @property
+    def score(self) -> Score:
+        return Score.free([*self.values(self.rows).values()])
+
+    def values(self, of: Iterable[str]) -> dict[Hashable, float]:
+        """A number for each of these rows, whose mean is the mean over all their tokens."""
+        shared = [k for k in of if k in self.rows]
+        tokens = math.fsum(self.rows[k][1] for k in shared)
+        return {k: self.rows[k][0] * len(shared) / tokens for k in shared}
+
+    def gain(self, after: HeldoutLoss) -> Gain:
+        """From this loss to another one, over the rows of both. Below 0: it fell."""
+        shared = [k for k in self.rows if k in after.rows]
+        return Gain.free(self.values(shared), after.values(shared))
+
+    def gauges(self) -> Gauges:
+        nll, tokens = (math.fsum(r[i] for r in self.rows.values()) for i in (0, 1))
+        return {"heldout/loss": Gauge(nll, tokens), "heldout/perplexity": Gauge(perplexity(self.score.mean), 1)}
+
+    @property
+    def words(self) -> str:
+        return loss_words(self.score.mean)
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats: among how many tokens, all as probable, the model would have to choose."""
+    return math.exp(min(loss, 700.0))
+
+
+def loss_words(loss: float) -> str:
+    return f"held-out loss {loss:.3f}, perplexity {perplexity(loss):.4g}"

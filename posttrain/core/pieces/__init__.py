@@ -1,1 +1,0 @@
-"""The pieces of algorithms, one type each. A piece owns its numbers and refuses meaningless ones. Torch-free data."""

@@ -1,0 +1,131 @@
+"""Gauges of what was played in a step, and words about what could not be judged."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from posttrain.core.exchange.experience import Experience
+from posttrain.core.gauge import Gauge, Gauges, merge
+from posttrain.core.measure.right import Grades, Right
+from posttrain.core.scored import Credit
+from posttrain.core.types import Episode, Group
+from posttrain.core.verdict import State, failed
+
+
+def components(episodes: Sequence[Episode]) -> Gauges:
+    """Gauges of each source's raw scores, one count per episode, and of the kinds of its verdicts."""
+    scores: defaultdict[str, list[float]] = defaultdict(list)
+    kinds: Counter[str] = Counter()
+    silent: Counter[str] = Counter()
+    judged = 0
+    for e in episodes:
+        own: defaultdict[str, list[float]] = defaultdict(list)
+        for j in e.verdicts:
+            judged += 1
+            family = "failed" if j.verdict.state is State.FAILED else "verdict"
+            kinds[f"{family}/{j.verdict.kind}"] += bool(j.verdict.kind)
+            silent[f"abstained/{j.source}"] += j.counts and j.verdict.state is State.ABSTAIN
+            if j.counts and j.verdict.score is not None:
+                own[j.source].append(j.verdict.score)
+        for source, given in own.items():
+            scores[source].append(sum(given))
+    found = {f"reward/{source}": Gauge.of(x) for source, x in sorted(scores.items())}
+    found |= {name: Gauge(n, len(episodes)) for name, n in sorted(silent.items()) if n}
+    return found | {name: Gauge(n, judged) for name, n in sorted(kinds.items()) if n}
+
+
+def ages(behind: np.ndarray, most: int) -> Gauges:
+    """By how many steps each token is older than the weights that learn from it: mean, largest, and, where samples may
+    be older, the share of each number."""
+    out = {"rollout/versions_behind": Gauge.of(behind)}
+    if not most or not len(behind):
+        return out
+    shares = {f"rollout/behind_{n}": Gauge(float(np.sum(behind == n)), len(behind)) for n in range(most + 1)}
+    return out | {"rollout/most_behind": Gauge(float(behind.max()), 1)} | shares
+
+
+def _lengths(credit: Credit, asked: Experience) -> Gauge:
+    """Mean length of the policy's answers that have a gradient for the first time, over that of all that were asked."""
+    again = {id(g) for g in asked.replayed}
+    trained = [c for g in credit.groups if id(g.group) not in again for c in g.episodes]
+    mean = Gauge.of([e.spoken for g in asked.played for e in g.episodes if e.own]).mean
+    lengths = [c.episode.spoken for c in trained if c.episode.own and not c.dropped]
+    return Gauge(Gauge.of(lengths).mean, mean) if lengths and mean else Gauge(0, 0)
+
+
+def _solved(episodes: Sequence[Episode]) -> Gauge:
+    """The share of right answers, of what is measured where something is. Counts nothing where outcomes are grades and
+    no right one is named: rules that read it are about pass and fail."""
+    judged = [e for e in episodes if e.figure is not None]
+    right = judged[0].right if judged else Right()
+    told = right.named or not Grades.of([e.figure for e in judged if e.figure is not None], right).graded
+    return Gauge.of([e.right.of(e.figure) for e in judged] if told else [])
+
+
+def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
+    """Gauges of a step's rollout and credit, with the groups that the filter refused."""
+    played, refused, spare = asked.played, len(asked.refused), len(asked.spare)
+    episodes = [e for g in played for e in g.episodes if e.own]
+    rewards = np.array([e.reward for e in episodes if e.reward is not None], np.float64)
+    truths = np.array([e.truth for e in episodes if e.truth is not None], np.float64)
+    credits = [e for g in credit.groups for e in g.episodes]
+    said = [s.version[s.mask] for e in episodes for s in e.segments]
+    versions = np.concatenate(said) if said else np.zeros(0, np.int32)
+    advantages = [a for e in credits for a in e.advantage]
+    logp = [s.logp[s.mask] for e in episodes for s in e.segments]
+    return {
+        **components(episodes),
+        **merge(*(g.logged for g in played)),
+        "rollout/reward": Gauge.of(rewards),
+        "rollout/reward_std": Gauge(float(rewards.std()), 1) if len(rewards) else Gauge(0, 0),
+        **({"rollout/truth": Gauge.of(truths)} if len(truths) else {}),
+        "rollout/solved": _solved(episodes),
+        "rollout/mixed": Gauge.of([g.mixed for g in played]),
+        "rollout/unjudged": Gauge.of([e.reward is None for e in episodes]),
+        "rollout/failed": Gauge.of([failed(e.verdicts) for e in episodes]),
+        "rollout/abstained": Gauge.of([e.reward is None and not failed(e.verdicts) for e in episodes]),
+        "rollout/tokens": Gauge.of([e.spoken for e in episodes]),
+        "rollout/truncated": Gauge.of([e.stop.cut for e in episodes]),
+        "rollout/entropy": Gauge.of(-np.concatenate(logp).astype(np.float64) if logp else np.zeros(0)),
+        "rollout/aborted": Gauge(sum(g.aborted for g in played), len(episodes) + sum(g.aborted for g in played)),
+        "rollout/groups": Gauge(len(credit.groups), 1),
+        "rollout/refused": Gauge(refused, len(played)),
+        **({"rollout/spare": Gauge(spare, len(played))} if refused or spare else {}),
+        **ages(asked.behind(versions), len(asked.promised) - 1),
+        **({"rollout/trained_length": _lengths(credit, asked)} if len(asked.promised) > 1 else {}),
+        "credit/silent": Gauge.of([g.silent for g in credit.groups]),
+        "credit/shaped": Gauge.of([e.shaped for e in credits]),
+        "credit/dropped": Gauge.of([bool(e.dropped) for e in credits]),
+        "credit/advantage_abs": Gauge.of(np.abs(np.concatenate(advantages)) if advantages else np.zeros(0)),
+    }
+
+
+def unjudged_words(played: Sequence[Group]) -> str:
+    """Which episodes could not be judged and why, in words; '' where all were judged.
+
+    For example "2 failed: mine: raised x 2 (line 3: ...). 1 abstained: no source gave a score".
+    """
+    episodes = [e for g in played for e in g.episodes]
+    broken = sum(failed(e.verdicts) for e in episodes)
+    silent = sum(e.reward is None and e.figure is None and not failed(e.verdicts) for e in episodes)
+    kinds = "; ".join(
+        f"{name} x {n} ({why})" if why else f"{name} x {n}" for name, (n, why) in failures(played).items()
+    )
+    out = [f"{broken} failed: {kinds}"] if broken else []
+    return ". ".join([*out, f"{silent} abstained: no source gave a score"] if silent else out)
+
+
+def failures(played: Sequence[Group]) -> dict[str, tuple[int, str]]:
+    """Failed verdicts by source and kind: their number, and the reason of the first one."""
+    out: dict[str, tuple[int, str]] = {}
+    for group in played:
+        for episode in group.episodes:
+            for j in episode.verdicts:
+                if j.verdict.state is State.FAILED:
+                    name = f"{j.source}: {j.verdict.kind}"
+                    count, why = out.get(name, (0, j.verdict.why))
+                    out[name] = (count + 1, why)
+    return out

@@ -1,0 +1,156 @@
+"""Did it learn? One plain sentence about a stage, from the gain of its held-out score, and what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from posttrain.config.run import Run
+from posttrain.core.gauge import Step
+from posttrain.core.measure.heldout_loss import perplexity
+from posttrain.core.measure.interval import Gain, Score
+from posttrain.diagnose.advice import advice
+from posttrain.diagnose.advice_case import WORTH, Case, Word
+from posttrain.diagnose.advice_case import judged as judged
+from posttrain.diagnose.measurement import common_scale
+from posttrain.diagnose.rules.notes_once import findings_of
+from posttrain.diagnose.run_outcome import RunOutcome, StageOutcome
+from posttrain.record.run_reader import steps
+from posttrain.system.shell import command_line
+
+PROMPTS = "prompts"
+"""The entry of run.json with the number of prompts of the data."""
+
+
+@dataclass(frozen=True)
+class Learning:
+    """The answer to "did it learn?" for one stage."""
+
+    word: Word
+    text: str
+    """One sentence, with the figures, the steps they were measured at, and the number of prompts."""
+    advice: tuple[str, ...] = ()
+    """What to try, the first thing first. One with `#` is a command and why."""
+
+
+def learned(of: RunOutcome) -> Learning:
+    """The answer for a run: that of the last stage whose weights it goes on with."""
+    last = of.last
+    if last is None:
+        return Learning(
+            "cannot be told",
+            "cannot be told whether it learned: no step was taken",
+            (f"{command_line('run', '--resume', of.folder)}  # takes its first steps",),
+        )
+    known = of.file.facts.get(PROMPTS)
+    prompts = known if isinstance(known, int) and known > 0 and of.run.env_of(last.stage) == of.run.env else None
+    return stage_learned(of.run, last, str(of.folder), said_at_the_end(steps(of.folder), last), prompts)
+
+
+def said_at_the_end(record: Sequence[Step], s: StageOutcome) -> tuple[str, ...]:
+    """What live rules said in the last fifth of a stage's steps."""
+    late = s.steps - max(1, s.steps // 5)
+    return tuple(n.message for n in findings_of(record) if n.stage == s.name and n.steps[-1] > late)
+
+
+def stage_learned(
+    run: Run, s: StageOutcome, folder: str, found: tuple[str, ...] = (), prompts: int | None = None
+) -> Learning:
+    """The answer for one stage. It goes by accuracy where rewards are pass or fail, else by the mean reward.
+
+    A reward that rose while accuracy did not has its own word, where something says what is right of grades
+    (`env.right`, or several sources, of which one may be the answer's): a policy may be paid for other things.
+
+    Args:
+        found: what live rules said in its last steps.
+        prompts: of the data, where they were counted.
+    """
+
+    nothing = Case(run, s, folder, "cannot be told", "nothing", found=found, prompts=prompts)
+    if s.unpaired or s.accuracy is None or s.reward is None or s.start is None or s.end is None:
+        if s.end is None and s.agreement is not None and s.agreement_before is not None and s.updates:
+            return _ordering(nothing, s.agreement, s.agreement_before)
+        if s.end is None and s.loss is not None and s.updates:
+            return _likelier(nothing, s.loss)
+        return _answer(nothing, f"cannot be told whether {s.name} learned: {s.unpaired}")
+    gain, what = (s.reward, "mean reward") if s.graded else (s.accuracy, "accuracy")
+    low, high = common_scale((s.start, s.end))
+    width = high - low if s.graded else 1.0
+    word, figures, beside = _word(gain, width), f"held-out {what} {_figures(s, gain)}", _beside(s)
+    case = replace(nothing, word=word, by="reward", gain=gain, change=gain.mean, width=width)
+    if s.steps and not s.updates:
+        none = f"{s.name} did not learn: none of its {s.steps} steps changed the weights"
+        return _answer(replace(case, word="did not learn"), none)
+    paid = replace(case, word="paid more, not more often right")
+    if word == "learned" and _wants_right(run, s) and _word(s.accuracy, 1.0) in ("did not learn", "got worse"):
+        return _answer(paid, f"{s.name} is paid more, but not more often right: {figures}{beside}")
+    if s.proxy is not None and s.proxy.low > 0 and max(gain.low, s.reward.low) <= 0:
+        more = f"its reward pays {s.proxy.means} for held-out answers, gain {s.proxy}"
+        return _answer(replace(paid, exploited=True), f"{s.name} is paid more, and is no better: {more}; {figures}")
+    said = {"learned": "learned", "got worse": "got worse", "did not learn": "did not learn"}.get(word)
+    if said is None:
+        return _answer(case, f"cannot be told whether {s.name} learned: {figures}, which holds 0{beside}")
+    return _answer(case, f"{s.name} {said}: {figures}{beside}")
+
+
+def _answer(case: Case, text: str) -> Learning:
+    return Learning(case.word, text, advice(case))
+
+
+def _wants_right(run: Run, s: StageOutcome) -> bool:
+    """Whether the share of right answers is held against the mean reward: some answer was right, and it is named."""
+    env = run.env_of(s.stage)
+    paid = [r for r in env.rewards if not r.measured and r.weight]
+    ever = s.accuracy is not None and max(s.accuracy.before, s.accuracy.after) > 0
+    return s.graded and ever and s.tells is not None and (s.tells.named or len(paid) + (env.name != "prompts") > 1)
+
+
+def _beside(s: StageOutcome) -> str:
+    """The accuracy beside a mean reward, where it says something."""
+    if not s.graded or s.tells is None or s.accuracy is None:
+        return ""
+    at = "1" if s.tells.at is None else f"{s.tells.at:g}"
+    a = s.accuracy
+    return f"; rewards of {at} or more: {a.before:.3f} -> {a.after:.3f} of the answers, gain {a}"
+
+
+def _ordering(nothing: Case, after: Score, before: float) -> Learning:
+    """The answer for a stage whose data has pairs and no reward: it goes by the held-out pairs."""
+    s, case = nothing.s, replace(nothing, by="pairs", change=after.mean - before)
+    figures = f"it orders {after} of held-out pairs as they were judged, and {before:.3f} before"
+    if after.low > before:
+        return _answer(replace(case, word="learned"), f"{s.name} learned the pairs: {figures}")
+    if after.high < before:
+        return _answer(replace(case, word="got worse"), f"{s.name} got worse: {figures}")
+    return _answer(case, f"cannot be told whether {s.name} learned: {figures}")
+
+
+def _likelier(nothing: Case, gain: Gain) -> Learning:
+    """The answer for a stage that imitates where nothing judges answers: it goes by the held-out loss."""
+    s, case = nothing.s, replace(nothing, by="loss", gain=gain, change=-gain.mean)
+    figures = (
+        f"held-out loss {gain.before:.3f} -> {gain.after:.3f} (before -> step {s.heldout_losses[-1][0]}; perplexity"
+        f" {perplexity(gain.before):.4g} -> {perplexity(gain.after):.4g}), change {gain}, over {gain.prompts}"
+        f" row{'s' if gain.prompts != 1 else ''}"
+    )
+    if gain.high < 0:
+        return _answer(replace(case, word="learned"), f"{s.name} learned: {figures}")
+    if gain.low > 0:
+        return _answer(replace(case, word="got worse"), f"{s.name} got worse: {figures}")
+    return _answer(case, f"cannot be told whether {s.name} learned: {figures}")
+
+
+def _word(gain: Gain, width: float) -> Word:
+    if gain.low > 0:
+        return "learned"
+    if gain.high < 0:
+        return "got worse"
+    return "did not learn" if gain.high < WORTH * width else "cannot be told"
+
+
+def _figures(s: StageOutcome, gain: Gain) -> str:
+    """Means with their steps, the gain with its interval, and over how many prompts."""
+    assert s.start is not None and s.end is not None
+    at = "before" if s.start.stage == s.name else f"after {s.start.stage}"
+    at += f" -> step {s.end.step}" + (f" of {s.steps}" if s.steps != s.end.step else "")
+    return f"{gain.means} ({at}), gain {gain}, paired over {gain.prompts} prompts"

@@ -1,0 +1,120 @@
+"""The commands that are worth trying after a run. Each carries the user's own settings, and works as printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, cast
+
+from posttrain.config.overrides import address
+from posttrain.config.run import Reinforce, Run
+from posttrain.core.redact_secrets import scrubbed_data
+from posttrain.record.run_reader import episode_files, run_file
+from posttrain.system.errors import PosttrainError
+from posttrain.system.shell import command_line, with_reasons
+
+LONG = 60
+"""Characters of a command that still has its reason beside it."""
+WIDTH = 78
+"""Columns of a command with its reason; where one is wider, each reason stands above its command."""
+ASKED = "asked"
+"""The entry of run.json with the words that the run was started with."""
+
+
+def asked_words(recipe: str | Run, overrides: Sequence[str]) -> dict[str, Any]:
+    """The entry of run.json for a run that was asked for in words; empty where a `Run` was given."""
+    if isinstance(recipe, Run):
+        return {}
+    return {ASKED: {"recipe": recipe, "overrides": scrubbed_data(list(overrides))}}
+
+
+def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = False) -> list[str]:
+    """Commands worth trying now; those of many words stand on a line of their own, below what they are for.
+
+    Args:
+        finished: False of a run that was cut: going on with it comes first, and nothing that needs its end.
+        worse: its held-out score fell, so nobody is told to go on with it, to repeat it as it is, or to hand it out.
+    """
+    if not finished:
+        rest = [(command_line("show", folder), "read what it said so far")] if episode_files(folder) else []
+        return _lines([(command_line("run", "--resume", folder), "go on from its last checkpoint"), *rest])
+    handed = next((s for s in reversed(run.stages) if s.hands_on), run.stages[-1])
+    if not handed.leaves_policy:
+        return _lines(_of_reward_model(run, folder, worse))
+    words, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
+    recipe, overrides = words if words is not None else ("", [])
+    out: list[tuple[str, str]] = []
+    judges = bool(run.env.rewards) or run.env.name != "prompts"  # else nothing was sampled
+    if judges:
+        out.append((command_line("show", folder), "read what it said, and what it was paid"))
+    if run.env.heldout and judges:
+        out.append((command_line("eval", folder, "--samples", "16"), "its held-out score on more samples"))
+    if not worse:
+        out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
+    last = run.stages[-1]
+    open_end = isinstance(last, Reinforce) and last.hands_on and last.wall_time is last.time_of is None
+    if open_end and not worse:
+        longer = command_line("run", "--resume", folder, f"{last.name}.steps={2 * last.steps}")
+        out.append((longer, "go on for as many steps again"))
+    if words is not None and not worse:
+        kept = [w for w in overrides if _head(run, w) != "seed"]
+        command = command_line("run", recipe, *kept, f"seed={run.seed + 1}")
+        out.append((command, "the same with another seed: is the gain more than chance?"))
+    if words is not None and len(stages) == 1 and not worse:
+        other = "dapo" if stages[0].algorithm.name.startswith("grpo") else "grpo"
+        kept = [w for w in overrides if _head(run, w) != "algorithm"]
+        command = command_line("run", recipe, *kept, f"algorithm={other}")
+        out.append((command, "another algorithm; posttrain ladder lists them"))
+    return _lines(out)
+
+
+def _of_reward_model(run: Run, folder: Path, worse: bool) -> list[tuple[str, str]]:
+    """What to do with a reward model: it rewards a policy of the model it began with, on the run's own prompts."""
+    if worse:
+        return []
+    words = _words(folder)
+    data = [w for w in (words[1] if words is not None else ()) if _head(run, w) in ("model", "env")]
+    kept = [w for w in data if not w.startswith(("env.rewards", "rewards"))]
+    given = (("model", run.model.path), ("env.prompts", run.env.prompts))
+    kept = [*(f"{k}={v}" for k, v in given if v and not any(w.startswith(f"{k}=") for w in kept)), *kept]
+    return [
+        (command_line("export", folder, _free("my-reward-model")), "for transformers and every library that reads it"),
+        (command_line("run", "grpo", *kept, f"env.rewards=model:{folder}"), "reward a policy with it"),
+    ]
+
+
+def _lines(out: list[tuple[str, str]]) -> list[str]:
+    """In the order given, however long the path of the program is: side by side with their reasons up to the first
+    command that is long, and from there on each below its reason."""
+    side_by_side = list(takewhile(lambda row: len(row[0]) <= LONG, out))
+    return [*with_reasons(side_by_side, WIDTH), *(x for c, why in out[len(side_by_side) :] for x in (f"# {why}", c))]
+
+
+def _words(folder: Path) -> tuple[str, list[str]] | None:
+    """(recipe or file, overrides) that the run was started with; None where they are not recorded."""
+    found: Any = run_file(folder).facts.get(ASKED)
+    if not isinstance(found, dict):
+        return None
+    recipe, overrides = (cast("dict[str, Any]", found).get(k) for k in ("recipe", "overrides"))
+    if not isinstance(recipe, str) or not isinstance(overrides, list):
+        return None
+    words = [str(w) for w in cast("list[Any]", overrides)]
+    if recipe.startswith("-") or any(w.startswith("-") or "=" not in w for w in words):
+        return None  # somebody else's: an option such as --trust, or a second recipe, is no word of a setting
+    return recipe, words
+
+
+def _head(run: Run, word: str) -> str:
+    """What an override changes: `algorithm` for anything inside one, else the first word of its path."""
+    try:
+        path = address(run, word.partition("=")[0].strip())
+    except PosttrainError:
+        return ""
+    return "algorithm" if path[1:2] == ("algorithm",) else path[0]
+
+
+def _free(name: str) -> str:
+    """The name, with a number where such a folder is there already."""
+    names = (name, *(f"{name}-{i}" for i in range(2, 100)))
+    return next((n for n in names if not Path(n).exists()), name)

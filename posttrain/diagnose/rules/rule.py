@@ -1,0 +1,169 @@
+"""What a rule is: a condition on the gauges of a stage's steps so far, and what to say where it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from posttrain.config.run import Reinforce
+from posttrain.config.stages.rejection import Rejection
+from posttrain.config.stages.stage import Stage
+from posttrain.core.gauge import Step
+from posttrain.core.measure.interval import number_text
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found, and what to do, in words."""
+
+    rule: str
+    message: str
+
+
+Condition = Callable[[Sequence[Step], Reinforce], str]
+RoundCondition = Callable[[Sequence[Step], Rejection], str]
+PlayedCondition = Callable[[Sequence[Step], Stage], str]
+
+RULES: dict[str, Condition] = {}
+"""Every rule by name. A condition returns '' where it does not hold. It gets the first steps of the stage and the last
+ones, in order."""
+
+
+def rule(condition: Condition) -> Condition:
+    RULES[condition.__name__] = condition
+    return condition
+
+
+PLAYED_RULES: dict[str, PlayedCondition] = {}
+"""Those of `RULES` that read only what was played and measured. They are the rules of a stage that learns from pairs of
+its own samples, too."""
+
+
+def played_rule(condition: PlayedCondition) -> PlayedCondition:
+    RULES[condition.__name__] = PLAYED_RULES[condition.__name__] = condition
+    return condition
+
+
+ROUND_RULES: dict[str, RoundCondition] = {}
+"""The rules of a stage that imitates its own samples. A condition gets the first steps of its rounds, which are those
+that ask."""
+
+
+def round_rule(condition: RoundCondition) -> RoundCondition:
+    ROUND_RULES[condition.__name__] = condition
+    return condition
+
+
+def mean(step: Step, name: str) -> float | None:
+    """A gauge's mean in a step; None where nothing was counted."""
+    gauge = step.gauges.get(name)
+    return gauge.mean if gauge is not None and gauge.count else None
+
+
+def known(steps: Sequence[Step], name: str) -> list[float]:
+    """The gauge's means in the steps that have it."""
+    return [x for s in steps if (x := mean(s, name)) is not None]
+
+
+def graded(history: Sequence[Step]) -> bool:
+    """Whether the rewards of these steps are grades: no share of right answers is told of some (`core.measure.right`).
+    """
+    return any(mean(s, "rollout/reward") is not None and mean(s, "rollout/solved") is None for s in history)
+
+
+def last(history: Sequence[Step], name: str, count: int) -> list[float]:
+    """The gauge's means in the last `count` steps; empty where one of them lacks it."""
+    found = known(history[-count:], name)
+    return found if len(found) == count else []
+
+
+def first(history: Sequence[Step], name: str, count: int) -> list[float]:
+    """The gauge's means in the first `count` steps of the stage; empty where one of them lacks it."""
+    found = known(history[:count], name)
+    return found if len(found) == count and history[0].index == 1 else []
+
+
+def average(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def scale(history: Sequence[Step], name: str, was: float) -> float:
+    """What a change of this gauge is held against: the share that it was. Of grades, whose zero may mean nothing, the
+    standard deviation of single values, by the gauge that has it or by the scatter of the steps' means."""
+    values = known(history, name)
+    shares = all(0 <= x <= 1 for x in values)
+    if shares and not graded(history):
+        return abs(was)
+    measured = known(history, f"{name}_std")
+    count = average([s.gauges[name].count for s in history if mean(s, name) is not None])
+    spread = average(measured) if measured else (scatter(running_values(history, name)) * count) ** 0.5
+    return min(abs(was), spread) if shares else spread
+
+
+def running_values(history: Sequence[Step], name: str) -> list[float]:
+    """The gauge's means in the steps that follow one another up to now."""
+    return known(running(history), name)
+
+
+def scatter(values: Sequence[float]) -> float:
+    """The variance of single values, from the differences of neighbours, so that a drift does not count as noise."""
+    return average([(y - x) ** 2 for x, y in pairwise(values)]) / 2
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How a gauge changed: the means of the first and of the last third of some steps, and the standard error of their
+    difference."""
+
+    before: float
+    after: float
+    error: float
+    steps: int
+
+    @property
+    def gain(self) -> float:
+        return self.after - self.before
+
+    @property
+    def sure(self) -> float:
+        """The gain in standard errors."""
+        return self.gain / self.error if self.error > 0 else (0.0 if self.gain == 0 else float("inf") * self.gain)
+
+    @property
+    def words(self) -> str:
+        """Its ends as text."""
+        return f"{reward_text(self.before, self.error)} to {reward_text(self.after, self.error)}"
+
+
+def running(history: Sequence[Step]) -> list[Step]:
+    """The steps that follow one another up to now."""
+    steps = list(history)
+    for i in range(len(steps) - 1, 0, -1):
+        if steps[i].index != steps[i - 1].index + 1:
+            return steps[i:]
+    return steps
+
+
+def ends(values: Sequence[float], at: int, count: int) -> tuple[tuple[float, float], float]:
+    """The means of `count` values from `at` on and of the last `count`, and the standard error of their difference."""
+    return (average(values[at : at + count]), average(values[-count:])), (scatter(values) * 2 / count) ** 0.5
+
+
+def trend(history: Sequence[Step], name: str, least: int) -> Trend | None:
+    """The trend over the steps that follow one another up to now; None where fewer than `least` have the gauge."""
+    values = running_values(history, name)
+    if len(values) < max(least, 6):
+        return None
+    (before, after), error = ends(values, 0, len(values) // 3)
+    return Trend(before, after, error, len(values))
+
+
+def reward_text(x: float, error: float | None = None) -> str:
+    """A reward in the text of a rule, exact to about its error."""
+    return number_text(x, ".3g", error)
+
+
+def rounded(lr: float) -> str:
+    """A learning rate with one digit, as it is written on the command line."""
+    return f"{lr:.0e}".replace("e-0", "e-").replace("e+00", "")

@@ -1,0 +1,316 @@
+"""Runs compared: grouped by what differs in their settings, paired by held-out prompt, and by seed where there are
+several. A comparison that would mean nothing is refused with the reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from posttrain.config.run import Run
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.core.measure.interval import Gain, Score
+from posttrain.core.measure.interval import student95 as student95
+from posttrain.diagnose.measurement import common_scale
+from posttrain.diagnose.run_outcome import Measurement, RunOutcome, StageOutcome, read_outcome
+from posttrain.diagnose.setting_differences import differing
+from posttrain.record.external_access import values
+from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.shell import command_line
+
+OF_THE_MACHINE = ("threads", "trackers", "keep_checkpoints", "slots", "deterministic")
+"""Settings that do not make two runs different kinds of run: they change speed, files or the last bits."""
+PER_STAGE = ("checkpoint_every", "eval_every", "micro_tokens")
+"""The same of every stage."""
+LETTERS = "ABCDEFGHIJKL"
+
+
+What = Literal["accuracy", "reward", "loss"]
+"""By what runs are compared: by their held-out loss where nothing judges answers. Its values are negative, so that
+higher is better, as of the others."""
+SAME_LOSS = 0.01
+"""A difference of held-out losses that matters to nobody, in nats."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One run of a comparison: its last held-out measurement."""
+
+    of: RunOutcome
+    stage: StageOutcome
+    measured: Measurement
+
+    by_loss: bool = False
+    """Whether it is measured by its held-out loss: nothing judges its answers."""
+
+    @property
+    def seed(self) -> int:
+        return self.of.run.seed
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs with the same settings but for their seeds."""
+
+    letter: str
+    runs: tuple[ComparedRun, ...]
+    settings: Mapping[str, str]
+    """Of the settings in which the groups differ: the value of this one, as text."""
+
+
+@dataclass(frozen=True)
+class GroupGain:
+    """What a group is better by than the first one."""
+
+    group: RunGroup
+    over_prompts: Gain
+    """Each prompt with the mean over the group's seeds."""
+    over_seeds: Score | None
+    """The difference with an interval over seeds, `prompts` being how many differences or seeds it is of. None where
+    either group has one seed, or where the seeds do not differ: no interval can be had from either."""
+    by_seed: bool
+    """Whether that compares runs of the same seed with each other."""
+    seeds: tuple[int, int]
+    """Different seeds of the first group and of this one. Runs of the same seed are one of them, by their mean."""
+    word: Literal["better", "worse", "the same", "cannot be told"]
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Groups of runs, and what each is better by than the first."""
+
+    groups: tuple[RunGroup, ...]
+    gains: tuple[GroupGain, ...]
+    """Of every group but the first."""
+    what: What
+    prompts: int
+    """Held-out prompts that all runs share."""
+    notes: tuple[str, ...]
+    """What a reader must know before believing the figures."""
+
+
+def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> RunComparison:
+    """Compare runs by their last held-out measurement, or by that of one stage.
+
+    Raises:
+        ConfigError: they cannot be compared; says why and what would make it possible.
+    """
+    paths = [Path(f) for f in folders]
+    if len(paths) < 2:
+        raise ConfigError("compare takes two runs or more: posttrain compare RUN RUN ...")
+    if len({p.resolve() for p in paths}) < len(paths):
+        raise ConfigError("a run is given twice; compare it with another one")
+    runs = [_measured(read_outcome(p), stage) for p in paths]
+    _refuse(runs)
+    shared = _shared(runs)
+    what: What = "reward" if any(r.measured.graded for r in runs) else "accuracy"
+    if any(by := [r.by_loss for r in runs]):
+        if not all(by):
+            told = [f"{r.of.folder} by {'held-out loss' if r.by_loss else 'what judges answers'}" for r in runs]
+            raise ConfigError(f"these runs are measured differently ({'; '.join(told)}), so nothing can be paired")
+        what, runs = "loss", [_over(r, shared) for r in runs]
+    groups = _groups(runs)
+    gains = tuple(_gain(groups[0], g, what, shared) for g in groups[1:])
+    return RunComparison(groups, gains, what, len(shared), tuple(_notes(runs, shared)))
+
+
+def run_mean(run: ComparedRun, what: str, prompts: Sequence[Hashable]) -> float:
+    """A run's score over the prompts that all runs share."""
+    mine = _values(run, what)
+    return float(np.mean([mine[p] for p in prompts]))
+
+
+def _values(run: ComparedRun, what: str) -> Mapping[Hashable, float]:
+    return run.measured.right if what == "accuracy" else run.measured.paid
+
+
+def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
+    found = of.last
+    if stage is not None:
+        there = {s.name: s for s in of.stages}
+        if stage not in there:
+            raise ConfigError(f"{of.folder} has taken no step of a stage {stage!r}; {nearest(stage, there)}")
+        found = there[stage]
+    if found is not None and found.end is None and found.likelihoods:
+        return _by_loss(of, found)
+    if found is None or found.end is None:
+        why = "took no step" if found is None else f"{found.name} has not been measured on held-out tasks"
+        if found is not None and isinstance(found.stage, RewardModel):
+            why = f"{found.name} trained a reward model, which answers no held-out task"
+        raise ConfigError(f"{of.folder}: {why}, so there is nothing to compare. {_remedy(of, found)}")
+    if not found.end.right:
+        raise ConfigError(
+            f"{of.folder}: the answers of its held-out evaluation were not recorded or not judged, so no prompt can be"
+            " compared with itself. Start it with record_episodes=true"
+        )
+    return ComparedRun(of, found, found.end)
+
+
+def _by_loss(of: RunOutcome, found: StageOutcome) -> ComparedRun:
+    """A run by its last held-out loss."""
+    step, last = [*found.likelihoods.items()][-1]
+    nothing = Score(math.nan, math.nan, math.nan, 0)
+    rows: dict[Hashable, float] = {k: -nll / tokens for k, (nll, tokens) in last.rows.items()}
+    return ComparedRun(of, found, Measurement(found.name, step, nothing, last.score, True, rows, rows), by_loss=True)
+
+
+def _over(run: ComparedRun, shared: Sequence[Hashable]) -> ComparedRun:
+    """The same with values whose mean over the shared rows is the mean over all their tokens."""
+    last = [*run.stage.likelihoods.values()][-1]
+    values = {k: -x for k, x in last.values([str(k) for k in shared]).items()}
+    return replace(
+        run, measured=replace(run.measured, right=values, paid=values, reward=Score.free([*values.values()]))
+    )
+
+
+def _remedy(of: RunOutcome, found: StageOutcome | None) -> str:
+    if found is not None and not of.run.env_of(found.stage).heldout:
+        return "Start it with env.heldout=100"
+    if found is not None and isinstance(found.stage, RewardModel):
+        return f"Its agreement with judgements: {command_line('eval', of.folder)}"
+    if found is not None and not found.stage.eval:
+        return f"Start it with {found.name}.eval=true"
+    if found is not None and found.done:
+        return "Start it with env.rewards, which judge the answers to held-out prompts"
+    return f"Let it go on to its end: {command_line('run', '--resume', of.folder)}"
+
+
+def _refuse(runs: Sequence[ComparedRun]) -> None:
+    """ConfigError where figures of these runs mean different things."""
+    first = runs[0]
+    for other in runs[1:]:
+        if _rewards(first) != _rewards(other):
+            raise ConfigError(
+                f"{first.of.folder} and {other.of.folder} are judged by different rewards, so their scores mean"
+                " different things. Judge both by the same ones first: posttrain eval RUN env.rewards=..."
+            )
+    if not _shared(runs):
+        names = [f"{r.of.folder}: {r.of.run.env_of(r.stage.stage).name}" for r in runs]
+        raise ConfigError(
+            f"these runs share no held-out prompt ({', '.join(names)}), so nothing can be paired. Hold the same tasks"
+            " out: the same data, env.args and env.heldout; or measure both on one set with posttrain eval RUN env=..."
+        )
+
+
+def _rewards(run: ComparedRun, places: bool = False) -> list[str]:
+    """The reward functions of a run with their weights; a file by its name alone, and by its place with `places`."""
+    env = run.of.run.env_of(run.stage.stage)
+    named = ((r.function if places else r.function.rpartition("/")[2], r.weight) for r in env.rewards)
+    return [f"{name} x {weight:g}" for name, weight in named]
+
+
+def _shared(runs: Sequence[ComparedRun]) -> list[Hashable]:
+    """The judged prompts that are in every run, in the order of the first."""
+    rest = [r.measured.right.keys() for r in runs[1:]]
+    return [p for p in runs[0].measured.right if all(p in keys for keys in rest)]
+
+
+def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
+    """Runs with equal settings together, in the order in which they were given."""
+    found: dict[str, list[ComparedRun]] = {}
+    settings = [settings_of(r.of.run) for r in runs]
+    for run, of in zip(runs, settings, strict=True):
+        found.setdefault(repr(sorted(of.items())), []).append(run)
+    if len(found) > len(LETTERS):
+        raise ConfigError(f"compare takes at most {len(LETTERS)} different settings: {len(found)} were given")
+    firsts = [members[0].of.run for members in found.values()]
+    each = differing(firsts, [settings_of(run) for run in firsts])
+    return tuple(
+        RunGroup(letter, tuple(members), of) for letter, members, of in zip(LETTERS, found.values(), each, strict=False)
+    )
+
+
+def settings_of(run: Run) -> dict[str, str]:
+    """The settings that make a kind of run, as text by their paths: without the seed and what is of the machine.
+
+    An algorithm is told by its name and its own choices, and not by those of its parents.
+    """
+    out: dict[str, str] = {}
+    for path, (_, value) in values(run).items():
+        head, last = path.split(".")[0], path.split(".")[-1]
+        stage = any(s.name == head for s in run.stages)
+        if path == "seed" or head in OF_THE_MACHINE or (stage and last in PER_STAGE) or ".parent." in path:
+            continue
+        if ".algorithm." in path and last in ("parent", "paper", "note"):
+            continue
+        out[path] = f"{value:g}" if isinstance(value, float) else str(value)
+    return out
+
+
+def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashable]) -> GroupGain:
+    measured = [r.measured for g in (first, other) for r in g.runs]
+    low, high = common_scale(measured)
+    scale = SAME_LOSS / 0.05 if what == "loss" else 1.0 if what == "accuracy" else high - low
+    each = _mean(first, what, prompts), _mean(other, what, prompts)
+    over = Gain.free(*each) if what == "loss" else Gain.of(*each, scale)
+    a, b = (_by_seed(g, what, prompts) for g in (first, other))
+    seeds = over_seeds(a, b)
+    sure = [over, *([seeds] if seeds is not None else [])]
+    word = "better" if all(x.low > 0 for x in sure) else "worse" if all(x.high < 0 for x in sure) else "cannot be told"
+    if word == "cannot be told" and over.low > -0.05 * scale and over.high < 0.05 * scale:
+        word = "the same"
+    return GroupGain(other, over, seeds, a.keys() == b.keys() and seeds is not None, (len(a), len(b)), word)
+
+
+def _mean(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[Hashable, float]:
+    """Each prompt with its mean over the group's seeds."""
+    weight = {seed: 1 / sum(r.seed == seed for r in group.runs) for seed in {r.seed for r in group.runs}}
+    each = [weight[r.seed] / len(weight) for r in group.runs]
+    return {p: math.fsum(w * _values(r, what)[p] for w, r in zip(each, group.runs, strict=True)) for p in prompts}
+
+
+def _by_seed(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[int, float]:
+    """The score of each seed: a run that was made twice counts once."""
+    found: dict[int, list[float]] = {}
+    for r in group.runs:
+        found.setdefault(r.seed, []).append(run_mean(r, what, prompts))
+    return {seed: math.fsum(values) / len(values) for seed, values in found.items()}
+
+
+def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score | None:
+    """The difference of scores by seed, with Student's interval over seeds: of the differences where both have the same
+    seeds, else by Welch. None where a group has one seed, or where no seed differs from another: the interval would be
+    a point, and claim to know what another seed would give."""
+    if min(len(first), len(other)) < 2:
+        return None
+    if first.keys() == other.keys():
+        d = np.array([other[seed] - first[seed] for seed in first])
+        mean, error, freedom = float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d)), len(d) - 1.0
+        half = student95(freedom) * error
+        return Score(mean, mean - half, mean + half, len(d)) if error > 1e-12 else None
+    a, b = (np.array([*g.values()]) for g in (first, other))
+    mean = float(b.mean() - a.mean())
+    parts = [float(x.var(ddof=1)) / len(x) for x in (a, b)]
+    error = math.sqrt(sum(parts))
+    if error <= 1e-12:
+        return None
+    below = sum(v * v / (len(x) - 1) for v, x in zip(parts, (a, b), strict=True))
+    freedom = sum(parts) ** 2 / below
+    half = student95(freedom) * error
+    return Score(mean, mean - half, mean + half, len(a) + len(b))
+
+
+def _notes(runs: Sequence[ComparedRun], shared: Sequence[Hashable]) -> list[str]:
+    out: list[str] = []
+    most = max(len(r.measured.right) for r in runs)
+    if len(shared) < most:
+        out.append(f"only the {len(shared)} held-out prompts that all runs share are compared, of up to {most}")
+    for r in runs:
+        if not r.of.finished:
+            out.append(
+                f"{r.of.folder} is not finished: {r.stage.name} took {r.stage.steps} of {r.stage.stage.steps} steps;"
+                f" measured at step {r.measured.step}"
+            )
+        if r.of.run.fault is not None:
+            out.append(f"{r.of.folder} has a planted fault ({r.of.run.fault}): its numbers mean nothing")
+    if len({repr(_rewards(r, places=True)) for r in runs}) > 1:
+        out.append("their reward functions are of one name in files at different places: see that both are the same")
+    if len({r.measured.sampling for r in runs}) > 1:
+        out.append("their held-out answers were sampled with different settings (see the table)")
+    if len({r.stage.name for r in runs}) > 1:
+        out.append("they are compared at different stages: " + ", ".join(dict.fromkeys(r.stage.name for r in runs)))
+    return out

@@ -1,0 +1,355 @@
+"""What a run came to, read from its folder alone: held-out scores with the step they were measured at, and gains that
+are paired by prompt. It works for a run that is finished, running or killed, and for one of somebody else's."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.config.run import Reinforce, Run
+from posttrain.config.stages.stage import START, Stage, starts
+from posttrain.core.gauge import Step
+from posttrain.core.measure.heldout_loss import HeldoutLoss
+from posttrain.core.measure.interval import Gain, Score
+from posttrain.core.measure.right import Grades, Right, right_of
+from posttrain.diagnose.measurement import Measurement as Measurement
+from posttrain.diagnose.measurement import common_grades, paid_gain, proxy_gain
+from posttrain.record import run_reader, step_format
+from posttrain.record.checkpoint import newest
+from posttrain.record.run_reader import EpisodeFile, RunFile
+
+Curve = tuple[tuple[int, float], ...]
+"""(step of the stage, value), in order."""
+
+
+LOSSES = ("sft/loss", "preference/loss", "ranking/loss")
+"""Gauges of the loss of stages that learn from data."""
+
+
+@dataclass(frozen=True)
+class StageOutcome:
+    """What one stage came to."""
+
+    stage: Stage
+    steps: int
+    """Steps taken."""
+    done: bool
+    """Whether it came to its end."""
+    start: Measurement | None
+    """Of the weights it started from, on its own held-out tasks."""
+    end: Measurement | None
+    """The last one made during it or at its end."""
+    accuracy: Gain | None
+    """From `start` to `end`, over the same prompts."""
+    reward: Gain | None
+    proxy: Gain | None
+    """Of what is paid, where the outcome is what is measured and not paid."""
+    unpaired: str
+    """Why there is no gain; '' where there is one."""
+    rewards: Curve
+    """Mean outcome of each step's samples; empty where the stage does not sample."""
+    losses: Curve
+    heldout: Curve
+    """Held-out accuracy, the first and the last one included; empty where outcomes are grades that tell none."""
+    heldout_reward: Curve
+    greedy: float | None = None
+    seconds: float | None = None
+    roles: Mapping[str, float] = field(default_factory=dict[str, float])
+    peaks: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Peak bytes by role."""
+    updates: int = 0
+    """Optimizer steps that its steps took. A step without credit takes none."""
+    time_of: str | None = None
+    agreement: Score | None = None
+    """Share of held-out pairs that the stage's scores order as they were judged; None where it reads no judgements."""
+    agreement_before: float | None = None
+    began: str = START
+    """Name of the weights it started from."""
+    likelihoods: Mapping[int, HeldoutLoss] = field(default_factory=dict[int, HeldoutLoss])
+    """Held-out losses by the steps taken, in order; empty where the stage imitates nothing."""
+
+    @property
+    def loss(self) -> Gain | None:
+        """Of the held-out loss, from before the first step to the last measurement. None: not both were made."""
+        ends = [*self.likelihoods.values()]
+        return ends[0].gain(ends[-1]) if len(ends) > 1 and 0 in self.likelihoods else None
+
+    @property
+    def heldout_losses(self) -> Curve:
+        return tuple((i, x.score.mean) for i, x in self.likelihoods.items())
+
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
+    @property
+    def graded(self) -> bool:
+        """Whether outcomes are grades, so that the mean reward leads."""
+        return any(m is not None and m.graded for m in (self.start, self.end))
+
+    @property
+    def tells(self) -> Right | None:
+        """What is right, where the share of right answers says something (`Grades.tells`)."""
+        both = common_grades(self.start, self.end)
+        if both is None:
+            known = self.end is not None and bool(self.end.accuracy.known)
+            return Right() if known or not self.graded else None
+        return both.right if both.tells else None
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What a run came to, stage by stage. Stages that took no step are left out."""
+
+    folder: Path
+    file: RunFile
+    stages: tuple[StageOutcome, ...]
+
+    @property
+    def run(self) -> Run:
+        return self.file.run
+
+    @property
+    def finished(self) -> bool:
+        return [s.name for s in self.stages if s.done] == [s.name for s in self.run.stages]
+
+    @property
+    def last(self) -> StageOutcome | None:
+        """The stage that the run's verdict is about: the last one whose weights the run goes on with."""
+        return next((s for s in reversed(self.stages) if s.stage.hands_on), self.stages[-1] if self.stages else None)
+
+    @property
+    def drawn(self) -> StageOutcome | None:
+        """The stage whose curve is drawn: the last one that learns from reward, else the last one."""
+        used = [s for s in self.stages if s.stage.hands_on] or list(self.stages)
+        return next((s for s in reversed(used) if isinstance(s.stage, Reinforce)), used[-1] if used else None)
+
+
+def read_outcome(folder: Path | str) -> RunOutcome:
+    """Read a run folder.
+
+    Raises:
+        RunFolderError: it is no run folder, or a file in it is damaged.
+    """
+    folder = Path(folder)
+    file = run_reader.run_file(folder)
+    steps, evaluations = run_reader.steps(folder), [f for f in run_reader.episode_files(folder) if f.kind == "eval"]
+    state = _state(folder)
+    reading = _Reading(folder, file.run, evaluations)
+    out = [
+        _stage(file.run, stage, [s for s in steps if s.stage == stage.name], reading, state.get(stage.name, {}))
+        for stage in file.run.stages
+        if any(s.stage == stage.name for s in steps) or any(f.stage == stage.name for f in evaluations)
+    ]
+    return RunOutcome(folder, file, tuple(out))
+
+
+def _state(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """What the newest checkpoint says of each stage: its result where it is done, else where it stands."""
+    found = newest(folder)
+    if found is None:
+        return {}
+    with run_reader.damage_is_named(f"{found.folder}/state.json"):
+        state = found.state
+        out: dict[str, Mapping[str, Any]] = {r["name"]: {**r, "done": True} for r in state["results"]}
+        if (running := state.get("running")) is not None:
+            stage = run_reader.run_file(folder).run.stages[state["stage"]]
+            out[stage.name] = running
+    return out
+
+
+def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, known: Mapping[str, Any]) -> StageOutcome:
+    done = bool(known.get("done"))
+    taken = max((s.index for s in steps), default=0)
+    start = reading.start(stage)
+    end = _still(stage, steps, start, reading.end(stage)) if done else reading.end(stage)
+    with run_reader.damage_is_named("the state of the newest checkpoint"):
+        if end is None and done and known.get("reward"):  # no episodes were recorded
+            end = Measurement(
+                stage.name,
+                int(known["steps"]),
+                _score(known["accuracy"] or [math.nan] * 3),
+                _score(known["reward"]),
+                known["graded"],
+            )
+        greedy = known.get("greedy")
+        seconds = known.get("seconds")
+        roles = {str(k): float(v) for k, v in known.get("roles", {}).items()}
+        peaks = {str(k): float(v) for k, v in known.get("peaks", {}).items()}
+        agreement = _score(known["agreement"]) if known.get("agreement") else None
+        before = None if known.get("agreement_before") is None else float(known["agreement_before"])
+        greedy = None if greedy is None else float(greedy)
+        seconds = None if seconds is None else float(seconds)
+    unpaired = _unpaired(run, stage, taken, start, end)
+    both = (start, end) if start is not None and end is not None and not unpaired else None
+    return StageOutcome(
+        stage=stage,
+        steps=taken,
+        done=done,
+        start=start,
+        end=end,
+        accuracy=Gain.of(both[0].right, both[1].right) if both else None,
+        reward=paid_gain(*both) if both else None,
+        proxy=proxy_gain(*both) if both else None,
+        unpaired=unpaired,
+        rewards=_curve(steps, "rollout/reward"),
+        losses=next((c for n in LOSSES if (c := _curve(steps, n))), ()),
+        heldout=_told(_with_ends(_curve(steps, "eval/accuracy"), start, end, "accuracy"), start, end),
+        heldout_reward=_with_ends(_curve(steps, "eval/reward"), start, end, "reward"),
+        greedy=greedy,
+        seconds=seconds,
+        roles=roles,
+        peaks=peaks,
+        updates=_updates(steps),
+        time_of=stage.time_of,
+        agreement=agreement,
+        agreement_before=before,
+        began=starts(run.stages, stage),
+        likelihoods={i: x for i, x in reading.losses(stage).items() if i <= taken},
+    )
+
+
+def _told(curve: Curve, start: Measurement | None, end: Measurement | None) -> Curve:
+    """The accuracy by step, where it says something (`Grades.tells`)."""
+    grades = common_grades(start, end)
+    return curve if grades is None or grades.tells else ()
+
+
+def _updates(steps: Sequence[Step]) -> int:
+    counts = (s.gauges["optim/steps"].sum for s in steps if "optim/steps" in s.gauges)
+    return sum(int(x) for x in counts if math.isfinite(x))
+
+
+def _still(
+    stage: Stage, steps: Sequence[Step], start: Measurement | None, end: Measurement | None
+) -> Measurement | None:
+    """The last measurement as one of the stage's last step, where no step since then changed the weights. Such weights
+    are not evaluated again."""
+    last, taken = end or start, max((s.index for s in steps), default=0)
+    since = [s for s in steps if s.index > (end.step if end is not None else 0)]
+    if last is None or not stage.eval or not since or _updates(since) or "optim/steps" not in since[-1].gauges:
+        return end
+    return replace(last, stage=stage.name, step=taken)
+
+
+def _score(measured: Sequence[float]) -> Score:
+    mean, low, high = (float(x) for x in measured)
+    return Score(mean, low, high, 0)
+
+
+def _curve(steps: Sequence[Step], name: str) -> Curve:
+    return tuple(
+        (s.index, s.gauges[name].mean)
+        for s in steps
+        if name in s.gauges and s.gauges[name].count and math.isfinite(s.gauges[name].mean)
+    )
+
+
+def _with_ends(middle: Curve, start: Measurement | None, end: Measurement | None, what: str) -> Curve:
+    """The curve with the evaluations before the first step and after the last one, which no step's line holds."""
+    points = dict(middle)
+    if start is not None:
+        points[0] = getattr(start, what).mean
+    if end is not None:
+        points[end.step] = getattr(end, what).mean
+    return tuple(sorted((i, x) for i, x in points.items() if math.isfinite(x)))
+
+
+def _unpaired(run: Run, stage: Stage, taken: int, start: Measurement | None, end: Measurement | None) -> str:
+    """Why the stage's end cannot be compared with its start, prompt by prompt; '' where it can."""
+    env = run.env_of(stage)
+    if not env.heldout:
+        return "no task is held out"
+    if not stage.eval:
+        return "the stage was not measured"
+    if not run.record_episodes and (start is None or not start.right or end is None or not end.right):
+        return "the answers were not recorded, so no prompt can be compared with itself"
+    if end is None or end.step == 0:
+        return f"nothing was measured after its start; it took {taken} of {stage.steps} steps"
+    if start is None:
+        return f"the weights it started from ({starts(run.stages, stage)}) were not measured on its held-out tasks"
+    if not start.right or not end.right:
+        return "no held-out answer could be judged" if not end.right else "no answer before it could be judged"
+    if start.sampling != end.sampling:
+        return "its start and its end were sampled with different settings"
+    if not start.right.keys() & end.right.keys():
+        return "its start and its end share no judged prompt"
+    return ""
+
+
+class _Reading:
+    """The evaluations of a run, each file read once."""
+
+    def __init__(self, folder: Path, run: Run, files: Sequence[EpisodeFile]) -> None:
+        self.folder, self.run = folder, run
+        self.files = {(f.stage, f.index): f for f in files if f.path.is_file()}
+        self._read: dict[tuple[str, int], Measurement] = {}
+
+    def start(self, stage: Stage) -> Measurement | None:
+        """Of the weights that a stage started from: measured before it, or at the end of the stage they are of."""
+        if (stage.name, 0) in self.files:
+            return self._at(stage.name, 0)
+        began = starts(self.run.stages, stage)
+        same = [s for s in self.run.stages if self.run.env_of(s) == self.run.env_of(stage) and s.name != stage.name]
+        for other in same:
+            if other.name == began and (found := self.end(other)) is not None:
+                return found
+        for other in same:
+            if starts(self.run.stages, other) == began and (other.name, 0) in self.files:
+                return self._at(other.name, 0)
+        return None
+
+    def losses(self, stage: Stage) -> dict[int, HeldoutLoss]:
+        return run_reader.losses(self.folder, stage.name)
+
+    def end(self, stage: Stage) -> Measurement | None:
+        """The last evaluation of a stage after its first step."""
+        after = [index for name, index in self.files if name == stage.name and index > 0]
+        return self._at(stage.name, max(after)) if after else None
+
+    def _at(self, stage: str, index: int) -> Measurement:
+        if (stage, index) not in self._read:
+            self._read[stage, index] = measurement(self.files[stage, index])
+        return self._read[stage, index]
+
+
+def measurement(file: EpisodeFile) -> Measurement:
+    """Read one evaluation. Tokens are left alone: only what was asked, sampled with and paid."""
+    columns = step_format.read_columns(file.path)
+    with run_reader.damage_is_named(str(file.path)):
+        meta: dict[str, list[dict[str, Any]]] = json.loads(columns["meta"].tobytes())
+        keys = [json.dumps([t["prompt"], t["answer"], t["info"]], sort_keys=True) for t in meta["tasks"]]
+        paid: dict[Hashable, list[float]] = {}
+        proxy: dict[Hashable, list[float]] = {}
+        rights: set[Right] = set()
+        for episode in meta["episodes"]:
+            judged = [step_format.verdict_from_plain(v) for v in episode["verdicts"]]
+            rights.add(right_of(judged, episode.get("right_at"), "figure" in episode))
+            if (reward := episode.get("figure", episode["reward"])) is not None:
+                paid.setdefault(keys[episode["task"]], []).append(float(reward))
+            if "figure" in episode and episode["reward"] is not None:
+                proxy.setdefault(keys[episode["task"]], []).append(float(episode["reward"]))
+        samplings = {json.dumps(meta["samplings"][i], sort_keys=True) for e in meta["episodes"] for i in e["samplings"]}
+    means = {key: float(np.mean(values)) for key, values in paid.items()}
+    is_right = next((r for r in rights if r.at is None), next(iter(rights), Right()))
+    right = {key: is_right.share(values) for key, values in paid.items()}
+    grades = Grades.of([x for values in paid.values() for x in values], is_right)
+    return Measurement(
+        file.stage,
+        file.index,
+        Score.of(list(right.values()) if grades.tells else []),
+        Score.of(list(means.values()), *grades.scale),
+        grades.graded,
+        right,
+        means,
+        grades.scale,
+        "\n".join(sorted(samplings)),
+        {key: float(np.mean(values)) for key, values in proxy.items()},
+        grades,
+    )

@@ -1,0 +1,301 @@
+"""Adapters over frozen weights, by PEFT: attach, switch off, merge into a copy, write and read.
+
+PEFT's layers take the place of linear layers inside the module, so the module stays the Hugging Face class that it was,
+and learner, reference and engine read it as they read any other. Nothing here changes a frozen weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from posttrain.config.adapter import ALL_LINEAR, Lora
+from posttrain.core.batch import Packed
+from posttrain.engine.adapters.quantise import float_layer, make_float, saved_bytes
+from posttrain.engine.head.readout import read_out
+from posttrain.system.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+NAME = "default"
+"""Name of the adapter inside PEFT's layers."""
+MERGE_BOUND = 6.0
+"""Allowed error of an output of a merged layer, in machine epsilons of the weights' type, per root of the sum of
+(input x weight)^2. A weight is rounded at most three times (product, sum, storing), each time by at most half an
+epsilon, and the signs do not depend on each other: this is 12 standard deviations at least. A norm that was rounded
+(DoRA) is wrong for all weights of a row alike, and stays below it too."""
+
+
+def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
+    """Freeze the weights of `module` and put new adapters into it, in place.
+
+    Args:
+        seed: of the matrices A; B is 0.
+
+    Raises:
+        ConfigError: no layer has a name of `lora.targets`, or one of them is the head.
+    """
+    from peft import inject_adapter_in_model
+
+    module.requires_grad_(False)
+    every, names = _linear(module), linear_names(module)
+    with torch.random.fork_rng(devices=[] if module.device.type == "cpu" else None):
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(_config(lora, module), module, NAME)
+        except ValueError as error:
+            raise ConfigError(
+                f"model.lora.targets={','.join(lora.targets)}: PEFT puts no such adapters into {type(module).__name__}"
+                f" ({str(error).splitlines()[0]}). Its linear layers are {', '.join(names)}"
+            ) from error
+    kinds = {n: type(layer).__name__ for n, layer in layers(module).items()}
+    left = [n for n in every if n not in kinds] if lora.targets == (ALL_LINEAR,) else []
+    if other := [n for n, kind in kinds.items() if kind == "ParamWrapper"] or left:
+        fit = dict.fromkeys(n.rpartition(".")[2] for n in kinds if n not in other)
+        raise ConfigError(
+            f"model.lora.targets={','.join(lora.targets)}: {other[0]} of {type(module).__name__} can have no adapter."
+            " Experts and routers of a mixture are parameters of another form than linear layers, adapters on them are"
+            " not built, and PEFT takes layers that have their names for them. Set"
+            f" model.lora.targets={','.join(fit or (n for n in names if n not in lora.targets))}"
+        )
+    if isinstance(read_out(module).head, _tuner_layer()):
+        raise ConfigError(
+            "model.lora.targets: the language-model head can have no adapter, because log-probs are computed from its"
+            f" weight. Name other layers: {', '.join(names)}"
+        )
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.dtype.itemsize < 4:
+            parameter.data = parameter.data.float()
+
+
+def _config(lora: Lora, module: PreTrainedModel) -> Any:
+    from peft import LoraConfig
+
+    mixture = any(p.ndim == 3 for p in module.parameters())  # to PEFT their experts and routers are linear too
+    every: str | list[str] = _linear(module) if mixture else ALL_LINEAR
+    targets = every if lora.targets == (ALL_LINEAR,) else list(lora.targets)
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT computes alpha / r with any number
+        target_modules=targets,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+def linear_names(module: PreTrainedModel) -> list[str]:
+    """Last words of the names of the decoder's linear layers, each once."""
+    return list(dict.fromkeys(n.rpartition(".")[2] for n in _linear(module)))
+
+
+def _linear(module: PreTrainedModel) -> list[str]:
+    """The decoder's linear layers. Their last words may name a mixture's experts too, which PEFT would adapt."""
+    head = read_out(module).head
+    return [n for n, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+
+
+def _tuner_layer() -> type[BaseTunerLayer]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return BaseTunerLayer
+
+
+def layers(module: nn.Module) -> dict[str, BaseTunerLayer]:
+    """The layers with an adapter, by name. Empty for a module without adapters."""
+    if not is_adapted(module):
+        return {}
+    kind = _tuner_layer()
+    return {name: part for name, part in module.named_modules() if isinstance(part, kind)}
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether it has adapters. Needs no PEFT where it has none."""
+    return any(hasattr(part, "base_layer") and hasattr(part, "adapter_layer_names") for part in module.modules())
+
+
+def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The adapters' own parameters, under their state-dict names."""
+    inside = tuple(f"{name}.{words}." for name, layer in layers(module).items() for words in layer.adapter_layer_names)
+    return {n: t for n, t in module.state_dict(keep_vars=True).items() if n.startswith(inside)} if inside else {}
+
+
+def base_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors beneath the adapters, under the names that they have without adapters. Tied ones come once."""
+    own, seen, out = adapter_tensors(module), set[int](), dict[str, Tensor]()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if name not in own and id(tensor) not in seen:
+            seen.add(id(tensor))
+            out[name.replace(".base_layer.", ".")] = tensor
+    return out
+
+
+def target_names(module: nn.Module) -> list[str]:
+    """The names by which PEFT finds the layers with an adapter: their last words, where these name no other layer."""
+    found = layers(module)
+    words = sorted({name.rpartition(".")[2] for name in found})
+    named = [n for n, part in module.named_modules() if n.rpartition(".")[2] in words]
+    return words if len(named) == len(found) else sorted(found)
+
+
+def words(module: nn.Module, lora: Lora) -> str:
+    """The adapter of a module, as a line for people."""
+    count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    small, large = saved_bytes(module, next(p.dtype for p in module.parameters() if p.dtype.is_floating_point))
+    beneath = f", over linear layers in few bits ({small:,} bytes instead of {large:,})" if small else ""
+    return f"adapter: {lora.words()}: {len(layers(module))} layers, {count:,} parameters train{beneath}"
+
+
+@contextmanager
+def switched_off(module: nn.Module) -> Iterator[None]:
+    """Inside, the module computes without its adapters."""
+    parts = layers(module).values()
+    for part in parts:
+        part.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.enable_adapters(True)
+
+
+@contextmanager
+def loud(module: nn.Module) -> Iterator[None]:
+    """Inside, every adapter adds random numbers half as large as its layer's own output; afterwards all adapters hold
+    their own numbers again, bit for bit."""
+    before = {n: t.detach().clone() for n, t in adapter_tensors(module).items()}
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for part in layers(module).values():
+                _make_loud(part, generator)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in adapter_tensors(module).items():
+                tensor.copy_(before[name])
+
+
+def _make_loud(layer: Any, generator: torch.Generator) -> None:
+    """Numbers for B with which |scale B A x| is about |W x| / 2 for inputs of independent numbers."""
+    base = float_layer(layer.get_base_layer(), torch.float32).weight
+    for name, b in layer.lora_B.items():
+        added = layer.scaling[name] * float(layer.lora_A[name].weight.double().norm()) * math.sqrt(b.weight.shape[0])
+        size = float(base.double().norm()) / (2 * max(added, 1e-30))
+        b.weight.copy_(torch.randn(b.weight.shape, generator=generator) * size)
+
+
+def effective(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """(weight, bias) of the plain layer that computes what this one does with its adapter. The layer's own weights are
+    left as they are. For a layer without an adapter these are its own."""
+    plain: Any = _merged_layer(layer, torch.float32) if is_adapted(layer) else layer
+    return plain.weight.detach(), None if plain.bias is None else plain.bias.detach()
+
+
+def _merged_layer(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a PEFT layer's base layer, with the adapter merged into the copy, of `dtype` if it was in 8 bits."""
+    alone: Any = copy.deepcopy(layer)
+    make_float(alone, dtype)
+    try:
+        alone.merge(safe_merge=True)
+    except ValueError as error:
+        raise EngineError(f"the adapter cannot be merged: {error}. Go on from an earlier checkpoint") from error
+    return alone.get_base_layer()
+
+
+def merge_error(layer: nn.Module, plain: nn.Module) -> float:
+    """How far a plain layer is from a layer with an adapter, in units of what rounding allows: at most 1 where the
+    adapter was merged once into the weights beneath it.
+
+    Both compute the same random inputs in float64. `MERGE_BOUND` says what rounding may change.
+    """
+    own: Any = copy.deepcopy(layer).double()
+    other: Any = copy.deepcopy(plain).double()
+    stored: Any = getattr(plain, "weight")  # noqa: B009 (typed as any module)
+    generator = torch.Generator().manual_seed(0)
+    axis = 0 if isinstance(plain, Conv1D) else 1
+    x = torch.randn(8, stored.shape[axis], generator=generator, dtype=torch.float64).to(stored.device)
+    with torch.no_grad():
+        apart = (own(x) - other(x)).abs()
+        squares = other.weight**2 + own.get_base_layer().weight ** 2
+        size = (x**2 @ (squares if axis == 0 else squares.T)).sqrt()
+        allowed = MERGE_BOUND * torch.finfo(stored.dtype).eps * size
+        ratio = torch.where(apart.isfinite(), apart / allowed.clamp_min(1e-300), torch.inf)
+    return float(ratio.max())
+
+
+def without_adapters(module: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the module as it was before its adapters. The weights are shared."""
+    bare = copy.deepcopy(module, {id(t): t for t in module.parameters()})
+    for name in layers(bare):
+        parent, _, last = name.rpartition(".")
+        setattr(bare.get_submodule(parent), last, getattr(bare.get_submodule(name), "get_base_layer")())  # noqa: B009
+    return _forgotten(bare)
+
+
+def beside(module: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
+    """A copy of the module with a new adapter in the place of its own. The weights beneath are shared.
+
+    Raises:
+        ConfigError: it has no adapter, so all its weights train and none can be shared; or the new one fits no layer.
+    """
+    if not is_adapted(module):
+        raise ConfigError(
+            "all weights of this policy train, so no other policy can share them: give it an adapter"
+            " (model.lora.rank=16), or take Policy.clone()"
+        )
+    bare = without_adapters(module)
+    attach(bare, lora, seed)
+    return bare
+
+
+def merged(module: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the module with every adapter merged into the copy's weights, and no adapter left. 8-bit layers become
+    float ones of the module's dtype."""
+    whole = copy.deepcopy(module)
+    for name in layers(whole):
+        parent, _, last = name.rpartition(".")
+        setattr(whole.get_submodule(parent), last, _merged_layer(whole.get_submodule(name), module.dtype))
+    make_float(whole, module.dtype)
+    return _forgotten(whole).requires_grad_(True)
+
+
+def _forgotten(module: PreTrainedModel) -> PreTrainedModel:
+    """The module without PEFT's note of what was attached to it."""
+    for attribute in ("peft_config", "_hf_peft_config_loaded"):
+        module.__dict__.pop(attribute, None)
+    return module
+
+
+class ScoresTokens(Protocol):
+    """What scores tokens with the weights of a module."""
+
+    def packed_score(self, packed: Packed) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, eq=False)
+class TrialOfAdapter:
+    """`core.exchange.scores.AdapterTrial` of a learner."""
+
+    module: nn.Module
+    scorer: ScoresTokens
+
+    def loud(self) -> AbstractContextManager[None]:
+        return loud(self.module)
+
+    def without(self, packed: Packed) -> np.ndarray:
+        with switched_off(self.module):
+            return self.scorer.packed_score(packed)

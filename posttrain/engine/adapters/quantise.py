@@ -1,0 +1,220 @@
+"""Frozen weights in 8 or 4 bits beneath an adapter. Learner, reference and engine multiply with the same numbers.
+
+int8: row r of a weight W is held as whole numbers q between -127 and 127 and one float32 scale s, the largest size in
+the row divided by 127: W is about s q. torchao's weight-only int8 is the same but for its divisor, 127.5. Its product
+keeps a float copy of every weight for the backward pass, so training would take more memory than without it. This one
+keeps the 8-bit numbers, and makes the float form of one layer at a time.
+
+nf4: the 4-bit numbers of QLoRA (2305.14314) by torchao, with scales in 8 bits. Its product keeps the 4-bit numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from posttrain.engine.head.readout import read_out
+from posttrain.system.errors import ConfigError
+
+LARGEST = 127
+"""Largest size of a stored number."""
+NF4_BLOCK, NF4_SCALES = 64, 256
+"""Numbers that share a scale of nf4, and scales that share a scale of their own (at most)."""
+LEAST = torch.finfo(torch.float32).eps
+"""Scale of a row of zeros."""
+
+
+class QuantisedLinear(nn.Linear):
+    """A linear layer whose weight is held in few bits, and never trains."""
+
+    @staticmethod
+    def of(layer: nn.Linear) -> QuantisedLinear:
+        """The nearest such layer. Its bias is the layer's own."""
+        raise NotImplementedError
+
+    def float_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[out, in]: what the held numbers stand for."""
+        raise NotImplementedError
+
+
+class Int8Linear(QuantisedLinear):
+    """A weight of 8-bit numbers, with a scale for each row."""
+
+    scale: nn.Parameter
+
+    def __init__(self, codes: Tensor, scale: Tensor, bias: nn.Parameter | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = codes.shape
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.register_parameter("bias", bias)
+
+    @staticmethod
+    def of(layer: nn.Linear) -> Int8Linear:
+        codes, scale = rounded(layer.weight.detach())
+        layer.requires_grad_(False)
+        return Int8Linear(codes, scale, cast("nn.Parameter | None", layer.bias))
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = cast("Tensor", _Product.apply(input, self.weight, self.scale))
+        return y if self.bias is None else y + self.bias
+
+    def float_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """s q, computed in float64."""
+        return (self.weight.double() * self.scale.double()[:, None]).to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, int8"
+
+
+class Nf4Linear(QuantisedLinear):
+    """A weight of 4-bit numbers, two in a byte, in the parts of torchao's tensor. The codes are `weight`."""
+
+    def __init__(self, layer: nn.Linear, blocks: int) -> None:
+        from torchao.quantization import to_nf4
+
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = layer.out_features, layer.in_features
+        held: Any = to_nf4(layer.weight.detach().contiguous(), NF4_BLOCK, blocks)
+        self._names, self._kind = held.__tensor_flatten__()
+        for name in self._names:
+            part = getattr(held, name).clone(memory_format=torch.contiguous_format)
+            own = nn.Parameter(part, requires_grad=False)
+            self.register_parameter("weight" if name == "quantized_data" else name, own)
+        self.register_parameter("bias", cast("nn.Parameter | None", layer.bias))
+
+    @staticmethod
+    def of(layer: nn.Linear) -> Nf4Linear:
+        """ConfigError where the weight cannot be cut into blocks."""
+        count, rest = divmod(layer.weight.numel(), NF4_BLOCK)
+        if rest:
+            raise ConfigError(
+                f"model.quantize=nf4 holds weights in blocks of {NF4_BLOCK}, and a layer of this model has"
+                f" {layer.out_features} x {layer.in_features} numbers. Take int8"
+            )
+        layer.requires_grad_(False)
+        return Nf4Linear(layer, math.gcd(count, NF4_SCALES))
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = nn.functional.linear(input, self._held())
+        return y if self.bias is None else y + self.bias
+
+    def float_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._held().get_original_weight().to(dtype)
+
+    def _held(self) -> Any:
+        """torchao's tensor over the parts."""
+        from torchao.quantization import NF4Tensor
+
+        parts = {n: getattr(self, "weight" if n == "quantized_data" else n).detach() for n in self._names}
+        return NF4Tensor.__tensor_unflatten__(parts, self._kind, None, None)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, nf4"
+
+
+class _Product(torch.autograd.Function):
+    """x W', with W = s q. Only the codes and the scales are kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(codes, scale)
+        return ((x @ codes.to(x.dtype).t()) * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        codes, scale = ctx.saved_tensors
+        (grad,) = grads
+        return (grad * scale).to(grad.dtype) @ codes.to(grad.dtype), None, None
+
+
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 [out, in], float32 [out]): the nearest multiples of each row's scale."""
+    w = weight.float()
+    scale = (w.abs().amax(1) / LARGEST).clamp(min=LEAST)
+    return (w / scale[:, None]).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
+
+
+KINDS: Mapping[str, type[QuantisedLinear]] = {"int8": Int8Linear, "nf4": Nf4Linear}
+
+
+def quantise(module: PreTrainedModel, kind: str) -> None:
+    """Put layers of this kind in the place of the decoder's linear layers, in place. The head, embeddings and norms
+    stay, and so do layers that are quantised already.
+
+    Raises:
+        ConfigError: it has linear layers of another kind, or none, or ones that do not fit; or torchao is missing.
+    """
+    if kind == "nf4" and find_spec("torchao") is None:
+        raise ConfigError("model.quantize=nf4: torchao is not installed: pip install 'posttrain[nf4]', or take int8")
+    head = read_out(module).head
+    if strange := [n for n, part in module.named_modules() if isinstance(part, Conv1D)]:
+        raise ConfigError(
+            f"model.quantize={kind}: {type(module).__name__} computes with Conv1D ({strange[0]}), which is not offered"
+            " in few bits. Leave model.quantize out"
+        )
+    parts = [(n, part) for n, part in module.named_modules() if ".lora_" not in n]
+    found = [n for n, part in parts if type(part) is nn.Linear and part is not head]
+    if not found and not is_quantised(module):
+        raise ConfigError(
+            f"model.quantize={kind}: {type(module).__name__} has no linear layers but its head. Leave it out"
+        )
+    for name in found:
+        layer = module.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        _put(module, name, KINDS[kind].of(layer))
+
+
+def quantised_as(module: nn.Module) -> str | None:
+    """The kind of its quantised layers; None where it has none."""
+    found = {type(part) for part in module.modules()}
+    return next((name for name, kind in KINDS.items() if kind in found), None)
+
+
+def is_quantised(module: nn.Module) -> bool:
+    return quantised_as(module) is not None
+
+
+def float_layer(layer: Any, dtype: torch.dtype) -> Any:
+    """The plain layer that multiplies with the same numbers; the layer itself where it is not a quantised one."""
+    if not isinstance(layer, QuantisedLinear):
+        return layer
+    plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    plain.weight = nn.Parameter(layer.float_weight(dtype), requires_grad=False)
+    plain.register_parameter("bias", layer.bias)
+    return plain
+
+
+def make_float(module: nn.Module, dtype: torch.dtype) -> None:
+    """Put plain layers of `dtype` in the place of quantised ones, in place."""
+    for name in [n for n, part in module.named_modules() if isinstance(part, QuantisedLinear)]:
+        _put(module, name, float_layer(module.get_submodule(name), dtype))
+
+
+def saved_bytes(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+    """(bytes that its quantised layers take, bytes that they would take in `dtype`), without biases."""
+    parts = [part for part in module.modules() if isinstance(part, QuantisedLinear)]
+    return (
+        sum(t.nbytes for p in parts for n, t in p.named_parameters() if n != "bias"),
+        sum(p.in_features * p.out_features * dtype.itemsize for p in parts),
+    )
+
+
+def weights_of(module: nn.Module) -> int:
+    """Number of weights, ties counted once, and quantised ones as what they stand for."""
+    few = [part for part in module.modules() if isinstance(part, QuantisedLinear)]
+    held = {id(p) for part in few for n, p in part.named_parameters() if n != "bias"}
+    plain = sum(p.numel() for p in module.parameters() if id(p) not in held)
+    return plain + sum(part.in_features * part.out_features for part in few)
+
+
+def _put(module: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(module.get_submodule(parent), last, layer)

@@ -1,0 +1,1 @@
+"""Cached keys and values: blocks, the pool, the prefix tree, and forward passes over them."""

@@ -1,0 +1,124 @@
+"""One forward pass as arrays: which tokens it computes, where their keys and values are stored,
+what each position sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from posttrain.engine.embedded.cache.key_value_cache import ragged_arange
+from posttrain.engine.embedded.schedule.slots import Prompt, Slots
+
+BUDGET = 2048
+"""Positions of one forward pass: those of the generating slots, then pieces of prompts."""
+SHORT = 64
+"""Pieces of at most this length are computed with the ragged queries. Longer ones use dense attention, which costs one
+call per bucket and layer."""
+LANES_PAY = 48, 256
+"""A forward pass avoids idle lanes where at least 48 slots generate and fewer than 256 positions are to be computed.
+With fewer slots, reading the weights takes most of the time. With more positions, a few idle lanes cost little."""
+
+
+@dataclass(frozen=True, eq=False)
+class Drafts:
+    """Tokens proposed after the pending one of each generating slot: the first `counts[i]` of row i of `ids` [n, k].
+
+    `q[j]` [n, V] holds the distributions that the j-th drafts were drawn from. `q` is None where they were not drawn.
+    """
+
+    ids: np.ndarray
+    counts: np.ndarray
+    q: list[Tensor] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillPieces:
+    """Prompts, each with the position it is computed up to, grouped by the kind of attention of their queries."""
+
+    ragged: list[tuple[Prompt, int]] = field(default_factory=list[tuple[Prompt, int]])
+    dense: list[tuple[Prompt, int]] = field(default_factory=list[tuple[Prompt, int]])
+    """Pieces at the start of their prompts."""
+    chunks: list[tuple[Prompt, int]] = field(default_factory=list[tuple[Prompt, int]])
+    """Later pieces, after positions that are cached."""
+
+
+@dataclass(eq=False)
+class Plan:
+    """One forward pass. Its positions in order: ragged ones (generating slots, then short pieces), starts of prompts,
+    later chunks, idle ones."""
+
+    generating: np.ndarray
+    """Slots whose pending token is computed."""
+    front: int
+    """Positions of the generating slots, at the front of the pass: pending tokens and their drafts."""
+    ids: np.ndarray
+    positions: np.ndarray
+    rows: np.ndarray
+    """Pool row of every position that is not idle."""
+    visible: np.ndarray
+    """Pool rows. Ragged position i sees `lengths[i]` of them from `starts[i]` on."""
+    starts: np.ndarray
+    lengths: np.ndarray
+    """0 for idle positions."""
+    dense: list[int]
+    """Length of each piece at the start of its prompt."""
+    chunks: list[tuple[np.ndarray, int]]
+    """For each later piece: pool rows of the whole prompt so far, and the length of the piece at their end."""
+    pieces: list[tuple[Prompt, int]]
+    """Prompts in order, with the number of positions cached after this pass."""
+    ends: list[int]
+    """Index of the last position of each piece."""
+
+
+def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPieces, least: int) -> Plan:
+    """The pass over the pending tokens of the slots `at`, their drafts and these pieces. It has at least `least`
+    positions; idle ones fill it up."""
+    each, said = at, s.pending[at]
+    position = s.cached[at]
+    if drafts is not None:
+        widths = drafts.counts + 1
+        each = np.repeat(at, widths)
+        position = s.cached[each] + ragged_arange(widths)
+        said = np.concatenate([said[:, None], drafts.ids], 1)[np.arange(drafts.ids.shape[1] + 1) < widths[:, None]]
+    rows, visible, starts, lengths = s.table[each, position], s.table.ravel(), each * s.table.shape[1], position + 1
+    ordered = pieces.ragged + pieces.dense + pieces.chunks
+    if not ordered and not least:  # most passes
+        return Plan(at, len(each), said, position, rows, visible, starts, lengths, [], [], [], [])
+    spans = [(p, p.done, to) for p, to in ordered]
+    ids = np.concatenate([said, *(p.ids[a:b] for p, a, b in spans)]).astype(np.int64)
+    idle = np.zeros(max(0, least - len(ids)) if len(ids) else 0, np.int64)
+    if pieces.ragged:  # their rows are in no table
+        short = [(p, np.arange(a + 1, b + 1)) for p, a, b in spans[: len(pieces.ragged)]]
+        own = visible[np.repeat(starts, lengths) + ragged_arange(lengths)]
+        visible = np.concatenate([own, *(p.rows[ragged_arange(n)] for p, n in short)])
+        lengths = np.concatenate([lengths, *(n for _, n in short)])
+        starts = np.cumsum(lengths) - lengths
+    return Plan(
+        generating=at,
+        front=len(each),
+        ids=np.append(ids, idle),
+        positions=np.concatenate([position, *(np.arange(a, b) for _, a, b in spans), idle]),
+        rows=np.concatenate([rows, *(p.rows[a:b] for p, a, b in spans)]),
+        visible=visible,
+        starts=np.append(starts, idle),
+        lengths=np.append(lengths, idle),
+        dense=[to for _, to in pieces.dense],
+        chunks=[(p.rows[:to], to - p.done) for p, to in pieces.chunks],
+        pieces=ordered,
+        ends=(len(each) - 1 + np.cumsum([b - a for _, a, b in spans], dtype=np.int64)).tolist(),
+    )
+
+
+def room_in_lanes(computed: int, left: int, budget: int, lanes: int) -> int:
+    """How many positions of prompts to compute in a pass with `computed` others. `left` positions of
+    prompts are not cached yet.
+
+    Positions that would begin one more vector of lanes without filling it wait for the next pass, if this pass still
+    has some positions of a prompt. With 64 slots and short prompts, one lane in nine would be idle otherwise.
+    """
+    wanted = computed + left
+    whole = wanted // lanes * lanes
+    least, most = LANES_PAY
+    return (whole if least <= computed < whole and wanted < min(most, budget) else budget) - computed

@@ -1,0 +1,330 @@
+"""The same decoder with a third of the calls, for float32 models of the Llama family.
+
+At the sizes that run on a CPU, the calls of a decode step cost as much time as its arithmetic. Here queries,
+keys and values are one matrix product, and gate and up are another. Norms, rotations and residuals work in
+place. The weights are stored once: the module's own parameters become views of the joined ones, so loading and
+reading them works as before. Layers with an adapter are the exception: the joined weights hold them merged, and
+`refresh` computes these again after a load.
+
+With the compiled kernels, one call computes half a layer. Activations are then feature-major. W @ x reads each weight
+once in memory order, and the bits of a position do not depend on the number of other positions.
+
+Axis letters: N positions, E hidden width, H query heads, K key-value heads, D head width, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from posttrain.engine.adapters.adapter_modules import effective, is_adapted, layers
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.embedded.cache.key_value_cache import CachedLayout
+from posttrain.engine.head.kernel_table import Kernel, add_forms
+from posttrain.engine.head.readout import ReadOut
+from posttrain.engine.layers.attention import Layout, PackedLayout
+from posttrain.system.errors import EngineError
+
+FAMILIES = {
+    "LlamaForCausalLM": "Llama",
+    "MistralForCausalLM": "Mistral",
+    "Qwen2ForCausalLM": "Qwen2",
+    "Qwen3ForCausalLM": "Qwen3",
+}
+"""Architectures whose layers are exactly the one below, and the prefix of their classes in transformers."""
+CANARY = 24
+BOUND = 1e-4
+"""Largest relative difference allowed between fused and original hidden states."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """Weights of one decoder layer."""
+
+    attention: nn.Module
+    index: int
+    scaling: float
+    window: int | None
+    before: Any
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Any | None
+    k_norm: Any | None
+    out: Plain
+    after: Any
+    gate_up: Tensor
+    down: Plain
+
+
+@dataclass(frozen=True, eq=False)
+class MergedLinear:
+    """The plain layer that computes what a layer with an adapter does."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+Plain = nn.Linear | MergedLinear
+
+
+class FusedDecoder:
+    """`ReadOut.hidden` for a model that `fusable` accepts. `read_out` is that model's.
+
+    Args:
+        compiled: use the compiled kernels, which this machine must have.
+    """
+
+    def __init__(self, module: PreTrainedModel, read_out: ReadOut, context: int, compiled: bool) -> None:
+        self._kernels = compile_native.library() if compiled else None
+        decoder: Any = read_out.decoder
+        config = module.config
+        self._memory = none = torch.zeros(0)
+        self._heads_made = none, none, none, none
+        self._merged: list[tuple[nn.Module, Tensor]] = []
+        self._embed, self._norm = decoder.embed_tokens, decoder.norm
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._width: int = decoder.layers[0].self_attn.head_dim
+        self._features: int = config.intermediate_size
+        with torch.no_grad():
+            self._layers = [self._join(layer) for layer in decoder.layers]
+            every = torch.arange(context, device=read_out.weight.device)
+            cos, sin = decoder.rotary_emb(read_out.weight[:1, None], every[None])
+        self._sizes = compile_native.Sizes(
+            read_out.weight.shape[1], self._features, self._heads, self._kv_heads, self._width
+        )
+        self._structures = [self._address(layer) for layer in self._layers]
+        self._addresses = [ctypes.addressof(x) for x in self._structures]
+        half = self._width // 2
+        self._cos = cos[0, :, None].contiguous()
+        self._sin = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
+        self._check(read_out, min(CANARY, context))
+
+    @property
+    def lanes(self) -> int:
+        """Positions are computed in multiples of this."""
+        return 1 if self._kernels is None else compile_native.LANES
+
+    def refresh(self) -> None:
+        """Merge the adapters again, whose weights have changed. The other weights are the module's own."""
+        for layer, place in self._merged:
+            place.copy_(effective(layer)[0])
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """Last hidden states [N, E]."""
+        if self._kernels is not None:
+            return self._compiled(self._kernels, input_ids, position_ids, layout)
+        x_NE = self._embed(input_ids)
+        cos, sin = self._cos.index_select(0, position_ids), self._sin.index_select(0, position_ids)
+        h, k, d, count = self._heads, self._kv_heads, self._width, len(input_ids)
+        for layer in self._layers:
+            qkv = nn.functional.linear(_norm(x_NE, layer.before), layer.qkv, layer.qkv_bias).view(count, h + 2 * k, d)
+            qk = qkv[:, : h + k]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                qk = qk * _inverse_rms(qk, layer.q_norm.variance_epsilon)
+                qk[:, :h].mul_(layer.q_norm.weight)
+                qk[:, h:].mul_(layer.k_norm.weight)
+            qk = (qk * cos).addcmul_(qk.roll(d // 2, -1), sin)
+            query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (qk[:, :h], qk[:, h:], qkv[:, h + k :]))
+            seen = layout.attend(
+                layer.attention, query, key, value, scaling=layer.scaling, sliding_window=layer.window, softcap=None
+            )
+            x_NE = _add(x_NE, seen.reshape(count, h * d), layer.out)
+            both = nn.functional.linear(_norm(x_NE, layer.after), layer.gate_up)
+            inner = nn.functional.silu(both[:, : self._features]).mul_(both[:, self._features :])
+            x_NE = _add(x_NE, inner, layer.down)
+        return _norm(x_NE, self._norm)
+
+    def _compiled(
+        self, kernels: compile_native.Kernels, input_ids: Tensor, position_ids: Tensor, layout: Layout
+    ) -> Tensor:
+        """`hidden` with compiled kernels. Activations are [features, N], with rows of `compile_native.stride(N)`
+        floats."""
+        s, count = self._sizes, len(input_ids)
+        wide = compile_native.stride(count)
+        h, k, d = s.H, s.K, s.D
+        heads, query, key, value = self._head_room(count)
+        rooms = self._room((s.E, s.E, (h + 2 * k) * d, h * d, 2 * s.F, s.F), wide)
+        tables = self._cos.data_ptr(), self._sin.data_ptr(), input_ids.data_ptr(), position_ids.data_ptr()
+        here = compile_native.Pass(*rooms, heads.data_ptr(), *tables, count, wide)
+        sizes, now = ctypes.addressof(s), ctypes.addressof(here)
+        kernels.begin(sizes, now, self._embed.weight.data_ptr())
+        attend, seen_at = layout.every_layer(query, key, value) if isinstance(layout, CachedLayout) else (None, 0)
+        for layer, weights in zip(self._layers, self._addresses, strict=True):
+            kernels.before(sizes, weights, now)
+            if attend is not None:
+                attend(layer.index, layer.scaling, layer.window)
+                kernels.after(sizes, weights, now, seen_at)
+                continue
+            seen = layout.attend(
+                layer.attention, query, key, value, scaling=layer.scaling, sliding_window=layer.window, softcap=None
+            )
+            kernels.after(sizes, weights, now, seen.contiguous().data_ptr())
+        out = torch.empty(count, s.E)
+        kernels.end(sizes, now, self._norm.weight.data_ptr(), self._norm.variance_epsilon, out.data_ptr())
+        return out
+
+    def _head_room(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Memory [N, heads, D] for all heads of a pass, and its queries, keys and values [1, heads, N, D]: that of the
+        pass before, where it had as many positions."""
+        if len(self._heads_made[0]) != count:
+            h, k, d = self._heads, self._kv_heads, self._width
+            heads = torch.empty(count, h + 2 * k, d)
+            query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in heads.split([h, k, k], 1))
+            self._heads_made = heads, query, key, value
+        return self._heads_made
+
+    def _room(self, features: tuple[int, ...], wide: int) -> list[int]:
+        """Addresses of matrices [features, wide]. Their memory is reused from pass to pass, because new memory costs
+        more than small products."""
+        if self._memory.numel() < sum(features) * wide:
+            self._memory = torch.zeros(sum(features) * wide + compile_native.LANES)
+        start = -(-self._memory.data_ptr() // 64) * 64
+        return [start + 4 * wide * before for before in itertools.accumulate((0, *features[:-1]))]
+
+    def _address(self, layer: _Layer) -> compile_native.Layer:
+        """The addresses of a layer's weights. The layer keeps the weights alive."""
+        q, k = layer.q_norm, layer.k_norm
+        weights = (
+            layer.before.weight,
+            layer.qkv,
+            layer.qkv_bias,
+            q and q.weight,
+            k and k.weight,
+            layer.out.weight,
+            layer.out.bias,
+        )
+        every = (*weights, layer.after.weight, layer.gate_up, layer.down.weight)
+        eps = layer.before.variance_epsilon, q.variance_epsilon if q else 0.0, layer.after.variance_epsilon
+        return compile_native.Layer(*(None if w is None else w.data_ptr() for w in every), *eps)
+
+    def _join(self, layer: Any) -> _Layer:
+        """The joined weights of a layer."""
+        a, m = layer.self_attn, layer.mlp
+        qkv = [a.q_proj, a.k_proj, a.v_proj]
+        return _Layer(
+            attention=a,
+            index=a.layer_idx,
+            scaling=a.scaling,
+            window=window_of(a),
+            before=layer.input_layernorm,
+            qkv=self._one(qkv),
+            qkv_bias=_biases(qkv),
+            q_norm=getattr(a, "q_norm", None),
+            k_norm=getattr(a, "k_norm", None),
+            out=self._plain(a.o_proj),
+            after=layer.post_attention_layernorm,
+            gate_up=self._one([m.gate_proj, m.up_proj]),
+            down=self._plain(m.down_proj),
+        )
+
+    def _one(self, layers: list[Any]) -> Tensor:
+        """The weights of several layers as one. Without adapters the layers' own parameters become views of it."""
+        if not any(map(is_adapted, layers)):
+            return _joined([layer.weight for layer in layers])
+        found = [effective(layer)[0] for layer in layers]
+        whole = torch.cat(found)
+        self._merged += zip(layers, whole.split([len(w) for w in found]), strict=True)
+        return whole
+
+    def _plain(self, layer: Any) -> Plain:
+        """The layer, or what stands for one with an adapter."""
+        if not is_adapted(layer):
+            return layer
+        weight, bias = effective(layer)
+        self._merged.append((layer, weight))
+        return MergedLinear(weight, bias)
+
+    @torch.no_grad()
+    def _check(self, read_out: ReadOut, length: int) -> None:
+        at = torch.arange(length, device=read_out.weight.device)
+        ids = at * 7919 % read_out.weight.shape[0]
+        theirs = read_out.hidden(ids, at, PackedLayout([length]))
+        gap = float((self.hidden(ids, at, PackedLayout([length])) - theirs).abs().max() / theirs.abs().max())
+        if not gap <= BOUND:
+            raise EngineError(
+                f"the fused {type(read_out.decoder).__name__} differs from the original by {gap:.3g} (bound {BOUND}):"
+                " this version of transformers computes it otherwise. Set model.kernels=reference"
+            )
+
+
+def fusable(module: PreTrainedModel) -> bool:
+    """Whether every layer is the plain one of a known family, in float32, without hooks or other parts. Linear layers
+    may have an adapter."""
+    prefix = FAMILIES.get(type(module).__name__)
+    config = module.config
+    if (
+        prefix is None
+        or module.dtype != torch.float32
+        or config.hidden_act != "silu"
+        or getattr(config, "mlp_bias", False)
+    ):
+        return False
+    allowed = {"Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding", "ForCausalLM"}
+    names = {prefix + x for x in allowed} | {"Linear", "Embedding", "ModuleList", "SiLUActivation", "SiLU"}
+    adapted = {n: x for n, x in layers(module).items() if type(getattr(x, "base_layer", None)) is nn.Linear}
+    inside = tuple(f"{n}." for n in adapted)
+    parts = [p for n, p in module.named_modules() if n not in adapted and not n.startswith(inside)]
+    hooked = any(p._forward_hooks or p._forward_pre_hooks or p.__dict__.get("forward") for p in parts)
+    return not hooked and all(type(p).__name__ in names for p in parts)
+
+
+def window_of(layer: Any) -> int | None:
+    """The sliding window of an attention layer; None: it sees everything."""
+    return (
+        layer.config.sliding_window
+        if type(layer).__name__ == "MistralAttention"
+        else getattr(layer, "sliding_window", None)
+    )
+
+
+def _biases(layers: list[Any]) -> Tensor | None:
+    """The biases of several layers as one. No adapter changes a bias."""
+    parts = [getattr(layer, "base_layer", layer).bias for layer in layers]
+    return None if parts[0] is None else _joined(parts)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The parts concatenated along the first axis. Each part becomes a view of its place in the result."""
+    whole = torch.cat([p.detach() for p in parts])
+    for part, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):
+        part.data = view
+    return whole
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last axis, which is kept."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _norm(x_NE: Tensor, module: Any) -> Tensor:
+    return (x_NE * _inverse_rms(x_NE, module.variance_epsilon)).mul_(module.weight)
+
+
+def _add(x_NE: Tensor, inner: Tensor, linear: Plain) -> Tensor:
+    """x + linear(inner)"""
+    out = torch.addmm(x_NE, inner, linear.weight.t())
+    return out if linear.bias is None else out.add_(linear.bias)
+
+
+add_forms(
+    Kernel(
+        operation="decoder",
+        form="compiled",
+        function=partial(FusedDecoder, compiled=True),
+        devices=("cpu",),
+        bounds={torch.float32: BOUND},
+        missing=compile_native.missing,
+    ),
+    Kernel(
+        operation="decoder", form="torch", function=partial(FusedDecoder, compiled=False), bounds={torch.float32: BOUND}
+    ),
+    Kernel(operation="decoder", form="reference", function=lambda module, read_out, context: read_out),
+)

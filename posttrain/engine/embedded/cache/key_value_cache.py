@@ -1,0 +1,397 @@
+"""The pool of cached keys and values, and attention through tables of its rows.
+
+Attention here is ragged: a query reads exactly the rows of its own sequence, whatever the lengths of the others. On a
+CPU with a C compiler it is one call of compiled code (`native_code/attention.h`). Elsewhere scores are a sampled matrix
+product over a CSR pattern, with one entry per query, head and visible row. Weights times values are an embedding bag
+over the same indices. So no key or value is copied, and none is read for padding. Only the softmax works on a padded
+matrix; it holds scores, 1 / D of the data.
+
+Axis letters: B ragged queries, H query heads, K key-value heads (H = K * groups), D head width, T visible rows summed
+over the queries, E = H * T entries in the order (head, query, row), N positions of the forward pass.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.config.engines import KernelChoice
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.embedded.cache.cache_blocks import BLOCK
+from posttrain.engine.head.kernel_table import Kernel, add_forms, check_compiled, kernel
+from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.model.supported_models import LayerShape
+from posttrain.system.errors import EngineError
+
+LANES = 64
+"""The width of the score matrix is padded to a multiple of this, so that a row is always summed in the same way."""
+RESERVE = 2
+"""Rows of address space reserved on a CPU per row asked for. Growth within them copies nothing, and a page takes memory
+only when it is first written."""
+
+
+class CachePool:
+    """Keys and values of every layer, float32 (float64 for a float64 model): [blocks * K * BLOCK, D].
+
+    A block holds its rows head after head, so that the data of one head is contiguous. Head k of row r is at
+    `(r // BLOCK * K + k) * BLOCK + r % BLOCK`.
+
+    Models in narrower dtypes are cached in float32 too: products are then exact, and the ragged kernels have no other.
+
+    Args:
+        kernels: the choice of kernels (`Model.kernels`).
+
+    Raises:
+        EngineError: compiled kernels were chosen and cannot be used here.
+    """
+
+    def __init__(
+        self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device, kernels: KernelChoice = "auto"
+    ) -> None:
+        self.shapes = shapes
+        self.kernels: KernelChoice = kernels
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        if kernels == "compiled":
+            check_compiled("paged_attention", device, self.dtype)
+        self.kernel = kernel("paged_attention", device, self.dtype, kernels)
+        self.device = device
+        self.rows = 0
+        self._reserved = 0
+        self._wholes: list[tuple[Tensor, Tensor]] = []
+        self.keys = [self._rows(0, s.key) for s in shapes]
+        self.values = [self._rows(0, s.value) for s in shapes]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+            torch.sparse_csr_tensor(
+                torch.zeros(2, dtype=torch.int32),
+                torch.zeros(0, dtype=torch.int32),
+                torch.zeros(0),
+                size=(1, 1),
+                check_invariants=False,
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return sum(s.heads * (s.key + s.value) for s in self.shapes) * self.dtype.itemsize
+
+    def grow(self, blocks: int) -> None:
+        """Make room for `blocks` blocks. Cached tokens keep their rows."""
+        rows = blocks * BLOCK
+        if rows > self._reserved:
+            self._reserved = rows * RESERVE if self.device.type == "cpu" else rows
+            self._wholes = [
+                (self._rows(self._reserved * s.heads, s.key), self._rows(self._reserved * s.heads, s.value))
+                for s in self.shapes
+            ]
+            for whole, *pools in zip(self._wholes, self.keys, self.values, strict=True):
+                for fresh, old in zip(whole, pools, strict=True):
+                    fresh[: len(old)] = old
+        for i, (shape, (keys, values)) in enumerate(zip(self.shapes, self._wholes, strict=True)):
+            self.keys[i], self.values[i] = keys[: rows * shape.heads], values[: rows * shape.heads]
+        self.rows = rows
+
+    def release(self) -> None:
+        """Free all memory of the pool. It holds nothing until it grows again."""
+        self.rows = self._reserved = 0
+        self._wholes = []
+        self.keys = [self._rows(0, s.key) for s in self.shapes]
+        self.values = [self._rows(0, s.value) for s in self.shapes]
+
+    def copy(self, source: np.ndarray, to: np.ndarray) -> None:
+        """Copy rows, before one of the owners of their block writes to it."""
+        a, b = (torch.from_numpy(x).to(self.device) for x in (source, to))
+        for shape, *pools in zip(self.shapes, self.keys, self.values, strict=True):
+            for pool in pools:
+                pool.index_copy_(0, self.places(b, shape.heads), pool.index_select(0, self.places(a, shape.heads)))
+
+    def write(self, layer: int, rows_N: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store key and value, both [K, N, D] with N >= len(rows_N). Surplus positions are idle and are not stored."""
+        places = self.places(rows_N, len(key))
+        for pool, x in ((self.keys[layer], key), (self.values[layer], value)):
+            pool.index_copy_(0, places, x[:, : len(rows_N)].flatten(0, 1).to(self.dtype))
+
+    @staticmethod
+    def places(rows_N: Tensor, heads: int) -> Tensor:
+        """int64 [K * N]: the pool positions of these rows, head after head."""
+        head = torch.arange(heads, device=rows_N.device)[:, None]
+        return ((rows_N // BLOCK * heads + head) * BLOCK + rows_N % BLOCK).flatten()
+
+    def _rows(self, n: int, width: int) -> Tensor:
+        """Zeros. On a CPU they take no memory before they are written."""
+        size = n * width * self.dtype.itemsize
+        if self.device.type != "cpu" or not size:
+            return torch.zeros(n, width, dtype=self.dtype, device=self.device)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=self.dtype).view(n, width)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pattern:
+    """The entries for one (H, K, window): the pool row that each reads, and its place in the padded score matrix."""
+
+    csr: Tensor
+    """[H * B, rows * K]; every layer overwrites its values."""
+    rows_E: Tensor
+    starts: Tensor
+    """int32 [H * B]: first entry of each bag."""
+    places_E: Tensor
+    width: int
+
+
+AttendLayer = Callable[[int, float, int | None], None]
+"""(layer, scaling, window)"""
+
+
+class CachedLayout:
+    """One forward pass over cached sequences: B ragged queries, then starts of prompts, then later chunks of prompts.
+
+    Args:
+        rows_N: pool row of every stored position: ragged, dense and chunk positions, without idle ones.
+        visible_T: pool rows. Ragged query b sees `lengths_B[b]` of them (0: it is idle), from `starts_B[b]` on, or
+            after those of the query before it.
+        dense: layout of the starts of prompts; None where there are none.
+        chunks: for each later chunk, the pool rows of its prompt so far, and how many at the end are queries.
+    """
+
+    routing: Any = None
+
+    def __init__(
+        self,
+        pool: CachePool,
+        rows_N: np.ndarray,
+        visible_T: np.ndarray,
+        lengths_B: np.ndarray,
+        dense: PackedLayout | None,
+        chunks: Sequence[tuple[np.ndarray, int]] = (),
+        starts_B: np.ndarray | None = None,
+    ) -> None:
+        self.pool, self.dense = pool, dense
+        self._chunks = [Chunk(pool, rows, n) for rows, n in chunks]
+        self._rows_N = torch.from_numpy(rows_N).to(pool.device)
+        self._visible_T, self._lengths_B = visible_T, lengths_B
+        self._starts_B = np.cumsum(lengths_B) - lengths_B if starts_B is None else starts_B
+        self._bags = [torch.from_numpy(np.ascontiguousarray(x)) for x in (visible_T, self._starts_B, lengths_B)]
+        self._patterns: dict[tuple[int, int, int | None], _Pattern] = {}
+        self._seen = torch.zeros(0)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        b = len(self._lengths_B)
+        seen = self.pool.kernel.function(
+            self, layer, query[0, :, :b], key[0], value[0], scaling, sliding_window, softcap
+        )
+        out: list[Tensor] = [seen] if b else []
+        if self.dense is not None:
+            to = b + self.dense.tokens
+            q, k, v = (x[:, :, b:to] for x in (query, key, value))
+            out.append(
+                self.dense.attend(module, q, k, v, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+            )
+            b = to
+        for chunk in self._chunks:
+            out.append(chunk.attend(layer, query[:, :, b : b + chunk.length], scaling, sliding_window, softcap))
+            b += chunk.length
+        return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+
+    def by_compiled(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Store key and value [K, N, D], then attend with query [H, B, D], each over its own rows -> [1, B, H, D]. The
+        result is overwritten when the next layer attends."""
+        dtype = query.dtype
+        query, key, value = (
+            x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in (query, key, value)
+        )
+        self._bound(query, key, value, softcap)(self.pool.keys[layer], self.pool.values[layer], scaling, window)
+        return self._seen.to(dtype).unsqueeze(0)
+
+    def every_layer(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[AttendLayer | None, int]:
+        """For layers that all write their heads to the same three float32 tensors, shaped as for `attend`: the
+        function that attends in one layer, and the address of its result [N, H, D]. None where this pass has
+        dense pieces or chunks."""
+        if self.pool.kernel.form != "compiled" or self.dense is not None or self._chunks:
+            return None, 0
+        attend, keys, values = self._bound(query[0], key[0], value[0], None), self.pool.keys, self.pool.values
+        return (
+            lambda layer, scaling, window: attend(keys[layer], values[layer], scaling, window)
+        ), self._seen.data_ptr()
+
+    def _bound(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> compile_native.Attend:
+        """`compile_native.Kernels.attend` of these tensors, with its result in `_seen`."""
+        shape = query.shape[1], query.shape[0], value.shape[-1]
+        if self._seen.shape != shape:
+            self._seen = torch.empty(shape)
+        visible_T, starts_B, lengths_B = self._bags
+        return compile_native.library().attend(
+            key, value, self._rows_N, query, visible_T, starts_B, lengths_B, self._seen, softcap
+        )
+
+    def by_sparse_product(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """`by_compiled` with torch's sparse product and embedding bag."""
+        self.pool.write(layer, self._rows_N, key, value)
+        heads, count, width = query.shape
+        if not count:
+            return query.new_empty(1, 0, heads, value.shape[-1])
+        pattern = self._pattern(heads, self.pool.shapes[layer].heads, window)
+        csr = pattern.csr
+        torch.sparse.sampled_addmm(
+            csr,
+            query.reshape(-1, width).to(self.pool.dtype),
+            self.pool.keys[layer].t(),
+            beta=0.0,
+            alpha=scaling,
+            out=csr,
+        )
+        scores_E = csr.values()
+        if softcap is not None:
+            scores_E = softcap * torch.tanh(scores_E / softcap)
+        padded = scores_E.new_full((heads * count, pattern.width), float("-inf"))
+        padded.view(-1).scatter_(0, pattern.places_E, scores_E)
+        weights_E = padded.softmax(-1).view(-1).index_select(0, pattern.places_E)
+        values = self.pool.values[layer]
+        out = torch.embedding_bag(values, pattern.rows_E, pattern.starts, False, 0, False, weights_E)[0]  # mode 0: sum
+        return out.view(heads, count, -1).transpose(0, 1).unsqueeze(0).to(query.dtype)
+
+    def by_definition(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """`by_compiled` by its definition: over copies of all keys and values that each query sees,
+        padded to the longest."""
+        self.pool.write(layer, self._rows_N, key, value)
+        heads, count, _ = query.shape
+        longest = int(self._lengths_B.max(initial=0))
+        if not longest:
+            return query.new_zeros(1, count, heads, value.shape[-1])
+        at_T, lengths_B = np.arange(longest), self._lengths_B[:, None]
+        rows_BT = self._visible_T[np.minimum(self._starts_B[:, None] + at_T, len(self._visible_T) - 1)]
+        seen_BT = torch.from_numpy((at_T < lengths_B) & (at_T >= lengths_B - (window or longest))).to(query.device)
+        kv_heads = self.pool.shapes[layer].heads
+        places = self.pool.places(torch.from_numpy(rows_BT.ravel()).to(query.device), kv_heads)
+        k_HBTD, v_HBTD = (
+            x[layer][places].view(kv_heads, count, longest, -1).repeat_interleave(heads // kv_heads, 0)
+            for x in (self.pool.keys, self.pool.values)
+        )
+        scores = (k_HBTD @ query.to(self.pool.dtype)[..., None])[..., 0] * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(~seen_BT, float("-inf")).softmax(-1).masked_fill(~seen_BT.any(-1, keepdim=True), 0)
+        return (weights[..., None, :] @ v_HBTD)[:, :, 0].transpose(0, 1).unsqueeze(0).to(query.dtype)
+
+    def _pattern(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
+        """The indices for all layers of one shape. They are made once per forward pass."""
+        at = (heads, kv_heads, window)
+        if at not in self._patterns:
+            self._patterns[at] = self._build(*at)
+        return self._patterns[at]
+
+    def _build(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
+        lengths_B = self._lengths_B if window is None else np.minimum(self._lengths_B, window)
+        before_B = self._starts_B + self._lengths_B - lengths_B
+        visible_T = self._visible_T[np.repeat(before_B, lengths_B) + ragged_arange(lengths_B)]
+        starts_B = np.cumsum(lengths_B) - lengths_B
+        total, count = len(visible_T), len(lengths_B)
+        if max(total * heads, self.pool.rows * kv_heads) >= 2**31:
+            raise EngineError(f"a step attends to {total * heads} entries: use fewer slots or a shorter context")
+        width = -(-int(lengths_B.max(initial=1)) // LANES) * LANES
+        head = np.arange(heads)[:, None]
+        first_T = visible_T // BLOCK * (kv_heads * BLOCK) + visible_T % BLOCK
+        rows_E = (first_T.astype(np.int32) + (head // (heads // kv_heads) * BLOCK).astype(np.int32)).ravel()
+        places_T = np.repeat(np.arange(count) * width - starts_B, lengths_B) + np.arange(total)
+        places_E = (places_T + head * (count * width)).ravel()
+        crow = np.append((starts_B + head * total).ravel(), heads * total).astype(np.int32)
+        rows, places, crow_ = (torch.from_numpy(x).to(self.pool.device) for x in (rows_E, places_E, crow))
+        values = torch.zeros(heads * total, dtype=self.pool.dtype, device=self.pool.device)
+        csr = torch.sparse_csr_tensor(
+            crow_, rows, values, size=(heads * count, self.pool.rows * kv_heads), check_invariants=False
+        )
+        return _Pattern(csr, rows, crow_[:-1], places, width)
+
+
+add_forms(
+    Kernel(
+        operation="paged_attention",
+        form="compiled",
+        function=CachedLayout.by_compiled,
+        devices=("cpu",),
+        bounds={torch.float32: 1e-5},
+        missing=compile_native.missing,
+    ),
+    Kernel(
+        operation="paged_attention",
+        form="torch",
+        function=CachedLayout.by_sparse_product,
+        bounds={torch.float32: 1e-5, torch.float64: 1e-13},
+    ),
+    Kernel(operation="paged_attention", form="reference", function=CachedLayout.by_definition),
+)
+
+
+class Chunk:
+    """Dense attention of the queries at the end of one cached sequence over all of it. Each layer gathers
+    its keys and values once."""
+
+    def __init__(self, pool: CachePool, rows_T: np.ndarray, length: int) -> None:
+        self._pool, self.length = pool, length
+        self._rows_T = torch.from_numpy(rows_T).to(pool.device)
+        self._distance = torch.arange(len(rows_T) - length, len(rows_T), device=pool.device)[:, None] - torch.arange(
+            len(rows_T), device=pool.device
+        )
+
+    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        """query [1, H, n, D] -> [1, n, H, D]"""
+        mask = self._distance >= 0 if window is None else (self._distance >= 0) & (self._distance < window)
+        heads = self._pool.shapes[layer].heads
+        places = self._pool.places(self._rows_T, heads)
+        key, value = (
+            x.index_select(0, places).view(1, heads, len(self._rows_T), -1).to(query.dtype)
+            for x in (self._pool.keys[layer], self._pool.values[layer])
+        )
+        attention = kernel("attention", query.device, query.dtype, self._pool.kernels)
+        return attention.function(query, key, value, mask, scaling, softcap).transpose(1, 2)
+
+
+def ragged_arange(lengths: np.ndarray) -> np.ndarray:
+    """0..n-1 for each n, joined: [2, 0, 3] gives [0, 1, 0, 1, 2]."""
+    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)

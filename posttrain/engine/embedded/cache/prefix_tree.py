@@ -1,0 +1,192 @@
+"""The prefix tree: which cached blocks hold which beginnings of sequences.
+
+An edge is the tokens of one block. A node is the block that holds their keys and values, computed after all tokens
+above it. Inner nodes are full blocks. A leaf may be partial, so that the next turn of an episode finds all tokens of
+its last turn. A sequence that leaves a cached one inside a block copies the rows before it. The roots are weight
+versions, so keys and values of other weights are never found.
+
+The least recently used blocks are evicted first, and a leaf before its parent. numpy and dictionaries;
+the rows are in `cache`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.engine.embedded.cache.cache_blocks import BLOCK, Blocks
+
+LOOKED_AT = 64
+"""Most blocks below one node that are compared with a sequence."""
+
+
+@dataclass(eq=False, slots=True)
+class _Node:
+    edge: tuple[int, bytes]
+    """(serial of the parent, token ids of the block)"""
+    serial: int
+    block: int
+    parent: _Node | None
+    children: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """The cached beginning of a sequence: whole blocks, then `extra` rows at the start of `tail`."""
+
+    blocks: np.ndarray
+    """int64: one per `BLOCK` tokens."""
+    tail: int = -1
+    extra: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.blocks) * BLOCK + self.extra
+
+
+class PrefixTree:
+    """Owns one share of every block in it.
+
+    Args:
+        version: version of the weights whose keys and values are cached from now on.
+    """
+
+    def __init__(self, blocks: Blocks, version: int) -> None:
+        self._blocks = blocks
+        self._nodes: dict[tuple[int, bytes], _Node] = {}
+        self._below: dict[tuple[int, int], list[_Node]] = {}
+        """By (serial of the parent, first token), in the order in which they came."""
+        self._order: OrderedDict[int, _Node] = OrderedDict()
+        """By serial, least recently used first."""
+        self._serial = 0
+        self._root = -1 - version
+
+    def __len__(self) -> int:
+        """Blocks in the tree."""
+        return len(self._nodes)
+
+    def match(self, ids: np.ndarray, most: int) -> Match:
+        """The longest cached beginning of int32 `ids`, at most `most` tokens of it."""
+        if not self._nodes:
+            return Match(np.zeros(0, np.int64))
+        path, at = self._walk(ids, most // BLOCK)
+        done = len(path) * BLOCK
+        begun = self._begun(at, ids[done : min(most, done + BLOCK)])
+        if begun is None:
+            self._touch(path)
+            return Match(np.array([n.block for n in path], np.int64))
+        node, extra = begun
+        self._touch([*path, node])
+        return Match(np.array([n.block for n in path], np.int64), node.block, extra)
+
+    def _begun(self, at: int, wanted: np.ndarray) -> tuple[_Node, int] | None:
+        """The block below node `at` that begins with most of `wanted`, and with how many of its tokens. So a sequence
+        that leaves a cached one inside a block computes nothing again before it leaves. Of many blocks the newest are
+        looked at."""
+        best: tuple[_Node, int] | None = None
+        for node in self._below.get((at, int(wanted[0])), ())[-LOOKED_AT:] if len(wanted) else ():
+            held = np.frombuffer(node.edge[1], np.int32)[: len(wanted)]
+            other = np.flatnonzero(held != wanted[: len(held)])
+            same = int(other[0]) if len(other) else len(held)
+            if best is None or same >= best[1]:
+                best = node, same
+        return best
+
+    def insert(self, ids: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """Add a sequence: `blocks` hold the keys and values of all of `ids`. The tree becomes an owner of
+        those it does not have.
+
+        Returns int64, like `blocks`: the blocks in which the tree has `ids`. A caller that keeps blocks must keep
+        these. A block with a child cannot be evicted, so it must not be spare while a caller holds the child.
+        """
+        path, at = self._walk(ids, len(ids) // BLOCK)
+        new: list[int] = []
+        for i in range(len(path), len(blocks)):
+            edge = (at, ids[i * BLOCK : (i + 1) * BLOCK].tobytes())
+            node = self._nodes.get(edge)
+            if node is None:
+                parent = path[-1] if path else None
+                node = _Node(edge, self._serial, int(blocks[i]), parent)
+                self._serial += 1
+                if parent is not None:
+                    parent.children += 1
+                self._nodes[edge] = self._order[node.serial] = node  # type: ignore[assignment]
+                self._below.setdefault((at, int(ids[i * BLOCK])), []).append(node)
+                new.append(node.block)
+            path.append(node)
+            at = node.serial
+        if new:
+            self._blocks.cache(np.array(new, np.int64))
+        self._touch(path)
+        return np.array([n.block for n in path], np.int64)
+
+    def evict(self, n: int) -> int:
+        """Free up to `n` blocks that only the tree owns, least recently used first. Returns how many."""
+        gone: list[_Node] = []
+        for node in self._order.values():
+            if len(gone) >= n:
+                break
+            if not node.children and self._blocks.owners(node.block) == 1:
+                gone.append(node)
+                if node.parent is not None:
+                    node.parent.children -= 1
+        for node in gone:
+            del self._nodes[node.edge], self._order[node.serial]
+            self._forget(node)
+        if gone:
+            self._blocks.uncache(np.array([g.block for g in gone], np.int64))
+        return len(gone)
+
+    def renew(self, version: int) -> None:
+        """Empty the tree. Blocks inserted from now on were computed by `version`."""
+        if self._nodes:
+            self._blocks.uncache(np.array([n.block for n in self._nodes.values()], np.int64))
+        self._nodes.clear()
+        self._below.clear()
+        self._order.clear()
+        self._root = -1 - version
+
+    def _forget(self, node: _Node) -> None:
+        """Take an evicted node from the list of its siblings."""
+        key = (node.edge[0], int(np.frombuffer(node.edge[1], np.int32)[0]))
+        self._below[key].remove(node)
+        if not self._below[key]:
+            del self._below[key]
+
+    def _walk(self, ids: np.ndarray, most: int) -> tuple[list[_Node], int]:
+        """(nodes of the cached full blocks of `ids`, at most `most`; serial of the last one or of the root)."""
+        path: list[_Node] = []
+        at = self._root
+        for i in range(most):
+            node = self._nodes.get((at, ids[i * BLOCK : (i + 1) * BLOCK].tobytes()))
+            if node is None:
+                break
+            path.append(node)
+            at = node.serial
+        return path, at
+
+    def _touch(self, path: list[_Node]) -> None:
+        """Mark these as used now. A parent is marked after its child, so it is evicted later."""
+        for node in reversed(path):
+            self._order.move_to_end(node.serial)
+
+
+EVICT_BLOCKS = 64
+"""Fewest blocks that are evicted at once, so that the search for them is rare."""
+
+
+def take_blocks(blocks: Blocks, tree: PrefixTree, n: int, grow: Callable[[int], None]) -> np.ndarray:
+    """`n` blocks: free ones first, then new ones within the byte budget, then evicted ones of the tree.
+
+    `grow` is called with the number of blocks that the pool must hold.
+    """
+    if n > blocks.free and blocks.capacity < blocks.most:
+        capacity = min(blocks.most, max(blocks.capacity + n - blocks.free, blocks.capacity + blocks.capacity // 4))
+        grow(capacity)
+        blocks.grow(capacity)
+    if n > blocks.free:
+        tree.evict(max(n - blocks.free, EVICT_BLOCKS))
+    return blocks.take(n)

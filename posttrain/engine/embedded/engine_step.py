@@ -1,0 +1,204 @@
+"""One step of the engine: admit requests, make room, draft, plan, run one forward pass, draw, record, answer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.core.types import Said
+from posttrain.engine.embedded.cache.cached_model import CachedModel
+from posttrain.engine.embedded.cache.forward_plan import Drafts, Plan
+from posttrain.engine.embedded.cache.key_value_cache import ragged_arange
+from posttrain.engine.embedded.schedule.engine_counters import EngineCounters
+from posttrain.engine.embedded.schedule.scheduler import Scheduler
+from posttrain.engine.embedded.schedule.slot_rules import NoDraw, NothingLeft
+from posttrain.engine.embedded.schedule.slots import GenerateCall
+from posttrain.engine.embedded.schedule.timeline import Timeline
+from posttrain.engine.embedded.speculation import DraftModel, Proposer, positions_ahead, verify, within
+from posttrain.engine.embedded.token_sampler import DrawnTokens, Spread, draw
+from posttrain.system.errors import EngineError
+
+
+@dataclass(eq=False)
+class Stepper:
+    """Extends every generating slot by one token, or by more where drafts are accepted."""
+
+    served: CachedModel
+    scheduler: Scheduler
+    counters: EngineCounters
+    proposer: Proposer | None = None
+    timeline: Timeline | None = None
+
+    @torch.inference_mode()
+    def step(self, version: int, *, admit: bool) -> None:
+        """One forward pass with the weights of `version`. Without `admit` no new request begins;
+        preempted ones still continue."""
+        scheduler, begun = self.scheduler, time.perf_counter()
+        self._mark_moved()
+        self._admit(begun_only=not admit)
+        self._copy()
+        at = scheduler.make_room(self.proposer.tokens if self.proposer else 0)
+        drafts = self._propose(at)
+        plan = scheduler.plan(at, drafts)
+        rows = [self._forward(plan)[: plan.front]] if len(plan.ids) else []
+        beginning = scheduler.begin()
+        self._copy()
+        at = plan.generating
+        if beginning:
+            at = np.append(at, np.array([s for s, _ in beginning], np.int64))
+        self.counters.step(scheduler, len(at))
+        if len(at):
+            if beginning:
+                rows.append(torch.stack([h for _, h in beginning]))
+            hidden = rows[0] if len(rows) == 1 else torch.cat(rows)
+            if drafts is None:
+                self._record(*self._draw(at, hidden), version)
+            else:
+                self._verify_drafts(plan, drafts, at, hidden, version)
+        self.counters.spent("engine/step", time.perf_counter() - begun)
+        if self.timeline is not None:
+            self.timeline.step(begun, len(plan.ids), len(at))
+            for s, _ in beginning:
+                if (request := scheduler.slots.request[s]) is not None:
+                    self.timeline.phase(request, "speak")
+        self._mark_moved()
+
+    def _admit(self, begun_only: bool) -> None:
+        now = time.perf_counter()
+        for request in self.scheduler.admit(begun_only):
+            self.counters.spent("engine/queue", now - request.since)
+            if self.timeline is not None:
+                self.timeline.phase(request, "prefill")
+        failed, self.scheduler.failed = self.scheduler.failed, []
+        for request, error in failed:
+            self._answer(request, error)
+
+    def _mark_moved(self) -> None:
+        """Record in the timeline the requests that lost their slot and those that continue after a preemption."""
+        moved, self.scheduler.moved = self.scheduler.moved, []
+        if self.timeline is None:
+            return
+        for request in moved:
+            holds = request.slot is not None and self.scheduler.slots.request[request.slot] is request
+            if holds or (request.slot is None and not request.gone):
+                self.timeline.phase(request, "speak" if holds else "queued")
+
+    def _copy(self) -> None:
+        """Copy the cache rows of partly filled blocks that got a second owner."""
+        if copies := self.scheduler.copies:
+            source, to = (np.concatenate(x) for x in zip(*copies, strict=True))
+            self.served.pool.copy(source, to)
+            if isinstance(self.proposer, DraftModel):
+                self.proposer.served.pool.copy(source, to)
+            self.scheduler.copies = []
+
+    def _propose(self, at: np.ndarray) -> Drafts | None:
+        """Drafts for the generating slots; None where there are none. They use the part of a pass's budget
+        that these slots leave."""
+        if self.proposer is None or not len(at):
+            return None
+        most = within(positions_ahead(self.scheduler.slots, at, self.proposer.tokens), self.scheduler.budget - len(at))
+        try:
+            return self.proposer.propose(self.scheduler.slots, at, most) if most.any() else None
+        except NothingLeft:  # every token of a slot is banned: the draw raises for it
+            return None
+
+    def _forward(self, plan: Plan) -> Tensor:
+        """Hidden states [N, H] of a plan's positions."""
+        hidden, dense = self.served.run(plan)
+        if isinstance(self.proposer, DraftModel):
+            self.proposer.served.run(plan)
+        self.counters.forward(plan, dense)
+        self.scheduler.cached(plan, lambda i: hidden[i].clone())
+        return hidden
+
+    def _draw(self, at: np.ndarray, hidden: Tensor) -> tuple[np.ndarray, DrawnTokens]:
+        """(slots, a token for each) of the slots `at`. Where nothing can be drawn, that
+        request alone gets the error."""
+        slots = self.scheduler.slots
+        while True:
+            try:
+                contracts, uniform = slots.contracts.at(at), slots.uniforms[at, slots.said[at]]
+                return at, draw(self.served.logits(hidden), contracts, uniform, self.served.kernels)
+            except NoDraw as error:
+                for s in at[error.rows].tolist():
+                    request = slots.request[s]
+                    self.scheduler.free(s)
+                    self._answer(request, EngineError(str(error)))
+                others = np.delete(np.arange(len(at)), error.rows)
+                at, hidden = at[others], hidden[torch.from_numpy(others).to(hidden.device)]
+
+    def _verify_drafts(self, plan: Plan, drafts: Drafts, at: np.ndarray, hidden: Tensor, version: int) -> None:
+        """Verify the drafts of the generating slots together with the first tokens of slots that begin, and
+        record what was accepted."""
+        slots, beginning = self.scheduler.slots, len(at) - len(plan.generating)
+        padded = np.concatenate([drafts.ids, np.zeros((beginning, drafts.ids.shape[1]), np.int64)])
+        drafts = Drafts(padded, np.append(drafts.counts, np.zeros(beginning, np.int64)), drafts.q)
+        widths = drafts.counts + 1
+        each, step = np.repeat(np.arange(len(at)), widths), ragged_arange(widths)
+        starts = np.cumsum(widths) - widths
+        ahead = np.where(np.arange(padded.shape[1]) < step[:, None], padded[each], -1)
+        accept = self.proposer.accepts(slots, at[each], step) if isinstance(self.proposer, DraftModel) else None
+        try:
+            spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[each], ahead), self.served.kernels)
+            drawn, accepted = verify(spread, drafts, slots.uniforms[at[each], slots.said[at[each]] + step], accept)
+        # for some slot nothing can be drawn: a draw without drafts gives only that request the error
+        except NoDraw:
+            self._record(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
+            self.counters.drafts(plan, 0, starts[: len(plan.generating)])
+            return
+        rest, known = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
+        said, needed = 0, [starts[: len(plan.generating)]]
+        for j in range(int(accepted.max()) + 1):
+            if j:
+                rest = rest[(accepted[rest] >= j) & slots.generating[at[rest]]]
+                rest = rest[known[starts[rest] + j]]
+                slots.cached[at[rest]] += 1
+                needed.append(starts[rest] + j)
+            said += int(np.count_nonzero(accepted[rest] > j))
+            self._record(at[rest], drawn.at(starts[rest] + j), version)
+        self.counters.drafts(plan, said, np.concatenate(needed))
+
+    def _record(self, at: np.ndarray, drawn: DrawnTokens, version: int) -> None:
+        """Record one token in each of these slots, and answer the requests that have ended."""
+        slots = self.scheduler.slots
+        ended, stopped = slots.say(at, drawn, version)
+        if slots.streaming:
+            for i, s in enumerate(at.tolist()):
+                self._stream_tokens(s, drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
+        for s, by_id in zip(ended.tolist(), stopped.tolist(), strict=True):
+            if (request := slots.request[s]) is not None:
+                said = self._with_experts(s, slots.turn(s, by_id))
+                self.scheduler.free(s)
+                self._answer(request, said)
+
+    def _with_experts(self, s: int, said: Said) -> Said:
+        """A turn with the experts of every token that was computed for it, where the model is a mixture of them."""
+        slots = self.scheduler.slots
+        routed = self.served.routed(slots.table[s, : slots.cached[s]])
+        return said if routed is None else replace(said, routed=routed.copy())
+
+    def _stream_tokens(self, s: int, ids: np.ndarray, logp: np.ndarray) -> None:
+        """Call the request's callback with its new tokens. If the callback fails, only this request gets the error."""
+        request = self.scheduler.slots.request[s]
+        if request is None or request.heard is None:
+            return
+        try:
+            request.heard(ids, logp)
+        except Exception as error:  # a caller's own code
+            self.scheduler.free(s)
+            self._answer(request, error)
+
+    def _answer(self, request: GenerateCall | None, answer: Said | Exception) -> None:
+        assert request is not None
+        if self.timeline is not None:
+            self.timeline.phase(request, None)
+        if not request.future.done():
+            if isinstance(answer, Exception):
+                request.future.set_exception(answer)
+            else:
+                request.future.set_result(answer)

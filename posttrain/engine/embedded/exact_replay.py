@@ -1,0 +1,123 @@
+"""The sampler's own function of the learner's weights, for `exact=true`: its log-probs, bit for bit.
+
+Two forward passes of one model differ in their last bits, because matrix products and sums depend on the shapes they
+are computed in. A deterministic engine (`EmbeddedEngine`) computes every position in a pass of the same number of rows,
+and its attention over exactly the rows that the position sees. So the log-prob of a token is one function of weights
+and tokens, whatever else is in the pass. Here that function is computed again, with the weights of a learner, by the
+same code in the same shapes. The learner takes its values; its gradients stay those of the packed pass, which differ by
+rounding alone.
+
+Axis letters: N packed positions, M spoken tokens, R rows of a pass, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.core.batch import Packed
+from posttrain.engine.embedded.cache.cache_blocks import BLOCK
+from posttrain.engine.embedded.cache.cached_model import CachedModel
+from posttrain.engine.embedded.cache.key_value_cache import CachedLayout, ragged_arange
+from posttrain.engine.head.logit_rules import LogitRules
+from posttrain.engine.head.logit_transform import KeptMask
+from posttrain.engine.model.policy_model import Policy, served_tensors
+
+ROWS = 64
+"""The positions of a deterministic forward pass are the number of slots, rounded up to a multiple of this."""
+TOKENS = 16384
+"""Most positions whose keys and values are held at once."""
+
+
+def fixed_rows(slots: int) -> int:
+    """Positions of every forward pass of a deterministic engine with so many slots."""
+    return -(-slots // ROWS) * ROWS
+
+
+class SamplerReplay:
+    """Scores tokens as a deterministic engine with `slots` slots does. It holds a copy of the policy's weights and
+    brings it up to date at each call."""
+
+    def __init__(self, policy: Policy, slots: int) -> None:
+        self._learner: nn.Module = policy.module
+        self._rows = fixed_rows(slots)
+        self._served = CachedModel(
+            policy.twin().module, policy.context, device=str(policy.device), rows=self._rows, kernels=policy.kernels
+        )
+
+    @torch.no_grad()
+    def values(self, packed: Packed) -> Tensor:
+        """float32 [M]: the log-prob of each spoken token under the learner's weights of now.
+
+        Raises:
+            InvariantError: the contract bans a token that was said.
+        """
+        self._served.load(served_tensors(self._learner))
+        return torch.cat([self._part(part) for part in packed.split(TOKENS)])
+
+    @torch.inference_mode()
+    def _part(self, packed: Packed) -> Tensor:
+        pool, size, rows = self._served.pool, len(packed.ids_N), self._rows
+        row_N, blocks = _places(packed)
+        if pool.rows < blocks * BLOCK:
+            pool.grow(blocks)
+        out = torch.empty(packed.spoken, device=pool.device)
+        order = np.argsort(packed.source_M, kind="stable")
+        sources, mask = packed.source_M[order], _mask(packed, pool.device)
+        rules = LogitRules.of(packed, self._served.vocabulary, pool.device)
+        for a in range(0, size, rows):
+            b = min(a + rows, size)
+            hidden = self._pass(packed, row_N, a, b)
+            lo, hi = np.searchsorted(sources, (a, b))
+            said = torch.from_numpy(order[lo:hi]).to(pool.device)
+            if hi > lo:
+                z = self._served.logits(hidden[torch.from_numpy(sources[lo:hi] - a).to(pool.device)])
+                targets = torch.from_numpy(packed.target_M[order[lo:hi]].astype(np.int64)).to(pool.device)
+                out[said] = self._logp(z, targets, packed, order[lo:hi], rules, mask).float()
+        return out.clone()
+
+    def _pass(self, packed: Packed, row_N: np.ndarray, a: int, b: int) -> Tensor:
+        """Hidden states of the positions a..b, which are cached in these pool rows. The rest of the pass is idle."""
+        idle = np.zeros(self._rows - (b - a), np.int64)
+        before = packed.positions_N[a:b]
+        visible = np.repeat(row_N[a:b] - before, before + 1) + ragged_arange(before + 1)
+        layout = CachedLayout(self._served.pool, row_N[a:b], visible, np.append(before + 1, idle), None)
+        device = self._served.pool.device
+        ids = torch.from_numpy(np.append(packed.ids_N[a:b].astype(np.int64), idle)).to(device)
+        at = torch.from_numpy(np.append(packed.positions_N[a:b], idle)).to(device)
+        return self._served.hidden(ids, at, layout)[: b - a].clone()
+
+    def _logp(
+        self,
+        z: Tensor,
+        targets: Tensor,
+        packed: Packed,
+        said: np.ndarray,
+        rules: LogitRules | None,
+        mask: KeptMask | None,
+    ) -> Tensor:
+        """As `token_sampler.Spread` computes it, with the kept sets of the draw. `said`: the tokens [C] of z [C, V]."""
+        if rules is not None:
+            for row, m in zip(z.split(1), said.tolist(), strict=True):
+                rules.adjust(row, m)
+        if packed.sampling.temperature != 1:
+            z = z.mul_(
+                torch.tensor([1 / packed.sampling.temperature], dtype=torch.float32, device=z.device).to(z.dtype)
+            )
+        if mask is not None:
+            outside = torch.cat([mask.outside(m, m + 1, z.shape[1]) for m in said.tolist()])
+            z = z.masked_fill_(outside, float("-inf"))
+        return torch.log_softmax(z, -1).gather(1, targets[:, None])[:, 0]
+
+
+def _places(packed: Packed) -> tuple[np.ndarray, int]:
+    """(pool row of each position [N], blocks of all). Each segment begins a block, as in the engine: compiled
+    attention sums block by block."""
+    blocks_S = -(-packed.lengths_S.astype(np.int64) // BLOCK)
+    starts_S = (np.cumsum(blocks_S) - blocks_S) * BLOCK
+    return np.repeat(starts_S, packed.lengths_S) + packed.positions_N, int(blocks_S.sum())
+
+
+def _mask(packed: Packed, device: torch.device) -> KeptMask | None:
+    return None if packed.kept is None else KeptMask(packed.kept, device)

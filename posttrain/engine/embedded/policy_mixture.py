@@ -1,0 +1,145 @@
+"""Two models that are sampled as one: from the geometric mixture of their next-token distributions.
+
+    p(token) ~ pi(token)^(1 - share) * other(token)^share
+
+Its logits are those of the two models, mixed: what is constant over the vocabulary drops out. So it is made where a
+model's logits are made, before the steps of the sampling contract: penalties, bans, temperature and truncation act on
+the mixed logits. (Nash-MD's opponent, arXiv 2312.00886, section 7; the mixture is of each token's distribution.)
+
+Axis letters: N positions of a pass, B rows of a draw, H hidden sizes of the two models together, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from posttrain.config.engines import KernelChoice
+from posttrain.core.gauge import Gauge
+from posttrain.engine.embedded.cache.cached_model import CachedModel
+from posttrain.engine.embedded.cache.forward_plan import Plan
+from posttrain.engine.embedded.cache.key_value_cache import CachePool
+from posttrain.engine.embedded.cache.recurrent_recompute import RecomputedModel
+from posttrain.engine.embedded.schedule.slots import Slots
+from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.model.recurrent_state import is_stateful
+from posttrain.system.errors import EngineError
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """What an engine mixes with its own model."""
+
+    module: PreTrainedModel
+    """The other model. It never changes. It has the vocabulary of the engine's own."""
+    share: float
+    """Its exponent, in [0, 1]. 0: the engine's own model alone; 1: the other one alone."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise EngineError(f"a mixture with share={self.share}: it is an exponent from 0 to 1")
+
+
+def served_model(
+    module: PreTrainedModel, context: int, *, device: str, rows: int | None, kernels: KernelChoice
+) -> CachedModel:
+    """The form in which an engine serves a model."""
+    form = RecomputedModel if is_stateful(module) else CachedModel
+    return form(module, context, device=device, rows=rows, kernels=kernels)
+
+
+class TwoPools:
+    """The caches of both models as one: a row of it is one row in each.
+
+    It has what an engine and its stepper use of a `CachePool`; each model reads and writes its own.
+    """
+
+    def __init__(self, first: CachePool, second: CachePool) -> None:
+        self._both = first, second
+        self.kernels: KernelChoice = first.kernels
+        self.kernel, self.dtype, self.device = first.kernel, first.dtype, first.device
+
+    @property
+    def rows(self) -> int:
+        return self._both[0].rows
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in both models."""
+        return sum(pool.row_bytes for pool in self._both)
+
+    def grow(self, blocks: int) -> None:
+        for pool in self._both:
+            pool.grow(blocks)
+
+    def release(self) -> None:
+        for pool in self._both:
+            pool.release()
+
+    def copy(self, source: np.ndarray, to: np.ndarray) -> None:
+        for pool in self._both:
+            pool.copy(source, to)
+
+
+class MixedModel(CachedModel):
+    """`CachedModel` of a model and a second one that it is mixed with. Both compute every position, so a hidden state
+    is those of the two side by side. New weights, scores and fingerprints are those of the first model alone."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        other: Mixture,
+        context: int,
+        *,
+        device: str,
+        rows: int | None = None,
+        kernels: KernelChoice = "auto",
+    ) -> None:
+        self._own, self._other = (
+            served_model(m, context, device=device, rows=rows, kernels=kernels) for m in (module, other.module)
+        )
+        mine, its = self._own.read_out.weight, self._other.read_out.weight
+        if mine.shape[0] != its.shape[0]:
+            raise EngineError(
+                f"the model has {mine.shape[0]} embedding rows, and the one it is mixed with {its.shape[0]}: they mix"
+                " token by token, so both need the same tokenizer and the same number of rows"
+            )
+        if mine.dtype != its.dtype:
+            raise EngineError(
+                f"a model in {mine.dtype} cannot be mixed with one in {its.dtype}: load both in one dtype"
+            )
+        self.module, self.read_out = self._own.module, self._own.read_out
+        self.kernels, self.fused, self.lanes = kernels, self._own.fused, self._own.lanes
+        self.pool = TwoPools(self._own.pool, self._other.pool)  # type: ignore[assignment]  # what an engine uses of one
+        self._share, self._width = other.share, mine.shape[1]
+
+    def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        self._own.load(tensors)
+
+    def run(self, plan: Plan) -> tuple[Tensor, PackedLayout | None]:
+        """(hidden states [N, H] of a plan's positions; layout of the first model's dense pieces)."""
+        hidden, dense = self._own.run(plan)
+        return torch.cat([hidden, self._other.run(plan)[0]], 1), dense
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[B, V]: (1 - share) of the first model's and share of the other's."""
+        own = self._own.logits(hidden[:, : self._width].contiguous())
+        other = self._other.logits(hidden[:, self._width :].contiguous())
+        return own.mul_(1 - self._share).add_(other, alpha=self._share)
+
+    def score(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [T - 1] of the first model alone, by which a push of weights is checked."""
+        return self._own.score(ids)
+
+    def ahead(self, slots: Slots, at: np.ndarray, ids: np.ndarray, position: np.ndarray) -> Tensor:
+        """[n, H]: see `CachedModel.ahead`."""
+        return torch.cat([m.ahead(slots, at, ids, position) for m in (self._own, self._other)], 1)
+
+    def stale_gap(self, slots: Slots, at: np.ndarray) -> Gauge:
+        return self._own.stale_gap(slots, at)

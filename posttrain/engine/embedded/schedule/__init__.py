@@ -1,0 +1,1 @@
+"""Which request computes what next: admission, slots, stop strings, counters."""

@@ -1,0 +1,85 @@
+"""Checks of a request before the engine accepts it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Stop
+from posttrain.engine.embedded.cache.cache_blocks import BLOCK, blocks_for
+from posttrain.engine.embedded.schedule.slots import GenerateCall, TokenCallback
+from posttrain.engine.embedded.schedule.stop_strings import Text, check_strings
+from posttrain.system.errors import ConfigError, DataError, EngineError
+
+
+class Admission:
+    """Checks requests against the sizes of one engine.
+
+    Args:
+        context: most tokens of a sequence. vocabulary: rows of the read-out. most: blocks of the cache.
+        text: decodes token ids; None: stop strings are refused.
+    """
+
+    def __init__(self, context: int, vocabulary: int, most: int, text: Text | None) -> None:
+        self.context, self.vocabulary, self.most, self.text = context, vocabulary, most, text
+        self._accepted: Sampling | None = None
+        """The contract that was checked last. All requests of a stage share one."""
+
+    def ids(self, ids: np.ndarray) -> np.ndarray:
+        """int32 [T]: the tokens, given in any integer type; DataError where this engine cannot compute the sequence.
+
+        They are checked before they are cast to 32 bits, in which 2 ** 32 + 7 becomes token 7.
+        """
+        given = np.asarray(ids)
+        if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
+            raise DataError(
+                f"a prompt is a non-empty list of token ids, got shape {given.shape} of {given.dtype}: check the task"
+                " and its chat template"
+            )
+        if len(given) > self.context:
+            raise DataError(
+                f"a sequence of {len(given)} tokens does not fit a context of {self.context}: shorten one or raise the"
+                " other"
+            )
+        if given.min() < 0 or given.max() >= self.vocabulary:
+            raise DataError(
+                f"prompt ids span {given.min()}..{given.max()}, the model has 0..{self.vocabulary - 1}: use its own"
+                " tokenizer"
+            )
+        return np.ascontiguousarray(given, np.int32)
+
+    def request(self, ids: np.ndarray, sampling: Sampling, place: int, heard: TokenCallback | None) -> GenerateCall:
+        """A request of the running event loop for token ids [T]; DataError, ConfigError or EngineError
+        where it cannot be served."""
+        if np.ndim(ids) == 1 and len(ids) >= self.context:
+            raise DataError(
+                f"a prompt of {len(ids)} tokens leaves no room in a context of {self.context}: shorten one or raise the"
+                " other"
+            )
+        ids = self.ids(ids)
+        if sampling is not self._accepted:
+            if not sampling.resolved:
+                raise EngineError(
+                    "the sampling contract is not resolved: call sampling.resolve(stop_ids, spell) once, at load"
+                )
+            sampling.check_vocabulary(self.vocabulary)
+            check_strings(sampling, self.text)
+            if sampling.top > self.vocabulary:
+                raise ConfigError(
+                    f"sampling.top={sampling.top} of a vocabulary of {self.vocabulary} tokens: lower it to at most that"
+                )
+            self._accepted = sampling
+        room = self.context - len(ids)
+        limit = min(sampling.max_tokens, room)
+        end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
+        if blocks_for(len(ids) + limit) + 1 > self.most:
+            raise EngineError(
+                f"a sequence of {len(ids) + limit} tokens does not fit the key-value cache of {self.most * BLOCK}"
+                " tokens: raise cache_bytes, or lower the context or max_tokens"
+            )
+        return GenerateCall(
+            ids, sampling, place, limit, end, asyncio.get_running_loop().create_future(), heard, time.perf_counter()
+        )

@@ -1,0 +1,111 @@
+"""What the engine counts, as (sum, count) gauges.
+
+`engine/tokens`              tokens of delivered turns, per turn
+`engine/steps`               steps, each counted once
+`engine/occupancy`           share of slots that said a token, per step
+`engine/positions_linear`    positions the layers' matrices computed, per position needed
+`engine/positions_attention` query-key pairs attended, per pair needed (full attention; a window sees fewer of both)
+`engine/shared`              prompt tokens shared with another request's prefill, per prompt token asked for
+`engine/prefix_hits`         prompt tokens found in the prefix tree, per prompt token looked for there
+`engine/kv`                  blocks that sequences hold, per block their tokens fill, summed over steps
+`engine/preempted`           sequences preempted for older ones, per delivered turn
+`engine/straggler`           longest turn, per mean turn
+`engine/accepted`            drafted tokens that were said, per drafted token (speculative decoding)
+`engine/stale_gap`           |log-prob over stale blocks - over fresh ones| at a weight update, per token compared
+
+Every token of every distinct sequence is needed once. Idle rows, padding, rejected drafts and prompts computed again
+are not needed. Seconds are in `EngineCounters.clock` instead, because no digest may cover them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.engine.embedded.cache.forward_plan import Plan
+from posttrain.engine.embedded.schedule.scheduler import Scheduler
+from posttrain.engine.embedded.schedule.scheduler_counts import SchedulerCounts
+from posttrain.engine.layers.attention import PackedLayout
+
+
+class EngineCounters:
+    """The engine's sums since the last `take`."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._seconds: dict[str, float] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._tokens = self._turns = self._steps = self._spoke = self._longest = 0
+        self._linear = self._attention = 0.0, 0.0
+        """What was computed, and what of it was needed."""
+        self._prefilled = 0
+        self._drafted = self._accepted = 0
+        self._kv = np.zeros(2)
+        self.stale = Gauge(0, 0)
+
+    def said(self, tokens: int) -> None:
+        self._tokens += tokens
+        self._turns += 1
+        self._longest = max(self._longest, tokens)
+
+    def step(self, scheduler: Scheduler, spoke: int) -> None:
+        self._steps += 1
+        self._spoke += spoke
+        if scheduler.blocks.capacity and self._steps % 8 == 1:
+            self._kv += (scheduler.blocks.in_use, scheduler.filled)
+
+    def forward(self, plan: Plan, dense: PackedLayout | None) -> None:
+        ragged = int(plan.lengths.sum())
+        triangle = sum(n * (n + 1) // 2 for n in plan.dense)
+        computed = 0 if dense is None else sum(b * n * (n + 1) // 2 for b, n in dense.shapes)
+        chunks = sum(n * len(rows) - n * (n - 1) // 2 for rows, n in plan.chunks)
+        self._linear = self._linear[0] + len(plan.ids), self._linear[1] + len(plan.rows)
+        attended, needed = self._attention
+        self._attention = attended + ragged + computed + chunks, needed + ragged + triangle + chunks
+        self._prefilled += len(plan.rows) - plan.front
+
+    def drafts(self, plan: Plan, said: int, needed: np.ndarray) -> None:
+        """Count a pass with drafts. `said` of them were said. `needed` are the indices of the generating slots'
+        positions that count as needed; those of rejected drafts do not."""
+        computed = plan.front
+        self._drafted += computed - len(plan.generating)
+        self._accepted += said
+        rejected = int(plan.lengths[:computed].sum() - plan.lengths[needed].sum())
+        self._linear = self._linear[0], self._linear[1] - computed + len(needed)
+        self._attention = self._attention[0], self._attention[1] - rejected
+
+    def spent(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def clock(self) -> dict[str, float]:
+        """Seconds since the last call. `engine/step`: in forward passes and draws. `engine/queue`: that
+        requests waited for a slot. `engine/sleep` and `engine/wake`: in which the cache was freed and made anew. With
+        them `engine/freed`: the bytes that were freed."""
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+    def take(self, scheduler: Scheduler) -> Gauges:
+        counts, scheduler.counts = scheduler.counts, SchedulerCounts()
+        linear = self._linear[0], self._linear[1] - sum(b - a for a, b in counts.again)
+        twice = sum((b * (b + 1) - a * (a + 1)) // 2 for a, b in counts.again)
+        attention = self._attention[0], self._attention[1] - twice
+        out = {
+            "engine/tokens": Gauge(self._tokens, self._turns),
+            "engine/steps": Gauge(self._steps, self._steps),
+            "engine/occupancy": Gauge(self._spoke / self._slots, self._steps),
+            "engine/positions_linear": Gauge(*linear),
+            "engine/positions_attention": Gauge(*attention),
+            "engine/shared": Gauge(counts.shared, counts.shared + self._prefilled),
+            "engine/prefix_hits": Gauge(counts.found, counts.asked),
+            "engine/kv": Gauge(*self._kv.tolist()),
+            "engine/preempted": Gauge(counts.preempted, self._turns),
+            "engine/straggler": Gauge(self._longest * self._turns, self._tokens),
+        }
+        if self._drafted:
+            out["engine/accepted"] = Gauge(self._accepted, self._drafted)
+        if self.stale.count:
+            out["engine/stale_gap"] = self.stale
+        self._reset()
+        return out

@@ -1,0 +1,241 @@
+"""Speculative decoding: several tokens of a sequence per forward pass, with the same distribution as one at a time.
+
+A proposer drafts up to k tokens after the pending one. The target model computes all of them in one pass, so
+position j has the target's distribution p_j given the drafts before it. A draft d from the proposer's distribution q
+is accepted with probability min(1, p(d) / q(d)). A rejected one is replaced by a draw from (p - q)+ / sum (p - q)+,
+and all later drafts are dropped (Leviathan et al., 2211.17192, algorithm 1; Chen et al., 2302.01318). The tokens
+then have distribution p.
+
+A deterministic proposer has q = 1 at d, so the rule becomes: draw from p, and accept d if it was drawn. With the
+position's uniform, this is the same token as without speculation. Drafts of a model are drawn and accepted with two
+more random streams of the same place. The distribution is exact, but the tokens differ from those without speculation.
+
+At temperature 1 it is seldom faster: half of the computed positions are rejected, and in a full batch reading the
+weights is not what costs most. It is off by default.
+
+Axis letters: n slots, R rows (position j of slot i), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from posttrain.config.engines import KernelChoice
+from posttrain.core import seeds
+from posttrain.engine.embedded.cache.cached_model import CachedModel
+from posttrain.engine.embedded.cache.forward_plan import Drafts
+from posttrain.engine.embedded.cache.key_value_cache import ragged_arange
+from posttrain.engine.embedded.schedule.slots import GenerateCall, Slots
+from posttrain.engine.embedded.token_sampler import DrawnTokens, Spread, pick
+from posttrain.system.errors import EngineError
+
+MAX_NGRAM = 3
+"""Most tokens at the end of a sequence that prompt lookup searches for."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Draft what followed the last occurrence of the last `MAX_NGRAM` .. 1 tokens in the sequence
+    itself (prompt lookup)."""
+
+    tokens: int = 4
+    """k: most drafts per pass."""
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """Draft with a smaller model of the same vocabulary."""
+
+    model: PreTrainedModel
+    tokens: int = 4
+
+
+class Proposer(Protocol):
+    """Drafts tokens. `tokens` is the most it drafts for one slot and pass."""
+
+    tokens: int
+
+    def propose(self, slots: Slots, at: np.ndarray, most: np.ndarray) -> Drafts:
+        """Up to `most` [n] drafts for each slot of `at`."""
+        ...
+
+
+def positions_ahead(slots: Slots, at: np.ndarray, tokens: int) -> np.ndarray:
+    """int64 [n]: most drafts of each slot. It has cache rows for them, and may still say one token more than them."""
+    room = slots.held[at] - slots.cached[at] - 1
+    return np.minimum(np.minimum(tokens, room), slots.limit[at] - slots.said[at] - 1).clip(0)
+
+
+def within(most: np.ndarray, room: int) -> np.ndarray:
+    """`most` [n] drafts per slot, cut at one common level so that their sum is at most `room`.
+
+    Example: [4, 1, 4] in a room of 7 becomes [3, 1, 3].
+    """
+    level = int(most.max(initial=0))
+    while np.minimum(most, level).sum() > room:
+        level -= 1
+    return np.minimum(most, level)
+
+
+class PromptLookup:
+    """The proposer of `Lookup`."""
+
+    def __init__(self, options: Lookup) -> None:
+        if options.tokens < 1:
+            raise EngineError(f"{options}: tokens must be at least 1")
+        self.tokens = options.tokens
+        self._known: dict[int, tuple[GenerateCall | None, list[int], dict[tuple[int, ...], int]]] = {}
+        """Slot -> (its request, its tokens, position after the last occurrence of each short sequence)."""
+
+    def propose(self, slots: Slots, at: np.ndarray, most: np.ndarray) -> Drafts:
+        ids = np.zeros((len(at), self.tokens), np.int64)
+        counts = np.zeros(len(at), np.int64)
+        for i, (s, n) in enumerate(zip(at.tolist(), most.tolist(), strict=True)):
+            found = self._after(slots, s)[:n]
+            ids[i, : len(found)], counts[i] = found, len(found)
+        return Drafts(ids, counts)
+
+    def _after(self, slots: Slots, s: int) -> list[int]:
+        """The tokens that followed the last occurrence of the sequence's end, for the longest
+        end that occurred before."""
+        request = slots.request[s]
+        assert request is not None
+        whose, tokens, known = self._known.get(s, (None, [], {}))
+        if whose is not request:
+            tokens, known = request.ids.tolist(), {}
+            self._learn(tokens, known, 0)
+        begun = len(tokens)
+        tokens += slots.ids[s, begun - len(request.ids) : slots.said[s]].tolist()
+        found = next(
+            (
+                known[end]
+                for n in range(MAX_NGRAM, 0, -1)
+                if (end := tuple(tokens[len(tokens) - n :])) in known and len(tokens) >= n
+            ),
+            None,
+        )
+        self._learn(tokens, known, begun)
+        self._known[s] = (request, tokens, known)
+        return [] if found is None else tokens[found:]
+
+    def _learn(self, tokens: list[int], known: dict[tuple[int, ...], int], begun: int) -> None:
+        """Store the position after every short sequence that ends before the last token, from position `begun` on."""
+        for end in range(max(begun, 1), len(tokens)):
+            for n in range(1, min(MAX_NGRAM, end) + 1):
+                known[tuple(tokens[end - n : end])] = end
+
+
+class DraftModel:
+    """The proposer of `Draft`: a second model whose cache pool has the same rows, so that both use the slots' tables.
+
+    Args:
+        vocabulary: size of the target's vocabulary. kernels: as in the engine.
+    """
+
+    def __init__(
+        self, options: Draft, context: int, vocabulary: int, slots: int, device: str, kernels: KernelChoice
+    ) -> None:
+        if options.tokens < 1:
+            raise EngineError(f"a draft model drafts at least 1 token a pass, not {options.tokens}")
+        self.tokens = options.tokens
+        self.served = CachedModel(options.model, context, device=device, kernels=kernels)
+        if self.served.vocabulary != vocabulary:
+            raise EngineError(
+                f"the draft model has a vocabulary of {self.served.vocabulary}, the target one of {vocabulary}: they"
+                " must share their tokenizer"
+            )
+        self._chance = np.zeros((slots, 2, context))
+        """[s, (draft, accept), position]: uniforms from the place of the slot's request."""
+        self._of: list[GenerateCall | None] = [None] * slots
+        """The request of each slot that the uniforms belong to."""
+
+    def propose(self, slots: Slots, at: np.ndarray, most: np.ndarray) -> Drafts:
+        """Draft one token after the other, each in one pass over the slots that may have another draft."""
+        self._seed(slots, at)
+        ids = np.full((len(at), self.tokens), -1, np.int64)
+        q: list[Tensor] = []
+        token = slots.pending[at].copy()
+        for j in range(int(most.max(initial=0))):
+            go = np.flatnonzero(most > j)
+            position = slots.cached[at[go]] + j
+            hidden = self.served.ahead(slots, at[go], token[go], position)
+            spread = Spread.of(
+                self.served.logits(hidden), slots.contracts.at(at[go], ids[go] if j else None), self.served.kernels
+            )
+            drawn = spread.draw(self._chance[at[go], 0, slots.said[at[go]] + j])
+            of_all = spread.logp.new_zeros((len(at), spread.logp.shape[1]))
+            q.append(of_all.index_copy_(0, torch.from_numpy(go).to(of_all.device), spread.probabilities()))
+            token[go] = ids[go, j] = drawn.ids
+        return Drafts(ids, most, q)
+
+    def accepts(self, slots: Slots, at: np.ndarray, ahead: np.ndarray) -> np.ndarray:
+        """float64: the uniform that decides whether the draft `ahead` of what slot `at` has said is accepted."""
+        return self._chance[at, 1, slots.said[at] + ahead]
+
+    def _seed(self, slots: Slots, at: np.ndarray) -> None:
+        for s in at.tolist():
+            request = slots.request[s]
+            assert request is not None
+            if self._of[s] is not request:
+                for row, stream in enumerate(("draft", "accept")):
+                    self._chance[s, row, : request.limit] = seeds.uniforms(
+                        seeds.key(request.place, stream), request.limit
+                    )
+                self._of[s] = request
+
+
+def verify(
+    spread: Spread, drafts: Drafts, uniform: np.ndarray, accept_at: np.ndarray | None
+) -> tuple[DrawnTokens, np.ndarray]:
+    """(a token for every row, and int64 [n] how many drafts of each slot are accepted).
+
+    Args:
+        spread: the target's distributions. The rows of one slot are consecutive: one per draft, then one more.
+        uniform: float64 [R], one for each row's position. accept_at: float64 [R], to accept drafts
+            drawn from `drafts.q`.
+    """
+    widths = drafts.counts + 1
+    slot, step = np.repeat(np.arange(len(widths)), widths), ragged_arange(widths)
+    draft = np.where(step < drafts.counts[slot], drafts.ids[slot, np.minimum(step, drafts.ids.shape[1] - 1)], -1)
+    if drafts.q is None or accept_at is None:
+        drawn = spread.draw(uniform)
+    else:
+        drawn = spread.say(_residual(spread, drafts, uniform, accept_at, slot, step, draft))
+    right = drawn.ids == draft
+    wrong = np.where(right, len(slot), np.arange(len(slot)))
+    starts = np.cumsum(widths) - widths
+    return drawn, np.minimum.reduceat(wrong, starts) - starts
+
+
+def _residual(
+    spread: Spread,
+    drafts: Drafts,
+    uniform: np.ndarray,
+    accept_at: np.ndarray,
+    slot: np.ndarray,
+    step: np.ndarray,
+    draft: np.ndarray,
+) -> Tensor:
+    """int64 [R]: the draft where it is accepted, else a draw from (p - q)+; in a row without a draft, a draw from p."""
+    p = spread.probabilities().double()
+    device = p.device
+    ids = spread.pick(uniform)
+    rows = np.flatnonzero(draft >= 0)
+    if not len(rows):
+        return ids
+    assert drafts.q is not None
+    q = torch.stack([drafts.q[j][i] for i, j in zip(slot[rows].tolist(), step[rows].tolist(), strict=True)]).double()
+    at, d = torch.from_numpy(rows).to(device), torch.from_numpy(draft[rows]).to(device)[:, None]
+    mine = p.index_select(0, at)
+    taken = torch.from_numpy(accept_at[rows]).to(device) * q.gather(1, d)[:, 0] < mine.gather(1, d)[:, 0]
+    left = (mine - q).clamp_min(0)
+    # where the residual is zero, p equals q and every draft is accepted
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, mine)
+    instead = pick(left.log(), uniform[rows], spread.kernels)
+    return ids.index_copy(0, at, torch.where(taken, d[:, 0], instead))

@@ -1,0 +1,178 @@
+"""Tokens over HTTP: prompts are sent as ids, and turns are returned as ids with their log-probs.
+
+It needs an endpoint with vLLM's extensions (vLLM, `posttrain serve`). No text is decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import OUTSIDE, Said, Stop, Top
+from posttrain.engine.endpoint.endpoint_sampler import EndpointSampler, checked_prompt
+from posttrain.system.errors import ConfigError, DataError, EndpointError, EngineError
+from posttrain.verifier.discover import RemoteModel
+from posttrain.verifier.http_client import Endpoint
+
+LOOSE = 0.05
+"""Largest difference of log-probs of one distribution between two requests (bfloat16 servers are not deterministic)."""
+
+
+class TokenSampler(EndpointSampler):
+    """`core.ports.Sampler` over /completions with token ids.
+
+    Raises:
+        ConfigError: the endpoint's dialect has no token ids.
+    """
+
+    def __init__(self, endpoint: Endpoint, look: RemoteModel, *, cut: Sampling | None = None) -> None:
+        super().__init__(endpoint, look, cut=cut)
+        if not look.by_tokens:
+            raise ConfigError(
+                f"{endpoint.role} ({endpoint.url}): an endpoint of dialect {look.dialect!r} (its model is owned by"
+                f" {look.owner!r}) is not known to take prompts as token ids and return what was said as such. Leave"
+                " the tokenizer out (evaluation by text), or say dialect=vllm if it is vLLM behind a proxy"
+            )
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        """Continue int32 [T] `ids` by one turn; `place` becomes the request's seed."""
+        if sampling.stop_ids is None:
+            raise EngineError(
+                "sampling.stop_ids is not resolved: call sampling.resolve(stop_ids) once at load, or set stop_ids=()"
+            )
+        prompt = checked_prompt(ids)
+        room = self.context - len(prompt)
+        if room < 1:
+            raise DataError(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}: shorten it"
+            )
+        most = min(sampling.max_tokens, room)
+        body = self._body(sampling, place, chat=False) | {
+            "prompt": prompt,
+            "max_tokens": most,
+            "min_tokens": min(sampling.min_tokens, most),
+            "logprobs": max(sampling.top, 1),
+            "stop_token_ids": list(sampling.stop_ids),
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        choice, count = await self._choice("/completions", body, most)
+        said = self._ids(choice.get("token_ids"), "token_ids")
+        if (
+            "prompt_token_ids" in choice
+            and choice["prompt_token_ids"] is not None
+            and self._ids(choice["prompt_token_ids"], "prompt") != prompt
+        ):
+            raise self.broken("it read another prompt than it was sent: prompt_token_ids differ")
+        if len(said) != count:
+            raise self.broken(f"it returned {len(said)} token_ids and counted {count} tokens")
+        logp = self._logp(choice, len(said))
+        top = self._top(choice, len(said), sampling.top) if sampling.top else None
+        stop = self._stop(choice.get("finish_reason"), said, sampling, most)
+        version = np.full(len(said), 0 if self.cut is None else OUTSIDE, np.int32)
+        told = np.zeros(len(said), np.float32) if sampling.greedy else logp
+        return Said(np.array(said, np.int32), told, version, stop, None, top)
+
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [T - 1]: see `core.ports.Sampler`; from the endpoint's prompt_logprobs."""
+        prompt = checked_prompt(ids)
+        body = self._body(Sampling(max_tokens=1, stop_ids=()), 0, chat=False) | {
+            "prompt": prompt,
+            "prompt_logprobs": 0,
+            "ignore_eos": True,
+        }
+        choice, _ = await self._choice("/completions", body, 1)
+        rows = choice.get("prompt_logprobs")
+        if not isinstance(rows, list) or len(rows) != len(prompt):
+            raise self.broken("it returned no prompt_logprobs, so it cannot score")
+        try:
+            return np.array([row[str(i)]["logprob"] for row, i in zip(rows[1:], prompt[1:], strict=True)], np.float32)
+        except (KeyError, TypeError) as error:
+            raise self.broken(
+                f"its prompt_logprobs do not hold the prompt's own tokens ({type(error).__name__}: {error})"
+            ) from error
+
+    async def for_training(self, sampling: Sampling) -> None:
+        """Check with two requests at two temperatures that the returned tokens and log-probs can be trained on.
+
+        Raises:
+            ConfigError: it returns no ids or no log-probs, or its log-probs are not of the
+                distribution that it draws from.
+        """
+        sampling.for_training(keeps_sets=False)
+        probe = np.arange(1, 3, dtype=np.int32)
+        try:
+            one, two = [
+                await self.generate(probe, Sampling(temperature=t, max_tokens=1, stop_ids=(), top=3), 0)
+                for t in (1.0, 0.5)
+            ]
+        except EndpointError as error:
+            raise ConfigError(f"this endpoint's samples cannot be trained on: {error}") from error
+        assert one.top is not None and two.top is not None
+        warm = dict(zip(one.top.ids[0].tolist(), one.top.logp[0].tolist(), strict=True))
+        cold = dict(zip(two.top.ids[0].tolist(), two.top.logp[0].tolist(), strict=True))
+        if set(warm) != set(cold):
+            raise ConfigError(
+                "this endpoint's samples cannot be trained on: its most probable tokens after one prompt are"
+                f" {sorted(warm)} at temperature 1 and {sorted(cold)} at 0.5, so log-probs and draws are not of one"
+                " model"
+            )
+        a, b = (np.array([x[i] for i in sorted(warm)]) for x in (warm, cold))
+        a, b = a - a[0], b - b[0]
+        if np.abs(b - 2 * a).max() > LOOSE + 0.05 * np.abs(a).max():
+            raise ConfigError(
+                "this endpoint's samples cannot be trained on: at temperature 0.5 its log-probs are not those of the"
+                f" distribution it draws from (differences {b[1:].round(3).tolist()}, should be"
+                f" {(2 * a[1:]).round(3).tolist()}). Start vLLM with --logprobs-mode processed_logprobs"
+            )
+
+    def _ids(self, x: Any, name: str) -> list[int]:
+        if not isinstance(x, list) or not all(type(i) is int for i in x):
+            raise self.broken(
+                f"it returned no {name}, so what was said is known as text only (vLLM returns them since 0.10.2)"
+            )
+        return x
+
+    def _logp(self, choice: dict[str, Any], n: int) -> np.ndarray:
+        told = choice.get("logprobs")
+        values = told.get("token_logprobs") if isinstance(told, dict) else None
+        if not isinstance(values, list) or len(values) != n or not all(isinstance(x, int | float) for x in values):
+            raise self.broken(f"it returned no log-prob for each of {n} tokens")
+        return np.array(values, np.float32)
+
+    def _top(self, choice: dict[str, Any], n: int, k: int) -> Top:
+        """The k most probable of each position's table, whose keys are token_id:N."""
+        tables = choice["logprobs"].get("top_logprobs")
+        if (
+            not isinstance(tables, list)
+            or len(tables) != n
+            or any(not isinstance(t, dict) or len(t) < k for t in tables)
+        ):
+            raise self.broken(f"it returned fewer than {k} alternatives for a token")
+        try:
+            rows = [
+                sorted(((int(name.removeprefix("token_id:")), p) for name, p in t.items()), key=lambda x: -x[1])[:k]
+                for t in tables
+            ]
+        except ValueError:
+            raise self.broken(
+                "it names alternatives by their text (return_tokens_as_token_ids has no effect), so their ids are not"
+                " known"
+            ) from None
+        ids = np.array([[i for i, _ in row] for row in rows], np.int32).reshape(n, k)
+        return Top(ids, np.array([[p for _, p in row] for row in rows], np.float32).reshape(n, k))
+
+    def _stop(self, reason: Any, said: list[int], s: Sampling, most: int) -> Stop:
+        if reason == "stop" and said and said[-1] in (s.stop_ids or ()):
+            return Stop.SAID
+        if reason == "stop" and s.stop:
+            return Stop.STRING
+        if reason == "length" and len(said) == most:
+            return Stop.LENGTH if most == s.max_tokens else Stop.CONTEXT
+        raise self.broken(
+            f"a turn of {len(said)} tokens ended with reason {reason!r}, which neither its last token nor its length"
+            " explains"
+        )

@@ -1,0 +1,1 @@
+"""Model files: checked before they are parsed, and compared after they were written."""

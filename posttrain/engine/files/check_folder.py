@@ -1,0 +1,117 @@
+"""Checks of a model directory before its files are parsed: files that are not regular, and impossible
+sizes of files and models."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError, safe_open
+
+from posttrain.engine.model.architecture_kinds import keeps_state
+from posttrain.system import read_untrusted
+from posttrain.system.errors import DataError
+
+READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
+"""Endings of the files that are read from a model directory."""
+INDEX = ".index.json"
+"""Ending of the files that say in which file each weight is."""
+LARGEST = {
+    ".json": 512 * read_untrusted.MiB,
+    ".jinja": read_untrusted.MiB,
+    ".txt": 512 * read_untrusted.MiB,
+    ".model": 512 * read_untrusted.MiB,
+}
+"""Most bytes of a file, by ending. Weights may have any size."""
+LARGEST_CONFIG = 16 * read_untrusted.MiB
+"""Most bytes of config.json and the other `*config.json` files."""
+LAYERS = re.compile(
+    r"(num_|n_)?(hidden_|decoder_|encoder_)?(layers?|blocks)|(num_|n_)(hidden_|decoder_|encoder_)?layers?"
+)
+MOST_LAYERS = 4096
+"""Most layers where the number of tensors is not known from the weights."""
+
+
+def examine(folder: Path) -> None:
+    """DataError names a file that is a pipe, a device or a directory, that is too big for its kind, or a config file
+    that holds no JSON object (transformers would continue without it)."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in READ:
+            continue
+        try:
+            about = os.stat(path)
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}") from error
+        read_untrusted.require_regular(path, about, DataError)
+        most = LARGEST_CONFIG if path.name.endswith("config.json") else LARGEST.get(path.suffix)
+        if most is not None and about.st_size > most:
+            raise DataError(f"{path} has {about.st_size:,} bytes; at most {most:,} are read there")
+        if path.name.endswith("config.json"):
+            read_untrusted.parse_object(
+                read_untrusted.read_bytes(path, LARGEST_CONFIG, DataError), str(path), DataError
+            )
+        if path.name.endswith(INDEX):
+            weight_files(path)
+
+
+def weight_files(index: Path) -> dict[str, str]:
+    """The file of each weight, by its name, as an index says; DataError where it names files outside its folder."""
+    listed: Any = read_untrusted.parse_object(
+        read_untrusted.read_bytes(index, LARGEST[".json"], DataError), str(index), DataError
+    )
+    listed = listed.get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        raise DataError(f"{index} is damaged: weight_map must give the file of each weight. Copy or download it again")
+    found = cast("dict[str, str]", listed)
+    if outside := next((f for f in found.values() if Path(f).name != f), None):
+        raise DataError(
+            f"{index} names the file {outside[:80]!r}: the weights of a model lie beside their index, and nothing else"
+            " is read. Download the model again, or save it with save_pretrained"
+        )
+    return found
+
+
+def check_layers(folder: Path) -> None:
+    """DataError where config.json has more layers than the weights have tensors. Building them would
+    take hours and all memory."""
+    file = folder / "config.json"
+    config = read_config(file)
+    most = _tensors(folder)
+    for part in (config, *(v for v in config.values() if isinstance(v, dict))):
+        for name, value in part.items():
+            if LAYERS.fullmatch(str(name)) and isinstance(value, int) and value > min(most, MOST_LAYERS):
+                have = (
+                    f"its weights hold {most} tensors"
+                    if most < MOST_LAYERS
+                    else f"no model has more than {MOST_LAYERS}"
+                )
+                raise DataError(
+                    f"{file}: {name}={value:,}, and {have}. The config belongs to another model, or is damaged"
+                )
+
+
+def check_state(folder: Path) -> None:
+    """EngineError where config.json names an architecture with a recurrent state that cannot be trained."""
+    keeps_state(read_config(folder / "config.json"))
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """A model's config.json; DataError where it is none."""
+    return read_untrusted.parse_object(read_untrusted.read_bytes(file, LARGEST_CONFIG, DataError), str(file), DataError)
+
+
+def _tensors(folder: Path) -> float:
+    """Number of tensors in the safetensors of a folder; infinite where it cannot be known without reading more."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return len(weight_files(index))
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        return float("inf")
+    try:
+        with safe_open(file, "pt") as tensors:
+            return len(tensors.keys())
+    except (SafetensorError, OSError):  # the loader reports what is wrong
+        return float("inf")

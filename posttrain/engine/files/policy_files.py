@@ -1,0 +1,105 @@
+"""The policy's files in a run folder beside the weights: configuration, generation config and tokenizer. No code of
+the model's own is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from posttrain.config.run import Model
+from posttrain.engine.adapters.adapter_modules import base_tensors
+from posttrain.engine.adapters.quantise import quantise
+from posttrain.engine.files.pretrained_files import read_tokenizer
+from posttrain.engine.layers import attention
+from posttrain.engine.model.built_tokenizers import quiet
+from posttrain.engine.model.patch_attention import implementation
+from posttrain.engine.model.policy_model import Policy, named_tensors, prepared, with_adapter
+from posttrain.engine.model.stop_tokens import resolve_stops
+from posttrain.system import read_untrusted
+from posttrain.system.errors import DataError
+
+GENERATION = "generation_config.json"
+BASE = "base.safetensors"
+"""The frozen weights beneath an adapter, where nothing outside the folder holds them."""
+
+
+def write_config(policy: Policy, folder: Path, base: bool = False) -> None:
+    """Write configuration and generation config, and with `base` the frozen weights beneath the adapter."""
+    policy.module.config.save_pretrained(folder)
+    if policy.module.generation_config is not None:
+        policy.module.generation_config.to_json_file(folder / GENERATION)
+    if base:
+        held = base_tensors(policy.module)
+        save_file({n: t.detach().contiguous() for n, t in held.items()}, folder / BASE)
+
+
+def _load_base(module: PreTrainedModel, path: Path) -> None:
+    """Copy the kept base into the module. DataError where it is missing, damaged, or another model's."""
+    try:
+        with read_untrusted.opened(path, DataError):
+            pass
+        found = load_file(path)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"{path} is damaged ({error}). Copy the whole folder again") from error
+    own = dict(named_tensors(module))
+    if set(found) != set(own) or any(found[n].shape != own[n].shape or found[n].dtype != own[n].dtype for n in own):
+        raise DataError(f"{path} holds the weights of another model. Copy the whole folder again")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(found[name])
+
+
+def kept(
+    model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | None, most: int | None = None
+) -> Policy:
+    """The policy of a run folder. The parameters that train are not loaded yet. No code of the model's own is run,
+    whatever its files contain.
+
+    Args:
+        model: with `model.lora`, the kept base is loaded and a new adapter is attached.
+        stop_ids: the ids that the run recorded; None: they are resolved again.
+        most: see `load_policy`.
+
+    Raises:
+        DataError: the files are missing or damaged, or the architecture needs its own code, or it has buffers, which no
+            checkpoint of a run holds.
+    """
+    words, _ = read_tokenizer(str(tokenizer))
+    attention.register()
+    try:
+        with quiet():
+            found = AutoConfig.from_pretrained(config, trust_remote_code=False)
+            if getattr(found, "quantization_config", None) is not None:
+                raise ValueError("it is quantized, and what a run learned never is")
+            built: Any = AutoModelForCausalLM.from_config(
+                found,
+                attn_implementation=implementation(found),
+                dtype=getattr(torch, model.dtype),
+                trust_remote_code=False,
+            )
+            if (config / GENERATION).exists():
+                built.generation_config = GenerationConfig.from_pretrained(config)
+    except Exception as error:  # broken files raise any error of their parser
+        first = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise DataError(
+            f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first})"
+        ) from error
+    module: PreTrainedModel = built
+    if buffers := [n for n, t in named_tensors(module) if not isinstance(t, nn.Parameter)]:
+        raise DataError(
+            f"{config}: checkpoints of a run hold no buffers, and this model keeps some: {', '.join(buffers[:3])}"
+        )
+    stops = tuple(stop_ids) if stop_ids else resolve_stops(words, module.generation_config)
+    if model.lora is not None:
+        if model.quantize is not None:
+            quantise(module, model.quantize)
+        _load_base(module, config / BASE)
+    policy = prepared(model, module, words, stops, f"kept in {config.parent}", [], most)
+    return with_adapter(policy, model, 0)

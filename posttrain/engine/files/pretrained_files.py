@@ -1,0 +1,190 @@
+"""Reading a checkpoint from disk or hub. Every kind of wrong checkpoint is refused with a message that explains it."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from posttrain.engine.files.check_folder import examine
+from posttrain.engine.layers import attention
+from posttrain.engine.model.architecture_kinds import WANTED, keeps_state
+from posttrain.engine.model.built_tokenizers import quiet
+from posttrain.engine.model.locate_model import locate
+from posttrain.engine.model.patch_attention import implementation
+from posttrain.system.errors import ConfigError, DataError, EngineError, PosttrainError
+
+
+def read_pretrained(
+    path: str, dtype: torch.dtype, trust_remote_code: bool, kind: Any = AutoModelForCausalLM
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, list[str]]:
+    """(module on CPU with attention "posttrain", tokenizer, notes for people), from a local directory or a hub id.
+
+    Nothing is downloaded where `path` is a directory. Missing weights are refused; transformers would
+    initialize them randomly.
+    """
+    where = locate(path)
+    attention.register()
+    with quiet():
+        config = _config(where, trust_remote_code)
+        notes = _silence_dropout(config)
+        tokenizer = _tokenizer(where, trust_remote_code)
+        module = _weights(where, config, dtype, trust_remote_code, notes, kind)
+    return module, tokenizer, notes
+
+
+def read_skeleton(path: str, trust_remote_code: bool) -> tuple[PreTrainedConfig, PreTrainedTokenizerFast, list[str]]:
+    """(config without dropout, tokenizer, notes for people) of a local directory. Reads no weights."""
+    where = locate(path)
+    with quiet():
+        config = _config(where, trust_remote_code)
+        notes = _silence_dropout(config)
+        return config, _tokenizer(where, trust_remote_code), notes
+
+
+def read_tokenizer(
+    path: str, trust_remote_code: bool = False
+) -> tuple[PreTrainedTokenizerFast, GenerationConfig | None]:
+    """The tokenizer of a local directory or hub id, and its generation config, or the one that its config implies,
+    where there is one. Reads no weights."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        examine(folder)
+    where = str(folder.resolve()) if folder.is_dir() else locate(path)
+    tokenizer = _tokenizer(where, trust_remote_code)
+    for read in (GenerationConfig.from_pretrained, _implied):
+        with suppress(OSError, ValueError):
+            return tokenizer, read(where)
+    return tokenizer, None
+
+
+def _implied(where: str) -> GenerationConfig:
+    return GenerationConfig.from_model_config(AutoConfig.from_pretrained(where))
+
+
+def _config(where: str, trust: bool) -> PreTrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust)
+    except OSError as error:
+        if Path(where).is_dir():
+            raise DataError(f"{where}/config.json cannot be read: {_first(error)}") from error
+        raise ConfigError(
+            f"model.path={where} is neither a directory here nor a model that could be fetched from the hub"
+            f" ({_first(error)}). Check the spelling; offline, download it first (hf download {where}) and give its"
+            " directory"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{where}: config.json names no architecture this transformers knows ({_first(error)}). If it ships its own"
+            " code, set model.trust_remote_code=true"
+        ) from error
+    except Exception as error:  # a config's own checks raise their own classes
+        raise DataError(f"{where}/config.json describes no model ({type(error).__name__}: {_first(error)})") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise DataError(
+            f"{where} is an encoder-decoder ({config.model_type}): posttrain trains decoder-only causal LMs. Use one"
+            " (Qwen, Llama, Gemma, GPT-2, ...)"
+        )
+    keeps_state(config.to_dict())
+    return config
+
+
+def _silence_dropout(config: PreTrainedConfig) -> list[str]:
+    """Set every dropout rate of the config, and of the configs inside it, to 0. Returns a note where one was not 0."""
+    rates: dict[str, float] = {}
+    for part in (config, *(c for c in vars(config).values() if isinstance(c, PreTrainedConfig))):
+        for name, rate in part.to_dict().items():
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(rate, float) and rate > 0:
+                rates[name] = rate
+                setattr(part, name, 0.0)
+    named = ", ".join(f"{n}={v:g}" for n, v in rates.items())
+    return [f"dropout is off ({named} in the config): sampler and learner must be the same function"] if rates else []
+
+
+def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust)
+    except Exception as error:  # broken files raise any error of their parser
+        raise DataError(
+            f"{where}: the tokenizer cannot be read ({type(error).__name__}: {_first(error)}). Save it again with"
+            " tokenizer.save_pretrained"
+        ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise DataError(
+            f"{where}: {type(tokenizer).__name__} has no tokenizer.json form. Convert it to a PreTrainedTokenizerFast"
+            " and save it there"
+        )
+    return tokenizer
+
+
+def _weights(
+    where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bool, notes: list[str], kind: Any
+) -> PreTrainedModel:
+    try:
+        loaded: Any = kind.from_pretrained(
+            where,
+            config=config,
+            dtype=dtype,
+            attn_implementation=implementation(config),
+            trust_remote_code=trust,
+            output_loading_info=True,
+        )
+        module, info = loaded
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise DataError(f"{where}: no causal LM could be loaded (KeyError: {_first(error)})") from error
+        raise EngineError(
+            f"{where}: {config.model_type} computes attention in code of its own and takes no other. {WANTED}"
+        ) from error
+    except (OSError, ValueError, RuntimeError, AssertionError, IndexError) as error:
+        raise DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})") from error
+    except Exception as error:
+        raise _unreadable(where, error) from error
+    if getattr(module, "_hf_peft_config_loaded", False):
+        raise DataError(
+            f"{where}: a PEFT adapter lies beside the model, and transformers has loaded it too. Download the adapter"
+            " into a directory of its own and give that, or merge it first"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise DataError(
+            f"{where}: {len(missing)} tensors of {type(module).__name__} are not in its weights and would be random: "
+            f"{', '.join(missing[:4])}. "
+            "The checkpoint is incomplete, or belongs to another architecture than its config.json says"
+        )
+    if extra := sorted(info["unexpected_keys"]):
+        notes.append(
+            f"{len(extra)} tensors of the checkpoint are not used by {type(module).__name__}: {', '.join(extra[:3])}"
+        )
+    return module
+
+
+def _unreadable(where: str, error: Exception) -> PosttrainError:
+    """The error for weights that raised something while they were read. Broken files raise
+    whatever their parser raises."""
+    if isinstance(error, PosttrainError):
+        return error
+    if isinstance(error, pickle.UnpicklingError):
+        return DataError(
+            f"{where}: its weights are a pickle of more than tensors (or a broken one), which could run programs, so it"
+            " is not read. Ask for safetensors, or save it again with save_pretrained on a machine that trusts it"
+        )
+    if isinstance(error, EOFError) or type(error).__name__ == "SafetensorError":
+        return DataError(f"{where}: its weights are damaged ({_first(error)}). Copy or download them again")
+    return DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})")
+
+
+def _first(error: BaseException) -> str:
+    """The first line of a message, without its final period."""
+    return (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(". ")

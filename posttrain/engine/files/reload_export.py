@@ -1,0 +1,110 @@
+"""What was exported, as any user of transformers reads it: AutoModelForCausalLM and AutoTokenizer, and PEFT for an
+adapter. Attention, cache and head are those of transformers, and nothing of ours computes in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from posttrain.engine.model.built_tokenizers import digest, quiet
+from posttrain.engine.model.policy_model import Policy
+from posttrain.engine.model.recurrent_state import is_stateful
+from posttrain.engine.model.stop_tokens import resolve_stops
+from posttrain.system.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class ReloadedModel:
+    """A model directory that was read back."""
+
+    module: Any
+    """What a user calls: a causal LM, or a PEFT model."""
+    inner: Any
+    """The causal LM, with PEFT's layers inside where an adapter was read."""
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """The digest that `Policy.tokenizer_digest` is of a policy."""
+        core = self.tokenizer.backend_tokenizer
+        core.no_truncation()
+        core.no_padding()
+        return digest(core.to_str())
+
+    @property
+    def template_digest(self) -> str:
+        return digest(str(self.tokenizer.chat_template or ""))
+
+    @torch.no_grad()
+    def answer(self, prompt: np.ndarray, most: int) -> np.ndarray:
+        """int32: the greedy answer to a prompt, up to and with the first stop token. With transformers' cache; a model
+        with a recurrent state is computed anew for each token, because its cache has another form in each family."""
+        device = next(self.inner.parameters()).device
+        fed, past, said = torch.from_numpy(prompt.astype(np.int64)).to(device)[None], None, list[int]()
+        whole, cached = fed, not is_stateful(self.inner)
+        while len(said) < most:
+            out = self.module(input_ids=fed, **({"past_key_values": past} if cached else {}), use_cache=cached)
+            token = int(out.logits[0, -1].argmax())
+            said.append(token)
+            if token in self.stop_ids:
+                break
+            next_one = torch.tensor([[token]], device=device)
+            past, whole = out.past_key_values if cached else None, torch.cat([whole, next_one], 1)
+            fed = next_one if past is not None else whole
+        return np.array(said, np.int32)
+
+    @torch.no_grad()
+    def score(self, ids: np.ndarray) -> np.ndarray:
+        """float64 [T - 1]: log-probs of all tokens of a sequence but the first, by one forward pass without a cache."""
+        device = next(self.inner.parameters()).device
+        given = torch.from_numpy(ids.astype(np.int64)).to(device)[None]
+        logits: Tensor = self.module(input_ids=given, use_cache=False).logits[0, :-1]
+        parts = [
+            torch.log_softmax(part.double(), -1).gather(-1, at[:, None])[:, 0]
+            for part, at in zip(logits.split(64), given[0, 1:].split(64), strict=True)
+        ]
+        return torch.cat(parts).cpu().numpy()
+
+
+def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
+    """Read an exported directory.
+
+    Args:
+        policy: what it was made from; its device, and whether code of the model's own is trusted.
+        base: of an adapter: the model beneath it.
+
+    Raises:
+        DataError: transformers or PEFT cannot read it.
+    """
+    trust = policy.remote_code
+    try:
+        with quiet():
+            words: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+            dtype: Any = policy.dtype if base else "auto"
+            found: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype=dtype, trust_remote_code=trust)
+            inner, module = found, found
+            if base:
+                from peft import PeftModel
+
+                adapted: Any = PeftModel.from_pretrained(found, str(folder))
+                inner, module = adapted.base_model.model, adapted
+    except Exception as error:  # files that cannot be read raise any error of their parser
+        first = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise DataError(f"{folder}: what was exported cannot be read back ({type(error).__name__}: {first})") from error
+    module.to(policy.device).eval()
+    config = found.generation_config
+    stops = resolve_stops(words, config) if base else _listed(config)
+    return ReloadedModel(module, inner, words, stops)
+
+
+def _listed(config: Any) -> tuple[int, ...]:
+    """The ids at which `generate` of transformers ends an answer."""
+    found = getattr(config, "eos_token_id", None)
+    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)

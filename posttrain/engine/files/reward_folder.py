@@ -1,0 +1,197 @@
+"""Reward models on disk.
+
+A last-token head with one output is written as transformers' sequence classification reads it
+(`AutoModelForSequenceClassification`, `num_labels=1`), so that any library can use it. Every other head is written
+beside a causal LM: `save_pretrained`, and the head in two files, `reward_head.json` (its `HeadShape`) and
+`reward_head.safetensors` (its tensors).
+
+Both are read back as a policy with a reward head, so that they are computed by the learner's own forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from posttrain.config.reward_head import HeadShape
+from posttrain.config.run import Model
+from posttrain.engine.files.pretrained_files import read_pretrained
+from posttrain.engine.files.reward_form import LARGEST, SHAPE, TENSORS, form_of
+from posttrain.engine.head.logit_transform import logit_dtype
+from posttrain.engine.head.readout import read_out
+from posttrain.engine.head.value_heads import RewardHead
+from posttrain.engine.layers import attention
+from posttrain.engine.model.built_tokenizers import quiet
+from posttrain.engine.model.patch_attention import implementation
+from posttrain.engine.model.policy_model import Policy, load_policy, prepared
+from posttrain.engine.model.stop_tokens import resolve_stops
+from posttrain.system import dataclass_json, read_untrusted
+from posttrain.system.errors import ConfigError, DataError, EngineError, PosttrainError
+from posttrain.system.files import share
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def pad_of(policy: Policy) -> tuple[int, str]:
+    """(the id that pads batches of this reward model, the token). It is no stop token: transformers reads a sequence at
+    its last token that is not padding, and a completion ends in a stop token.
+
+    Raises:
+        DataError: the tokenizer has no token that could be one.
+    """
+    tokenizer: Any = policy.tokenizer
+    named = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *sorted(tokenizer.all_special_ids)]
+    found = [i for i in [*named, *range(len(tokenizer) - 1, -1, -1)] if i is not None and i not in policy.stop_ids]
+    if not found:
+        raise DataError("every token of this tokenizer is a stop token, so none can pad a batch: add a padding token")
+    return int(found[0]), str(tokenizer.convert_ids_to_tokens(int(found[0])))
+
+
+def classifier_of(policy: Policy, head: RewardHead) -> PreTrainedModel:
+    """The reward model as transformers' sequence classification. It shares the policy's weights.
+
+    Raises:
+        EngineError: transformers has none for this architecture, or one with another head.
+    """
+    config = copy.deepcopy(policy.module.config)
+    config.num_labels = 1
+    config.get_text_config().pad_token_id = config.pad_token_id = pad_of(policy)[0]
+    try:
+        with torch.device("meta"):
+            made: Any = AutoModelForSequenceClassification.from_config(config)
+    except (ValueError, KeyError) as error:
+        raise EngineError(
+            f"transformers has no sequence classification for {type(policy.module).__name__}"
+            f" ({str(error).splitlines()[0]})"
+        ) from error
+    score = getattr(made, "score", None)
+    if not isinstance(score, nn.Linear) or score.bias is not None or score.out_features != 1:
+        raise EngineError(
+            f"{type(made).__name__} has no linear head `score` without bias, so transformers would compute another"
+            " score"
+        )
+    setattr(made, made.base_model_prefix, policy.module.get_decoder())
+    score.weight = nn.Parameter(head.score.weight.detach().to(policy.dtype).clone())
+    made.eval()
+    return made
+
+
+def write_reward_model(policy: Policy, folder: Path) -> str:
+    """Write a policy with a reward head into a folder; returns a line that says in which form.
+
+    An adapter is merged into what is written.
+    """
+    head = policy.reward_head
+    if head is None:
+        raise ConfigError("there is no reward head to write: no stage of this run trains a reward model")
+    policy = policy.plain()
+    folder.mkdir(parents=True, exist_ok=True)
+    why = ""
+    if head.shape.standard:
+        try:
+            made = classifier_of(policy, head)
+            pad, token = pad_of(policy)
+            words: Any = copy.deepcopy(policy.tokenizer)
+            words.pad_token = token
+            with quiet():
+                made.save_pretrained(folder)
+                words.save_pretrained(folder)
+            share(folder)
+            was: Any = policy.tokenizer.pad_token_id
+            note = "" if was == pad else f"; its padding token is {token!r} ({pad}), because {_was(policy, was)}"
+            return f"{type(made).__name__}, one label, read at the last token that is not padding{note}"
+        except EngineError as error:
+            why = f" ({error})"
+    policy.write(folder)
+    (folder / SHAPE).write_text(json.dumps(asdict(head.shape), indent=1) + "\n", encoding="utf-8")
+    save_file({n: p.detach().contiguous() for n, p in head.named_parameters()}, folder / TENSORS)
+    share(folder)
+    return f"{type(policy.module).__name__} with its reward head in {SHAPE} and {TENSORS}{why}"
+
+
+def _was(policy: Policy, pad: int | None) -> str:
+    if pad is None:
+        return "the tokenizer had none"
+    return f"{policy.tokenizer.convert_ids_to_tokens(pad)!r} ends completions"
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_reward_model(path: str, model: Model, most: int | None = None) -> Policy:
+    """A reward model from a directory or hub id, as a policy with a reward head. Its log-probs mean nothing.
+
+    Args:
+        model: where it computes: device, dtype and kernels. Its path, adapter and context are not read.
+        most: tokens of the longest sequence; None: all positions of the model.
+
+    Raises:
+        ConfigError, DataError, EngineError: it is no reward model, or cannot be computed as transformers does.
+    """
+    model = replace(model, path=path, lora=None, quantize=None, context=None)
+    folder = Path(path).expanduser()
+    if folder.is_dir() and form_of(folder) == "head":
+        return _with_head(load_policy(model, None, 0, most=most), folder)
+    return _classifier(path, model, most)
+
+
+def _with_head(policy: Policy, folder: Path) -> Policy:
+    """The policy with the head of the two files."""
+    name = folder / SHAPE
+    data = read_untrusted.parse_object(read_untrusted.read_bytes(name, LARGEST, DataError), str(name), DataError)
+    try:
+        shape = dataclass_json.from_plain(HeadShape, data)
+        with read_untrusted.opened(folder / TENSORS, DataError):
+            pass
+        found = load_file(folder / TENSORS)
+    except (PosttrainError, SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise DataError(f"{folder}: its reward head is damaged ({error}). Copy the whole folder again") from error
+    head = _new_head(policy, shape)
+    own = dict(head.named_parameters())
+    if set(own) != set(found) or any(own[n].shape != found[n].shape for n in own):
+        raise DataError(f"{folder / TENSORS} belongs to another head than {SHAPE} says. Copy the whole folder again")
+    with torch.no_grad():
+        for n, p in own.items():
+            p.copy_(found[n])
+    return replace(policy, reward_head=head)
+
+
+def _new_head(policy: Policy, shape: HeadShape, blank: int | None = None) -> RewardHead:
+    width = read_out(policy.module).weight.shape[1]
+    return RewardHead(shape, width, dtype=logit_dtype(policy.dtype), device=policy.device, blank=blank)
+
+
+def _classifier(path: str, model: Model, most: int | None) -> Policy:
+    """A sequence classifier of transformers, put under a causal LM whose own head is never read."""
+    attention.register()
+    dtype = getattr(torch, model.dtype)
+    found, tokenizer, notes = read_pretrained(path, dtype, model.trust_remote_code, AutoModelForSequenceClassification)
+    classifier: Any = found
+    score = getattr(classifier, "score", None)
+    if not isinstance(score, nn.Linear) or score.bias is not None or score.out_features != 1:
+        raise ConfigError(
+            f"{path} is no reward model that can be read: {type(classifier).__name__} has no linear head `score` with"
+            " one output and no bias"
+        )
+    config = classifier.config
+    with quiet(), torch.device("meta"):
+        causal: Any = AutoModelForCausalLM.from_config(config, attn_implementation=implementation(config))
+    setattr(causal, causal.base_model_prefix, classifier.base_model)
+    words = nn.Linear(1, 1, bias=False, device="meta")
+    words.weight = classifier.get_input_embeddings().weight
+    causal.set_output_embeddings(words)
+    stops = resolve_stops(tokenizer, causal.generation_config)
+    policy = prepared(model, causal, tokenizer, stops, f"from {path}, a reward model", notes, most)
+    head = _new_head(policy, HeadShape(), blank=config.get_text_config().pad_token_id)
+    with torch.no_grad():
+        head.score.weight.copy_(score.weight)
+    return replace(policy, reward_head=head)

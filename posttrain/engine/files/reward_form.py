@@ -1,0 +1,48 @@
+"""Which directories hold a reward model, and in which form. This needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from posttrain.system import read_untrusted
+from posttrain.system.errors import ConfigError, DataError
+
+SHAPE, TENSORS = "reward_head.json", "reward_head.safetensors"
+"""The files of a head beside a causal LM."""
+CLASSIFIER = "ForSequenceClassification"
+"""Ends the names of transformers' classes for sequence classification."""
+LARGEST = 1 << 20
+"""Most bytes of `SHAPE`."""
+
+
+def form_of(folder: Path) -> str:
+    """Which kind of reward model a directory holds: `head` (a causal LM with a head beside it) or `classifier`.
+
+    Raises:
+        ConfigError: it holds none. The message says what it is.
+    """
+    if (folder / SHAPE).is_file():
+        return "head"
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ConfigError(
+            f"{folder} is no reward model: it has no config.json. Give a directory that posttrain export or"
+            " save_pretrained wrote"
+        )
+    found = read_untrusted.parse_object(
+        read_untrusted.read_bytes(config, 16 * LARGEST, DataError), str(config), DataError
+    )
+    kinds: Any = found.get("architectures")
+    names = [str(k) for k in kinds] if isinstance(kinds, list) else []
+    if not names or not names[0].endswith(CLASSIFIER):
+        raise ConfigError(
+            f"{folder} is no reward model: its config.json names {', '.join(names) or 'no architecture'}, and a reward"
+            f" model is saved as ...{CLASSIFIER} with one label, or has {SHAPE} beside it"
+        )
+    labels: Any = found.get("id2label", {0: ""})
+    if isinstance(labels, dict) and len(labels) != 1:
+        raise ConfigError(
+            f"{folder} is no reward model: it has {len(labels)} labels, and a reward is one number (num_labels=1)"
+        )
+    return "classifier"

@@ -1,0 +1,95 @@
+"""The safetensors files of a model, of which any rows can be read: who holds a part of a weight reads only that."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from posttrain.engine.files.check_folder import weight_files
+from posttrain.system.errors import DataError
+
+INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
+
+
+class RowFiles:
+    """The safetensors files of a model, of which any rows can be read.
+
+    `digest` is that of what they hold by name, type, shape and size.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._of: dict[str, Path] = {}
+        listed = hashlib.blake2b(digest_size=16)
+        for path in self._paths():
+            try:
+                with safe_open(path, "pt") as file:
+                    for name in sorted(file.keys()):
+                        part = file.get_slice(name)
+                        self._of[name] = path
+                        listed.update(f"{name} {part.get_dtype()} {part.get_shape()};".encode())
+            except (SafetensorError, OSError) as error:
+                raise DataError(f"{path}: its weights cannot be read ({error}). Copy or download them again") from error
+            listed.update(f"{path.name} {path.stat().st_size};".encode())
+        self.digest = listed.hexdigest()
+
+    def _paths(self) -> list[Path]:
+        if (self.folder / INDEX).is_file():
+            found = [self.folder / name for name in sorted(set(weight_files(self.folder / INDEX).values()))]
+        else:
+            found = [self.folder / ALONE]
+        if missing := [p for p in found if not p.is_file()]:
+            raise DataError(
+                f"{missing[0]} is not there: rows are read from safetensors files. Save the model again with"
+                " save_pretrained, or load it whole on each rank"
+            )
+        return found
+
+    def fill(self, module: PreTrainedModel, name: str, into: Tensor, begin: int, dtype: torch.dtype) -> None:
+        """Read the rows from `begin` of one weight into `into`, rounded to `dtype` first.
+
+        Raises:
+            DataError: no file has it, or with another shape.
+        """
+        key = self._key(module, name)
+        if key is None:
+            raise DataError(
+                f"{self.folder}: {name} is in none of its files under this name, so rows of it cannot be read. Load the"
+                " model whole on each rank (`load_policy`), which converts names"
+            )
+        with safe_open(self._of[key], "pt") as file:
+            part = file.get_slice(key)
+            shape = list(part.get_shape())
+            if shape[1:] != list(into.shape[1:]) or begin + len(into) > shape[0]:
+                raise DataError(f"{self.folder}: {name} has the shape {shape} in its file, and another in the model")
+            if len(into):
+                into.copy_(part[begin : begin + len(into)].to(dtype))
+
+    def whole(self, module: PreTrainedModel, name: str, like: Tensor) -> Tensor:
+        """All of one weight, of the shape and type of `like`."""
+        found = torch.empty(like.shape, dtype=like.dtype)
+        self.fill(module, name, found, 0, like.dtype)
+        return found
+
+    def strange(self, module: PreTrainedModel) -> tuple[str, ...]:
+        """Names of weights without memory that no file has, and names in files that are of no weight."""
+        held = module.state_dict(keep_vars=True)
+        missing = [n for n, t in held.items() if t.is_meta and self._key(module, n) is None]
+        known = {n.replace(".base_layer.", ".") for n in held}
+        return (*missing, *sorted(self._of.keys() - known))
+
+    def _key(self, module: PreTrainedModel, name: str) -> str | None:
+        return next((n for n in self._names(module, name) if n in self._of), None)
+
+    @staticmethod
+    def _names(module: PreTrainedModel, name: str) -> list[str]:
+        """Names that a weight may have in a file: its own, without the layers of an adapter, and those of its ties."""
+        plain = name.replace(".base_layer.", ".")
+        tied: Any = getattr(module, "all_tied_weights_keys", None) or {}
+        return [plain, *(a for pair in tied.items() for a in pair if plain in pair and a != plain)]

@@ -1,0 +1,81 @@
+"""The proof that head, softmax and log-prob are computed in float32 for weights of less: each side of a run compares
+its own with float64 before its first use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from posttrain.config.engines import KernelChoice
+from posttrain.core.sampling import Sampling
+from posttrain.engine.head.logprob import logprobs
+from posttrain.engine.head.readout import ReadOut
+from posttrain.system.errors import InvariantError
+
+TOKENS = 64
+"""Hidden states that are tried."""
+BLOCK = 8192
+"""Ids of which the float64 logits exist at once."""
+BOUND = 5e-5
+"""Largest difference that counts as float32's rounding, relative to the largest logit. Logits that are rounded to
+float16 differ by about 2e-4, and by 2e-3 in bfloat16."""
+
+
+@torch.no_grad()
+def prove_logprobs(out: ReadOut, hidden: Tensor, kernels: KernelChoice) -> None:
+    """InvariantError where the learner's head is narrower than float32 at these hidden states [M, H]."""
+    hidden = hidden.detach()[:TOKENS]
+    targets = torch.arange(len(hidden), device=hidden.device) * 7919 % out.weight.shape[0]
+    ours, _ = logprobs(
+        hidden,
+        out.weight,
+        out.bias,
+        targets,
+        sampling=Sampling(stop_ids=()),
+        want_entropy=False,
+        kernels=kernels,
+        softcap=out.softcap,
+        scale=out.scale,
+    )
+    largest, norm, said = torch.tensor(1.0).double(), [], torch.zeros(len(hidden)).double()
+    for first, z in _exact(out, hidden):
+        largest = torch.maximum(largest, z.abs().max())
+        norm.append(z.logsumexp(1))
+        inside = (targets.cpu() >= first) & (targets.cpu() < first + z.shape[1])
+        said[inside] = z[inside, targets.cpu()[inside] - first]
+    _refuse("the learner's", float((ours.double().cpu() - said + torch.stack(norm).logsumexp(0)).abs().max() / largest))
+
+
+@torch.no_grad()
+def prove_logits(out: ReadOut) -> None:
+    """InvariantError where the sampler's head is narrower than float32."""
+    width = out.weight.shape[1]
+    hidden = torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(0)).to(out.weight)
+    ours, gap, largest = out.logits(hidden).double().cpu(), 0.0, 1.0
+    for first, z in _exact(out, hidden):
+        gap = max(gap, float((ours[:, first : first + z.shape[1]] - z).abs().max()))
+        largest = max(largest, float(z.abs().max()))
+    _refuse("the sampler's", gap / largest)
+
+
+def _exact(out: ReadOut, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first id, logits [M, B] in float64 on the CPU) of each block of the vocabulary."""
+    h = hidden.cpu().double()
+    for first in range(0, out.weight.shape[0], BLOCK):
+        w = out.weight[first : first + BLOCK].detach().cpu().double()
+        z = h @ w.T
+        if out.bias is not None:
+            z = z + out.bias[first : first + BLOCK].detach().cpu().double()
+        z = z * out.scale
+        yield first, z if out.softcap is None else torch.tanh(z / out.softcap) * out.softcap
+
+
+def _refuse(whose: str, gap: float) -> None:
+    if not gap <= BOUND:
+        raise InvariantError(
+            f"{whose} head computes in less than float32: its logits differ from float64 by {gap:.2g} of the largest"
+            f" (bound {BOUND:g}). Log-probs would be rounded to a few digits, and ratios with them. Look for an"
+            " autocast around the head, a cast of its logits, or TF32 (torch.backends.cuda.matmul.allow_tf32)"
+        )

@@ -1,0 +1,75 @@
+"""Which implementation of an operation is used: one table by operation, device and dtype, and one
+choice for a whole run.
+
+Every operation has a reference form. It is plain torch and works on every device and dtype. Faster forms have a bound
+on their difference from it. Each form is registered in the module that defines it. A new form is one more row of the
+table, because callers never name a form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from posttrain.config.engines import KernelChoice
+from posttrain.system.errors import EngineError
+
+FORMS = ("compiled", "torch", "reference")
+"""In order of preference. compiled: code that is compiled on this machine, by its C compiler or by Triton. torch:
+torch's fast operations. reference: the plain definition."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kernel:
+    """One form of an operation. All forms of an operation take the same arguments."""
+
+    operation: str
+    form: Literal["compiled", "torch", "reference"]
+    function: Callable[..., Any]
+    devices: tuple[str, ...] = ()
+    """Device types it runs on; (): all."""
+    bounds: Mapping[torch.dtype, float] = field(default_factory=dict[torch.dtype, float])
+    """For each dtype it supports, the largest allowed difference from the reference form, relative to the largest
+    number. The reference form supports every dtype and has no bound."""
+    missing: Callable[[], str] = lambda: ""
+    """Returns why this machine does not have it; '' where it does."""
+
+    def unfit(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Why it cannot be used on this device and dtype; '' where it can."""
+        if self.form == "reference":
+            return ""
+        if (self.devices and device.type not in self.devices) or dtype not in self.bounds:
+            served = ", ".join(str(d).removeprefix("torch.") for d in self.bounds)
+            return (
+                f"{self.form} ones serve {served} on {' and '.join(self.devices) or 'any device'}, not {dtype} on"
+                f" {device}"
+            )
+        return self.missing()
+
+
+TABLE: dict[str, tuple[Kernel, ...]] = {}
+"""Forms of each operation, in the order of `FORMS`."""
+
+
+def add_forms(*forms: Kernel) -> None:
+    """Register all forms of one operation. One of them is the reference form."""
+    (operation,) = {k.operation for k in forms}
+    TABLE[operation] = tuple(sorted(forms, key=lambda k: FORMS.index(k.form)))
+    assert TABLE[operation][-1].form == "reference"
+
+
+def kernel(operation: str, device: torch.device, dtype: torch.dtype, choice: KernelChoice = "auto") -> Kernel:
+    """The first form in the order of `FORMS` that the choice allows and that supports the device and dtype."""
+    first = 0 if choice == "auto" else FORMS.index(choice)
+    return next(k for k in TABLE[operation] if FORMS.index(k.form) >= first and not k.unfit(device, dtype))
+
+
+def check_compiled(operation: str, device: torch.device, dtype: torch.dtype) -> None:
+    """EngineError where no compiled form of an operation can be used."""
+    found = [k.unfit(device, dtype) for k in TABLE[operation] if k.form == "compiled"]
+    if all(found):
+        why = "; ".join(found) or f"{operation} has no such form"
+        raise EngineError(f"model.kernels=compiled, but there are no compiled kernels: {why}")

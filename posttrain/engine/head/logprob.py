@@ -1,0 +1,270 @@
+"""The one head: hidden states to (log-prob, entropy). It works in tiles, some tokens and one block of the vocabulary,
+forward and backward. So no matrix [tokens, vocabulary] exists at once, and beyond the weight and its gradient no memory
+grows with the vocabulary. Weights of less than float32 are converted block by block.
+
+Every loss differentiates the policy through this head. The log-prob is that of the distribution that was sampled from.
+It applies the architecture's scale and soft-cap first. Then it applies the contract (`core.sampling`): its rules, the
+temperature, and the kept token set, renormalised.
+
+Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens and B ids of one tile, K named ids of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.config.engines import KernelChoice
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Kept
+from posttrain.engine.head.kernel_table import kernel
+from posttrain.engine.head.logit_rules import LogitRules
+from posttrain.engine.head.logit_transform import KeptMask, KeptSets, LogitTransform, logit_dtype
+from posttrain.engine.head.tiled_head import TiledHead, block_of, picked
+from posttrain.engine.head.tiles import TORCH, Blocks, Tile, each, normalised, within
+from posttrain.system.errors import InvariantError
+
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "accelerator": 1 << 27}
+"""Logits (C * V) of one tile on each kind of device. 8 MiB of float32 stay near a CPU's caches; 512 MiB fill a GPU."""
+CHUNK_ROWS = 128
+"""Fewest tokens of a tile. With fewer, reading the weight of the head costs too much per token."""
+KEPT_ELEMENTS = {"cpu": 1 << 22, "accelerator": 0}
+"""Most logits (M * V) of a pass that are kept until its backward; more are computed again. 16 MiB of float32 on a CPU,
+and on an accelerator none, where nobody measured what it saves."""
+CHUNK_IDS = 16384
+"""A vocabulary of at most so many ids is one block."""
+TILE = {"cpu": (256, 4096), "accelerator": (8192, 16384)}
+"""Tokens, and most ids, of a tile where the vocabulary is several blocks. On a CPU with 1 MiB of second-level cache,
+tiles of 4 MiB were the fastest at 151,936 ids."""
+
+
+def logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    sampling: Sampling,
+    kept: Kept | None = None,
+    rules: LogitRules | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    want_entropy: bool = False,
+    chunk: int | None = None,
+    block: int | None = None,
+    kernels: KernelChoice = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each target, and the entropy of the distribution it was drawn from. Both [M], in `logit_dtype`.
+
+    Args:
+        hidden: [M, H]. weight: [V, H]. bias: [V]. targets: [M] integer ids.
+        sampling: the contract the tokens were drawn under; greedy is refused.
+        kept: one set per token, exactly where `sampling.truncated`. rules: exactly where `sampling.rules`.
+        chunk: tokens of one tile; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`; of a large
+            vocabulary those of `TILE`.
+        block: ids of one tile; None: all, or of a large vocabulary equal blocks as `TILE` has them.
+
+    With p the distribution, the backward is d logp_t / dz = onehot(t) - p and d H / dz_i = -p_i (log p_i + H). The
+    chain rule then multiplies by the derivative of each step that made z: the temperature, a repetition penalty (its
+    factor depends on the sign of the logit), and a soft-cap.
+    """
+    sampling.for_training()
+    if (kept is not None) != sampling.truncated or (kept is not None and len(kept) != len(targets)):
+        sets_given = 0 if kept is None else len(kept)
+        raise InvariantError(
+            f"{len(targets)} tokens with {sets_given} kept sets under {sampling}: one each exactly where it truncates"
+        )
+    if (rules is not None) != sampling.rules:
+        raise InvariantError(f"rules must be given exactly where the contract has some: {sampling}")
+    if hidden.shape[0] != targets.shape[0]:
+        raise InvariantError(f"{hidden.shape[0]} hidden states for {targets.shape[0]} tokens")
+    transform = LogitTransform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptSets(kept, targets)
+    )
+    form = kernel("head", hidden.device, logit_dtype(weight.dtype), kernels)
+    tile = _tile(hidden, weight, transform, chunk, block)
+    logp, entropy = form.function(hidden, weight, bias, targets.long(), transform, want_entropy, tile)
+    return logp, entropy if want_entropy else None
+
+
+def candidates(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids_MK: Tensor,
+    *,
+    sampling: Sampling,
+    kept: Kept | None = None,
+    rules: LogitRules | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable. The backward computes each tile's
+    logits again. A token of probability 0 gets the lowest finite number of the dtype."""
+    transform = LogitTransform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
+    )
+    tile = _tile(hidden, weight, transform)
+    logp, _ = TiledHead.apply(hidden, weight, bias, ids_MK.long(), transform, False, tile, TORCH)
+    return logp.clamp_min(torch.finfo(logp.dtype).min)
+
+
+@torch.no_grad()
+def most_probable(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    *,
+    sampling: Sampling,
+    kept: Kept | None = None,
+    rules: LogitRules | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> Any:
+    """(values, indices) [M, K] of the most probable tokens, in descending order of log-prob. k = 0
+    takes the whole vocabulary."""
+    transform = LogitTransform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
+    )
+    single = _ids(weight) == weight.shape[0]
+    k = k or weight.shape[0]
+    values: list[Tensor] = []
+    indices: list[Tensor] = []
+    for _, blocks in _scored(hidden, weight, bias, transform):
+        best, which = list[Tensor](), list[Tensor]()
+        for first, logp in normalised(blocks, torch.log_softmax, single)():
+            found = logp.topk(min(k, logp.shape[1]), 1)
+            best.append(found.values)
+            which.append(found.indices + first)
+            if len(best) > 1:
+                both = torch.cat(best, 1).topk(min(k, best[0].shape[1] + best[1].shape[1]), 1)
+                best, which = [both.values], [torch.cat(which, 1).gather(1, both.indices)]
+        values.append(best[0].clamp_min(torch.finfo(best[0].dtype).min))
+        indices.append(which[0])
+    return torch.return_types.topk((torch.cat(values), torch.cat(indices)))
+
+
+@torch.no_grad()
+def energies(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor | None,
+    *,
+    sampling: Sampling,
+    kept: Kept | None = None,
+    rules: LogitRules | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract. z is the input of the softmax.
+    Without targets |p|^2, the probability that two draws are the same."""
+    transform = LogitTransform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
+    )
+    single = _ids(weight) == weight.shape[0]
+    out = [hidden.new_zeros(0, dtype=logit_dtype(weight.dtype))]
+    for rows, blocks in _scored(hidden, weight, bias, transform):
+        energy = hidden.new_zeros(rows.stop - rows.start, dtype=logit_dtype(weight.dtype))
+        for first, p in normalised(blocks, torch.softmax, single)():
+            if targets is not None:
+                place, inside = within(targets[rows, None].long() - first, p.shape[1])
+                p.scatter_add_(1, place, -inside.to(p.dtype))
+            energy += torch.linalg.vecdot(p, p)
+        out.append(energy)
+    return torch.cat(out)
+
+
+@torch.no_grad()
+def odds(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperatures: Sequence[float],
+    *,
+    sampling: Sampling,
+    kept: Kept | None = None,
+    rules: LogitRules | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where each target lies in the distribution p it was drawn from. Returns four float64 tensors: the mass of the ids
+    below it [M], the mass of the ids up to and with it [M], and for each q proportional to p^(1 / temperature) its log
+    q - log p [M, K] and the total variation between q and p [M, K]."""
+    transform = LogitTransform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
+    )
+    single = _ids(weight) == weight.shape[0]
+    none = hidden.new_zeros((0, len(temperatures)), dtype=torch.float64)
+    out = [[none.new_zeros(0)], [none.new_zeros(0)], [none], [none]]
+    for rows, blocks in _scored(hidden, weight, bias, transform):
+        target = targets[rows, None].long()
+        logps = normalised(each(blocks, torch.Tensor.double), torch.log_softmax, single)
+        below, said = none.new_zeros(len(target)), none.new_zeros(len(target))
+        for first, logp in logps():
+            ids = torch.arange(first, first + logp.shape[1], device=logp.device)
+            below += torch.where(ids < target, logp.exp(), 0.0).sum(1)
+            said += picked(logp, target - first)[:, 0]
+        ratios, apart = none.new_zeros(len(target), len(temperatures)), none.new_zeros(len(target), len(temperatures))
+        for k, t in enumerate(temperatures):
+            flatter = normalised(each(logps, lambda logp, t=t: logp / t), torch.log_softmax, single)
+            for (first, q), (_, logp) in zip(flatter(), logps(), strict=True):
+                ratios[:, k] += picked(q, target - first)[:, 0]
+                apart[:, k] += 0.5 * (q.exp() - logp.exp()).abs().sum(1)
+        ratios -= said[:, None]
+        for part, x in zip(out, (below, below + said.exp(), ratios, apart), strict=True):
+            part.append(x)
+    below, upto, ratio, apart = (torch.cat(part) for part in out)
+    return below, upto, ratio, apart
+
+
+# --- tiles ------------------------------------------------------------------------------------------------------------
+
+
+def _ids(weight: Tensor) -> int:
+    """Ids of one block: the vocabulary in equal parts."""
+    vocabulary = weight.shape[0]
+    if vocabulary <= CHUNK_IDS:
+        return vocabulary
+    return -(-vocabulary // -(-vocabulary // min(CHUNK_IDS, TILE[_kind(weight)][1])))
+
+
+def _tile(
+    hidden: Tensor, weight: Tensor, transform: LogitTransform, chunk: int | None = None, block: int | None = None
+) -> Tile:
+    rows, ids = chunk or _rows(hidden, weight), block or _ids(weight)
+    fits = len(hidden) * weight.shape[0] <= KEPT_ELEMENTS[_kind(weight)]
+    return Tile(rows, ids, fits and torch.is_grad_enabled() and not transform.sloped)
+
+
+def _rows(hidden: Tensor, weight: Tensor) -> int:
+    """Tokens of one tile."""
+    if weight.shape[0] > CHUNK_IDS:
+        return TILE[_kind(weight)][0]
+    return max(CHUNK_ROWS, CHUNK_ELEMENTS[_kind(weight)] // weight.shape[0])
+
+
+def _kind(weight: Tensor) -> str:
+    return "cpu" if weight.device.type == "cpu" else "accelerator"
+
+
+def _scored(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
+) -> Iterator[tuple[slice, Blocks]]:
+    """The scores z of each chunk of tokens, forward only."""
+    dtype, vocabulary, width = logit_dtype(weight.dtype), weight.shape[0], _ids(weight)
+    for at in range(0, len(hidden), rows := _rows(hidden, weight)):
+        chunk = slice(at, min(at + rows, len(hidden)))
+
+        def blocks(chunk: slice = chunk) -> Iterator[tuple[int, Tensor]]:
+            h = hidden[chunk].to(dtype)
+            for first in range(0, vocabulary, width):
+                w, b = block_of(weight, bias, first, width, dtype)
+                yield first, transform.scores(h, w, b, chunk.start, None, first)
+
+        yield chunk, blocks

@@ -1,0 +1,160 @@
+"""The head's autograd function over tiles of scores (`engine.head.tiles`), and the forms in which it is computed.
+
+Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens and B ids of one tile, K named ids of a token.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.head import native_tiles, reference_ops
+from posttrain.engine.head.kernel_table import Kernel, add_forms
+from posttrain.engine.head.logit_transform import LogitSlope, LogitTransform, logit_dtype
+from posttrain.engine.head.tiles import TORCH, RunningSoftmax, Tile, TileForm, within
+
+
+def block_of(
+    weight: Tensor, bias: Tensor | None, first: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    return weight[first : first + width].to(dtype), None if bias is None else bias[first : first + width].to(dtype)
+
+
+def picked(x: Tensor, named: Tensor) -> Tensor:
+    """[C, K]: the numbers of the named ids in a block [C, B]; 0 for an id outside of it."""
+    place, inside = within(named, x.shape[1])
+    return x.gather(1, place).masked_fill_(~inside, 0)
+
+
+class TiledHead(torch.autograd.Function):
+    """The head's autograd function. It saves its inputs, the normaliser and the entropy [M], and the backward computes
+    each tile's scores again unless they were kept. The outer loop is over the vocabulary, so a block of the weight is
+    converted once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        named: Tensor,
+        transform: LogitTransform,
+        want_entropy: bool,
+        tile: Tile,
+        form: TileForm,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs of the named ids, [M] or [M, K] as they are, and the entropy [M]."""
+        dtype, scores = logit_dtype(weight.dtype), list[Tensor]()
+        named_MK = named if named.ndim == 2 else named[:, None]
+        said = torch.zeros(named_MK.shape, dtype=dtype, device=hidden.device)
+        running = RunningSoftmax(hidden.new_empty(len(named), dtype=dtype), want_entropy)
+        for first in range(0, weight.shape[0], tile.ids):
+            w, b = block_of(weight, bias, first, tile.ids, dtype)
+            for at in range(0, len(hidden), tile.rows):
+                rows = slice(at, min(at + tile.rows, len(hidden)))
+                z = transform.scores(hidden[rows].to(dtype), w, b, at, None, first)
+                scores += [z] if tile.kept else []
+                said[rows] += picked(z, named_MK[rows] - first)
+                running.add(rows, *form.fold(z, want_entropy, transform.masked))
+        norm, entropy = running.norm(), running.entropy()
+        entropy = norm.new_empty(0) if entropy is None else entropy
+        ctx.save_for_backward(hidden, weight, bias, named_MK, norm, entropy, *scores)
+        ctx.transform, ctx.tile, ctx.form = transform, tile, form
+        ctx.set_materialize_grads(False)  # an entropy that no loss reads costs nothing in the backward
+        return said.sub_(norm[:, None]).view(named.shape), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, named_MK, norm, entropy, *kept = ctx.saved_tensors
+        transform, tile, dtype = ctx.transform, ctx.tile, logit_dtype(weight.dtype)
+        factor, scores = transform.beta * transform.scale, iter(kept)
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        of_logp, of_entropy = grads
+        by_logp = norm.new_zeros(named_MK.shape) if of_logp is None else of_logp.reshape(named_MK.shape)
+        grad_hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
+        grad_weight = torch.empty_like(weight) if need_weight else None
+        grad_bias = torch.empty_like(bias) if bias is not None and need_bias else None
+        for first in range(0, weight.shape[0], tile.ids):
+            w, b = block_of(weight, bias, first, tile.ids, dtype)
+            sum_w = None if grad_weight is None else _sum_for(grad_weight, first, tile.ids, dtype)
+            sum_b = None if grad_bias is None else _sum_for(grad_bias, first, tile.ids, dtype)
+            for at in range(0, len(hidden), tile.rows):
+                rows = slice(at, min(at + tile.rows, len(hidden)))
+                h, slopes = hidden[rows].to(dtype), list[LogitSlope]()
+                z = next(scores) if tile.kept else transform.scores(h, w, b, at, slopes, first)
+                by = by_logp[rows], None if of_entropy is None else of_entropy[rows], entropy[rows]
+                to = torch.empty_like(z) if tile.kept else z
+                d = ctx.form.cotangent(z, norm[rows], named_MK[rows] - first, *by, transform.masked, to)
+                for slope in reversed(slopes):
+                    slope.times(d)
+                if factor != 1:
+                    d.mul_(factor)
+                if grad_hidden is not None and first == 0:
+                    torch.mm(d, w, out=grad_hidden[rows])
+                elif grad_hidden is not None:
+                    grad_hidden[rows].addmm_(d, w)
+                if sum_w is not None:
+                    sum_w.addmm_(d.t(), h)
+                if sum_b is not None:
+                    sum_b.add_(d.sum(0))
+            for whole, part in ((grad_weight, sum_w), (grad_bias, sum_b)):
+                if whole is not None and part is not None and whole.dtype != dtype:
+                    whole[first : first + tile.ids] = part
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *(None,) * 5
+
+
+def _sum_for(grad: Tensor, first: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Zeros to add a block's gradient to: its part of `grad`, or numbers of more precision, to be copied into it."""
+    part = grad[first : first + width]
+    return part.zero_() if grad.dtype == dtype else torch.zeros_like(part, dtype=dtype)
+
+
+def _torch_head(*given: Any) -> tuple[Tensor, Tensor]:
+    return TiledHead.apply(*given, TORCH)  # pyright: ignore[reportReturnType]
+
+
+def _native_head(*given: Any) -> tuple[Tensor, Tensor]:
+    """The same tiles, with compiled code in place of torch's operations. EngineError where it does not agree with
+    torch's; they are compared before they are first used."""
+    return TiledHead.apply(*given, native_tiles.proved())  # pyright: ignore[reportReturnType]
+
+
+def _triton_head(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The same tiles, with Triton's kernels in place of torch's operations. EngineError where they do not agree with
+    torch's on this device; they are compared before they are first used."""
+    from posttrain.engine.head.triton_tiles import proved
+
+    return TiledHead.apply(hidden, weight, *rest, proved(hidden.device, logit_dtype(weight.dtype)))
+
+
+def _no_triton() -> str:
+    return "" if find_spec("triton") else "triton is not installed"
+
+
+_BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
+add_forms(
+    Kernel(
+        operation="head",
+        form="compiled",
+        function=_native_head,
+        devices=("cpu",),
+        bounds={torch.float32: native_tiles.BOUND},
+        missing=compile_native.missing,
+    ),
+    Kernel(
+        operation="head",
+        form="compiled",
+        function=_triton_head,
+        devices=("cuda",),
+        bounds=_BOUNDS,
+        missing=_no_triton,
+    ),
+    Kernel(operation="head", form="torch", function=_torch_head, bounds=_BOUNDS),
+    Kernel(operation="head", form="reference", function=reference_ops.head),
+)

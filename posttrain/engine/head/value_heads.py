@@ -1,0 +1,115 @@
+"""The heads beside the language model's: values of tokens, and the scores of a reward model for whole sequences.
+
+Training and scoring with a reward model read the same forward pass of the learner. The head says at which packed
+positions it reads, and makes its score of the hidden states there.
+
+Axis letters: N packed positions, M spoken tokens, S segments, K outputs, R positions read, H hidden width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.config.reward_head import HeadShape
+from posttrain.core import seeds
+from posttrain.core.batch import Packed
+from posttrain.core.exchange.scores import Rewards
+from posttrain.system.errors import DataError
+
+NAME = "reward_head"
+"""Begins the names of its parameters in a learner."""
+
+
+class RewardHead(nn.Module):
+    """Linear layers without bias on hidden states.
+
+    Its weights begin as normal numbers of variance 1 / (H + 1) (2009.01325), drawn by `seed` alone.
+
+    Args:
+        width: H.
+        dtype: of its weights; float32 at least.
+        blank: a token that is passed over at the end of a sequence, as transformers passes over padding; None: none.
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        width: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        blank: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape, self.blank = shape, blank
+        drawn = torch.Generator().manual_seed(seeds.torch_seed(seed, NAME))
+
+        def layer() -> nn.Linear:
+            made = nn.Linear(width, shape.width, bias=False, device="meta")
+            weight = torch.randn(shape.width, width, generator=drawn) * (width + 1) ** -0.5
+            made.weight = nn.Parameter(weight.to(device=device, dtype=dtype))
+            return made
+
+        self.score = layer()
+        self.gate = layer() if shape.gate else None
+
+    def places(self, packed: Packed) -> np.ndarray:
+        """int64 [R]: the packed positions that it reads, in the order in which `read` takes their hidden states."""
+        pooled = self._last(packed) if self.shape.pool == "last" else packed.source_M + 1
+        if self.shape.pool == "last" and self.gate is None:
+            return pooled
+        spoken_S = np.bincount(packed.segment_M, minlength=len(packed.lengths_S))
+        if not spoken_S.all():
+            raise DataError(
+                f"{int((spoken_S == 0).sum())} of {len(spoken_S)} sequences have no token of a completion, and this"
+                " reward head reads the completion: leave empty completions out"
+            )
+        before = packed.source_M[np.cumsum(spoken_S) - spoken_S]
+        return pooled if self.gate is None else np.concatenate([pooled, before])
+
+    def _last(self, packed: Packed) -> np.ndarray:
+        ends = np.cumsum(packed.lengths_S)
+        last = ends - 1
+        if self.blank is None:
+            return last
+        real_N = packed.ids_N != self.blank
+        for s, (begin, end) in enumerate(zip(ends - packed.lengths_S, ends, strict=True)):
+            found = np.flatnonzero(real_N[begin:end])
+            last[s] = begin + (found[-1] if len(found) else 0)  # transformers reads the first of nothing but padding
+        return last
+
+    def read(self, packed: Packed, hidden: Tensor) -> Rewards:
+        """The score of each segment, from the hidden states [R, H] at `places`."""
+        count = len(packed.lengths_S)
+        hidden = hidden.to(self.score.weight.dtype)
+        pooled, before = (hidden, None) if self.gate is None else (hidden[:-count], hidden[-count:])
+        if self.shape.pool == "mean":
+            segment_M = torch.from_numpy(packed.segment_M.astype(np.int64)).to(hidden.device)
+            said = torch.bincount(segment_M, minlength=count).to(hidden.dtype)
+            pooled = hidden.new_zeros(count, hidden.shape[1]).index_add(0, segment_M, pooled) / said[:, None]
+        outputs = self.score(pooled)
+        if self.shape.pool == "token":
+            ends = torch.from_numpy(np.cumsum(np.bincount(packed.segment_M, minlength=count)) - 1).to(hidden.device)
+            return Rewards(outputs[ends, 0], outputs)
+        return Rewards(self._score(outputs, before), outputs)
+
+    def _score(self, outputs: Tensor, before: Tensor | None) -> Tensor:
+        """[S, K] -> [S]"""
+        if self.shape.classes:
+            classes = torch.arange(self.shape.classes, dtype=outputs.dtype, device=outputs.device)
+            return torch.softmax(outputs, -1) @ classes
+        if self.gate is not None and before is not None:
+            return (torch.softmax(self.gate(before), -1) * outputs).sum(-1)
+        return outputs.mean(-1)
+
+
+def value_head(width: int, dtype: torch.dtype, device: torch.device) -> nn.Linear:
+    """A linear head hidden -> 1, all zeros, so that the first value estimate is 0 everywhere. It uses no random
+    generator."""
+    head = nn.Linear(width, 1, device="meta", dtype=dtype).to_empty(device=device)
+    for p in head.parameters():
+        nn.init.zeros_(p)
+    return head

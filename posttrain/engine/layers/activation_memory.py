@@ -1,0 +1,97 @@
+"""Less memory for what a forward pass leaves for its backward: computed again, or kept in the memory of the CPU.
+
+full         of each layer only its input is kept, and the layer is computed again
+selective    results of matrix products and of torch's attention are kept too; only what is cheap is computed again, as
+             compiled attention is
+
+Figures: docs/out-of-memory.md. On a processor in float32 layers that are not computed again are faster and keep less
+(`training_layers`); layers that are computed again are the plain ones.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from posttrain.config.run import Checkpointing
+from posttrain.engine.layers import attention
+from posttrain.system.errors import ConfigError
+
+PRODUCTS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_grouped_mm",
+    "_scaled_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+"""Operations of torch whose results a selective pass keeps."""
+SMALL = 1 << 14
+"""Tensors with fewer numbers stay on the device."""
+
+
+def keep_less(module: Any, how: Checkpointing) -> None:
+    """Make the layers of a model compute again, in training mode, what `how` does not keep.
+
+    Raises:
+        ConfigError: the architecture, or this version of transformers, cannot.
+    """
+    if how == "none":
+        return
+    if not hasattr(module, "activation_checkpointing_enable"):
+        raise ConfigError(
+            f"model.gradient_checkpointing={how} needs transformers >= 5.23, and {transformers.__version__} is"
+            " installed. Set it to none, or install a newer one (vLLM 0.32 asks for an older one: sample with"
+            " another engine, or with a vLLM server)"
+        )
+    chosen = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if how == "selective" else {}
+    try:
+        module.activation_checkpointing_enable({"use_reentrant": False, **chosen})
+        # Only reentrant checkpoints need inputs with gradients. The hook would go into every copy of the module, where
+        # the engine takes a model with hooks for one that its fused decoder does not know.
+        module.disable_input_require_grads()
+        attention.keep_layout_in_recomputation(module)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.gradient_checkpointing={how}: {type(module).__name__} does not support it. Set it to none and lower"
+            " micro_tokens"
+        ) from error
+
+
+@cache
+def _products() -> frozenset[Any]:
+    found = (getattr(torch.ops.aten, name, None) for name in PRODUCTS)
+    return frozenset(op.default for op in found if op is not None)
+
+
+def _kept(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _products() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def kept_on_the_cpu() -> AbstractContextManager[Any]:
+    """Inside: what a forward pass keeps for its backward is kept in pinned memory of the CPU and copied back when it is
+    needed. Weights and small tensors stay where they are."""
+    return torch.autograd.graph.saved_tensors_hooks(_away, _back)
+
+
+def _away(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    root = x if x._base is None else x._base
+    if isinstance(root, nn.Parameter) or (root.is_leaf and root.requires_grad) or x.numel() < SMALL:
+        return x
+    there = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type != "cpu")
+    return x.device, there.copy_(x)
+
+
+def _back(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)

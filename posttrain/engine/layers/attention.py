@@ -1,0 +1,389 @@
+"""One attention function for learner, reference and embedded engine, registered with transformers.
+
+A Hugging Face model built with `attn_implementation=attention.NAME` passes every layer's queries, keys and values to
+`attend` below. The layout in use (`using`) decides which positions see which. It is not passed through the model's own
+arguments, because some architectures drop them. `PackedLayout` is the learner's layout: segments back to back. The
+embedded engine has its own, with a key-value cache.
+
+Shapes: N packed positions, H query heads, K key-value heads (H = K * groups), D head width, S segments;
+a bucket is B segments padded to L positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from posttrain.config.engines import KernelChoice
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.head import reference_ops
+from posttrain.engine.head.kernel_table import Kernel, add_forms, kernel
+from posttrain.engine.layers import packed_attention
+from posttrain.engine.layers.packed_attention import Runs
+from posttrain.engine.model.architecture_kinds import WANTED
+from posttrain.system.errors import EngineError
+
+NAME = "posttrain"
+WASTE = 0.12
+"""Most padding a bucket may hold, as a share of the positions it computes."""
+HARMLESS = ("position_ids", "cache_position")
+"""Tensors among an attention's keyword arguments that change no score. Any other one (sinks, biases, chosen blocks)
+could change scores, and no layout applies it."""
+
+
+class Layout(Protocol):
+    """Which positions attend to which in one forward pass."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+        ...
+
+
+_IN_USE: ContextVar[Layout | None] = ContextVar("layout", default=None)
+
+
+@contextmanager
+def using(layout: Layout) -> Iterator[None]:
+    """Inside, every layer attends by this layout."""
+    token = _IN_USE.set(layout)
+    try:
+        yield
+    finally:
+        _IN_USE.reset(token)
+
+
+def layout_in_use() -> Layout | None:
+    """The layout of the forward pass that runs now; None outside of one."""
+    return _IN_USE.get()
+
+
+def keep_layout_in_recomputation(module: nn.Module) -> None:
+    """Make layers that are computed again in the backward pass (activation checkpointing) attend by the layout
+    of their forward pass."""
+    for part in module.modules():
+        checkpoint = part.__dict__.get("_gradient_checkpointing_func")
+        if checkpoint is not None:
+            part.__dict__["_gradient_checkpointing_func"] = partial(_checkpoint_with_layout, checkpoint)
+
+
+def _checkpoint_with_layout(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    layout = _IN_USE.get()
+
+    def again(*given: Any) -> Any:
+        if layout is None:
+            return function(*given)
+        with using(layout):
+            return function(*given)
+
+    return checkpoint(again, *args)
+
+
+def register() -> None:
+    """Make `NAME` an attention implementation of transformers. Calling it again changes nothing."""
+    AttentionInterface.register(NAME, _registered[0])
+    AttentionMaskInterface.register(NAME, no_mask)
+
+
+def stay_outside_graphs() -> None:
+    """From now on torch.compile traces nothing of `attend`: its layout is another one in each pass."""
+    _registered[0] = torch.compiler.disable(attend)
+    register()
+
+
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """No mask: the layout contains the same information, so transformers need not build one."""
+    return
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention with transformers' signature. The layout computes it. Returns ([1, N, H, D], None).
+
+    Raises EngineError for what a layout would silently ignore: a mask, attention dropout (sampler and learner would
+    differ), score biases, attention that is not causal.
+    """
+    layout = _IN_USE.get()
+    if layout is None:
+        raise EngineError(
+            f"attention {NAME!r} needs a layout: call the model inside attention.using(PackedLayout(lengths))"
+        )
+    if attention_mask is not None:
+        raise EngineError(
+            f"attention {NAME!r} takes no attention_mask: the layout says who attends to whom. Pass"
+            f" attention_mask=None; a {type(module).__name__} that makes a mask of its own cannot be served."
+            f" {WANTED}"
+        )
+    if dropout:
+        raise EngineError(
+            f"attention dropout {dropout}: sampler and learner would differ. Set the config's attention dropout to 0"
+        )
+    if more := [n for n, x in kwargs.items() if isinstance(x, Tensor | tuple | list) and n not in HARMLESS]:
+        raise EngineError(
+            f"{type(module).__name__} changes its attention scores by {', '.join(more)}, which {NAME!r} does not apply."
+            f" {WANTED}"
+        )
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise EngineError(f"{type(module).__name__} is not causal: {NAME!r} serves decoder-only language models")
+    scale = float(query.shape[-1] ** -0.5) if scaling is None else scaling
+    return layout.attend(module, query, key, value, scaling=scale, sliding_window=sliding_window, softcap=softcap), None
+
+
+_registered: list[Callable[..., Any]] = [attend]
+"""What transformers calls: `attend`, or a form of it that no graph enters."""
+
+
+def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
+    """Segment indices grouped by similar length, longest first. Each group is padded to its longest; at most
+    `waste` of it is padding.
+
+    >>> [b.tolist() for b in buckets(np.array([10, 3, 9, 10]))]
+    [[0, 3, 2], [1]]
+    """
+    order = np.argsort(-lengths_S, kind="stable")
+    out: list[list[int]] = []
+    tokens = 0
+    for s in order.tolist():
+        length = int(lengths_S[s])
+        if out and tokens + length >= (1 - waste) * (len(out[-1]) + 1) * int(lengths_S[out[-1][0]]):
+            out[-1].append(s)
+            tokens += length
+        else:
+            out.append([s])
+            tokens = length
+    return [np.array(b, np.int64) for b in out]
+
+
+class SpreadRows(torch.autograd.Function):
+    """Rows [N, ...] to padded rows [R, ...]. `to` [R] is the source of each padded row, `back` [N] the
+    place of each row in them.
+
+    Padding rows repeat a real one. Under a causal mask no real position reads them, so their gradient is exactly zero.
+    The backward is therefore the plain inverse gather instead of a slow scatter-add.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, to: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, to)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return grads[0].index_select(0, back), None, None
+
+
+class CollectRows(torch.autograd.Function):
+    """The inverse of `SpreadRows`: padded rows [R, ...] to rows [N, ...]. Padding rows get gradient zero."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.rows = padded.shape[0]
+        return padded.index_select(0, back)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (back,) = ctx.saved_tensors
+        grad = grads[0]
+        return grad.new_zeros((ctx.rows, *grad.shape[1:])).index_copy_(0, back, grad), None
+
+
+class PackedLayout:
+    """Causal attention within segments that are packed back to back. It is differentiable, and no
+    position sees another segment.
+
+    Segments of similar length share one batched call. They are padded on the right, which changes nothing under a
+    causal mask. All index tensors are made once here and used by every layer.
+
+    Example: lengths [2, 4, 4] give buckets [1, 2] (4 positions each) and [0] (2 positions), no padding at all.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int] | np.ndarray, *, waste: float = WASTE, kernels: KernelChoice = "auto"
+    ) -> None:
+        lengths_S = np.asarray(lengths, np.int64)
+        if lengths_S.ndim != 1 or len(lengths_S) == 0 or lengths_S.min() < 1:
+            raise EngineError(
+                f"a packed layout needs at least one segment and positive lengths, got {lengths_S.tolist()}"
+            )
+        self.tokens = int(lengths_S.sum())
+        self.routing: Any = None
+        """What the routers of a mixture of experts are given, and what they choose (`expert_routing.Routing`)."""
+        self._kernels: KernelChoice = kernels
+        self._lengths_S, self._groups = lengths_S, buckets(lengths_S, waste)
+        self.shapes = [(len(group), int(lengths_S[group[0]])) for group in self._groups]
+        """(B, L) of each bucket."""
+        self.computed = sum(count * longest for count, longest in self.shapes)
+        """Positions a layer's attention computes by buckets, padding included."""
+        self._placed: dict[torch.device, tuple[Tensor, Tensor] | None] = {}
+        self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
+
+    @cached_property
+    def runs(self) -> Runs:
+        """Each segment is a run below nothing."""
+        return Runs(np.cumsum(self._lengths_S) - self._lengths_S, self._lengths_S)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+        if query.shape[0] != 1 or query.shape[2] != self.tokens:
+            raise EngineError(
+                f"a layout of {self.tokens} packed positions met queries of shape {tuple(query.shape)}, not [1, H,"
+                " N, D]"
+            )
+        form = kernel("packed_attention", query.device, query.dtype, self._kernels)
+        return form.function(self, query, key, value, scaling, sliding_window, softcap)
+
+    def by_buckets(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Segments of similar length by one call of dense attention each."""
+        places = self._places(query.device)
+        q, k, v = (self._spread(x[0].transpose(0, 1), places) for x in (query, key, value))
+        attention = kernel("attention", query.device, query.dtype, self._kernels).function
+        out: list[Tensor] = []
+        parts = (x.split([count * longest for count, longest in self.shapes]) for x in (q, k, v))
+        for (count, longest), *rows_qkv in zip(self.shapes, *parts, strict=True):
+            q_BHLD, k_BKLD, v_BKLD = (x.unflatten(0, (count, longest)).transpose(1, 2) for x in rows_qkv)
+            mask = None
+            if window is not None and window < longest:
+                mask = self._mask(query.device, longest, window)
+            attended = attention(q_BHLD, k_BKLD, v_BKLD, mask, scaling, softcap)
+            out.append(attended.transpose(1, 2).flatten(0, 1))
+        rows = out[0] if len(out) == 1 else torch.cat(out)
+        return (rows if places is None else CollectRows.apply(rows, places[1])).unsqueeze(0)
+
+    def _spread(self, rows: Tensor, places: tuple[Tensor, Tensor] | None) -> Tensor:
+        return rows if places is None else SpreadRows.apply(rows, *places)  # pyright: ignore[reportReturnType]
+
+    def _places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """The source of each padded row of the buckets, and where each position is among these; None where the rows are
+        the positions as they lie."""
+        if device in self._placed:
+            return self._placed[device]
+        starts_S = np.cumsum(self._lengths_S) - self._lengths_S
+        to, back, row = list[np.ndarray](), np.empty(self.tokens, np.int64), 0
+        for group, (_, longest) in zip(self._groups, self.shapes, strict=True):
+            length_B = self._lengths_S[group][:, None]
+            position_BL = starts_S[group][:, None] + np.minimum(np.arange(longest), length_B - 1)
+            real_BL = np.arange(longest) < length_B
+            back[position_BL[real_BL]] = row + np.flatnonzero(real_BL)
+            to.append(position_BL.ravel())
+            row += position_BL.size
+        moved = not np.array_equal(back, np.arange(row))
+        made = (torch.from_numpy(np.concatenate(to)).to(device), torch.from_numpy(back).to(device)) if moved else None
+        self._placed[device] = made
+        return made
+
+    def _mask(self, device: torch.device, longest: int, window: int) -> Tensor:
+        """bool [L, L]: key j is seen by query i where 0 <= i - j < window."""
+        if (device, longest, window) not in self._masks:
+            at = torch.arange(longest, device=device)
+            distance = at[:, None] - at
+            self._masks[device, longest, window] = (distance >= 0) & (distance < window)
+        return self._masks[device, longest, window]
+
+
+class ByRuns(Protocol):
+    """A layout whose positions are runs, and which also serves dense attention."""
+
+    @property
+    def runs(self) -> Runs: ...
+
+    def by_buckets(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor: ...
+
+
+def by_runs(
+    layout: ByRuns,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """By compiled code, which has no soft-cap: scores with one are computed by buckets."""
+    if softcap is not None:
+        return layout.by_buckets(query, key, value, scaling, window, softcap)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return packed_attention.attend(q, k, v, layout.runs, scaling, window).unsqueeze(0)
+
+
+def by_buckets(layout: ByRuns, *given: Any) -> Tensor:
+    return layout.by_buckets(*given)
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> Tensor:
+    """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D]; causal where no mask [L, T] is given, which needs L == T.
+
+    Torch's fused attention. It has no soft-cap, so soft-capped scores are computed by definition.
+    """
+    if softcap is not None:
+        return reference_ops.attention(q, k, v, mask, scaling, softcap)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+add_forms(
+    Kernel(
+        operation="attention",
+        form="torch",
+        function=dense_attention,
+        bounds={torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 3e-2, torch.float16: 4e-3},
+    ),
+    Kernel(operation="attention", form="reference", function=reference_ops.attention),
+)
+add_forms(
+    Kernel(
+        operation="packed_attention",
+        form="compiled",
+        function=by_runs,
+        devices=("cpu",),
+        bounds={torch.float32: 1e-5},
+        missing=compile_native.missing,
+    ),
+    Kernel(operation="packed_attention", form="reference", function=by_buckets),
+)

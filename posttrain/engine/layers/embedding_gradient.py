@@ -1,0 +1,125 @@
+"""The gradient of the weight that turns tokens into vectors.
+
+Autograd makes a gradient of all its V rows, which is zero but for the tokens that were read; at 151,936 ids and 896
+columns it is half a gigabyte. Where the head shares the weight there are even two, which autograd adds. Here the
+look-up is a node of its own: it adds its few rows to the head's gradient in place. Where no head reads the hidden
+states, as for a reward model, the gradient holds the rows that were read and nothing else
+(`core.exchange.row_gradient`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+WORTH = 1 << 22
+"""Numbers of a weight from which on a gradient of rows alone is made."""
+PART = 4
+"""It is made where at most 1 / PART of the rows were read."""
+
+
+class LookedUp(torch.autograd.Function):
+    """(rows [..., H] of a weight [V, H] at `ids`, the weight itself, for the head to read). The gradient of the row
+    `padding` gets nothing from the look-up, as in `nn.Embedding`. `by_rows`: the gradient may be one of rows, where no
+    head read the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, by_rows: bool) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.padding, ctx.by_rows = weight.shape, padding, by_rows
+        ctx.set_materialize_grads(False)  # a pass whose head is not read has no gradient of it
+        return nn.functional.embedding(ids, weight), weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        (ids,) = ctx.saved_tensors
+        of_rows, of_weight = grads
+        if of_rows is None:
+            return of_weight, None, None, None
+        if of_weight is None and not ctx.by_rows:
+            return _whole(of_rows, ids, ctx.shape, ctx.padding), None, None, None
+        found, place = torch.unique(ids, return_inverse=True)
+        if of_weight is None and len(found) * PART > ctx.shape[0]:
+            return _whole(of_rows, ids, ctx.shape, ctx.padding), None, None, None
+        rows = torch.ops.aten.embedding_dense_backward(of_rows, place, len(found), -1, False)
+        if ctx.padding is not None:
+            rows.masked_fill_((found == ctx.padding)[:, None], 0)
+        if of_weight is None:
+            made = torch.sparse_coo_tensor(found[None], rows, ctx.shape, check_invariants=False, is_coalesced=True)
+            return made, None, None, None
+        # the head made this gradient for this node alone
+        return of_weight.index_add_(0, found, rows.to(of_weight.dtype)), None, None, None
+
+
+class LookUp:
+    """The look-up of a model's embedding.
+
+    Args:
+        shared: whether the head reads the same weight.
+    """
+
+    def __init__(self, embedding: nn.Embedding, shared: bool) -> None:
+        self._embedding, self._shared = embedding, shared
+        self._for_head: Tensor | None = None
+        self._by_rows = False
+
+    @staticmethod
+    def of(decoder: nn.Module, head: nn.Module) -> LookUp | None:
+        """None where the embedding is not torch's plain one."""
+        find: Any = getattr(decoder, "get_input_embeddings", None)
+        try:
+            found = None if find is None else find()
+        except NotImplementedError:  # transformers' answer for an architecture without one
+            return None
+        if type(found) is not nn.Embedding:
+            return None
+        plain = found.max_norm is None and not found.sparse and not found.scale_grad_by_freq
+        return LookUp(found, found.weight is getattr(head, "weight", None)) if plain else None
+
+    @contextmanager
+    def headless(self) -> Iterator[None]:
+        """Inside, no head reads the hidden states that are computed, and the gradient of a large weight may be one of
+        rows."""
+        before, self._by_rows = self._by_rows, self._embedding.weight.numel() >= WORTH
+        try:
+            yield
+        finally:
+            self._by_rows = before
+
+    @contextmanager
+    def looked_up(self) -> Iterator[None]:
+        """Inside, the embedding's look-up is `LookedUp`, where a gradient is computed that it makes smaller."""
+        module, self._for_head = self._embedding, None
+        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+        trains = torch.is_grad_enabled() and module.weight.requires_grad
+        if hooked or not trains or not (self._shared or self._by_rows):
+            yield
+            return
+        module.__dict__["forward"] = self._look_up
+        try:
+            yield
+        finally:
+            del module.__dict__["forward"]
+
+    def take(self) -> Tensor | None:
+        """The weight for the head that reads the hidden states computed last; None where it has none of its own. It is
+        given once."""
+        weight, self._for_head = self._for_head, None
+        return weight
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        out: Any = LookedUp.apply(self._embedding.weight, ids, self._embedding.padding_idx, self._by_rows)
+        rows, weight = out
+        self._for_head = weight if self._shared else None
+        return rows
+
+
+def _whole(of_rows: Tensor, ids: Tensor, shape: torch.Size, padding: int | None) -> Tensor:
+    """The gradient of all rows."""
+    return torch.ops.aten.embedding_dense_backward(of_rows, ids, shape[0], -1 if padding is None else padding, False)

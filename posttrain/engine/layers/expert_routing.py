@@ -1,0 +1,200 @@
+"""The routers of a mixture of experts: what each chose in a forward pass, and choices that are given to it.
+
+A router scores all experts of its layer for a token, and the K best ones compute it, each with a weight: the softmax
+of the scores over all experts, taken at the chosen ones, and divided by their sum where the model says so. With given
+choices the weights are computed from the router's own scores in the same way, so that gradients reach the router, and
+only the choice itself is given: g_i = I_i exp(s_i) / sum_j I_j exp(s_j) where they are normalised (R3, 2510.11370).
+
+A layout (`attention`) carries a `Routing` through one forward pass, and through layers that are computed again in the
+backward pass. Without one a router does what it does in transformers.
+
+Axis letters: N computed positions, R routers, K experts of a token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from posttrain.core.exchange.expert_choices import NEAR, UNKNOWN
+from posttrain.engine.layers import attention
+from posttrain.system.errors import EngineError
+
+PLACE = "posttrain_router"
+"""The attribute of a router's module that holds its place among the routers."""
+SPREAD = 4.0
+"""The largest score in that trial, so that rounding decides no choice of it."""
+TRIED = 8
+"""Hidden states by which it is tried whether a router is understood."""
+SAME = {torch.float32: 1e-5, torch.float64: 1e-5}
+"""Largest difference of a weight that counts as rounding; 0.02 in narrower types. Routers of transformers compute their
+softmax in float32 also in float64 models."""
+
+
+def weights_of(logits: Tensor, chosen: Tensor, normalised: bool, dtype: torch.dtype) -> Tensor:
+    """[N, K]: the weights of the chosen experts."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    weights = torch.softmax(wide, -1).gather(-1, chosen)
+    if normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(wide.dtype if logits.dtype == torch.float64 else dtype)
+
+
+@dataclass(eq=False)
+class Routing:
+    """One forward pass of a mixture of experts."""
+
+    given: Tensor | None = None
+    """int64 [N, R, K], UNKNOWN where the router chooses itself; None: everywhere."""
+    scores: bool = False
+    """Keep the routers' logits, with their gradients."""
+    used: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """By router: int64 [N, K], the experts that computed each position."""
+    own: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """The same as the router chose itself."""
+    logits: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """By router: [N, E]."""
+
+    def at(self, place: int, normalised: bool, output: Any) -> Any:
+        """What a router returns in this pass, from what it computed itself."""
+        logits, weights, own = output
+        self.own[place] = self.used[place] = own
+        if self.scores:
+            self.logits[place] = logits
+        if self.given is None:
+            return output
+        given = self.given[:, place].to(own.device)
+        if given.shape != own.shape:
+            raise EngineError(
+                f"router {place} chose {tuple(own.shape)} experts, and choices of {tuple(given.shape)} are given: they"
+                " are of another model, or of other tokens"
+            )
+        chosen = torch.where(given == UNKNOWN, own, given)
+        self.used[place] = chosen
+        return logits, weights_of(logits, chosen, normalised, weights.dtype), chosen
+
+    def stacked(self, of: dict[int, Tensor]) -> Tensor:
+        """[N, R, ...] of what was kept by router."""
+        return torch.stack([of[r] for r in sorted(of)], 1)
+
+    def regret(self) -> tuple[Tensor, float]:
+        """([N, R]: how much higher the best expert that was not used scores than the worst used one; the largest
+        |score|). The pass must have kept the scores."""
+        used, logits = self.stacked(self.used), self.stacked(self.logits)
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, used, True)
+        best = logits.masked_fill(chosen, float("-inf")).amax(-1)
+        return best - logits.masked_fill(~chosen, float("inf")).amin(-1), float(logits.detach().abs().max())
+
+    def chosen_by_more(self, computed: torch.dtype) -> float:
+        """The largest lead of an expert that was not used over a used one, relative to what rounding may decide in the
+        type that the model computes in (`NEAR`): above 1 the choices that were given are not this pass's own. 0 without
+        routers."""
+        if not self.logits:
+            return 0.0
+        regret, scale = self.regret()
+        near = NEAR[str(computed).removeprefix("torch.")]
+        return float(regret.detach().max()) / (near * max(1.0, scale))
+
+
+def following(passes: Sequence[Routing]) -> Routing | None:
+    """For a pass over the tokens of these passes, back to back: the choices they made. None where they had no
+    router."""
+    if not all(one.used for one in passes):
+        return None
+    return Routing(torch.cat([one.stacked(one.used) for one in passes]), True)
+
+
+def _hook(module: nn.Module, args: Any, output: Any) -> Any:
+    routing = getattr(attention.layout_in_use(), "routing", None)
+    return None if routing is None else routing.at(*getattr(module, PLACE), output)
+
+
+@dataclass(frozen=True, eq=False)
+class RouterModules:
+    """`core.exchange.expert_choices.Routers` of a module."""
+
+    experts: int
+    names: tuple[str, ...]
+    stacked: tuple[tuple[str, ...], ...]
+    normalised: bool
+
+
+def routers_of(module: PreTrainedModel) -> RouterModules | None:
+    """The routers of a model, which from now on follow the `Routing` of a pass; None where it has none that is
+    understood (`why_not` says why). A second call changes nothing."""
+    found = list(_candidates(module))
+    if not found or why_not(module):
+        return None
+    normalised = _normalised(found[0][1])
+    for place, (_, router) in enumerate(found):
+        if not hasattr(router, PLACE):
+            router.register_forward_hook(_hook)
+        setattr(router, PLACE, (place, bool(normalised)))
+    names = {id(p): n for n, p in module.named_parameters()}
+    experts = int(found[0][1].weight.shape[0])
+    parents = (module.get_submodule(name.rpartition(".")[0]) for name, _ in found)
+    stacked = tuple(
+        tuple(names[id(p)] for p in parent.parameters() if p.ndim == 3 and p.shape[0] == experts) for parent in parents
+    )
+    gates = tuple(names.get(id(router.weight), f"{name}.weight") for name, router in found)
+    return RouterModules(experts, gates, stacked, bool(normalised))
+
+
+def why_not(module: PreTrainedModel) -> str:
+    """Why the choices of a model's routers can be neither read nor given; '' where they can."""
+    found = list(_candidates(module))
+    if not found:
+        return f"{type(module).__name__} has no router"
+    if empty := [name for name, router in found if not bool(router.weight.any())]:
+        return (
+            f"all weights of the router {empty[0]} are 0, so it scores all experts alike: it was not loaded, or was"
+            " lost when the model was quantised or converted"
+        )
+    forms = {(type(r).__name__, r.weight.shape[0], _normalised(r)) for _, r in found}
+    if any(n is None for _, _, n in forms):
+        return (
+            f"{type(module).__name__}: its {type(found[0][1]).__name__} does not choose the experts with the largest"
+            " scores and weigh them by a softmax of all scores"
+        )
+    return "" if len(forms) == 1 else f"{type(module).__name__} has routers of several kinds: {sorted(map(str, forms))}"
+
+
+def _candidates(module: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """The modules that choose experts, in the order of the layers."""
+    for name, part in module.named_modules():
+        if "Router" in type(part).__name__ and isinstance(getattr(part, "weight", None), Tensor) and "." in name:
+            yield name, part
+
+
+@torch.no_grad()
+def _normalised(router: Any) -> bool | None:
+    """Whether the weights of a token's experts sum to 1; None where the router computes something else than
+    `weights_of` its largest logits. It is tried."""
+    weight: Tensor = router.weight
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TRIED, weight.shape[-1], generator=generator).to(weight)
+    try:
+        size = float(router(hidden)[0].abs().max())
+        logits, weights, chosen = router(hidden * (SPREAD / size if size else 1.0))
+        least = logits.topk(chosen.shape[-1], -1).values[:, -1] - logits.gather(-1, chosen).amin(-1)
+    except Exception:  # a router of another form: its own code may raise anything
+        return None
+    rounding = SAME.get(weight.dtype, 0.02)
+    if logits.shape != (TRIED, weight.shape[0]) or not float(least.abs().max()) <= SPREAD * rounding:
+        return None
+    for normalised in (True, False):
+        gap = (weights_of(logits, chosen, normalised, weights.dtype) - weights).abs().max()
+        if float(gap) <= rounding:
+            return normalised
+    return None
+
+
+def as_array(choices: Tensor) -> np.ndarray:
+    """int16, on the CPU."""
+    return choices.to(torch.int16).cpu().numpy()

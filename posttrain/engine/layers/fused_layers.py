@@ -1,0 +1,329 @@
+"""Layers of a learner with fewer passes over memory: norms, rotation of heads and the gate as one operation each.
+
+Between its products a layer of the Llama family only reads and writes memory, and transformers writes it as some forty
+operations forward and backward. At 1 M parameters they take 40 % of a step. Here each is one compiled operation
+(`native_code/training.h`), which also keeps less for the backward pass. The products are the layer's own modules, so
+that adapters and frozen weights are as they were; plain ones of one input are made together (`products`).
+
+The methods of the model are replaced only while it runs, so nobody else sees them: not the engine, which reads the same
+module where the policy has an adapter, nor what is saved.
+
+Axis letters: N packed positions, E hidden width, H heads, D head width, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from posttrain.config.engines import KernelChoice
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.embedded.cache.fused_decoder import FAMILIES, window_of
+from posttrain.engine.head.kernel_table import Kernel, add_forms, kernel
+from posttrain.engine.head.readout import ReadOut, read_out
+from posttrain.engine.layers import attention
+from posttrain.engine.layers.attention import Layout, PackedLayout
+from posttrain.engine.layers.layer_products import products
+from posttrain.engine.layers.select_rows import SelectRows, rows_at
+from posttrain.system.errors import EngineError
+
+CHUNK = 256
+"""Rows whose gradients of a weight are summed together (`native_code/training.h`)."""
+BOUND = 1e-4
+"""Largest difference from the plain layers that counts as rounding, of hidden states and of gradients, relative to the
+largest number."""
+ROUNDINGS = 8
+"""How many times the rounding of the plain layers a larger difference may be, where a model enlarges rounding."""
+CANARY = 24
+"""Tokens of the sequence on which both are compared."""
+READ = np.array([5, 6, 9, 9, *range(12, CANARY - 1)])
+"""Positions of it that are read, once more, alone."""
+
+
+def _chunks(rows: int) -> int:
+    return -(-rows // CHUNK)
+
+
+class RMSNorm(torch.autograd.Function):
+    """x / rms(x) * weight over the last axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, width = x.contiguous(), x.shape[-1]
+        out, inverse = torch.empty_like(x), x.new_empty(x.numel() // width)
+        compile_native.library().rms_rows(
+            x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), inverse.data_ptr(), len(inverse), width
+        )
+        ctx.save_for_backward(x, weight, inverse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        g, dx, width = grads[0].contiguous(), torch.empty_like(x), x.shape[-1]
+        parts = x.new_empty(_chunks(len(inverse)), width)
+        addresses = (t.data_ptr() for t in (g, x, weight, inverse, dx, parts))
+        compile_native.library().rms_rows_back(*addresses, len(inverse), width)
+        return dx, parts.sum(0) if ctx.needs_input_grad[1] else None, None
+
+
+class Heads(torch.autograd.Function):
+    """Heads [..., H, D], normed where there is a weight, then rotated by cosine and sine [..., D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, cosine: Tensor, sine: Tensor) -> Tensor:
+        x = x.contiguous()
+        heads, width = x.shape[-2:]
+        rows = x.numel() // (heads * width)
+        out, inverse = torch.empty_like(x), x.new_empty(rows * heads if weight is not None else 0)
+        scale = None if weight is None else weight.data_ptr()
+        tables = cosine.data_ptr(), sine.data_ptr()
+        compile_native.library().heads_rows(
+            x.data_ptr(), scale, eps, *tables, out.data_ptr(), inverse.data_ptr(), rows, heads, width
+        )
+        # without a norm the rotation is linear, and its backward reads nothing of x
+        ctx.save_for_backward(None if weight is None else x, weight, inverse, cosine, sine)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        x, weight, inverse, cosine, sine = ctx.saved_tensors
+        g = grads[0].contiguous()
+        dx = torch.empty_like(g)
+        heads, width = g.shape[-2:]
+        rows = g.numel() // (heads * width)
+        parts = g.new_empty(_chunks(rows) if weight is not None else 0, width)
+        addresses = (None if t is None else t.data_ptr() for t in (g, x, weight, inverse, cosine, sine, dx, parts))
+        compile_native.library().heads_rows_back(*addresses, rows, heads, width)
+        return dx, parts.sum(0) if weight is not None and ctx.needs_input_grad[1] else None, None, None, None
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        compile_native.library().gate_rows(gate.data_ptr(), up.data_ptr(), out.data_ptr(), out.numel())
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        g, dgate, dup = grads[0].contiguous(), torch.empty_like(gate), torch.empty_like(up)
+        compile_native.library().gate_rows_back(*(t.data_ptr() for t in (g, gate, up, dgate, dup)), g.numel())
+        return dgate, dup
+
+
+# --- the modules' methods ---------------------------------------------------------------------------------------------
+
+
+def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+    return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # pyright: ignore[reportReturnType]
+
+
+def _feed_forward(self: Any, x: Tensor) -> Tensor:
+    gated: Any = SwiGLU.apply(*products(x, self.gate_proj, self.up_proj))
+    return products(gated, self.down_proj)[0]
+
+
+def _attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *args: Any,
+    read: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Of the positions `read` alone, where they are given."""
+    shape = hidden_states.shape[:-1]
+    cosine, sine = (x.expand(*shape, -1).contiguous() for x in position_embeddings)
+
+    def rotated(made: Tensor, norm: Any | None) -> Tensor:
+        heads = made.view(*shape, -1, self.head_dim)
+        scale = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+        out: Any = Heads.apply(heads, *scale, cosine, sine)
+        return out.transpose(1, 2)
+
+    q, k, v = products(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+    query = rotated(q, getattr(self, "q_norm", None))
+    key = rotated(k, getattr(self, "k_norm", None))
+    value = v.view(*shape, -1, self.head_dim).transpose(1, 2)
+    seen, _ = attention.attend(self, query, key, value, None, self.scaling, sliding_window=window_of(self))
+    seen = seen.reshape(*shape, -1)
+    return products(seen if read is None else _selected(seen, read), self.o_proj)[0], None
+
+
+def _selected(x: Tensor, read: Tensor) -> Tensor:
+    """Rows of x [1, N, H]: [1, R, H]."""
+    return SelectRows.apply(x[0], read, None).unsqueeze(0)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _last_layer(self: Any, read: Tensor, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """A layer after which only the positions `read` count. Keys and values are made of all."""
+    mixed = self.self_attn(self.input_layernorm(hidden_states), read=read, **kwargs)[0]
+    hidden_states = _selected(hidden_states, read) + mixed
+    return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+METHODS = {"RMSNorm": _norm, "MLP": _feed_forward, "Attention": _attention}
+"""The forward method of each part of a layer, by its class's name without the family. Products are modules of their
+own: they may have an adapter, or be quantised."""
+
+
+# --- the read-out -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class FusedReadOut(ReadOut):
+    """A read-out whose layers run with these methods."""
+
+    methods: tuple[tuple[nn.Module, MethodType], ...] = ()
+
+    def hidden_at(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, at_M: np.ndarray) -> Tensor:
+        """Of what nobody reads, such as prompts, the last layer makes keys and values alone."""
+        read_R, place_M = np.unique(at_M, return_inverse=True)
+        last = self.layers[-1]
+        if not self._runs() or "forward" in last.__dict__ or len(read_R) in (0, input_ids.numel()):
+            return super().hidden_at(input_ids, position_ids, layout, at_M)
+        read = torch.from_numpy(read_R.astype(np.int64)).to(input_ids.device)
+        last.__dict__["forward"] = partial(_last_layer, last, read)
+        try:
+            found = self.hidden(input_ids, position_ids, layout)
+        finally:
+            del last.__dict__["forward"]
+        return found if np.array_equal(read_R, at_M) else rows_at(found, place_M)
+
+    def _run(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        if not self._runs():
+            return super()._run(ids, positions, layout)
+        with self.replaced():
+            return super()._run(ids, positions, layout)
+
+    def _runs(self) -> bool:
+        """Whether a pass has these methods."""
+        weights = (p for part, _ in self.methods for p in part.parameters(recurse=False))
+        return all(w.dtype == torch.float32 for w in weights) and not any(_is_another(layer) for layer in self.layers)
+
+    @property
+    def layers(self) -> Any:
+        decoder: Any = self.decoder
+        return decoder.layers
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Inside, the modules have these methods."""
+        for part, method in self.methods:
+            part.__dict__["forward"] = method
+        try:
+            yield
+        finally:
+            for part, _ in self.methods:
+                del part.__dict__["forward"]
+
+
+def _is_another(layer: Any) -> bool:
+    """Whether a layer is compiled by torch, or computed again in the backward pass, which runs outside of `_run`."""
+    return layer._compiled_call_impl is not None or (layer.training and getattr(layer, "gradient_checkpointing", False))
+
+
+def training_read_out(module: PreTrainedModel, kernels: KernelChoice) -> ReadOut:
+    """The read-out of a model that a learner runs, with the layers that its kernels choose. Those of a model without
+    memory are compared by who reads its weights (`sharded_layers`)."""
+    plain = read_out(module)
+    device = torch.device("cpu") if plain.weight.is_meta else plain.weight.device
+    return kernel("layers", device, module.dtype, kernels).function(module, plain)
+
+
+def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
+    """The read-out with fused layers; `plain` itself where the model has others. Both are compared where the model has
+    numbers.
+
+    Raises:
+        EngineError: fused and plain layers differ by more than rounding.
+    """
+    prefix, config = FAMILIES.get(type(module).__name__), module.config
+    if prefix is None or config.hidden_act != "silu":
+        return plain
+    names = {prefix + ending: method for ending, method in METHODS.items()}
+    parts = [p for p in plain.decoder.modules() if type(p).__name__ in names]
+    if any(p._forward_hooks or p._forward_pre_hooks or "forward" in p.__dict__ for p in parts):
+        return plain
+    methods = tuple((p, MethodType(names[type(p).__name__], p)) for p in parts)
+    fused = FusedReadOut(**{f.name: getattr(plain, f.name) for f in fields(ReadOut)}, methods=methods)
+    if not plain.weight.is_meta:
+        _compare(module, plain, fused)
+    return fused
+
+
+def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> None:
+    """EngineError where hidden states of one sequence, or gradients of the first layer, differ by more than rounding:
+    by `BOUND`, and by several times what the plain layers differ from themselves in float64."""
+    ours, theirs = _sample(fused), _sample(plain)
+    gap = _gap(ours, theirs)
+    if gap <= BOUND:
+        return
+    exact = _sample(read_out(copy.deepcopy(module).double()))
+    error, rounding = _gap(ours, exact), _gap(theirs, exact)
+    if not error <= ROUNDINGS * max(rounding, BOUND):
+        raise EngineError(
+            f"fused layers of {type(module).__name__} differ from its own by {gap:.3g} (bound {BOUND}), and from them"
+            f" in float64 by {error:.3g} where rounding is {rounding:.3g}: report it, and set model.kernels=reference"
+            " meanwhile"
+        )
+
+
+def sample_states(read: ReadOut) -> Tensor:
+    """Hidden states of one sequence, of all its positions and of some."""
+    at = torch.arange(CANARY, device=read.weight.device)
+    given = at * 7919 % read.weight.shape[0], at, PackedLayout([CANARY])
+    return torch.cat([read.hidden(*given), read.hidden_at(*given, READ)])
+
+
+def _sample(read: ReadOut) -> list[Tensor]:
+    """`sample_states`, and the gradients of the first layer's weights that train."""
+    decoder: Any = read.decoder
+    trained = [p for p in decoder.layers[0].parameters() if p.requires_grad]
+    with torch.enable_grad():
+        hidden = sample_states(read)
+        by = torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device).sin().view_as(hidden)
+        grads = torch.autograd.grad((hidden * by).sum(), trained) if trained else ()
+    return [hidden.detach(), *grads]
+
+
+def _gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest difference of hidden states, relative to their largest number, or of gradients, relative to the
+    largest number of all of them. Gradients that are zero but for rounding are compared with the hidden states."""
+
+    def largest(parts: Sequence[Tensor]) -> float:
+        return max((float(x.abs().max()) for x in parts), default=0.0)
+
+    apart = [a.double() - b.double() for a, b in zip(ours, theirs, strict=True)]
+    states = max(largest(theirs[:1]), 1e-30)
+    gradients = max(largest(theirs[1:]), 1e-6 * states)
+    return max(largest(apart[:1]) / states, largest(apart[1:]) / gradients)
+
+
+add_forms(
+    Kernel(
+        operation="layers",
+        form="compiled",
+        function=fused_read_out,
+        devices=("cpu",),
+        bounds={torch.float32: BOUND},
+        missing=compile_native.missing,
+    ),
+    Kernel(operation="layers", form="reference", function=lambda module, plain: plain),
+)

@@ -1,0 +1,145 @@
+"""Attention of packed segments by compiled code: no padding, no copies of rows, forward and backward.
+
+What a layout says of its positions is a list of runs. Each run is some positions that lie side by side; they see the
+positions above the run, and themselves causally. A segment alone is a run below nothing. Runs that share positions
+above them form a tree with these (`tree.py`).
+
+The first use for a shape of heads compares outputs and gradients with the plain definition in float64.
+
+Axis letters: N positions, H query heads, K key-value heads, D head width, R runs, A positions above all runs, C trees.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from posttrain.engine.cpu import compile_native
+from posttrain.engine.head import reference_ops
+from posttrain.system.errors import EngineError
+
+PROOF = 2e-5
+"""Largest difference from float64, relative to the largest number, that counts as rounding."""
+
+
+class Runs:
+    """All runs of one forward pass, as arrays that compiled code reads.
+
+    Args:
+        start, length: of each run.
+        above: the positions above each run, in the order of their depth. Their first one is the start of the run that
+            is their tree's root.
+    """
+
+    def __init__(self, start: np.ndarray, length: np.ndarray, above: Sequence[np.ndarray] = ()) -> None:
+        self.positions = int(length.sum())
+        deep = np.array([len(a) for a in above], np.int64) if above else np.zeros(len(start), np.int64)
+        root = np.array([a[0] if len(a) else s for a, s in zip(above, start, strict=True)]) if above else start
+        cost = dict.fromkeys(root.tolist(), 0)
+        for r, n in zip(root.tolist(), (length * (deep + length)).tolist(), strict=True):
+            cost[r] += n
+        order = sorted(range(len(start)), key=lambda r: (-cost[int(root[r])], root[r], deep[r]))
+        self._start, self._length, self._deep = (
+            np.ascontiguousarray(x[order], np.int64) for x in (start, length, deep)
+        )
+        self._begin = np.cumsum(self._deep) - self._deep
+        self._above = np.concatenate([above[r] for r in order]).astype(np.int64) if above else np.zeros(0, np.int64)
+        tree = root[order]
+        self._first = np.append(np.flatnonzero(np.append(True, tree[1:] != tree[:-1])), len(tree)).astype(np.int64)
+
+    def told(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> compile_native.Segments:
+        """What `segments.h` is given for rows [N, heads, D]."""
+        arrays = (self._start, self._length, self._begin, self._deep, self._above, self._first)
+        sizes = (len(self._start), len(self._first) - 1, *query.shape[:2], *key.shape[1:], value.shape[2])
+        return compile_native.Segments(*(x.ctypes.data for x in arrays), *sizes, window or 0, scaling)
+
+
+class _Attention(torch.autograd.Function):
+    """Rows of queries [N, H, D], keys and values [N, K, D] to [N, H, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float, window: int | None
+    ) -> Tensor:
+        query, key, value = (x.contiguous() for x in (query, key, value))
+        count, heads, _ = query.shape
+        out, total = query.new_empty(count, heads, value.shape[2]), query.new_empty(count, heads)
+        told, rows = runs.told(query, key, value, scaling, window), (query, key, value, out, total)
+        _made(compile_native.library().segments_forward(ctypes.byref(told), *(x.data_ptr() for x in rows)))
+        ctx.save_for_backward(*rows)
+        ctx.of = runs, scaling, window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *_ = saved = ctx.saved_tensors
+        runs, scaling, window = ctx.of
+        (count, heads, _), shared = query.shape, key.shape[1]
+        dquery = torch.empty_like(query)
+        dkey, dvalue = (x.new_zeros(count, heads, x.shape[2]) for x in (key, value))
+        told = runs.told(query, key, value, scaling, window)
+        read = (x.data_ptr() for x in (*saved, grad.contiguous()))
+        made = (x.data_ptr() for x in (dquery, dkey, dvalue))
+        _made(compile_native.library().segments_backward(ctypes.byref(told), *read, *made))
+        if heads != shared:
+            dkey, dvalue = (x.view(count, shared, heads // shared, -1).sum(2) for x in (dkey, dvalue))
+        return dquery, dkey, dvalue, None, None, None
+
+
+def _made(failed: int) -> None:
+    if failed:
+        raise MemoryError("attention ran out of memory: use fewer tokens a pass or shorter answers")
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float, window: int | None) -> Tensor:
+    """Attention of float32 rows on the CPU: query [N, H, D], key and value [N, K, D] -> [N, H, D].
+
+    Raises:
+        EngineError: the compiled code differs from the plain definition by more than rounding, on its first use.
+        MemoryError: there is no room for one block of scores.
+    """
+    _prove(query.shape[1], key.shape[1], query.shape[2], value.shape[2], window is not None)
+    return _Attention.apply(query, key, value, runs, scaling, window)  # pyright: ignore[reportReturnType]
+
+
+@functools.cache
+def _prove(heads: int, shared: int, width: int, out_width: int, windowed: bool) -> None:
+    """EngineError where outputs or gradients of a small tree differ from the plain definition by more than rounding."""
+    length, window = np.array([5, 37, 18, 2]), 9 if windowed else None
+    start = np.cumsum(length) - length
+    above = [np.arange(0), np.arange(5), np.arange(4), np.arange(0)]
+    runs, count = Runs(start, length, above), int(length.sum())
+    sees = torch.zeros(count, count, dtype=torch.bool)
+    for s, n, a in zip(start.tolist(), length.tolist(), above, strict=True):
+        for i in range(n):
+            sees[s + i, [*a.tolist(), *range(s, s + i + 1)][-(window or count) :]] = True
+    generator, scaling = torch.Generator().manual_seed(0), width**-0.5
+    with torch.inference_mode(False), torch.enable_grad():
+        rows = [
+            torch.randn(count, h, d, generator=generator)
+            for h, d in ((heads, width), (shared, width), (shared, out_width), (heads, out_width))
+        ]
+        ours = [x.clone().requires_grad_() for x in rows[:3]]
+        theirs = [x.double().requires_grad_() for x in rows[:3]]
+        mine = _Attention.apply(*ours, runs, scaling, window)
+        q, k, v = (x.transpose(0, 1)[None] for x in theirs)
+        wanted = reference_ops.attention(q, k, v, sees, scaling, None)[0].transpose(0, 1)
+        found = [mine, *torch.autograd.grad(mine, ours, rows[3])]  # pyright: ignore[reportArgumentType,reportCallIssue]
+        right = [wanted, *torch.autograd.grad(wanted, theirs, rows[3].double())]
+    for name, a, b in zip(("outputs", "dq", "dk", "dv"), found, right, strict=True):
+        gap = float((a.detach() - b.detach()).abs().max() / b.detach().abs().max())
+        if not gap <= PROOF:
+            raise EngineError(
+                f"compiled attention of {heads} heads of width {width} differs from its definition by {gap:.3g} of the"
+                f" largest number ({name}; bound {PROOF}): report it, and set model.kernels=torch meanwhile"
+            )

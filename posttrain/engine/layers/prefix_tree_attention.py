@@ -1,0 +1,330 @@
+"""Segments that begin alike, computed once: siblings of a prompt, the two sides of a pair, turns of one episode.
+
+A token's hidden state depends only on the tokens before it. So where segments begin with the same tokens, these
+positions are computed once, and each segment adds only what is its own: a run, which attends to the positions above it
+and to itself. Everything after the hidden states is as without sharing.
+
+Worked example: segments [a b c d], [a b c e f], [g h] have the unique positions a b c d e f g h (8 of 11). Their runs
+are [a b c d] below nothing, [e f] below (a b c), and [g h] below nothing.
+
+Axis letters: N packed positions, U unique ones, S segments, R padded rows; of a bucket B runs, L positions of a run, A
+positions above it; H query heads, K key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.config.engines import KernelChoice
+from posttrain.core.exchange.micro_batches import LEAST, SLACK, alike
+from posttrain.engine.head.kernel_table import kernel
+from posttrain.engine.layers.attention import WASTE, buckets
+from posttrain.engine.layers.packed_attention import Runs
+from posttrain.system.errors import EngineError
+
+
+@dataclass(frozen=True, eq=False)
+class TreeRun:
+    """Positions that one segment adds: `length` unique positions from `start`, below those of `above` [A]."""
+
+    start: int
+    length: int
+    above: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class SharedTree:
+    """The unique positions of packed segments."""
+
+    first_U: np.ndarray
+    """int64: a packed position at which each unique one stands."""
+    place_N: np.ndarray
+    """int64: the unique position of every packed one."""
+    runs: tuple[TreeRun, ...]
+    """In the order of the unique positions: by how many positions are above them, then longest first. So those that
+    one call of attention computes lie side by side."""
+
+    @property
+    def saving(self) -> float:
+        """Share of the packed positions that need not be computed."""
+        return 1 - len(self.first_U) / len(self.place_N)
+
+    @staticmethod
+    def of(ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree:
+        """The tree of these segments. The order of the segments changes only the order of the unique positions."""
+        ends = np.cumsum(lengths_S)
+        starts = ends - lengths_S
+        parts = [ids_N[a:b] for a, b in zip(starts, ends, strict=True)]
+        order = sorted(range(len(parts)), key=lambda s: parts[s].astype(">u4").tobytes())
+        place_N, first, runs = np.empty(len(ids_N), np.int64), list[np.ndarray](), list[TreeRun]()
+        count, before = 0, -1
+        for s, shared in zip(order, _rounded([parts[s] for s in order]), strict=True):
+            above = place_N[starts[before] : starts[before] + shared] if shared else np.zeros(0, np.int64)
+            own = int(lengths_S[s]) - shared
+            place_N[starts[s] : starts[s] + shared] = above
+            place_N[starts[s] + shared : ends[s]] = np.arange(count, count + own)
+            first.append(np.arange(starts[s] + shared, ends[s]))
+            if own:
+                runs.append(TreeRun(count, own, above.copy()))
+            count, before = count + own, s
+        return _numbered(np.concatenate(first), place_N, runs)
+
+
+def _numbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun]) -> SharedTree:
+    """The tree with its unique positions in the order that `SharedTree.runs` says."""
+    order = sorted(runs, key=lambda r: (len(r.above), -r.length, r.start))
+    old_U = np.concatenate([np.arange(r.start, r.start + r.length) for r in order])
+    new_U = np.empty_like(old_U)
+    new_U[old_U] = np.arange(len(old_U))
+    moved = tuple(TreeRun(int(new_U[r.start]), r.length, new_U[r.above]) for r in order)
+    return SharedTree(first_U[old_U], new_U[place_N], moved)
+
+
+def _rounded(parts: Sequence[np.ndarray]) -> list[int]:
+    """How many tokens each of these sorted segments shares with the one before it; 0 where it is not worth it."""
+    found = [0, *(alike(a, b) for a, b in pairwise(parts))]
+    out, tree = list[int](), list[int]()
+    for i, shared in enumerate([*found, 0]):
+        if shared < LEAST:
+            out += _clustered(tree, parts[i - len(tree) : i])
+            tree = []
+            if i < len(parts):
+                out.append(0)
+        else:
+            tree.append(shared)
+    return out
+
+
+def _clustered(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
+    """Lengths that differ by less than `SLACK` become the smallest of them, so that one call computes them. A segment
+    that is the one before it, whole, stays so."""
+    begin: dict[int, int] = {}
+    for shared in sorted(set(tree)):
+        least = next((b for b in begin.values() if shared - b < SLACK), shared)
+        begin[shared] = least
+    return [n if n == len(part) else begin[n] for n, part in zip(tree, parts, strict=True)]
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Runs of similar length below equally many positions, which one call computes. Their unique positions are
+    `begin` to `begin + own`."""
+
+    count: int
+    longest: int
+    deep: int
+    begin: int
+    own: int
+    read: Tensor
+    """int64 [B * L]: the unique position of each padded row. Padding repeats the last one of its run."""
+    real: Tensor
+    """int64 [own]: the padded row of each unique position."""
+    below: Tensor
+    """int64 [B * (A + L)]: for each run the positions above it, then its padded rows."""
+    real_below: Tensor
+    """int64 [own]: the place of each unique position there."""
+    parents: Tensor
+    """[P, B]: 1 where a run is below the P-th distinct list of positions."""
+    places: Tensor
+    """int64 [P, A]: these lists."""
+    apart: bool
+    """Whether no position is in two lists."""
+
+    @classmethod
+    def of(cls, runs: Sequence[TreeRun]) -> _Bucket:
+        longest, begin = runs[0].length, runs[0].start
+        length_B = np.array([r.length for r in runs])
+        above_BA = np.stack([r.above for r in runs])
+        deep = above_BA.shape[1]
+        read_BL = np.array([r.start for r in runs])[:, None] + np.minimum(np.arange(longest), length_B[:, None] - 1)
+        row, column = np.nonzero(np.arange(longest) < length_B[:, None])
+        places, which = np.unique(above_BA, axis=0, return_inverse=True)
+        parents = (np.arange(len(places))[:, None] == which.reshape(1, -1)).astype(np.float32)
+        return cls(
+            count=len(runs),
+            longest=longest,
+            deep=deep,
+            begin=begin,
+            own=int(length_B.sum()),
+            read=torch.from_numpy(read_BL.ravel()),
+            real=torch.from_numpy(row * longest + column),
+            below=torch.from_numpy(np.concatenate([above_BA, read_BL], 1).ravel()),
+            real_below=torch.from_numpy(row * (deep + longest) + deep + column),
+            parents=torch.from_numpy(parents),
+            places=torch.from_numpy(places),
+            apart=len(np.unique(places)) == places.size,
+        )
+
+    def to(self, device: torch.device) -> None:
+        for name in ("read", "real", "below", "real_below", "parents", "places"):
+            setattr(self, name, getattr(self, name).to(device))
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is no padding, so that the padded rows are the unique positions as they lie."""
+        return self.own == self.count * self.longest
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """Its part of rows [U, ...]."""
+        return rows[self.begin : self.begin + self.own]
+
+
+class _Padded(torch.autograd.Function):
+    """Rows [U, ...] to those of every bucket, [B, L, ...] each; `above` puts the rows above each run before its own,
+    [B, A + L, ...].
+
+    All buckets write to one gradient, since one of its own for each would be mostly zeros. Runs below the same
+    positions are summed by one product, since adding row by row is slow. No real position attends to padding, so the
+    gradient of padding is exactly zero and is left out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, of: Sequence[_Bucket], above: bool) -> tuple[Tensor, ...]:
+        ctx.of, ctx.above, ctx.rows = of, above, rows.shape[0]
+
+        def part(b: _Bucket) -> Tensor:
+            if above and b.deep:
+                return rows.index_select(0, b.below).unflatten(0, (b.count, b.deep + b.longest))
+            found = b.of_rows(rows) if b.whole else rows.index_select(0, b.read)
+            return found.unflatten(0, (b.count, b.longest))
+
+        return tuple(part(b) for b in of)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        out = grads[0].new_empty(ctx.rows, *grads[0].shape[2:])
+        for b, grad in zip(ctx.of, grads, strict=True):
+            deep = b.deep if ctx.above else 0
+            if b.whole:
+                b.of_rows(out).unflatten(0, (b.count, b.longest)).copy_(grad[:, deep:])
+            else:
+                b.of_rows(out).copy_(grad.flatten(0, 1).index_select(0, b.real_below if deep else b.real))
+        for b, grad in zip(ctx.of, grads, strict=True):
+            if not (ctx.above and b.deep):
+                continue
+            summed = (b.parents.to(grad.dtype) @ grad[:, : b.deep].flatten(1)).view(-1, b.deep, *grad.shape[2:])
+            if b.apart:
+                flat = b.places.flatten()
+                out.index_copy_(0, flat, out.index_select(0, flat) + summed.flatten(0, 1))
+                continue
+            for places, part in zip(b.places, summed, strict=True):
+                out[places] += part
+        return out, None, None
+
+
+class _Joined(torch.autograd.Function):
+    """Rows [B, L, ...] of every bucket to rows [U, ...]. Padding gets gradient zero."""
+
+    @staticmethod
+    def forward(ctx: Any, of: Sequence[_Bucket], *parts: Tensor) -> Tensor:
+        ctx.of = of
+        out = parts[0].new_empty(sum(b.own for b in of), *parts[0].shape[2:])
+        for b, part in zip(of, parts, strict=True):
+            if b.whole:
+                b.of_rows(out).unflatten(0, (b.count, b.longest)).copy_(part)
+            else:
+                b.of_rows(out).copy_(part.flatten(0, 1).index_select(0, b.real))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0]
+
+        def part(b: _Bucket) -> Tensor:
+            own = b.of_rows(grad)
+            if not b.whole:
+                own = grad.new_zeros(b.count * b.longest, *grad.shape[1:]).index_copy_(0, b.real, own)
+            return own.unflatten(0, (b.count, b.longest))
+
+        return None, *(part(b) for b in ctx.of)
+
+
+class TreeLayout:
+    """An attention layout over the unique positions of a `SharedTree`: each run attends to what is above it, and to
+    itself causally. It is differentiable, and exact for every tree."""
+
+    def __init__(self, tree: SharedTree, *, waste: float = WASTE, kernels: KernelChoice = "auto") -> None:
+        self.positions = len(tree.first_U)
+        self.routing: Any = None
+        """As in `PackedLayout`."""
+        self._kernels: KernelChoice = kernels
+        self._runs, self._waste = tree.runs, waste
+        self._device = torch.device("cpu")
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+
+    @cached_property
+    def runs(self) -> Runs:
+        start, length = (np.array(x, np.int64) for x in zip(*((r.start, r.length) for r in self._runs), strict=True))
+        return Runs(start, length, [r.above for r in self._runs])
+
+    @cached_property
+    def _buckets(self) -> list[_Bucket]:
+        return [_Bucket.of(runs) for runs in _alike_runs(self._runs, self._waste)]
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """query [1, H, U, D], key and value [1, K, U, D] -> [1, U, H, D]."""
+        if query.shape[0] != 1 or query.shape[2] != self.positions:
+            raise EngineError(
+                f"a tree of {self.positions} positions met queries of shape {tuple(query.shape)}, not [1, H, U, D]"
+            )
+        form = kernel("packed_attention", query.device, query.dtype, self._kernels)
+        return form.function(self, query, key, value, scaling, sliding_window, softcap)
+
+    def by_buckets(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Runs of similar length below equally many positions by one call of dense attention each."""
+        if self._device != query.device:
+            self._device, self._masks = query.device, {}
+            for bucket in self._buckets:
+                bucket.to(query.device)
+        q, k, v = (
+            _Padded.apply(x[0].transpose(0, 1), self._buckets, above)
+            for x, above in ((query, False), (key, True), (value, True))
+        )
+        attention = kernel("attention", query.device, query.dtype, self._kernels).function
+        out = list[Tensor]()
+        for b, *rows_qkv in zip(self._buckets, q, k, v, strict=True):
+            q_BHLD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in rows_qkv)
+            mask = self._mask(b.longest, b.deep, window)
+            out.append(attention(q_BHLD, k_BKTD, v_BKTD, mask, scaling, softcap).transpose(1, 2))
+        return _Joined.apply(self._buckets, *out).unsqueeze(0)
+
+    def _mask(self, longest: int, deep: int, window: int | None) -> Tensor | None:
+        """bool [L, A + L]: key j, at depth j, is seen by query i, at depth A + i; None: plainly causal."""
+        window = window if window is not None and window < deep + longest else None
+        if not deep and window is None:
+            return None
+        if (longest, deep, window) not in self._masks:
+            depth = torch.arange(deep + longest, device=self._device)
+            distance = depth[deep:, None] - depth
+            self._masks[longest, deep, window] = (distance >= 0) & (distance < (window or deep + longest))
+        return self._masks[longest, deep, window]
+
+
+def _alike_runs(runs: Sequence[TreeRun], waste: float) -> Iterator[list[TreeRun]]:
+    """Runs with equally many positions above them and similar lengths, longest first."""
+    by_depth: dict[int, list[TreeRun]] = {}
+    for run in runs:
+        by_depth.setdefault(len(run.above), []).append(run)
+    for _, same in sorted(by_depth.items()):
+        for chosen in buckets(np.array([r.length for r in same]), waste):
+            yield [same[i] for i in chosen]

@@ -1,0 +1,224 @@
+"""When a learner computes shared beginnings once, and the proof, at its first use, that nothing changes by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.config.engines import KernelChoice
+from posttrain.core.batch import Packed, positions
+from posttrain.core.exchange.micro_batches import WORTH
+from posttrain.core.exchange.row_gradient import whole
+from posttrain.engine.head.readout import ReadOut
+from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.layers.packed_routing import PackedRouting, PassRouting
+from posttrain.engine.layers.prefix_tree_attention import SharedTree, TreeLayout
+from posttrain.system.errors import InvariantError
+
+PROOF = 512
+"""Most tokens of the segments with which the first use is proved."""
+SCALES = (1.0, 2.0**-6, 2.0**-12)
+"""By which the loss of the proof is multiplied, one after the other, until its gradients do not overflow."""
+BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""Largest |difference| / |value| of hidden states and of the whole gradient that counts as rounding; 0.1 in narrower
+types. Norms of transformers compute in float32 also in float64 models."""
+
+
+OFF = "Set model.share_prefixes=false, and please report the model's architecture"
+
+
+def refusal(gap: float, bound: float) -> str:
+    """The words of the error where the proof fails."""
+    return (
+        "computing shared beginnings once changes what the model computes: hidden states or gradients differ"
+        f" by {gap:.2g} of their size (bound {bound:g}). {OFF}"
+    )
+
+
+class Sharing:
+    """Hidden states of packed segments by one read-out, with shared beginnings computed once where that is worth it.
+
+    Args:
+        on: never share where False.
+        every: every position is computed, of a mixture of experts, whose routers are counted by position.
+
+    `proved`: whether the proof was made.
+    """
+
+    def __init__(self, out: ReadOut, kernels: KernelChoice, on: bool, every: bool = False) -> None:
+        self._out, self.on, self.proved, self._every = out, on, False, every
+        self._kernels: KernelChoice = kernels
+        self.computed = 0
+        """Positions of all calls of `hidden` so far, without those that sharing saved."""
+
+    def hidden(self, packed: Packed, at: np.ndarray | None = None, routing: PackedRouting | None = None) -> Tensor:
+        """[M, H]: the hidden state that predicts each spoken token, or those `at` these packed positions.
+
+        Of what follows the last of them in a segment, such as an answer's last token, nothing is computed.
+
+        Args:
+            routing: of a mixture of experts. Segments whose sampler chose other experts for what they begin with are
+                not shared.
+        """
+        at = packed.source_M if at is None else at
+        ids, lengths = packed.ids_N, packed.lengths_S
+        if not self._every:
+            ids, lengths, at = _until_read(ids, lengths, at)
+        tree = self._tree(ids, lengths) if self.on else None
+        if tree is not None and routing is not None and not routing.fold(tree.place_N):
+            tree = None
+        self.computed += len(packed.ids_N) - (0 if tree is None else len(ids) - len(tree.first_U))
+        if tree is None:
+            return self._plain(ids, lengths, at, routing)
+        if not self.proved:
+            self._prove(ids, lengths)
+            self.proved = True
+        return self._shared(ids, positions(lengths), tree, tree.place_N[at], routing)
+
+    def either(self, packed: Packed, shared: bool) -> Tensor:
+        """`hidden` of the spoken tokens with their beginnings shared, wherever they are, or not shared."""
+        if not shared:
+            return self._plain(packed.ids_N, packed.lengths_S, packed.source_M)
+        tree = SharedTree.of(packed.ids_N, packed.lengths_S)
+        return self._shared(packed.ids_N, positions(packed.lengths_S), tree, tree.place_N[packed.source_M])
+
+    def _tree(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree | None:
+        if len(lengths_S) < 2:
+            return None
+        tree = SharedTree.of(ids_N, lengths_S)
+        return tree if tree.saving >= WORTH else None
+
+    def _plain(
+        self, ids_N: np.ndarray, lengths_S: np.ndarray, at_M: np.ndarray | None, routing: PassRouting | None = None
+    ) -> Tensor:
+        """[M, H]; [N, H] where `at_M` is None."""
+        layout = PackedLayout(lengths_S, kernels=self._kernels)
+        return self._computed(ids_N, positions(lengths_S), layout, at_M, routing)
+
+    def _shared(
+        self,
+        ids_N: np.ndarray,
+        positions_N: np.ndarray,
+        tree: SharedTree,
+        at_M: np.ndarray | None,
+        routing: PassRouting | None = None,
+    ) -> Tensor:
+        """[M, H]: of the unique positions `at_M`; [U, H] where it is None."""
+        layout = TreeLayout(tree, kernels=self._kernels)
+        return self._computed(ids_N[tree.first_U], positions_N[tree.first_U], layout, at_M, routing)
+
+    def _computed(
+        self,
+        ids: np.ndarray,
+        places: np.ndarray,
+        layout: PackedLayout | TreeLayout,
+        at_M: np.ndarray | None,
+        routing: PassRouting | None,
+    ) -> Tensor:
+        layout.routing = None if routing is None else routing.pass_of(self._out.weight.device)
+        given = self._to(ids), self._to(places), layout
+        return self._out.hidden(*given) if at_M is None else self._out.hidden_at(*given, at_M)
+
+    def _prove(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> None:
+        """Compare hidden states and gradients with those of the segments one by one.
+
+        Raises:
+            InvariantError: they differ by more than rounding.
+        """
+        ids, lengths = _few(ids_N, lengths_S)
+        tree, at = SharedTree.of(ids, lengths), positions(lengths)
+        trained = [p for p in self._out.decoder.parameters() if p.requires_grad]
+        with torch.enable_grad():
+            once, all_N = self._choices(ids, lengths, tree)
+            shared = self._shared(ids, at, tree, None, once)[self._to(tree.place_N)]
+            alone = self._plain(ids, lengths, None, all_N)
+            lead = 0.0 if once is None else once.routing.chosen_by_more(alone.dtype)
+            gap = _gap([shared.detach()], [alone.detach()])
+            if trained:
+                gap = max(gap, _gradient_gap(shared, alone, trained))
+        bound = BOUNDS.get(alone.dtype, 0.1)
+        if not gap <= bound:
+            raise InvariantError(refusal(gap, bound))
+        if lead > 1:
+            raise InvariantError(
+                "computing shared beginnings once changes which experts the routers choose, by"
+                f" {lead:.2g} times what rounding may. {OFF}"
+            )
+
+    @torch.no_grad()
+    def _choices(self, ids: np.ndarray, lengths: np.ndarray, tree: SharedTree) -> tuple[Any, Any]:
+        """The experts that both passes of the proof follow, so that rounding decides none of them: for the pass that
+        computes a shared beginning once, and for the other one; None where there is no router."""
+        seen = PassRouting()
+        self._plain(ids, lengths, None, seen)
+        if not seen.routing.used:
+            return None, None
+        given_U = seen.routing.stacked(seen.routing.used)[self._to(tree.first_U)]
+        return PassRouting(given_U, True), PassRouting(given_U[self._to(tree.place_N)])
+
+    def _to(self, x: np.ndarray) -> Tensor:
+        return torch.from_numpy(x.astype(np.int64)).to(self._out.weight.device)
+
+
+def _until_read(
+    ids_N: np.ndarray, lengths_S: np.ndarray, at_M: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The ids and lengths of the segments, each up to its last position that is read, and `at_M` among these. A segment
+    of which nothing is read is left out; where nothing is read at all, they stay as they are."""
+    if not len(at_M):
+        return ids_N, lengths_S, at_M
+    starts, segment_N = np.cumsum(lengths_S) - lengths_S, np.repeat(np.arange(len(lengths_S)), lengths_S)
+    kept_S = np.zeros_like(lengths_S)
+    np.maximum.at(kept_S, segment_N[at_M], at_M - starts[segment_N[at_M]] + 1)
+    kept_N = positions(lengths_S) < kept_S[segment_N]
+    return ids_N[kept_N], kept_S[kept_S > 0], np.cumsum(kept_N)[at_M] - 1
+
+
+def _few(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, lengths) of a few segments that begin alike: those that share the most, up to `PROOF` tokens, at least two
+    of them. Long ones are cut."""
+    ends = np.cumsum(lengths_S)
+    parts = [ids_N[a:b] for a, b in zip(ends - lengths_S, ends, strict=True)]
+    parts.sort(key=lambda x: x.astype(">u4").tobytes())
+    best = max(range(1, len(parts)), key=lambda i: SharedTree.of(*_joined(parts[i - 1 : i + 1])).saving)
+    chosen = parts[best - 1 : best + 1]
+    for part in parts[best + 1 :]:
+        if sum(map(len, chosen)) + len(part) > PROOF:
+            break
+        chosen.append(part)
+    return _joined([part[:PROOF] for part in chosen])
+
+
+def _gradient_gap(shared: Tensor, alone: Tensor, trained: Sequence[Tensor]) -> float:
+    """`_gap` of the gradients of one weighted sum of the hidden states. Where those without sharing overflow, as they
+    may in float16, both are taken of a smaller sum."""
+    weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(0)).to(alone)
+
+    def gradients(hidden: Tensor, scale: float) -> list[Tensor]:
+        loss = (hidden * (weights * scale)).sum()
+        found = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=True)
+        return [whole(g) for g in found if g is not None]
+
+    gap = float("inf")
+    for scale in SCALES:
+        wanted = gradients(alone, scale)
+        gap = _gap(gradients(shared, scale), wanted)
+        if all(bool(g.isfinite().all()) for g in wanted):
+            break
+    return gap
+
+
+def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate(parts), np.array([len(x) for x in parts], np.int64)
+
+
+def _gap(ours: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """|difference| / |wanted| of all numbers together; inf where it is not a number."""
+    apart = sum(float((a - b).double().square().sum()) for a, b in zip(ours, wanted, strict=True))
+    size = sum(float(b.double().square().sum()) for b in wanted)
+    gap = (apart / max(size, 1e-60)) ** 0.5
+    return gap if gap == gap else float("inf")

@@ -1,0 +1,118 @@
+"""The frozen model a policy is compared with. It is the policy's own model without its adapter where that computes
+the same, else a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from posttrain.core.batch import Packed
+from posttrain.core.ports import Reference
+from posttrain.core.types import Top
+from posttrain.engine.adapters.adapter_modules import adapter_tensors, switched_off, without_adapters
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.head.readout import CANARY, read_out
+from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.learner.learner import FrozenScorer, HFLearner
+from posttrain.engine.model.policy_model import Policy, named_tensors
+from posttrain.system.errors import EngineError
+
+
+def freeze(learner: HFLearner) -> Reference:
+    """A reference that scores as the policy does now, whatever is learned later.
+
+    A policy whose adapter does nothing yet is its own reference with the adapter switched off, and no copy is made. Of
+    any other policy the weights that train are copied.
+    """
+    return AdapterOff(learner) if begins(learner.policy) else FrozenScorer(learner.policy)
+
+
+def frozen_module(reference: Reference) -> PreTrainedModel:
+    """A module that computes what `reference` does, for an engine. It shares the reference's weights.
+
+    Raises:
+        EngineError: the reference is of another kind than those made here.
+    """
+    if isinstance(reference, FrozenScorer):
+        return reference.policy.twin().module
+    if isinstance(reference, AdapterOff):
+        return without_adapters(reference.module)
+    raise EngineError(f"an engine cannot sample from a {type(reference).__name__}: it has no module of its own")
+
+
+class AdapterOff:
+    """`core.ports.Reference`: the learner's own model with its adapter switched off. It needs no memory of its own.
+
+    Its weights are those that do not train. They belong to the learner, so the digest shows whether
+    something changed them.
+    """
+
+    def __init__(self, learner: HFLearner) -> None:
+        self._learner = learner
+        self.digest = self.fingerprint()
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """The learner's module, adapter included."""
+        return self._learner.policy.module
+
+    def score(self, packed: Packed) -> np.ndarray:
+        """float32 [M] log-probs under `packed.sampling`. The sampler's own pass would compute with the adapter."""
+        with switched_off(self._learner.policy.module):
+            return self._learner.packed_score(_own_experts(packed))
+
+    def entropy(self, packed: Packed) -> np.ndarray:
+        """float32 [M] entropies."""
+        with switched_off(self._learner.policy.module):
+            return self._learner.entropy(_own_experts(packed))
+
+    def energy(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: |d log pi / d logits|^2 of each spoken token."""
+        with switched_off(self._learner.policy.module):
+            return self._learner.energy(_own_experts(packed))
+
+    def top(self, packed: Packed, k: int) -> Top:
+        """The `k` most probable tokens at each spoken position; 0: all of them."""
+        with switched_off(self._learner.policy.module):
+            return self._learner.top(_own_experts(packed), k)
+
+    def fingerprint(self) -> str:
+        held = named_tensors(self._learner.policy.module)
+        return fingerprint((n, self._learner.whole(t)) for n, t in held if not t.requires_grad)
+
+
+def _own_experts(packed: Packed) -> Packed:
+    """The same tokens, for a model whose routers choose by themselves: the sampler's choices are the policy's."""
+    return packed if packed.routed_N is None else replace(packed, routed_N=None)
+
+
+def begins(policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute()) -> bool:
+    """Whether the policy has an adapter, trains nothing else, and computes the same bits without it.
+
+    Args:
+        inside: where its weights may be computed with.
+    """
+    module = policy.module
+    own = adapter_tensors(module)
+    if not own or any(t.requires_grad for n, t in named_tensors(module) if n not in own):
+        return False
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            with switched_off(module):
+                base = inside(lambda: _canary_logits(policy))
+            return torch.equal(base, inside(lambda: _canary_logits(policy)))
+    finally:
+        module.train(training)
+
+
+def _canary_logits(policy: Policy) -> Tensor:
+    out = read_out(policy.module)
+    at = torch.arange(min(CANARY, policy.context), device=policy.device)
+    return out.logits(out.hidden(at * 7919 % out.weight.shape[0], at, PackedLayout([len(at)])))

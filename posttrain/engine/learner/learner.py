@@ -1,0 +1,328 @@
+"""The model that trains, and frozen copies of it that only score. Both use one packed forward pass and one head.
+
+Axis letters: N packed positions, M spoken tokens, H hidden width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
+from copy import copy as copied
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from posttrain.config.run import Checkpointing
+from posttrain.core.batch import Batch, Packed
+from posttrain.core.exchange.scores import AdapterTrial, Odds, TokenScores
+from posttrain.core.exchange.shards import Shard
+from posttrain.core.streams import MU
+from posttrain.core.types import Top
+from posttrain.engine.adapters.adapter_modules import TrialOfAdapter
+from posttrain.engine.adapters.quantise import make_float
+from posttrain.engine.files.fingerprint import digest_of, fingerprint, fingerprints
+from posttrain.engine.head.logit_transform import logit_dtype
+from posttrain.engine.head.value_heads import NAME, RewardHead, value_head
+from posttrain.engine.layers.activation_memory import keep_less, kept_on_the_cpu
+from posttrain.engine.layers.compiled_layers import warmed_up
+from posttrain.engine.learner.learner_routers import LearnerRouters, refuse_replay
+from posttrain.engine.learner.packed_reader import (
+    SCORE_TOKENS,
+    PackedReader,
+    Reading,
+    device_ids,
+    forward_only,
+    joined,
+)
+from posttrain.engine.model.policy_model import Policy, named_tensors, served_tensors
+from posttrain.engine.model.recurrent_state import is_stateful
+from posttrain.system.errors import ConfigError, InvariantError
+
+HEADS = ("value_head.", f"{NAME}.")
+"""Begin the names of parameters that no log-prob depends on."""
+MAX_EXACT_PARAMETERS = 1 << 24
+"""Most parameters of a model of which a float64 copy is made. At this size the copy takes 128 MiB
+and is scored in seconds."""
+
+
+class HFLearner:
+    """`core.ports.Learner` over a policy's own module. It shares the weights of `policy.module`, so an
+    optimizer step changes both.
+
+    Args:
+        gradient_checkpointing: which activations the backward computes again instead of keeping them (`activations`).
+        offload_activations: keep activations in the memory of the CPU until the backward.
+        sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
+            (`embedded.replay`). Log-probs get these values then, and keep their own gradients.
+        replays: the experts of a token are those that its sampler chose, where they are known
+        (`core.exchange.expert_choices`).
+
+    Raises:
+        ConfigError: `replays`, and the model has no routers that could follow choices.
+    """
+
+    row_gradients: ClassVar[bool] = True
+    """Whether a gradient may hold some rows of a weight alone (`core.exchange.row_gradient`)."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        gradient_checkpointing: Checkpointing = "none",
+        offload_activations: bool = False,
+        sampled: Callable[[Packed], Tensor] | None = None,
+        replays: bool = False,
+    ) -> None:
+        self.policy = policy
+        self._sampled = sampled
+        self._reader = PackedReader(policy, replays=replays)
+        if replays:
+            refuse_replay(policy.module)
+        self.value_head = value_head(self._reader.out.weight.shape[1], logit_dtype(policy.dtype), policy.device)
+        self.reward_head = policy.reward_head
+        self._frozen: dict[str, str] | None = None
+        self._offload = offload_activations
+        keep_less(policy.module, gradient_checkpointing)
+
+    @property
+    def computes_once(self) -> bool:
+        """Whether what several segments of a pass begin with is computed once."""
+        return self._reader.computes_once
+
+    def forward(
+        self,
+        packed: Packed,
+        *,
+        entropy: bool,
+        value: bool,
+        candidates_MK: np.ndarray | None = None,
+        head_only: bool = False,
+        rewards: bool = False,
+        logp: bool = True,
+        heard: bool = False,
+    ) -> TokenScores:
+        """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
+        before, head, told = self._reader.computed, self._head() if rewards else None, packed.heard() if heard else None
+        places = np.zeros(0, np.int64) if head is None else head.places(packed)
+        more = np.zeros(0, np.int64) if told is None else told.source_M
+        headless = self._reader.out.headless() if self.row_gradients and not logp and told is None else nullcontext()
+        with kept_on_the_cpu() if self._offload else nullcontext(), headless:
+            found = self._reader.hidden(packed, np.concatenate([packed.source_M, places, more]))
+        hidden, read, listened = found.split([packed.spoken, len(places), len(more)])
+        given = None if head is None else head.read(packed, read)
+        routing = self._reader.routing
+        balance = None if packed.balance_E is None or routing is None else routing.balance(packed)
+        if not logp:
+            return TokenScores(
+                None, None, None, rewards=given, computed=self._reader.computed - before, balance=balance
+            )
+        logp_M, spread = self._reader.head(packed, hidden, entropy)
+        if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
+            logp_M = logp_M - logp_M.detach() + self._sampled(packed)  # 0 + x is x
+        ids_MK = None if candidates_MK is None else device_ids(candidates_MK, hidden.device)
+        return TokenScores(
+            logp_M,
+            spread,
+            self._values(hidden.detach() if head_only else hidden) if value else None,
+            None if ids_MK is None else self._reader.candidates(packed, hidden, ids_MK),
+            given,
+            None if told is None else self._heard(told, listened, logp_M),
+            self._reader.computed - before,
+            balance,
+        )
+
+    def _heard(self, told: Packed, hidden: Tensor, like: Tensor) -> Tensor:
+        """[H] log-probs of what the policy was told, of which there may be nothing."""
+        return self._reader.head(told, hidden, False)[0] if told.spoken else like.new_zeros(0)
+
+    def rewards(self, packed: Packed) -> np.ndarray:
+        """float32 [S]: the reward head's score of each segment, without gradient."""
+        with forward_only(self.policy.module):
+            head, reader = self._head(), self._reader
+            return joined([head.read(p, reader.hidden(p, head.places(p))).score for p in packed.split(SCORE_TOKENS)])
+
+    def _head(self) -> RewardHead:
+        if self.reward_head is not None:
+            return self.reward_head
+        raise InvariantError("this learner has no reward head: a run with a stage of kind RewardModel gives it one")
+
+    def entropy(self, packed: Packed) -> np.ndarray:
+        """float32 [M] entropies, without gradient."""
+        return self._reader.entropy(packed)
+
+    def energy(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: |d log pi / d logits|^2 of each spoken token."""
+        return self._reader.energy(packed)
+
+    def collision(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: the probability that two draws at each spoken position are the same token."""
+        return self._reader.energy(packed, targeted=False)
+
+    def top(self, packed: Packed, k: int) -> Top:
+        """The `k` most probable tokens at each spoken position; 0: all of them."""
+        return self._reader.top(packed, k)
+
+    def score(self, packed: Packed) -> np.ndarray:
+        """float32 [M] log-probs under `packed.sampling`, without gradient."""
+        return self._reader.score(packed) if self._sampled is None else self._sampled(packed).cpu().numpy()
+
+    def packed_score(self, packed: Packed) -> np.ndarray:
+        """`score` by the learner's packed pass, also where `score` has the sampler's values."""
+        return self._reader.score(packed)
+
+    def price(self, packed: Packed) -> float | None:
+        """How many times as long as a packed pass the sampler's own pass takes; None where there is none."""
+        if self._sampled is None:
+            return None
+        seconds: list[float] = []
+        for score in (self.packed_score, self.score):
+            begun = time.perf_counter()
+            score(packed)
+            seconds.append(time.perf_counter() - begun)
+        return seconds[1] / seconds[0]
+
+    def compile(self, packed: Packed) -> str:
+        """Compile the layers, compare them on these tokens, and return a line for people; see `compiled`."""
+        if is_stateful(self.policy.module):
+            raise ConfigError("model.compile=true is not offered for models with a recurrent state. Set it to false")
+
+        def measure() -> tuple[Tensor, dict[str, Tensor]]:
+            self.train_mode(True)
+            trained = {n: p for n, p in self.parameters().items() if not n.startswith(HEADS)}
+            logp = self._reader.head(packed, self._reader.hidden(packed), False)[0]
+            found = torch.autograd.grad(logp.sum(), list(trained.values()), allow_unused=True)
+            self.train_mode(False)
+            self._reader.score(packed)
+            return logp.detach(), {n: g for n, g in zip(trained, found, strict=True) if g is not None}
+
+        return warmed_up(self._reader.out, measure)
+
+    def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
+        """What `score`, `value`, `entropy` and `energy` return, those of these names, from one pass of the layers."""
+        reader = self._reader
+        known: dict[str, Reading] = {
+            "score": reader.logp_of,
+            "value": lambda part, hidden: self._values(hidden),
+            "entropy": reader.entropy_of,
+            "energy": reader.energy_of,
+        }
+        sampled = {"score": self.score(packed)} if self._sampled is not None and "score" in names else {}
+        asked = {name: known[name] for name in names if name not in sampled}
+        return (reader.each(packed, asked) if asked else {}) | sampled
+
+    def value(self, packed: Packed) -> np.ndarray:
+        """float32 [M] estimates before each spoken token, without gradient."""
+        return self.examine(packed, ["value"])["value"]
+
+    def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
+        """Where each spoken token lies in the distribution it was drawn from; see `logprob.odds`."""
+        return self._reader.odds(packed, temperatures)
+
+    def exact(self, packed: Packed) -> np.ndarray | None:
+        """float64 [M] log-probs by a float64 copy of the weights; None beyond `MAX_EXACT_PARAMETERS` parameters."""
+        if sum(tensor.numel() for _, tensor in named_tensors(self.policy.module)) > MAX_EXACT_PARAMETERS:
+            return None
+        copy = replace(self.policy.clone(), share_prefixes=False)
+        make_float(copy.module, torch.float64)
+        copy.module.double().eval()
+        if isinstance(copy.module, PreTrainedModel) and hasattr(copy.module.config, "_experts_implementation"):
+            copy.module.set_experts_implementation("eager")  # others have no float64
+        return PackedReader(copy, replays=self._reader.replays).score(packed, torch.float64)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters by name: the policy's in the module's order, each tied one once, then those of the value
+        head under `value_head.`, and of a reward head under `reward_head.`."""
+        policy = {n: p for n, p in named_tensors(self.policy.module) if isinstance(p, nn.Parameter) and p.requires_grad}
+        heads = {"value_head": self.value_head} | ({} if self.reward_head is None else {NAME: self.reward_head})
+        return policy | {f"{name}.{n}": p for name, head in heads.items() for n, p in head.named_parameters()}
+
+    def shards(self) -> Iterator[Shard]:
+        """The policy's weights under their state-dict names, or those of its adapter alone where it has one. Each tied
+        tensor comes once, and each tensor is one whole shard."""
+        return (Shard.of(name, tensor.detach()) for name, tensor in served_tensors(self.policy.module))
+
+    def fingerprint(self) -> str:
+        """Exact digest of the weights under their state-dict names.
+
+        Raises:
+            InvariantError: a frozen weight has other bits than at the first call.
+        """
+        tensors = dict(named_tensors(self.policy.module))
+        found = fingerprints((name, self.whole(tensor)) for name, tensor in tensors.items())
+        frozen = {n: found[n] for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+        self._frozen = frozen if self._frozen is None else self._frozen
+        if moved := [n for n, digest in frozen.items() if self._frozen.get(n, digest) != digest]:
+            raise InvariantError(
+                f"{len(moved)} frozen weights have changed, such as {moved[0]!r}: something writes into the weights"
+                " beneath the adapter, such as a merge in place. Nothing trained after this could be trusted; go on"
+                " from the last checkpoint"
+            )
+        return digest_of(found)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of one of its tensors, of which a process may hold a part."""
+        return tensor
+
+    def adapter(self) -> AdapterTrial | None:
+        """What shows that a sampler computes with the adapter; None where all weights train."""
+        return None if self.policy.lora is None else TrialOfAdapter(self.policy.module, self)
+
+    def routers(self) -> LearnerRouters | None:
+        """None where it is no mixture of experts, or its routers are not understood (`expert_routing.why_not`)."""
+        found = self._reader.routers
+        return None if found is None else LearnerRouters.of(self._reader, found, self._following)
+
+    def _following(self) -> HFLearner:
+        """The same learner, whose passes follow the choices of a batch."""
+        if self._reader.replays:
+            return self
+        other, reader = copied(self), copied(self._reader)
+        other._reader, reader.replays = reader, True
+        return other
+
+    def train_mode(self, on: bool) -> None:
+        """Switch training mode. Activations are checkpointed only while it is on. It adds no noise, because noise was
+        switched off at load (`silence`)."""
+        self.policy.module.train(on)
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        """[M, H] -> [M]"""
+        return self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
+
+
+class FrozenScorer:
+    """A reference: a copy of a policy's weights as they are now. Nothing changes them. Weights that never train are
+    shared with the policy.
+
+    `digest` is the fingerprint at construction; a check compares it with `fingerprint()` while the scorer is used.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy.twin()
+        self.policy.module.requires_grad_(False).eval()
+        self._reader = PackedReader(self.policy)
+        self.digest = self.fingerprint()
+
+    def score(self, packed: Packed) -> np.ndarray:
+        """float32 [M] log-probs under `packed.sampling`."""
+        return self._reader.score(packed)
+
+    def entropy(self, packed: Packed) -> np.ndarray:
+        """float32 [M] entropies."""
+        return self._reader.entropy(packed)
+
+    def energy(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: |d log pi / d logits|^2 of each spoken token."""
+        return self._reader.energy(packed)
+
+    def top(self, packed: Packed, k: int) -> Top:
+        """The `k` most probable tokens at each spoken position; 0: all of them."""
+        return self._reader.top(packed, k)
+
+    def fingerprint(self) -> str:
+        return fingerprint(named_tensors(self.policy.module))

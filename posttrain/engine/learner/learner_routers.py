@@ -1,0 +1,77 @@
+"""The routers of a learner, for those who read them: checks and gauges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from posttrain.config.stages.reinforce import Reinforce
+from posttrain.config.stages.stage import Stage
+from posttrain.core.batch import Packed
+from posttrain.core.exchange.expert_choices import RoutedPass
+from posttrain.core.ports import Learner
+from posttrain.engine.layers.expert_routing import RouterModules, why_not
+from posttrain.engine.layers.packed_routing import PackedRouting
+from posttrain.engine.learner.packed_reader import SCORE_TOKENS, PackedReader, forward_only
+from posttrain.engine.model.recurrent_state import is_stateful
+from posttrain.system.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class LearnerRouters:
+    """`core.exchange.expert_choices.Routers` of a learner."""
+
+    reader: PackedReader
+    experts: int
+    names: tuple[str, ...]
+    stacked: tuple[tuple[str, ...], ...]
+    follow: Callable[[], Learner]
+    held: slice = field(default_factory=lambda: slice(None))
+    of_all: Callable[[np.ndarray], np.ndarray] = np.asarray
+
+    @classmethod
+    def of(cls, reader: PackedReader, found: RouterModules, follow: Callable[[], Learner]) -> LearnerRouters | None:
+        """None for a model with a recurrent state, whose passes are padded."""
+        if is_stateful(reader.module):
+            return None
+        return cls(reader, found.experts, found.names, found.stacked, follow)
+
+    def followed(self) -> Learner:
+        return self.follow()
+
+    def read(self, packed: Packed, *, replay: bool) -> RoutedPass:
+        return RoutedPass.join([self._read(part, replay) for part in packed.split(SCORE_TOKENS)])
+
+    def probabilities(self, packed: Packed, *, replay: bool) -> np.ndarray:
+        with forward_only(self.reader.module):
+            routing = PackedRouting(packed, packed.routed_N if replay else None, True)
+            self.reader.routed(packed, None, routing)
+            return routing.probabilities()
+
+    def _read(self, packed: Packed, replay: bool) -> RoutedPass:
+        with forward_only(self.reader.module):
+            routing = PackedRouting(packed, packed.routed_N if replay else None, True)
+            hidden = self.reader.routed(packed, None, routing)
+            return routing.told(self.reader.head(packed, hidden, False)[0])
+
+
+def refuse_replay(module: PreTrainedModel) -> None:
+    """ConfigError where a model's experts cannot follow given choices."""
+    off = "Set model.router_replay=none"
+    if why := why_not(module):
+        raise ConfigError(f"model.router_replay: {why}. {off}")
+    if is_stateful(module):
+        raise ConfigError(f"model.router_replay is not offered for models with a recurrent state. {off}")
+
+
+def refuse_balance(stages: Sequence[Stage], module: PreTrainedModel) -> None:
+    """ConfigError where a stage has a load-balance loss and the model no routers that are understood."""
+    for stage in stages:
+        if isinstance(stage, Reinforce) and stage.router_aux_loss_coef:
+            why = why_not(module) or ("it keeps a recurrent state" if is_stateful(module) else "")
+            if why:
+                off = f"Set {stage.name}.router_aux_loss_coef=0"
+                raise ConfigError(f"{stage.name}.router_aux_loss_coef={stage.router_aux_loss_coef:g}: {why}. {off}")

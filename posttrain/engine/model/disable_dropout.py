@@ -1,0 +1,194 @@
+"""Noise that a model adds in training mode is switched off at load: learner, reference and sampler
+must be the same function.
+
+Dropout is set to 0 in the config. Other modules that draw random numbers in training mode (a router's jitter,
+whole layers dropped) are found by what they do, not by their names: they change the state of a random generator.
+Such a module stays in evaluation mode from then on. Its children do not, so that `.train()` keeps its other
+effects (activation checkpointing).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from posttrain.engine.head.readout import CANARY, ReadOut, positions
+from posttrain.engine.layers.attention import PackedLayout
+from posttrain.system.errors import EngineError
+
+SEEDS = (1, 2)
+
+
+def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
+    """Keep modules that draw random numbers in training mode in evaluation mode. Returns a note that names them.
+
+    First only the modules that draw are kept so. If a module reads the training mode of its
+    children, they are kept so too.
+
+    Raises:
+        EngineError: names a module that stays random, or computes something else in training mode
+            than in evaluation mode.
+    """
+    found: dict[str, nn.Module] = {}
+    with _generators_kept(module), torch.enable_grad():
+        for whole in (False, True):
+            drawn = _drawing(module, out)
+            for part in drawn.values():
+                for each in part.modules() if whole else (part,):
+                    _keep_in_evaluation(each)
+            found |= drawn
+            if not drawn:
+                break
+        if still := _drawing(module, out):
+            raise EngineError(
+                f"{_named(still)} draws random numbers in training mode, and in evaluation mode too: sampler and"
+                " learner would differ. Switch this noise off in the model's config.json, or use another architecture"
+            )
+        _check_same(module, out)
+    module.eval()
+    return [
+        f"{_named(found)} adds noise while training and is kept in evaluation mode: sampler and learner must be the"
+        " same function"
+    ] * bool(found)
+
+
+def _keep_in_evaluation(part: nn.Module) -> None:
+    """Make `train()` on this module, or on one above it, change its children but not
+    itself. Survives `copy.deepcopy`, and the way into another process."""
+    part.training = False
+    part.train = partial(_only_children, part)  # type: ignore[method-assign]
+
+
+def _only_children(self: nn.Module, mode: bool = True) -> nn.Module:
+    for child in self.children():
+        child.train(mode)
+    return self
+
+
+def _run(module: PreTrainedModel, out: ReadOut) -> Tensor:
+    """Hidden states [N, H] of the canary."""
+    at = torch.arange(min(CANARY, positions(module) or CANARY), device=out.weight.device)
+    return out.hidden(at * 7919 % out.weight.shape[0], at, PackedLayout([len(at)])).detach()
+
+
+def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
+    """By name, the modules whose own code draws random numbers in one forward pass in training mode."""
+    names = {id(part): name for name, part in module.named_modules()}
+    found: dict[str, nn.Module] = {}
+    running: list[nn.Module] = [module]
+    last = [_state(module)]
+
+    def note_draws() -> None:
+        """If a generator's state has changed since the last call, the innermost running module drew."""
+        now = _state(module)
+        if now != last[0]:
+            found[names[id(running[-1])]] = running[-1]
+        last[0] = now
+
+    def enter(part: nn.Module, args: Any) -> None:
+        note_draws()
+        running.append(part)
+
+    def leave(part: nn.Module, args: Any, output: Any) -> None:
+        note_draws()
+        running.pop()
+
+    hooks = [
+        hook
+        for part in module.modules()
+        for hook in (part.register_forward_pre_hook(enter), part.register_forward_hook(leave))
+    ]
+    module.train()
+    try:
+        _run(module, out)
+        note_draws()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
+    """EngineError where training mode, from two random states, does not compute the same as evaluation mode."""
+    passes: list[Tensor] = []
+    trails: list[list[tuple[str, Tensor]]] = []
+    for seed in (*SEEDS, None):
+        module.train(seed is not None)
+        torch.manual_seed(seed or 0)
+        with _recorded_outputs(module) as trail:
+            passes.append(_run(module, out))
+        trails.append(trail)
+    bound = (1e-4 if passes[-1].dtype in (torch.float32, torch.float64) else 0.05) * max(
+        1.0, float(passes[-1].abs().max())
+    )
+    for which, hidden in enumerate(passes[:-1]):
+        if not float((hidden - passes[-1]).abs().max()) <= bound:
+            first = next(
+                (a for a, b in zip(trails[which], trails[-1], strict=False) if not torch.equal(a[1], b[1])),
+                ("the model", hidden),
+            )
+            raise EngineError(
+                f"{first[0]} of {type(module).__name__} computes something else in training mode than in evaluation:"
+                " sampler and learner would differ. Switch this off in the model's config.json, or use another"
+                " architecture"
+            )
+
+
+@contextmanager
+def _recorded_outputs(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+    """(name, sum of the first output) of every module, in the order in which they end."""
+    trail: list[tuple[str, Tensor]] = []
+
+    def ended(name: str) -> Any:
+        def leave(part: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, Tensor):
+                trail.append((f"{name} ({type(part).__name__})", first.detach().double().sum()))
+
+        return leave
+
+    hooks = [part.register_forward_hook(ended(name)) for name, part in module.named_modules()]
+    try:
+        yield trail
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _state(module: PreTrainedModel) -> tuple[Any, ...]:
+    """The states of all global random generators that a model could draw from."""
+    name, keys, *rest = np.random.get_state()
+    device = [torch.cuda.get_rng_state(module.device).numpy().tobytes()] if module.device.type == "cuda" else []
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(keys).tobytes(), *rest, *device
+
+
+@contextmanager
+def _generators_kept(module: PreTrainedModel) -> Iterator[None]:
+    """Restore all of them afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([module.device] if module.device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _named(parts: dict[str, nn.Module]) -> str:
+    """`ClassA (3 modules, first model.layers.0.x) and ClassB (model)`."""
+    kinds: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        kinds.setdefault(type(part).__name__, []).append(name or "the whole model")
+    told = (
+        f"{kind} ({f'{len(names)} modules, first ' if len(names) > 1 else ''}{names[0]})"
+        for kind, names in kinds.items()
+    )
+    return " and ".join(told)

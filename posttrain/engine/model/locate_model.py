@@ -1,0 +1,126 @@
+"""What `model=` names: a model directory, checked by its file names and sizes, or a hub id. This needs no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from posttrain.engine.adapters.saved_adapter import saved_adapter
+from posttrain.engine.files.check_folder import check_layers, check_state, examine
+from posttrain.record.certificate import verify_certificate
+from posttrain.system.errors import ConfigError, DataError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+PATIENCE = 5.0
+"""Seconds to wait for the hub's answer to the question whether it has a model."""
+
+
+def check_source(setting: str, path: str) -> None:
+    """ConfigError or DataError where no model can be read from there, or where it is not what its certificate says.
+
+    A hub id that is not in the cache is asked for once, with a limit of time. The libraries that load the model would
+    try for half a minute.
+
+    Args:
+        setting: the path of the setting, for messages; '' where the path is a word of the command itself, which may
+            also be a run folder.
+    """
+    found = locate(path, setting)
+    what, where = _named(setting, path), Path(found)
+    if saved_adapter(path) is not None:
+        what += f" base_model_name_or_path={found}"
+    for folder in dict.fromkeys((Path(path).expanduser().resolve(), where)):
+        if folder.is_dir():
+            verify_certificate(folder)
+    if where.is_absolute():
+        return
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    here = f"{what}: there is no such directory here, and"
+    try:
+        if isinstance(hub.try_to_load_from_cache(found, "config.json"), str):
+            return
+        hub.get_hf_file_metadata(hub.hf_hub_url(found, "config.json"), timeout=PATIENCE)
+    except errors.HFValidationError as error:
+        raise ConfigError(f"{here} this is no hub id ({_first(error)}). Check the spelling") from error
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"{what}: the hub gives this model only to those who accepted its terms. Accept them on its page,"
+            " and log in with: hf auth login"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{here} the hub has no such model, or does not show it to you. Check the spelling; for a private model log"
+            " in with: hf auth login"
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise DataError(f"{here} the hub's {found} has no config.json, so it is no transformers model") from error
+    except Exception as error:  # of whichever library carries the request
+        raise ConfigError(
+            f"{here} the hub cannot be reached ({_first(error)}). Check the spelling; offline, download it first where"
+            f" there is a network (hf download {found} --local-dir FOLDER) and give that directory"
+        ) from error
+
+
+def _named(setting: str, path: str) -> str:
+    """How a message names a path: with its setting where it is one."""
+    return f"{setting}={path}" if setting else path
+
+
+def _first(error: BaseException) -> str:
+    """The first line of a message, without its final period."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
+
+
+def locate(path: str, setting: str = "model.path") -> str:
+    """The directory as an absolute path, or the hub id. Of a PEFT adapter, those of the model beneath it."""
+    saved = saved_adapter(path)
+    if saved is not None and saved_adapter(saved.base) is None:
+        return locate(saved.base, f"{_named(setting, path)} base_model_name_or_path")
+    folder, what = Path(path).expanduser(), _named(setting, path)
+    if folder.is_dir():
+        has = {f.name for f in folder.iterdir()}
+        if {"config.json", "adapter_config.json"} <= has:
+            raise DataError(
+                f"{what}: a PEFT adapter lies beside the model. Where peft is installed, another model would"
+                " be loaded: the one that adapter_config.json names. Merge the adapter (merge_and_unload,"
+                " save_pretrained), or take adapter_config.json away"
+            )
+        if "config.json" not in has:
+            adapter = ""
+            if "adapter_config.json" in has:
+                adapter = (
+                    " It holds a PEFT adapter over another adapter: merge that one first (merge_and_unload,"
+                    " save_pretrained)."
+                )
+            raise DataError(
+                f"{what}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the"
+                " folder save_pretrained wrote"
+            )
+        if not has.intersection(TOKENIZER_FILES):
+            raise DataError(
+                f"{what}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the"
+                " tokenizer there too: tokenizer.save_pretrained"
+            )
+        examine(folder)
+        check_layers(folder)
+        check_state(folder)
+        return str(folder.resolve())
+    if folder.is_file():
+        raise ConfigError(f"{what} is a file: give the directory that holds config.json, the weights and the tokenizer")
+    if not HUB_ID.fullmatch(path) or ("/" in path and folder.parent.is_dir()):
+        raise ConfigError(
+            f"{what}: no such directory. Give {'a run folder, ' * (not setting)}a directory written by"
+            " save_pretrained, or a hub id such as Qwen/Qwen3-0.6B"
+        )
+    return path

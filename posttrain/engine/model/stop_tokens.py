@@ -1,0 +1,89 @@
+"""Which tokens end a turn, and whether the chat template agrees."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from posttrain.environment.templates import template_process
+from posttrain.environment.templates.rendering_differences import SAID
+from posttrain.system.errors import DataError, PosttrainError
+
+
+def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int, ...]:
+    """Ids that end a turn: first the tokenizer's EOS, then the model's EOS ids, each once.
+
+    The model's ids are those of its generation config. Transformers derives it from `config.json` where there is
+    no file. Ids in `config.json` are often left over from another tokenizer, so then only special tokens of this
+    tokenizer count. A chat template's end of turn (`<|im_end|>`, `<|eot_id|>`) counts only where the tokenizer
+    or the model lists it.
+
+    Args:
+        config: the model's generation config; None: there is none.
+    """
+    derived = bool(getattr(config, "_from_model_config", False))
+    listed = None if config is None else config.eos_token_id
+    model_ids: list[Any] = [] if listed is None else list(listed) if isinstance(listed, list | tuple) else [listed]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in model_ids):
+        raise DataError(
+            f"eos_token_id={str(listed)[:80]} of generation_config.json (or config.json) is no token id and no list of"
+            " them: correct it there"
+        )
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    own: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    stops = dict.fromkeys([*(int(i) for i in own), *(int(i) for i in model_ids if not derived or i in special)])
+    if not stops:
+        raise DataError(
+            "the tokenizer has no EOS token and the generation config names none, so the policy could never end a turn."
+            ' Set "eos_token" in tokenizer_config.json or "eos_token_id" in generation_config.json'
+        )
+    unknown = [i for i in stops if not 0 <= i < len(tokenizer)]
+    if unknown:
+        raise DataError(
+            f"stop ids {unknown} of generation_config.json are no tokens of this tokenizer ({len(tokenizer)} tokens):"
+            " correct eos_token_id there"
+        )
+    return tuple(stops)
+
+
+def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> list[str]:
+    """Notes where a stop token is no token that ends a text, or where the chat template ends an assistant's turn, the
+    last one or one that a user answers, with no stop token."""
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    notes = [
+        f"a turn ends at {tokenizer.convert_ids_to_tokens(i)!r} ({i}), by eos_token_id of the model, and for the"
+        " tokenizer it is no token that ends a text: correct eos_token_id in generation_config.json"
+        for i in stop_ids
+        if i != tokenizer.eos_token_id and (i not in special or i in (tokenizer.bos_token_id, tokenizer.unk_token_id))
+    ]
+    if not tokenizer.chat_template:
+        return notes
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": SAID}]
+    tails: list[str] = []
+    for more in ([], turns[:1]):
+        try:
+            text = template_process.apply(tokenizer, [*turns, *more], generate=False)
+        except PosttrainError:
+            raise
+        except Exception as error:  # a tokenizer of the model's own code may raise anything
+            told = (
+                str(error) if isinstance(error, template_process.RefusedError) else f"{type(error).__name__}: {error}"
+            )
+            notes += [] if tails else [f"the chat template does not render a user and an assistant turn ({told})"]
+            break
+        tails.append(str(text).rpartition(SAID)[2])
+    named = {str(tokenizer.decode([i])): i for i in (*special, *stop_ids)}
+    one = "|".join(map(re.escape, sorted(filter(None, named), key=len, reverse=True)))
+    ends = [re.findall(one, found[0]) for t in tails if (found := re.match(rf"(?:\s*(?:{one}))*", t))]
+    if not ends or any(named[name] in stop_ids for names in ends for name in names):
+        return notes
+    if not ends[0]:
+        wanted = " or ".join(repr(tokenizer.convert_ids_to_tokens(i)) for i in stop_ids)
+        return [*notes, f"the chat template writes {tails[0][:20]!r} behind a turn: let it end a turn with {wanted}"]
+    return [
+        *notes,
+        f"the chat template ends a turn with {ends[0][0]!r} ({named[ends[0][0]]}), which is not a stop token: add it to"
+        " eos_token_id in generation_config.json",
+    ]

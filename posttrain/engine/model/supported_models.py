@@ -1,0 +1,287 @@
+"""Which models can be used: decoder-only ones, in which each layer's past is the keys and values of one causal
+attention, and those whose recurrent state `stateful` keeps apart.
+
+Other state (a recurrent state, a rope that depends on the longest sequence of the batch, masks of the model's own)
+would silently make a token depend on other sequences, or on how it was cached. So a model is tested at load. A sequence
+is computed packed with another one, and its last token over cached keys and values. Both must equal what transformers
+computes for each sequence alone.
+
+Axis letters: N packed positions, H query heads, K key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from posttrain.engine.head.readout import CANARY, ReadOut, check_read_out, positions, read_out
+from posttrain.engine.layers.attention import PackedLayout, dense_attention
+from posttrain.engine.layers.expert_routing import Routing, following, routers_of
+from posttrain.engine.model.architecture_kinds import WANTED
+from posttrain.engine.model.patch_attention import as_built, route_attention
+from posttrain.engine.model.recurrent_state import RowLayout, is_stateful, rows_alone
+from posttrain.system.errors import EngineError
+
+TRIES = 3
+"""Sequences tried before a model is refused. In a mixture of experts whose routers are not understood (`routing`),
+rounding alone may sometimes route a token to another expert."""
+BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""Largest |difference| / |hidden state| of the median position that counts as rounding; 0.1 in narrower types."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer caches per token."""
+
+    heads: int
+    """K"""
+    key: int
+    """D of keys."""
+    value: int
+    """D of values."""
+
+
+def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerShape]]:
+    """The read-out of a model and what each of its layers caches; EngineError explains why a model cannot be used.
+
+    The model's attention is routed through `attention.attend`. A model that keeps a recurrent state caches nothing.
+    """
+    name, config = type(module).__name__, module.config.get_text_config(decoder=True)
+    if module.config.is_encoder_decoder:
+        raise EngineError(f"{name} is an encoder-decoder. {WANTED}")
+    bound = positions(module)
+    if bound is not None and context > bound:
+        raise EngineError(
+            f"context={context} exceeds the {bound} positions of {name}. Set model.context to at most {bound}"
+        )
+    _check_rope(config, name, context)
+    route_attention(module)
+    out = read_out(module)
+    if is_stateful(module):
+        check_read_out(module, out, context)
+        _check(module, out, min(CANARY, context), _difference_of_rows)
+        return out, []
+    routers_of(module)
+    shapes = _shapes(module, out, min(4, context))
+    check_read_out(module, out, context)
+    _check(module, out, min(CANARY, context), _difference)
+    return out, shapes
+
+
+class _ProbeLayout(PackedLayout):
+    """A packed layout that records which layers attend, and what they would cache."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__([length])
+        self.seen: dict[int, LayerShape] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in self.seen:
+            raise EngineError(
+                f"{type(module).__name__} has layer index {layer!r}, missing or used twice, so its cache has no place."
+                f" {WANTED}"
+            )
+        self.seen[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        return super().attend(
+            module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap
+        )
+
+
+def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerShape]:
+    """What each layer caches; EngineError where one does not attend through our attention, or more than once."""
+    name, config = type(module).__name__, module.config.get_text_config(decoder=True)
+    probe = _ProbeLayout(length)
+    with torch.no_grad():
+        try:
+            out.hidden(*_canary(out, length, 0), probe)
+        except EngineError:
+            raise
+        except Exception as error:  # the model's own code may raise anything
+            raise EngineError(
+                f"{name} cannot run with packed segments ({type(error).__name__}: {error}). {WANTED}"
+            ) from error
+    layers = int(config.num_hidden_layers)
+    if sorted(probe.seen) != list(range(layers)):
+        missing = sorted(set(range(layers)) - set(probe.seen))
+        where = f"layers {missing}" if missing else f"{len(probe.seen)} attentions in {layers} layers"
+        raise EngineError(
+            f"{where} of {name} do not attend once through transformers' attention"
+            f" interface{_described_parts(out, missing)}: they keep a recurrent state,"
+            f" add biases, or compute attention in code of their own. {WANTED}"
+        )
+    return [probe.seen[i] for i in range(layers)]
+
+
+def _described_parts(out: ReadOut, layers: list[int]) -> str:
+    """` (their parts: ...)`: the classes of the parts of the first of these layers, which show its kind."""
+    lists = [
+        part for part in out.decoder.modules() if isinstance(part, nn.ModuleList) and layers and len(part) > layers[0]
+    ]
+    if not lists:
+        return ""
+    parts = dict.fromkeys(type(p).__name__ for p in lists[0][layers[0]].children() if "Norm" not in type(p).__name__)
+    return f" (their parts: {', '.join(parts)})"
+
+
+def _check_rope(config: object, name: str, context: int) -> None:
+    """EngineError where the rope's frequencies depend on the longest sequence of the batch and `context`
+    is long enough for it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    for kind in kinds:
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            original = kind.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            original = original or getattr(config, "max_position_embeddings")  # noqa: B009
+            if context > original:
+                raise EngineError(
+                    f"{name} has {kind['rope_type']} rope: its frequencies change for all once one sequence passes"
+                    f" {original} tokens. Set model.context to at most {original}, up to which they are plain ones"
+                )
+
+
+class _GrowingCache:
+    """A layout with a growing cache of one sequence: later positions see the keys and values of all calls before."""
+
+    def __init__(self) -> None:
+        self._past: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        if layer in self._past:
+            key, value = (
+                torch.cat([old, new], dim=2) for old, new in zip(self._past[layer], (key, value), strict=True)
+            )
+        self._past[layer] = key, value
+        at = torch.arange(key.shape[2], device=key.device)
+        distance = at[-query.shape[2] :, None] - at
+        mask = (distance >= 0) & (distance < (sliding_window or len(at)))
+        return dense_attention(query, key, value, mask, scaling, softcap).transpose(1, 2)
+
+
+Difference = Callable[[PreTrainedModel, ReadOut, int, int], str]
+"""(model, read-out, length, seed): what differs from transformers' result for a sequence alone; '' where nothing."""
+
+
+def _check(module: PreTrainedModel, out: ReadOut, length: int, difference: Difference) -> None:
+    """EngineError where a sequence beside another one, or computed over a cache, differs from
+    transformers' result for it alone."""
+    why = ""
+    for seed in range(TRIES):
+        with torch.no_grad():
+            try:
+                why = difference(module, out, length, seed)
+            except EngineError:
+                raise
+            except Exception as error:  # the model's own code may raise anything
+                why = f"it cannot be run so ({type(error).__name__}: {error})"
+        if not why:
+            return
+    raise EngineError(f"{type(module).__name__} cannot be sampled and learned alike: {why}. {WANTED}")
+
+
+def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
+    """What differs, as text; '' where nothing does. The experts of a mixture are those of the sequences alone, wherever
+    rounding decides between them (`_otherwise`)."""
+    (ids, at), (other, there) = alone = _canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)
+    chosen = [Routing(), Routing()]
+    with as_built(module):
+        wanted = [
+            out.hidden(*one, _routed(PackedLayout([len(one[0])]), how)) for one, how in zip(alone, chosen, strict=True)
+        ]
+    how = following(chosen)
+    layout = _routed(PackedLayout([len(ids), len(other)]), how)
+    packed = out.hidden(torch.cat([ids, other]), torch.cat([at, there]), layout)
+    together, beside = packed.split([len(ids), len(other)])
+    for name, ours, theirs in (("", together, wanted[0]), (" behind another one", beside, wanted[1])):
+        if (gap := _gap(ours, theirs)) > _bound(ours):
+            return (
+                f"a packed sequence{name} has other hidden states than alone with transformers' own attention (relative"
+                f" gap {gap:.2g})"
+            )
+    if why := _otherwise(how, packed.dtype, "packed with another sequence"):
+        return why
+    return "" if length < 2 else _over_a_cache(out, (ids, at), together, chosen[0])
+
+
+def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, chosen: Routing) -> str:
+    """What differs where the last token of a sequence is computed over the cached keys and values of those before."""
+    memory, given = _GrowingCache(), following([chosen])
+    for name, part in (("before its end", slice(None, -1)), ("over cached keys and values", slice(-1, None))):
+        how = None if given is None or given.given is None else Routing(given.given[part], True)
+        ours = out.hidden(alone[0][part], alone[1][part], _routed(memory, how))
+        if (gap := _gap(ours, wanted[part])) > _bound(ours):
+            return f"hidden states {name} differ from those of the whole sequence (relative gap {gap:.2g})"
+        if why := _otherwise(how, ours.dtype, name):
+            return why
+    return ""
+
+
+def _routed(layout: Any, routing: Routing | None) -> Any:
+    layout.routing = routing
+    return layout
+
+
+def _otherwise(followed: Routing | None, computed: torch.dtype, name: str) -> str:
+    """Whether the routers would have chosen other experts than those that they were given, by more than rounding."""
+    lead = 0.0 if followed is None else followed.chosen_by_more(computed)
+    return f"its routers choose other experts for a token {name} (by {lead:.2g} times rounding)" if lead > 1 else ""
+
+
+def _difference_of_rows(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
+    """`_difference` of a model with a state: two sequences in a batch."""
+    alone = [_canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)]
+    lengths = np.array([len(ids) for ids, _ in alone])
+    packed = torch.cat([ids for ids, _ in alone]).cpu().numpy()
+    batch = rows_alone(out, packed, lengths, np.arange(len(packed)), RowLayout())
+    with as_built(module):
+        wanted = [out.hidden(*one, RowLayout()) for one in alone]
+    for name, ours, theirs in zip(("longer", "shorter"), batch.split(lengths.tolist()), wanted, strict=True):
+        if (gap := _gap(ours, theirs)) > _bound(ours):
+            return f"the {name} of two sequences in a batch has other hidden states than alone (relative gap {gap:.2g})"
+    return ""
+
+
+def _canary(out: ReadOut, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(ids, positions) [length] spread over the vocabulary."""
+    at = torch.arange(length, device=out.weight.device)
+    return (at + seed * 131) * 7919 % out.weight.shape[0], at
+
+
+def _gap(ours: Tensor, wanted: Tensor) -> float:
+    """|difference| / |wanted| of the median position; inf where it is not a number."""
+    gap_N = (ours - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1).clamp_min(1e-30)
+    return float(gap_N.nan_to_num(nan=float("inf")).median())
+
+
+def _bound(hidden: Tensor) -> float:
+    return BOUNDS.get(hidden.dtype, 0.1)

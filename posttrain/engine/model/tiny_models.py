@@ -1,0 +1,103 @@
+"""Small models of real architectures, built in code. They run the same code as a downloaded checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from posttrain.config.run import BUILT_CONTEXT, MIXTURES, Model
+from posttrain.core import seeds
+from posttrain.engine.layers import attention
+
+ROTARY = {
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "gemma": GemmaConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "mixtral": MixtralConfig,
+}
+OWN_HEAD = ("llama", "mixtral")
+"""Architectures whose head is not tied to the embeddings."""
+
+
+def build_module(model: Model, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
+    """`model.arch` at the sizes of `model`, float32 on CPU. The weights depend only on `seed`, the
+    sizes and the vocabulary."""
+    attention.register()
+    with _own_randomness(seeds.torch_seed(seed, "weights")):
+        return AutoModelForCausalLM.from_config(
+            config(model, tokenizer), attn_implementation=attention.NAME, dtype=torch.float32
+        )
+
+
+def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    """The architecture's own config class with the sizes of `model`, without dropout. The heads of Llama and
+    Mixtral are not tied to the embeddings; the others' are. In a mixture every layer has experts.
+
+    The standard deviation of the initial weights is 0.5 / sqrt(hidden). At these widths transformers' 0.02 is so small
+    that the first hundred steps learn little.
+    """
+    context = BUILT_CONTEXT if model.context is None else model.context
+    tokens = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "initializer_range": 0.5 * model.hidden**-0.5,
+    }
+    if model.arch == "gpt2":
+        return GPT2Config(
+            n_embd=model.hidden,
+            n_layer=model.layers,
+            n_head=model.heads,
+            n_inner=model.ffn,
+            n_positions=context,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+            summary_first_dropout=0.0,
+            **tokens,
+        )
+    if model.arch == "qwen3_moe":
+        tokens |= {"num_experts": model.experts, "moe_intermediate_size": model.ffn, "norm_topk_prob": True}
+    if model.arch == "mixtral":
+        tokens |= {"num_local_experts": model.experts, "sliding_window": None}
+    if model.arch in MIXTURES:
+        tokens |= {"num_experts_per_tok": model.experts_per_token}
+    return ROTARY[model.arch](
+        hidden_size=model.hidden,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        head_dim=model.hidden // model.heads,
+        intermediate_size=model.ffn,
+        max_position_embeddings=context,
+        tie_word_embeddings=model.arch not in OWN_HEAD,
+        **tokens,
+    )
+
+
+@contextmanager
+def _own_randomness(seed: int) -> Iterator[None]:
+    """Seed torch's CPU generator inside, and restore it afterwards (`torch.manual_seed` would
+    also seed accelerators)."""
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

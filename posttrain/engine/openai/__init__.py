@@ -1,8 +1,0 @@
-"""Any OpenAI-compatible endpoint as a sampler: for evaluation and judging, by text, or by tokens where it takes and
-returns them."""
-
-from posttrain.engine.openai.text import TextDialogue, TextSampler, TextVocabulary
-from posttrain.engine.openai.tokens import TokenSampler
-from posttrain.verifier.discover import RemoteModel, discover
-
-__all__ = ["RemoteModel", "TextDialogue", "TextSampler", "TextVocabulary", "TokenSampler", "discover"]

@@ -1,0 +1,98 @@
+"""A learner whose ranks hold whole experts, some of each layer (expert parallelism), by the plan that transformers has
+for the architecture (`base_model_ep_plan`) and its `apply_expert_parallelism`.
+
+Every rank computes every token: attention, routers and norms are whole on each, and each computes what its own experts
+add. These parts are summed over ranks once in each layer, and so are the gradients by what went into the experts. So
+all ranks are given the same micro-batches, as with columns and rows (`tensor_parallel`), and every other gradient is
+the same on each rank.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from posttrain.engine.learner.learner_routers import LearnerRouters
+from posttrain.engine.model.policy_model import Policy
+from posttrain.engine.parallel.tensor_parallel import TensorLearner, refuse_whole_batches
+from posttrain.system.errors import ConfigError
+
+PART = "transformers.distributed.expert_parallel"
+"""Where transformers has it; older ones have it not."""
+STYLES = ("grouped_gemm", "ep_dispatch_experts")
+"""What a plan may say: of the experts' weights, and of the module that holds them."""
+
+
+class ExpertLearner(TensorLearner):
+    """`core.ports.Learner` of one rank, which is given what one process would be. It cuts the experts of
+    `policy.module` in place, so the policy is no longer of use to others.
+
+    Args:
+        replays: as in `HFLearner`.
+
+    Raises:
+        ConfigError: the architecture has no plan for its experts, they do not divide, or another part is not built.
+        InvariantError: the ranks begin with different weights.
+    """
+
+    every_part_is_used = False  # a rank's experts may compute no token
+
+    def _plan(self, policy: Policy, world: int) -> dict[str, str]:
+        return whole_experts(policy, world)
+
+    def beside(self, policy: Policy) -> ExpertLearner:
+        return ExpertLearner(policy, self.holders)
+
+    def routers(self) -> LearnerRouters | None:
+        found = super().routers()
+        if found is None:
+            return None
+        own = found.experts // self.holders.world
+        begin = own * self.holders.rank
+        return replace(found, held=slice(begin, begin + own), of_all=self._every_expert)
+
+    def _every_expert(self, own: np.ndarray) -> np.ndarray:
+        return np.concatenate(self.holders.every(own))
+
+    def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
+        names = [*(n for n, _ in decoder.named_parameters()), *(n for n, _ in decoder.named_modules())]
+        whole = {n: style for n in names for pattern, style in plan.items() if fnmatch.fnmatch(n, pattern)}
+        from posttrain.engine.parallel.joined_experts import divide  # not in every transformers that is used here
+
+        with torch.no_grad():
+            divide(decoder, self.holders.mesh, whole)
+
+
+def whole_experts(policy: Policy, world: int) -> dict[str, str]:
+    """The plan of the decoder's experts. ConfigError for what it cannot do here."""
+    config, name = policy.module.config.get_text_config(decoder=True), type(policy.module).__name__
+    refuse_whole_batches(policy, "expert parallelism")
+    if find_spec(PART) is None:
+        raise ConfigError(
+            f"transformers {transformers.__version__} has no expert parallelism ({PART}). Install a newer one, or train"
+            " in one process"
+        )
+    plan: dict[str, str] = dict(getattr(config, "base_model_ep_plan", None) or {})
+    if not plan or any(style not in STYLES for style in plan.values()):
+        said = ", ".join(sorted(set(plan.values()))) or "none"
+        raise ConfigError(
+            f"{name} has no plan of whole experts in transformers (its plan: {said}). Leave out"
+            " --parallel experts, or train it in one process"
+        )
+    decoder: Any = policy.module.get_decoder()
+    found = {
+        int(p.shape[0])
+        for name, p in decoder.named_parameters()
+        if any(style == "grouped_gemm" and fnmatch.fnmatch(name, pattern) for pattern, style in plan.items())
+    }
+    if not found or any(n % world for n in found):
+        raise ConfigError(
+            f"{world} ranks cannot share {min(found, default=0)} experts of {name} evenly: give a divisor of them"
+        )
+    return plan

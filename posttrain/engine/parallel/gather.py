@@ -1,0 +1,124 @@
+"""Weights of all ranks on one rank, in buckets.
+
+No rank but the receiving one holds more than its own parts and one bucket of them. The receiver holds one bucket of all
+ranks, and what the reader of the result keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from posttrain.core.exchange.ranks import check_same
+from posttrain.core.exchange.shards import Shard
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
+from posttrain.system.errors import ConfigError, InvariantError
+
+BUCKET = 64 << 20
+"""Most bytes of a bucket, of all ranks together. A larger weight is a bucket of its own."""
+ALIGNED = 16
+"""Each part begins at a multiple of this many bytes, so that it can be read in place as any dtype."""
+
+
+@dataclass(frozen=True)
+class _Label:
+    """What a rank says of one of its parts before it sends it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    sent: int
+    """Bytes, with those that fill up to `ALIGNED`."""
+
+
+def gathered(
+    shards: Iterable[Shard], ranks: ProcessRanks, version: int, *, to: int = 0, bucket: int = 0
+) -> Iterator[Shard]:
+    """The parts of all ranks on rank `to`; nothing on the others, which must read it to its end as well.
+
+    A part is valid until the next one is asked for, so copy what is kept (`role.weights.weight_transport.whole_tensors`
+    does). A weight that comes in one part stays valid. One that every rank has whole comes once, from rank 0. Of copies
+    of the weights the first is sent.
+
+    Args:
+        version: of the weights of this rank.
+        to: one of the ranks that hold the first copy.
+        bucket: most bytes of a bucket; 0: `BUCKET`. That of rank 0 counts.
+
+    Raises:
+        InvariantError: a rank has weights of another version, or other weights.
+    """
+    advice = "A rank left out an update, so its part is stale: nothing made of it could be trusted"
+    check_same(ranks, version, "version of the weights", advice)
+    held = list(shards)
+    told: list[tuple[int, list[_Label]]] = ranks.every((bucket or BUCKET, [_label(s, ranks) for s in held]))
+    bucket, table = told[0][0], [labels for _, labels in told]
+    for rank, labels in enumerate(table):
+        if [(x.name, x.dtype, x.shape) for x in labels] != [(x.name, x.dtype, x.shape) for x in table[0]]:
+            raise InvariantError(
+                f"rank {rank} has other weights than rank 0: build the same model, in the same dtype, on every rank"
+            )
+    parts = ranks.world // ranks.replicas
+    if to >= parts:
+        raise ConfigError(f"to={to}: ranks 0 to {parts - 1} hold the first copy of the weights. Name one of them")
+    if ranks.rank >= parts:
+        return
+    table, group = table[:parts], ranks.group if ranks.replicas == 1 else ranks.mesh.get_group("shard")
+    runs = [(run, max(sum(labels[i].sent for i in run) for labels in table)) for run in _runs(table, bucket)]
+    # the same memory for all buckets: what is freed for each one stays with the C library
+    memory = torch.zeros(
+        1 + len(table) * (ranks.rank == to), max((width for _, width in runs), default=0), dtype=torch.uint8
+    )
+    for run, width in runs:
+        own, at = memory[0, :width], 0
+        for i in run:
+            if sent := table[ranks.rank][i].sent:
+                raw = held[i].tensor.detach().contiguous().view(-1).view(torch.uint8)
+                own[at : at + raw.numel()] = raw
+                at += sent
+        found = [part[:width] for part in memory[1:]] if ranks.rank == to else None
+        dist.gather(own, found, group=group, group_dst=to)
+        for rank, part in enumerate(found or ()):
+            yield from _read(part, [table[rank][i] for i in run], rank)
+
+
+def _label(shard: Shard, ranks: ProcessRanks) -> _Label:
+    size = shard.tensor.numel() * shard.tensor.element_size()
+    doubled = shard.whole and ranks.rank > 0 and size > 0
+    sent = 0 if doubled else -(-size // ALIGNED) * ALIGNED
+    return _Label(shard.name, shard.tensor.dtype, shard.shape, shard.offsets, tuple(shard.tensor.shape), sent)
+
+
+def _runs(table: list[list[_Label]], bucket: int) -> Iterator[list[int]]:
+    """The places of the weights of each bucket."""
+    run, size = list[int](), 0
+    for i in range(len(table[0])):
+        more = sum(labels[i].sent for labels in table)
+        if run and size + more > bucket:
+            yield run
+            run, size = [], 0
+        run.append(i)
+        size += more
+    if run:
+        yield run
+
+
+def _read(part: Tensor, labels: list[_Label], rank: int) -> Iterator[Shard]:
+    at = 0
+    for label in labels:
+        count = 1
+        for n in label.sizes:
+            count *= n
+        if not label.sent and (count or rank > 0):
+            continue  # sent by rank 0, or no part of this weight here
+        raw = part[at : at + count * label.dtype.itemsize]
+        if label.sizes == label.shape:
+            raw = raw.clone()  # nobody copies a weight that comes in one part
+        yield Shard(label.name, raw.view(label.dtype).view(label.sizes), label.shape, label.offsets)
+        at += label.sent

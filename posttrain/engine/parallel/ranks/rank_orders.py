@@ -1,0 +1,204 @@
+"""How rank 0 tells the other ranks what to compute next, and how it is found out who failed.
+
+A store of keys, a file of the run's own or in the process of torchrun, says that there is a next order; its content
+goes to all ranks by broadcast, signed (`signed.py`). So a rank can wait for an order as long as rollouts take, and only
+exchanges have a time-out. Each rank notes in the store which order it began and ended, and why it failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks, in_copies
+from posttrain.engine.parallel.ranks.signed_messages import signed
+from posttrain.engine.pool.pool_waits import in_thread
+from posttrain.system.errors import EngineError
+
+LONG = timedelta(days=365)
+"""How long a rank waits for its next order. It ends with the store, or with torchrun."""
+END = "end"
+HERE = "here/{}"
+"""The key by which a rank says that it has begun."""
+INTERFACE = "GLOO_SOCKET_IFNAME"
+LOOK_SECONDS = 0.05
+"""Between two looks whether a rank is gone, while ranks meet."""
+MEET_SECONDS = 120.0
+"""Seconds that ranks have at least to meet, whatever an exchange may take."""
+
+
+class RankLost(EngineError):
+    """A rank died, failed or stands still, so the others cannot go on. The message names the first cause."""
+
+
+class OrdersEnded(Exception):
+    """Rank 0 has no more work."""
+
+
+@contextmanager
+def met(
+    store: Store,
+    rank: int,
+    world: int,
+    seconds: float,
+    replicas: int = 1,
+    *,
+    key: bytes,
+    local: bool = False,
+    gone: Callable[[], str] = str,
+) -> Iterator[ProcessRanks]:
+    """Inside, this process is one of `world` ranks that share a store.
+
+    Args:
+        seconds: how long an exchange may wait for a rank.
+        replicas: copies of the weights; see `ProcessRanks.part`.
+        key: with which ranks sign what they send each other as pickles.
+        local: all ranks are on this machine: listen at its loopback address alone.
+        gone: which rank has ended, in words; '' while all live.
+
+    Raises:
+        RankLost: the ranks did not meet.
+    """
+    with signed(key):
+        with _loopback() if local else contextlib.nullcontext():
+            ranks = _meeting(lambda: _meet(store, rank, world, seconds, replicas), max(seconds, MEET_SECONDS), gone)
+        try:
+            yield ranks
+        finally:
+            dist.destroy_process_group()
+
+
+def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) -> ProcessRanks:
+    store.set(HERE.format(rank), "1")
+    store.wait([HERE.format(r) for r in range(world)], timedelta(seconds=max(seconds, MEET_SECONDS)))
+    within = PrefixStore("exchange", store)
+    c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]  # it counts meetings that failed, and names groups
+    dist.init_process_group("gloo", store=within, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+    return in_copies(seconds, replicas)
+
+
+def _meeting(work: Callable[[], ProcessRanks], seconds: float, gone: Callable[[], str]) -> ProcessRanks:
+    """What `work` returns. A thread does it: while torch connects ranks, it hears neither signals nor that one is gone,
+    and waits for each of them anew."""
+    found = in_thread(work)
+    last = time.monotonic() + seconds
+    try:
+        while True:
+            try:
+                return found.result(LOOK_SECONDS)
+            except TimeoutError:
+                why = gone() or ("" if time.monotonic() < last else f"not all were there within {seconds:g} s")
+            except RuntimeError as error:
+                why = gone() or str(error)
+            if why:
+                raise RankLost(f"the ranks did not meet: {why}. Nothing was begun: start again")
+    except BaseException:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    before, names = os.environ.get(INTERFACE), [name for _, name in socket.if_nameindex()]
+    if found := next((n for n in ("lo", "lo0") if n in names), None):
+        os.environ[INTERFACE] = found
+    try:
+        yield
+    finally:
+        if found and before is None:
+            del os.environ[INTERFACE]
+        elif found and before is not None:
+            os.environ[INTERFACE] = before
+
+
+class RankOrders:
+    """The orders of rank 0, as each rank sees them."""
+
+    def __init__(self, ranks: ProcessRanks, store: Store) -> None:
+        self.ranks, self._store = ranks, store
+        self.number = 0
+        """Of the last order."""
+
+    # --- rank 0 -------------------------------------------------------------------------------------------------------
+
+    def send(self, what: str, work: Any) -> None:
+        """Give an order to the other ranks. `what`: in words, for messages."""
+        if self.ranks.world == 1:
+            return
+        self.number += 1
+        self._store.set(_key(self.number), what)
+        dist.broadcast_object_list([work], group_src=0, group=self.ranks.group)
+        if self.number > 1:
+            self._store.delete_key(_key(self.number - 1))
+
+    def end(self) -> None:
+        """Tell the ranks that wait for an order that there is none."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_key(self.number + 1), END)
+
+    def failed(self) -> dict[int, str]:
+        """Why ranks failed, by rank, of those that said so."""
+        found: dict[int, str] = {}
+        with contextlib.suppress(RuntimeError):
+            for rank in range(1, self.ranks.world):
+                if self._store.check([key := f"failed/{rank}"]):
+                    found[rank] = self._store.get(key).decode()
+        return found
+
+    def standing(self) -> dict[int, str]:
+        """Where each other rank stands: the words of its last note."""
+        found: dict[int, str] = {}
+        with contextlib.suppress(RuntimeError):
+            for rank in range(1, self.ranks.world):
+                noted = self._store.check([key := f"at/{rank}"])
+                found[rank] = self._store.get(key).decode() if noted else "has not begun any order"
+        return found
+
+    # --- the others ---------------------------------------------------------------------------------------------------
+
+    def next(self) -> Any:
+        """Wait for the next order and return its work.
+
+        Raises:
+            OrdersEnded: there is none.
+        """
+        key = _key(self.number + 1)
+        try:
+            self._store.wait([key], LONG)
+            what = self._store.get(key)
+        except RuntimeError as error:  # the process with the store is gone
+            raise OrdersEnded from error
+        if what.decode() == END:
+            raise OrdersEnded
+        self.number += 1
+        self._note(f"began order {self.number} ({what.decode()})")
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, group_src=0, group=self.ranks.group)
+        return box[0]
+
+    def done(self) -> None:
+        """The work of an order is done."""
+        self._note(f"ended order {self.number}")
+
+    def fail(self, why: str) -> None:
+        """Say why this rank ends."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"failed/{self.ranks.rank}", why)
+
+    def _note(self, words: str) -> None:
+        self._store.set(f"at/{self.ranks.rank}", words)
+
+
+def _key(number: int) -> str:
+    return f"order/{number}"

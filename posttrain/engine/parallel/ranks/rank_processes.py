@@ -1,0 +1,106 @@
+"""The other ranks of a run as processes of this machine, which the run itself starts, watches and ends.
+
+They meet in a folder that nobody else can read: there lie their key, what they note down for each other, and what
+they print.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from posttrain.engine.parallel.ranks.signed_messages import fresh_key
+from posttrain.system.child_lifetime import begun
+
+COMMAND = "from {module} import serve; serve({rank}, {world}, {path!r}, **{told})"
+KEY = "key"
+"""What the key of the ranks is called in their store."""
+LOG_LINES = 12
+"""Last lines of a process's output that an error message quotes."""
+END_SECONDS = 20.0
+"""Seconds that a process has to end by itself."""
+
+
+class RankProcesses:
+    """Ranks 1 to `world` - 1, each running `module.serve(rank, world, path, **told)`; `path` is that of `store`, where
+    all meet."""
+
+    def __init__(self, world: int, module: str, threads: int, seconds: float, told: Mapping[str, Any]) -> None:
+        self.key = fresh_key()
+        self._temporary = tempfile.TemporaryDirectory(prefix="posttrain-ranks-")
+        self.folder = Path(self._temporary.name)
+        """Nobody else can read it (mode 0700)."""
+        self.store = FileStore(path := str(self.folder / "store"), -1)
+        self.store.set(KEY, self.key.decode())
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        atexit.register(self._killed)
+        for rank in range(1, world):
+            given = {"rank": rank, "world": world, "path": path, "told": {"seconds": seconds, **told}}
+            with self._log(rank).open("wb") as log:
+                self._processes[rank] = begun(
+                    COMMAND.format(module=module, **given),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                )
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The number of each rank's process."""
+        return {rank: p.pid for rank, p in self._processes.items()}
+
+    def gone(self) -> str:
+        """The first rank whose process has ended, and how; '' where all live."""
+        found = ((rank, self.ended(rank)) for rank in self._processes)
+        return next((f"rank {rank} is gone: {how}" for rank, how in found if how), "")
+
+    def ended(self, rank: int) -> str:
+        """How the process of a rank ended, in words; '' where it lives."""
+        code = self._processes[rank].poll()
+        if code is None:
+            return ""
+        how = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+        return f"{how}{self._last_words(rank)}"
+
+    def stopped(self, rank: int) -> bool:
+        """Whether the process lives and is stopped (SIGSTOP), as far as this system says."""
+        with contextlib.suppress(OSError, IndexError):
+            about = Path(f"/proc/{self._processes[rank].pid}/stat").read_text()
+            return about.rpartition(")")[2].split()[0] in ("T", "t")
+        return False
+
+    def close(self, kill: bool = False) -> None:
+        """End the processes: wait until they have ended by themselves, or `kill` them at once."""
+        atexit.unregister(self._killed)
+        last = time.monotonic() + END_SECONDS
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if not kill:
+                    process.wait(max(0.1, last - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        self._temporary.cleanup()
+
+    def _killed(self) -> None:
+        self.close(kill=True)
+
+    def _last_words(self, rank: int) -> str:
+        with contextlib.suppress(OSError):
+            if lines := self._log(rank).read_text(errors="replace").splitlines()[-LOG_LINES:]:
+                return ". Its last words:\n" + "\n".join(lines)
+        return ""
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}"

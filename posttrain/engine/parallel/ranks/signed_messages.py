@@ -1,0 +1,120 @@
+"""Signs what ranks send each other as pickles: a pickle may call any function, and whoever reaches the ports of
+torch.distributed could send one. Only what somebody with the key of these ranks wrote is read as a pickle."""
+
+from __future__ import annotations
+
+import hmac
+import io
+import os
+import pickle
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from posttrain.record.provenance import notes_folder
+from posttrain.system.errors import ConfigError, EngineError
+
+VARIABLE = "POSTTRAIN_RANKS_KEY"
+"""The environment variable that may hold the key of ranks that somebody else starts."""
+FILE = "ranks.key"
+SHORTEST = 32
+"""Bytes of a key at least."""
+SIGNED = 32
+"""Bytes of a signature (HMAC-SHA256)."""
+
+
+def fresh_key() -> bytes:
+    """A key for the ranks of one run."""
+    return secrets.token_hex(SHORTEST).encode()
+
+
+def users_key() -> bytes:
+    """The key of ranks that somebody else starts, such as torchrun: of `POSTTRAIN_RANKS_KEY`, or of a file in the
+    user's home that nobody else can read. The first rank that looks for the file makes it.
+
+    Raises:
+        ConfigError: the key is too short, or there is no such file and none can be made.
+    """
+    try:
+        found = os.environ.get(VARIABLE, "").encode() or _of_file(notes_folder().parent / FILE)
+        if len(found) < SHORTEST:
+            raise PermissionError(f"this one has {len(found)} characters")
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"ranks need a key that nobody else can read, and {error}. Set {VARIABLE} to the same characters on all"
+            f" machines, drawn at random, at least {SHORTEST} of them"
+        ) from error
+    return found
+
+
+def _of_file(path: Path) -> bytes:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.exists():
+        with (
+            tempfile.NamedTemporaryFile(dir=path.parent) as part,
+            suppress(FileExistsError),
+        ):  # or another is first
+            part.write(fresh_key())
+            part.flush()
+            os.link(part.name, path)
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+            raise PermissionError(f"{path} is not a file that this user alone can read (chmod 600)")
+        return file.read(4096).strip()
+
+
+@contextmanager
+def signed(key: bytes) -> Iterator[None]:
+    """Inside, torch.distributed signs each pickle that it sends, and reads none without the signature of this key.
+
+    Raises:
+        EngineError: torch does not write pickles as this expects.
+    """
+    before: Any = c10d._pickler, c10d._unpickler  # pyright: ignore[reportPrivateUsage]
+    ours: Any = partial(_Writer, key), partial(_Reader, key)
+    c10d._pickler, c10d._unpickler = ours  # pyright: ignore[reportPrivateUsage]
+    try:
+        written, _ = c10d._object_to_tensor(None, torch.device("cpu"), None)  # pyright: ignore[reportPrivateUsage]
+        if bytes(written.numpy())[:SIGNED] != _signature(key, bytes(written.numpy())[SIGNED:]):
+            raise EngineError(f"torch {torch.__version__} does not sign what ranks send each other: take torch 2.13")
+        yield
+    finally:
+        c10d._pickler, c10d._unpickler = before  # pyright: ignore[reportPrivateUsage]
+
+
+class _Writer:
+    def __init__(self, key: bytes, file: io.BytesIO) -> None:
+        self._key, self._file = key, file
+
+    def dump(self, value: Any) -> None:
+        self._file.write(bytes(SIGNED))
+        pickle.Pickler(self._file, pickle.HIGHEST_PROTOCOL).dump(value)
+        with self._file.getbuffer() as data:
+            data[:SIGNED] = _signature(self._key, data[SIGNED:])
+
+
+class _Reader(_Writer):
+    def load(self) -> Any:
+        with self._file.getbuffer() as data:
+            right = hmac.compare_digest(data[:SIGNED], _signature(self._key, data[SIGNED:]))
+        if not right:
+            raise EngineError(
+                "what came from another rank was not signed with the key of these ranks, so it was not read. Somebody"
+                f" else reached their ports, or machines have different keys: give all of them one {VARIABLE} (at least"
+                f" {SHORTEST} characters), or one home"
+            )
+        self._file.seek(SIGNED)
+        return pickle.load(self._file)
+
+
+def _signature(key: bytes, data: Any) -> bytes:
+    return hmac.digest(key, data, "sha256")

@@ -1,0 +1,46 @@
+"""A loud adapter over ranks: what `adapter_modules.loud` does to the adapter of one process, each rank to its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from posttrain.engine.adapters.adapter_modules import layers
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.parallel.sharded_cut import first_row
+from posttrain.engine.parallel.sharded_learner import ShardedLearner
+
+
+@torch.no_grad()
+def loud_rows(learner: ShardedLearner) -> dict[str, Tensor]:
+    """Give every adapter random numbers half as large as its layer's own output. Every rank calls it; returns what the
+    rank's own rows were, for `put_rows`. One weight is whole at a time."""
+    own, generator = learner.parameters(), torch.Generator().manual_seed(0)
+    before = {name: p.detach().clone() for name, p in own.items()}
+    for name, layer in layers(learner.policy.module).items():
+        part: Any = layer
+        base = _norm(part.get_base_layer().weight)
+        for word, b in part.lora_B.items():
+            rows = b.weight.shape[0]
+            added = part.scaling[word] * _norm(part.lora_A[word].weight) * math.sqrt(rows)
+            numbers = torch.randn(b.weight.shape, generator=generator) * (base / (2 * max(added, 1e-30)))
+            place, begin = own[f"{name}.lora_B.{word}.weight"], first_row(b.weight)
+            place.copy_(numbers[begin : begin + len(place)])
+    return before
+
+
+@torch.no_grad()
+def put_rows(learner: HFLearner, kept: Mapping[str, Tensor]) -> None:
+    """Put a copy of the rank's own rows back."""
+    for name, p in learner.parameters().items():
+        p.copy_(kept[name])
+
+
+def _norm(weight: Any) -> float:
+    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return float(whole.double().norm())

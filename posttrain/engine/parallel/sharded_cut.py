@@ -1,0 +1,121 @@
+"""How a module's weights are cut over ranks (`torch.distributed.fsdp.fully_shard`), and what a rank has of each.
+
+Each layer is a unit, and what is left another one: the embedding, the last norm and the heads. Weights of a unit come
+together when it is computed, and its gradients are summed over ranks when they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from posttrain.core.exchange.shards import Shard
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
+
+
+class Inside(nn.Module):
+    """The outermost module: whatever reads weights runs inside its forward, where torch has put them together.
+
+    Args:
+        parts: whose weights come together, layers aside.
+        inner: another one, whose weights come together beside.
+    """
+
+    def __init__(self, parts: dict[str, nn.Module], inner: Inside | None = None) -> None:
+        super().__init__()
+        self.parts, self.inner = nn.ModuleDict(parts), inner
+
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function() if self.inner is None else self.inner(function)
+
+
+def cut(
+    module: Any, heads: dict[str, nn.Module], ranks: ProcessRanks, *, computes: torch.dtype | None, offload: bool
+) -> Inside:
+    """Cut the weights of a model and its heads in place, and return what they are read inside.
+
+    Args:
+        computes: the type that the model's weights, in float32 here, are computed in; None: their own. Heads keep
+            theirs.
+        offload: keep each rank's part in the memory of the CPU.
+    """
+    away = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    own = MixedPrecisionPolicy() if computes is None else policy
+
+    def shard(part: nn.Module, precision: MixedPrecisionPolicy) -> None:
+        fully_shard(part, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=away)
+
+    names = set(module._no_split_modules or ())
+    for layer in [part for part in module.modules() if type(part).__name__ in names]:
+        shard(layer, own)
+    if computes is None:
+        outermost = Inside({"policy": module, **heads})
+    else:  # torch computes all weights of a unit in one type
+        inner = Inside({"policy": module})
+        shard(inner, own)
+        outermost = Inside(heads, inner)
+    shard(outermost, MixedPrecisionPolicy())
+    for part in outermost.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return outermost
+
+
+def remade(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter | None]) -> None:
+    """Put other parameters in the place of those for which `make` returns one. Ties stay ties."""
+    made: dict[int, tuple[nn.Parameter, nn.Parameter | None]] = {}
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p is None:
+                continue
+            if id(p) not in made:
+                made[id(p)] = p, make(p)
+            if (new := made[id(p)][1]) is not None:
+                part._parameters[name] = new
+
+
+def with_memory(outermost: Inside) -> set[str]:
+    """Give each cut parameter without memory that of this rank's part, whose numbers are to be read. Returns their
+    names."""
+    blank = {n for n, p in outermost.named_parameters() if p.is_meta}
+
+    def make(p: nn.Parameter) -> nn.Parameter | None:
+        if not p.is_meta or not isinstance(p, DTensor):
+            return None
+        own = torch.empty(p.to_local().shape, dtype=p.dtype)
+        whole = {"shape": p.shape, "stride": p.stride()}
+        cut_up = DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, **whole)
+        return nn.Parameter(cut_up, p.requires_grad)
+
+    remade(outermost, make)
+    outermost(lambda: None)  # torch takes parts that were put in before its first pass
+    return blank
+
+
+def shard_of(name: str, tensor: DTensor) -> Shard:
+    """This rank's rows of a weight: ceil(rows / parts) on each rank, fewer or none on the last ones. Of copies only the
+    first one counts: ranks of the others give none."""
+    own = rows_of(tensor)
+    if tensor.device_mesh.ndim == 2 and tensor.device_mesh.get_local_rank(0):
+        own = own[:0]
+    return Shard(name, own, tuple(tensor.shape), (first_row(tensor), *[0] * (tensor.ndim - 1)))
+
+
+def first_row(tensor: DTensor) -> int:
+    """The row with which this rank's part begins."""
+    mesh, rows = tensor.device_mesh, tensor.shape[0]
+    axis = mesh.ndim - 1
+    return min(rows, -(-rows // mesh.size(axis)) * mesh.get_local_rank(axis))
+
+
+def rows_of(tensor: Any) -> Tensor:
+    """This rank's own part, in the same memory."""
+    with torch.no_grad():
+        return tensor.to_local().detach()

@@ -1,0 +1,277 @@
+"""A learner whose weights are cut over ranks (`torch.distributed.fsdp.fully_shard`). Each rank has one part of the
+rows of every weight, of its gradient and of the optimizer's state.
+
+Whole weights exist only while they are computed with: those of one layer at a time, and those of the embedding and the
+heads from the beginning of a pass to its end. Gradients of all ranks are summed, not averaged, because the weights of
+the loss are normalised over the whole minibatch.
+
+Every rank calls the same methods in the same order. What reads no gradient (`score` and the like) is given the same
+tokens on every rank; each computes a share of them and is told the others' results.
+
+The trainer and the optimizer do not meet torch's `DTensor`: `parameters` are the rank's own parts as plain tensors,
+which share memory with the model, and the gradient of a pass is put into them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from posttrain.config.run import Checkpointing
+from posttrain.core.batch import Packed
+from posttrain.core.exchange.ranks import check_same
+from posttrain.core.exchange.scores import Odds, TokenScores
+from posttrain.core.exchange.shards import Shard
+from posttrain.core.types import Top
+from posttrain.engine.adapters.quantise import is_quantised
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.head.value_heads import NAME
+from posttrain.engine.layers.shared_prefixes import Sharing
+from posttrain.engine.learner.learner import HEADS, SCORE_TOKENS, HFLearner
+from posttrain.engine.model.architecture_kinds import EXPERTS
+from posttrain.engine.model.policy_model import Policy, named_tensors, served_tensors
+from posttrain.engine.model.recurrent_state import is_stateful
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
+from posttrain.engine.parallel.sharded_cut import Inside, cut, first_row, rows_of, shard_of, with_memory
+from posttrain.engine.parallel.sharded_layers import prove_layers
+from posttrain.engine.parallel.sharded_scoring import divided
+from posttrain.engine.parallel.sharded_sharing import prove
+from posttrain.system.errors import ConfigError
+
+NARROW = (torch.bfloat16, torch.float16)
+"""Types of weights that are cut, summed and updated in float32, and computed in their own."""
+
+T = TypeVar("T")
+Filler = Callable[[Any, str, Tensor, int, torch.dtype], None]
+
+
+class ShardedLearner(HFLearner):
+    """`core.ports.Learner` of one rank. It cuts the weights of `policy.module` in place, so the policy is no longer of
+    use to others.
+
+    Weights below float32 that train are float32 here and rounded whenever they are computed with or sent, so
+    `parameters` are the master copies that an optimizer in one process keeps beside the weights. Frozen weights beneath
+    an adapter keep their type.
+
+    Args:
+        gradient_checkpointing: as in `HFLearner`.
+        offload: keep this rank's part of the weights in the memory of the CPU. On a CPU it changes nothing.
+        fill: reads this rank's rows of the weights of a policy without memory (`sharded_load`): the module, a name,
+            where to put them, the first row, and the type that the model has.
+        prove: called within the first pass of such a policy, whose fused layers are compared then.
+
+    Raises:
+        ConfigError: names what is not built for ranks (docs/shards.md).
+        InvariantError: the ranks begin with different weights.
+    """
+
+    row_gradients = False  # ranks add up whole gradients
+
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: ProcessRanks,
+        *,
+        gradient_checkpointing: Checkpointing = "none",
+        offload: bool = False,
+        fill: Filler | None = None,
+        prove: Callable[[Policy], None] | None = None,
+    ) -> None:
+        refuse_ranks(policy, fill is not None)
+        super().__init__(policy, gradient_checkpointing=gradient_checkpointing)
+        self.ranks = ranks
+        heads: dict[str, nn.Module] = {"value_head": self.value_head}
+        if self.reward_head is not None:
+            heads[NAME] = self.reward_head
+        if fill is None:
+            begun = fingerprint(nn.ModuleDict({"policy": policy.module, **heads}).state_dict().items())
+            advice = "Load one checkpoint, or build with one seed, on every rank"
+            check_same(ranks, begun, "weights at the start", advice)
+        self.narrow = policy.dtype if policy.dtype in NARROW and policy.lora is None else None
+        """The type that weights are rounded to where they are computed with or sent; None: they are of one type."""
+        if self.narrow is not None:
+            for p in policy.module.parameters():
+                p.data = p.data.float()
+        self._inside = cut(policy.module, heads, ranks, computes=self.narrow, offload=offload)
+        if fill is not None:
+            _filled(self._inside, self.policy, self.narrow or policy.dtype, fill)
+        self._sharded: dict[str, DTensor] = {n: p for n, p in super().parameters().items() if isinstance(p, DTensor)}
+        self._own = {name: nn.Parameter(rows_of(p)) for name, p in self._sharded.items()}
+        for name, p in self._sharded.items():
+            p.register_post_accumulate_grad_hook(self._giving(self._own[name]))
+        if prove is not None:
+            self.inside(lambda: prove(self.policy))
+            prove_layers(policy.module, self._reader.out, self.inside, self._own, ranks)
+
+    @staticmethod
+    def _giving(own: nn.Parameter) -> Callable[[Tensor], None]:
+        """What adds a gradient of the model to the rank's own part of it."""
+
+        def give(p: Tensor) -> None:
+            assert isinstance(p.grad, DTensor)
+            found = rows_of(p.grad)
+            own.grad = found if own.grad is None else own.grad.add_(found)
+            p.grad = None
+
+        return give
+
+    # --- with gradient ------------------------------------------------------------------------------------------------
+
+    def forward(self, packed: Packed, **asked: Any) -> TokenScores:
+        """Differentiable scores of one micro-batch of this rank. All ranks call it together, each with its own, and
+        then backward()."""
+        self._prove_sharing()
+        return self.inside(lambda: super(ShardedLearner, self).forward(packed, **asked))
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's own part of every trainable parameter: rows of it, which may be none."""
+        return dict(self._own)
+
+    def inside(self, function: Callable[[], T]) -> T:
+        """Call what reads weights where they come together. All ranks call it at once."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views: nobody writes into scores
+            return self._inside(function)
+
+    def _prove_sharing(self) -> None:
+        """At the first pass, where shared beginnings are computed once."""
+        rows, width = self._reader._rows, self._reader.out.weight.shape[0]
+        if isinstance(rows, Sharing) and rows.on and not rows.proved:
+            prove(rows, self.inside, self._own, self.ranks, width, self.policy.context)
+
+    # --- without ------------------------------------------------------------------------------------------------------
+
+    def _divided(self, packed: Packed, compute: Callable[[Packed], T], per: Literal["token", "segment"] = "token") -> T:
+        self._prove_sharing()
+        with torch.no_grad():
+            return divided(packed, self.ranks, SCORE_TOKENS, lambda part: self.inside(lambda: compute(part)), per)
+
+    def score(self, packed: Packed) -> np.ndarray:
+        return self._divided(packed, super().score)
+
+    def packed_score(self, packed: Packed) -> np.ndarray:
+        return self._divided(packed, super().packed_score)
+
+    def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
+        return self._divided(packed, lambda part: super(ShardedLearner, self).examine(part, names))
+
+    def rewards(self, packed: Packed) -> np.ndarray:
+        return self._divided(packed, super().rewards, "segment")
+
+    def entropy(self, packed: Packed) -> np.ndarray:
+        return self._divided(packed, super().entropy)
+
+    def energy(self, packed: Packed) -> np.ndarray:
+        return self._divided(packed, super().energy)
+
+    def collision(self, packed: Packed) -> np.ndarray:
+        return self._divided(packed, super().collision)
+
+    def top(self, packed: Packed, k: int) -> Top:
+        return self._divided(packed, lambda part: super(ShardedLearner, self).top(part, k))
+
+    def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
+        return self._divided(packed, lambda part: super(ShardedLearner, self).odds(part, temperatures))
+
+    def exact(self, packed: Packed) -> np.ndarray | None:
+        """None: no rank makes a whole copy of the weights."""
+        return None
+
+    def compile(self, packed: Packed) -> str:
+        raise ConfigError("model.compile=true is not built for several ranks. Set it to false")
+
+    # --- the weights --------------------------------------------------------------------------------------------------
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's parts of what an engine is sent: the policy's weights, or those of its adapter alone where it has
+        one. `engine.parallel.gather` brings those of all ranks together."""
+        for name, tensor in served_tensors(self.policy.module):
+            cut_up = isinstance(tensor, DTensor)
+            yield shard_of(name, self._rounded(tensor)) if cut_up else Shard.of(name, tensor.detach())
+
+    def held(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of policy and heads, as torch has it, cut or not, by name: all tensors, or only those
+        that train where there is an adapter. Narrow weights are rounded copies."""
+        frozen = self.policy.lora is not None
+        of_policy = () if frozen else named_tensors(self.policy.module)
+        held: dict[str, Tensor] = {n: self._rounded(t) for n, t in of_policy}
+        return held | {n: p for n, p in self._sharded.items() if n not in held}
+
+    @torch.no_grad()
+    def take(self, held: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
+        """Go on with what was read into `held()`, and with this rank's parts of the master copies `master.NAME`."""
+        if self.narrow is None:
+            return
+        for name, own in self._own.items():
+            read = masters.get(f"master.{name}", held[name])
+            own.copy_(read.to_local() if isinstance(read, DTensor) else read)
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Begin again with rounded weights, as a new optimizer in one process makes its master copies of them."""
+        for name, own in self._own.items():
+            own.copy_(self._rows_rounded(name, own))
+
+    def rounded_rows(self) -> dict[str, Tensor]:
+        """`parameters()` in the type that the model has."""
+        return {name: self._rows_rounded(name, own.detach()) for name, own in self._own.items()}
+
+    def _rows_rounded(self, name: str, own: Tensor) -> Tensor:
+        return own if self.narrow is None or name.startswith(HEADS) else own.to(self.narrow)
+
+    def like(self, name: str, own: Tensor) -> Tensor:
+        """The rank's own part `own` of something as large as parameter `name`, as a part of the whole: a moment, a
+        gradient."""
+        whole = self._sharded[name]
+        return DTensor.from_local(
+            own, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def _rounded(self, tensor: Any) -> Any:
+        narrow = self.narrow is not None and isinstance(tensor, DTensor)
+        return tensor.detach().to(self.narrow) if narrow else tensor
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return self._rounded(tensor).full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def _filled(outermost: Inside, policy: Policy, dtype: torch.dtype, fill: Filler) -> None:
+    """Read this rank's parts of weights that have no memory yet. Those of a value head are 0."""
+    blank = with_memory(outermost)
+    held = dict(outermost.named_parameters())
+    for name in blank:
+        if "value_head." in name:
+            rows_of(held[name]).zero_()
+    ids = {id(held[name]) for name in blank}
+    for name, tensor in named_tensors(policy.module):
+        if not isinstance(tensor, DTensor):
+            fill(policy.module, name, tensor, 0, tensor.dtype)
+        elif id(tensor) in ids:
+            fill(policy.module, name, rows_of(tensor), first_row(tensor), dtype)
+
+
+def refuse_ranks(policy: Policy, blank: bool = False) -> None:
+    """ConfigError for what is not built, or not shown to be right, over several ranks."""
+    config = policy.module.config.get_text_config(decoder=True)
+    experts = next((int(n) for n in (getattr(config, e, None) for e in EXPERTS) if n), 0)
+    several = "is not built for several ranks yet."
+    if policy.device.type != ("meta" if blank else "cpu"):
+        raise ConfigError(f"device={policy.device.type} {several} Ranks compute on CPU (gloo): set model.device=cpu")
+    if is_quantised(policy.module):
+        raise ConfigError(
+            f"model.quantize {several} Leave it out (an adapter alone is offered), or train in one process"
+        )
+    if is_stateful(policy.module):
+        raise ConfigError(f"a model with a recurrent state {several} Train it in one process")
+    if experts > 1:
+        raise ConfigError(
+            f"a mixture of {experts} experts is not cut by rows. Give each rank whole experts (--parallel experts;"
+            " `ExpertLearner`), or train it in one process"
+        )

@@ -1,0 +1,81 @@
+"""A frozen copy of a learner over ranks, cut as that is: each rank has its own rows of it. Where the learner has an
+adapter that does nothing yet it is the learner itself with the adapter switched off, as in one process."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from posttrain.core.batch import Packed
+from posttrain.core.ports import Reference
+from posttrain.core.types import Top
+from posttrain.engine.learner.frozen_reference import AdapterOff, begins
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy, named_tensors
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
+from posttrain.engine.parallel.sharded_cut import rows_of
+from posttrain.engine.parallel.sharded_learner import Filler, ShardedLearner
+
+
+class Mould:
+    """The module of a policy without its numbers, taken before the policy is cut. Buffers are kept."""
+
+    def __init__(self, policy: Policy) -> None:
+        module = policy.module
+        blank = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
+        self._policy = replace(policy, module=copy.deepcopy(module, {**blank}), reward_head=None)
+
+    def blank(self) -> Policy:
+        """A policy of its own without numbers, none of whose weights trains."""
+        module = copy.deepcopy(self._policy.module).requires_grad_(False)
+        return replace(self._policy, module=module)
+
+
+def rows_now(learner: ShardedLearner) -> Filler:
+    """Reads a rank's rows from those that the learner has now, rounded as they are computed with."""
+    held = dict(named_tensors(learner.policy.module))
+
+    def fill(module: Any, name: str, into: Tensor, begin: int, dtype: torch.dtype) -> None:
+        own = held[name]
+        into.copy_((rows_of(own) if isinstance(own, DTensor) else own).to(learner.narrow or into.dtype))
+
+    return fill
+
+
+class ShardedReference:
+    """`core.ports.Reference` of one rank. Every rank calls the same methods with the same tokens."""
+
+    _held: HFLearner
+
+    def __init__(self, learner: ShardedLearner, mould: Mould, ranks: ProcessRanks) -> None:
+        self._held = ShardedLearner(mould.blank(), ranks, fill=rows_now(learner))
+        self._held.policy.module.eval()
+        self.digest = self.fingerprint()
+
+    def score(self, packed: Packed) -> np.ndarray:
+        return self._held.score(packed)
+
+    def entropy(self, packed: Packed) -> np.ndarray:
+        return self._held.entropy(packed)
+
+    def energy(self, packed: Packed) -> np.ndarray:
+        return self._held.energy(packed)
+
+    def top(self, packed: Packed, k: int) -> Top:
+        return self._held.top(packed, k)
+
+    def fingerprint(self) -> str:
+        return self._held.fingerprint()
+
+
+def frozen_rows(learner: ShardedLearner, mould: Mould, ranks: ProcessRanks) -> Reference:
+    """A reference that scores as the policy does now, whatever is learned later. Every rank calls it."""
+    if learner.policy.lora is not None and begins(learner.policy, learner.inside):
+        return AdapterOff(learner)
+    return ShardedReference(learner, mould, ranks)

@@ -1,0 +1,231 @@
+"""A learner whose layers are cut over ranks by columns and rows (tensor parallelism), by the plan that transformers has
+for the architecture (`base_model_tp_plan`) and PyTorch's `parallelize_module`.
+
+Every rank computes every token, with its heads and its part of the feed-forward layers; their results are summed over
+ranks twice in a layer. So all ranks are given the same micro-batches, the trainer of each is that of one process, and
+only the optimizer's norm is exchanged (`StageOptimizer(norm=...)`). Embedding, norms and heads are whole on each rank.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Cut
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from posttrain.config.run import Checkpointing
+from posttrain.core.exchange.ranks import check_same
+from posttrain.core.exchange.shards import Shard
+from posttrain.engine.adapters.quantise import is_quantised
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy, named_tensors
+from posttrain.engine.model.recurrent_state import is_stateful
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
+from posttrain.system.errors import ConfigError, InvariantError
+
+WHOLE = ("replicated_with_grad_allreduce",)
+"""Styles of a plan whose weights are whole on each rank and read by its own heads, so their gradients are summed."""
+
+
+ROUNDING, NOISE = 1e-3, 1e-6
+"""How far gradients of the same weights may be apart on two ranks by rounding: relative to their size, and where all
+that they are is rounding."""
+
+
+class TensorLearner(HFLearner):
+    """`core.ports.Learner` of one rank, which is given what one process would be. It cuts the layers of `policy.module`
+    in place, so the policy is no longer of use to others. Beginnings that segments share are computed for each of them.
+
+    Raises:
+        ConfigError: the architecture has no plan of columns and rows, its heads do not divide, or another part is not
+            built.
+        InvariantError: the ranks begin with different weights.
+    """
+
+    row_gradients = False  # ranks add up whole gradients
+    every_part_is_used = True  # by each token
+
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: ProcessRanks,
+        *,
+        gradient_checkpointing: Checkpointing = "none",
+        replays: bool = False,
+    ) -> None:
+        plan = self._plan(policy, ranks.world)
+        policy = replace(policy, share_prefixes=False)
+        super().__init__(policy, gradient_checkpointing=gradient_checkpointing, replays=replays)
+        self.holders = ranks
+        """The ranks that hold a part of the weights each."""
+        check_same(ranks, super().fingerprint(), "weights at the start", "Load one checkpoint on every rank")
+        self._frozen = None
+        self._cut(policy.module.get_decoder(), plan)
+        self._held: dict[str, nn.Parameter] = super().parameters()
+        self._own = {n: nn.Parameter(_local(p)) if isinstance(p, DTensor) else p for n, p in self._held.items()}
+        for name, p in self._held.items():
+            if isinstance(p, DTensor):
+                p.register_post_accumulate_grad_hook(self._giving(self._own[name]))
+
+    def _plan(self, policy: Policy, world: int) -> dict[str, str]:
+        """The plan of the decoder's layers."""
+        return columns_and_rows(policy, world)
+
+    def beside(self, policy: Policy) -> TensorLearner:
+        """A learner of another policy, cut as this one is."""
+        return TensorLearner(policy, self.holders)
+
+    def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
+        """Cut the weights that the plan names, in place."""
+        styles = {name: ColwiseParallel() if style == "colwise" else RowwiseParallel() for name, style in plan.items()}
+        parallelize_module(decoder, self.holders.mesh, {n: s for n, s in styles.items() if plan[n] not in WHOLE})
+        shared = [n for n, style in plan.items() if style in WHOLE]
+        for name, p in decoder.named_parameters():
+            if p.requires_grad and any(fnmatch.fnmatch(name.rpartition(".")[0], pattern) for pattern in shared):
+                p.register_hook(self._summed)
+
+    def _summed(self, gradient: Tensor) -> Tensor:
+        out = gradient.clone()
+        dist.all_reduce(out, group=self.holders.group)
+        return out
+
+    @staticmethod
+    def _giving(own: nn.Parameter) -> Callable[[Tensor], None]:
+        """What adds a gradient of the model to the rank's own part of it."""
+
+        def give(p: Any) -> None:
+            found = _local(p.grad.redistribute(placements=p.placements))
+            own.grad = found.clone() if own.grad is None else own.grad.add_(found)
+            p.grad = None
+
+        return give
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's own part of every trainable parameter: columns, rows, or all of it."""
+        return dict(self._own)
+
+    def rounded_rows(self) -> dict[str, Tensor]:
+        """`parameters()` as tensors, in the type that the model has."""
+        return {name: own.detach() for name, own in self._own.items()}
+
+    def norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """The norm of the whole gradient. What every rank has whole counts once, as the first rank has it.
+
+        Raises:
+            InvariantError: gradients of weights that every rank has whole differ by more than rounding: the ranks have
+                gone different ways.
+        """
+        cut = [g for n, g in gradients.items() if self._is_cut(n)]
+        rest = [g for n, g in gradients.items() if not self._is_cut(n)]
+        own, whole = (float(torch.nn.utils.get_total_norm(part)) for part in (cut, rest))
+        table = self.holders.every((own, whole))
+        self._of_one_way(table[0][1], [abs(w - table[0][1]) for _, w in table])
+        return math.sqrt(math.fsum([x * x for x, _ in table] + [table[0][1] ** 2]))
+
+    def agree(self, gradients: Mapping[str, Tensor]) -> None:
+        """Give what every rank has whole the gradients of the first one, in place. Every rank computes them, and
+        rounding may differ between processes and processors; the weights would drift apart.
+
+        Raises:
+            InvariantError: they differ by more than rounding.
+        """
+        apart = size = 0.0
+        for name, own in gradients.items():
+            if not self._is_cut(name):
+                first = own.clone()
+                dist.broadcast(first, group=self.holders.group, group_src=0)
+                size = math.hypot(size, float(torch.linalg.vector_norm(first)))
+                apart = math.hypot(apart, float(torch.linalg.vector_norm(own.sub_(first))))
+                own.copy_(first)
+        self._of_one_way(size, self.holders.every(apart))
+
+    def _of_one_way(self, size: float, apart: Sequence[float]) -> None:
+        """InvariantError where what every rank has whole got other gradients on some rank: `size` of the first rank's,
+        and how far that of each rank is from it."""
+        far = max(range(len(apart)), key=lambda r: apart[r])
+        if math.isfinite(size + apart[far]) and apart[far] > ROUNDING * size + NOISE:
+            raise InvariantError(
+                f"ranks have gone different ways: the gradient of what each has whole has the norm {size:.6g} on rank"
+                f" 0, and that of rank {far} is {apart[far]:.3g} from it. Give every rank the same minibatches, and go"
+                " on from the last checkpoint"
+            )
+
+    def _is_cut(self, name: str) -> bool:
+        held = self._held[name]
+        return isinstance(held, DTensor) and isinstance(held.placements[0], Cut)
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's parts of the policy's weights. `engine.parallel.gather` brings those of all ranks together."""
+        return (self._placed(n, _local(t), t) for n, t in named_tensors(self.policy.module))
+
+    def _placed(self, name: str, own: Tensor, like: Any) -> Shard:
+        if not isinstance(like, DTensor) or not isinstance(like.placements[0], Cut):
+            return Shard.of(name, own)
+        axis, at = like.placements[0].dim, [0] * like.ndim
+        at[axis] = min(like.shape[axis], -(-like.shape[axis] // self.holders.world) * self.holders.rank)
+        return Shard(name, own, tuple(like.shape), tuple(at))
+
+    def place(self, name: str, own: Tensor) -> Shard:
+        """The rank's own part `own` of something as large as parameter `name`, with its place."""
+        return self._placed(name, own, self._held[name])
+
+    def held(self) -> dict[str, Tensor]:
+        """All tensors of policy and heads as torch has them, cut or not, by name."""
+        return dict(named_tensors(self.policy.module)) | self._held
+
+    def like(self, name: str, own: Tensor) -> Tensor:
+        """The rank's own part `own` of something as large as parameter `name`, as a part of the whole."""
+        held: Any = self._held[name]
+        if not isinstance(held, DTensor):
+            return own
+        whole = {"shape": held.shape, "stride": held.stride()}
+        return DTensor.from_local(own, held.device_mesh, held.placements, run_check=False, **whole)
+
+    def exact(self, packed: Any) -> None:
+        """None: no rank makes a whole copy of the weights."""
+
+    def compile(self, packed: Any) -> str:
+        raise ConfigError("model.compile=true is not built for several ranks. Set it to false")
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: Any) -> Tensor:
+    with torch.no_grad():
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def refuse_whole_batches(policy: Policy, how: str) -> None:
+    """ConfigError for what a learner cannot do whose ranks compute every token. `how` they are cut: a name for the
+    message."""
+    name = type(policy.module).__name__
+    if policy.device.type != "cpu" or policy.dtype not in (torch.float32, torch.float64):
+        raise ConfigError(f"{how} computes on CPU in float32 here, and {name} is {policy.dtype} on {policy.device}")
+    if policy.lora is not None or is_quantised(policy.module) or is_stateful(policy.module):
+        raise ConfigError(f"{how} trains all weights of models without a recurrent state, and {name} is none")
+
+
+def columns_and_rows(policy: Policy, world: int) -> dict[str, str]:
+    """The plan of the decoder's layers. ConfigError for what it cannot do here."""
+    config, name = policy.module.config.get_text_config(decoder=True), type(policy.module).__name__
+    refuse_whole_batches(policy, "tensor parallelism")
+    plan = dict(getattr(config, "base_model_tp_plan", None) or {})
+    known = ("colwise", "rowwise", *WHOLE)
+    if not plan or any(style not in known for style in plan.values()):
+        raise ConfigError(
+            f"{name} has no plan of columns and rows for tensor parallelism in transformers. Cut its weights by rows"
+            " instead (`ShardedLearner`, --parallel rows), which is offered for every architecture"
+        )
+    heads = {int(getattr(config, n, None) or world) for n in ("num_attention_heads", "num_key_value_heads")}
+    if any(n % world for n in heads):
+        raise ConfigError(f"{world} ranks cannot share {min(heads)} heads of {name} evenly: give a divisor of them")
+    return plan

@@ -1,0 +1,139 @@
+"""The learner's side of one engine elsewhere: calls to it, and why it died."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, Protocol
+
+from posttrain.engine.pool.worker_side import EngineFacts, EngineReport
+from posttrain.engine.transfer.parcel import Parcel, WeightSender
+from posttrain.system.errors import EngineError
+
+
+class EngineDied(Exception):
+    """The process of an engine has ended, or was ended because it gave no sign of life. Its words are the cause."""
+
+
+class EngineHost(Protocol):
+    """One engine in a process of its own, from its start to its end."""
+
+    @property
+    def died(self) -> str:
+        """Why it cannot be asked any more; '' while it can."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """The process that computes; None before it is known."""
+        ...
+
+    def call(self, method: str, *given: Any) -> Future[Any]:
+        """Ask it (`worker_side.HostedEngine`). The future raises EngineDied where it dies first. Cancelling it cancels
+        the call there."""
+        ...
+
+    def take_report(self) -> EngineReport:
+        """What it counted since the last call."""
+        ...
+
+    def kill(self, why: str) -> None:
+        """End it now. `why` becomes the cause of its death."""
+        ...
+
+    def close(self) -> None:
+        """End it and free what it held. A second call does nothing."""
+        ...
+
+
+class PoolSender(WeightSender, Protocol):
+    """A sender that can also send its newest weights to an engine that has none."""
+
+    def whole(self, version: int) -> Parcel:
+        """What was published last, as a parcel that needs no base."""
+        ...
+
+
+NewHost = Callable[[int], tuple[EngineHost, Future[EngineFacts]]]
+"""Begins the engine of that number; the future has its facts when it can sample."""
+
+
+def has_started(name: str, host: EngineHost, started: Future[EngineFacts], timeout: float) -> EngineFacts:
+    """Wait until an engine can sample.
+
+    Raises:
+        EngineError: its process ended before, or needs more than `timeout` seconds; with the first cause. What the
+            engine itself raised is raised as it is.
+    """
+    try:
+        return started.result(timeout)
+    except TimeoutError:
+        host.kill(f"it did not start in {timeout:g} s (placement.timeout)")
+        raise EngineError(f"{name} did not start: {host.died}") from None
+    except EngineDied as death:
+        raise EngineError(f"{name} did not start: {death}") from None
+
+
+class OpenCalls:
+    """Calls that wait for an answer, of one host. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, Future[Any]] = {}
+        self._next = 0
+        self._report = EngineReport()
+        self.died = ""
+
+    def begin(self) -> tuple[int, Future[Any]]:
+        """A new call: its number and its future. Where the engine is dead, the future raises that at once."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._next += 1
+            number = self._next
+            if self.died:
+                future.set_exception(EngineDied(self.died))
+                return number, future
+            self._open[number] = future
+        return number, future
+
+    def end(self, number: int, value: Any, error: BaseException | None, report: EngineReport | None) -> None:
+        """An answer has come. One of a call that was cancelled meanwhile is dropped."""
+        with self._lock:
+            if report is not None:
+                self._report = self._report + report
+            future = self._open.pop(number, None)
+        if future is None:
+            return
+        try:
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+        except InvalidStateError:
+            return
+
+    def drop(self, number: int) -> None:
+        """Nobody waits for this call any more."""
+        with self._lock:
+            self._open.pop(number, None)
+
+    def die(self, cause: str) -> None:
+        """All open calls raise EngineDied with the first cause that was told."""
+        with self._lock:
+            self.died = self.died or cause
+            waiting, self._open = list(self._open.values()), {}
+        for future in waiting:
+            try:
+                future.set_exception(EngineDied(self.died))
+            except InvalidStateError:
+                continue
+
+    def take_report(self) -> EngineReport:
+        with self._lock:
+            taken, self._report = self._report, EngineReport(memory=self._report.memory)
+        return taken
+
+    @property
+    def memory(self) -> int:
+        return self._report.memory

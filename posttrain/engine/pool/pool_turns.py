@@ -1,0 +1,187 @@
+"""The turns that a pool has been asked for, and the engines that say them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.exchange.request_owner import Asker
+from posttrain.core.exchange.role_status import RoleRow
+from posttrain.core.sampling import Sampling
+from posttrain.engine.pool.engine_load import BusyMeter
+from posttrain.engine.pool.parent_side import EngineHost
+from posttrain.engine.pool.turn_router import Beginnings, EngineLoad
+from posttrain.engine.pool.worker_side import EngineReport
+
+
+@dataclass(eq=False)
+class PooledTurn:
+    """One call of `generate`, from its question to its answer, by however many engines."""
+
+    ids: np.ndarray
+    sampling: Sampling
+    place: int
+    who: Asker | None
+    version: int = 0
+    """Of the pool when it was given to its engine."""
+    during: bool = False
+    """Whether it was given away while new weights came."""
+    deaths: int = 0
+    """Engines that have died with it."""
+    alone: bool = False
+    """Whether the engine that has it says nothing else."""
+    since: float = field(default_factory=time.monotonic)
+    """When it was asked, or given to its present engine."""
+
+    @property
+    def tokens(self) -> int:
+        """The most that its engine computes for it."""
+        return len(self.ids) + self.sampling.max_tokens
+
+    def __str__(self) -> str:
+        return str(self.who or "a turn outside of an episode")
+
+
+@dataclass(eq=False)
+class PooledEngine:
+    """One place of the pool: the engine that is there now, and what it works at."""
+
+    name: str
+    host: EngineHost
+    version: int
+    """Of the weights that it serves."""
+    served: str = ""
+    """Their fingerprint; '' for those that it was started with."""
+    turns: dict[PooledTurn, None] = field(default_factory=dict[PooledTurn, None])
+    busy: int = 0
+    """Tokens that it was asked for and has not answered yet."""
+    meter: BusyMeter = field(default_factory=BusyMeter)
+    beginnings: Beginnings = field(default_factory=Beginnings)
+    restarts: int = 0
+    failed: int = 0
+    """New processes in a row that died before they could be asked."""
+    reserved: bool = False
+    """Whether one turn has it alone, or will as soon as the others have ended."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while weights are installed or a new process is started."""
+    starting: asyncio.Task[None] | None = None
+    foretold: tuple[np.ndarray, np.ndarray] | None = None
+    """Ids, and their log-probs as it computed them when it had loaded the weights that it serves; until asked for."""
+    _sign: tuple[Future[Any], float] | None = None
+    """The last question for a sign of life, and when it was asked."""
+
+    def serves(
+        self, version: int, served: str, probe: np.ndarray | None = None, scores: np.ndarray | None = None
+    ) -> None:
+        """It has new weights, and caches nothing. `scores`: of the ids `probe`, as it computed them then."""
+        self.version, self.served = version, served
+        self.foretold = None if probe is None or scores is None else (probe, scores)
+        self.beginnings.forget()
+
+    def scored(self, ids: np.ndarray) -> np.ndarray | None:
+        """Log-probs of these ids that came with the weights it serves. They are given once: later ones are asked."""
+        known, self.foretold = self.foretold, None
+        return known[1] if known is not None and np.array_equal(known[0], ids) else None
+
+    def begin(self, host: EngineHost) -> None:
+        """A new process takes the place of the dead one."""
+        self.host, self.restarts, self.failed, self._sign = host, self.restarts + 1, 0, None
+        self.foretold = None
+        self.beginnings.forget()
+
+    def rest(self) -> None:
+        """The event loop that asked it has ended, with all it waited for."""
+        self.turns, self.busy, self.reserved, self.lock, self.starting = {}, 0, False, asyncio.Lock(), None
+        self._sign = self.foretold = None
+        self.meter.clear()
+
+    def silent(self) -> float:
+        """Seconds since a question without an answer; asks one where none is open."""
+        if not self.ready:
+            return 0.0
+        if self._sign is None or self._sign[0].done():
+            self._sign = self.host.call("report"), time.monotonic()
+        return time.monotonic() - self._sign[1]
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be asked for turns."""
+        return not self.host.died and (self.starting is None or self.starting.done())
+
+    def take(self, turn: PooledTurn) -> None:
+        """The turn is given to it."""
+        self.turns[turn] = None
+        self.busy += turn.tokens
+        self.meter.begin(turn, turn.tokens)
+        self.beginnings.add(turn.ids)
+
+    def leave(self, turn: PooledTurn) -> None:
+        """The turn has ended here, well or not."""
+        self.meter.end(turn)
+        if turn in self.turns:
+            del self.turns[turn]
+            self.busy -= turn.tokens
+
+    def load(self, ids: np.ndarray) -> EngineLoad:
+        """What the router knows of it, for a turn after `ids`."""
+        return EngineLoad(self.busy, self.beginnings.cached(ids), self.ready and not self.reserved)
+
+    def row(self) -> RoleRow:
+        """What it does now. It may be asked from any thread."""
+        state = "starting" if not self.ready else "alone with one turn" if self.reserved else "ready"
+        turns = list(self.turns)
+        return RoleRow(
+            name=self.name,
+            doing=state,
+            depth=f"{len(turns)} turns",
+            tokens=self.busy,
+            age=time.monotonic() - min(t.since for t in turns) if turns else None,
+            more=f"version {self.version}, {self.restarts} restarts",
+        )
+
+
+def summary(engines: Sequence[PooledEngine]) -> str:
+    """What these engines do now, in a few words."""
+    turns, busy, restarts = (sum(x) for x in zip(*((len(e.turns), e.busy, e.restarts) for e in engines), strict=True))
+    return (
+        f"{sum(e.ready for e in engines)} of {len(engines)} engines ready, {turns} turns and {busy} tokens in flight"
+        + (f", {restarts} restarts" if restarts else "")
+    )
+
+
+def unassigned(owners: Sequence[object], engines: Sequence[PooledEngine]) -> RoleRow:
+    """The row of the turns that no engine has yet. `owners`: who waits for something."""
+    given = {t for e in engines for t in list(e.turns)}
+    turns = [o for o in owners if isinstance(o, PooledTurn) and o not in given]
+    return RoleRow(
+        name="router",
+        doing="holds turns back" if turns else "ready",
+        depth=f"{len(turns)} turns",
+        tokens=sum(t.tokens for t in turns),
+        age=time.monotonic() - min(t.since for t in turns) if turns else None,
+    )
+
+
+def measured(engines: Sequence[PooledEngine], lost: EngineReport) -> dict[str, float]:
+    """What all engines measured since the last call: seconds, counters, how long they had no turn, tokens in flight.
+
+    Args:
+        lost: the reports of those that have died.
+    """
+    report = lost
+    for engine in engines:
+        report = report + engine.host.take_report()
+    counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
+    busy = [e.meter.take() for e in engines]
+    return {
+        **report.seconds,
+        **counted,
+        "engine/idle": sum(b.idle_share for b in busy) / len(busy),
+        "engine/in_flight": sum(b.in_flight for b in busy),
+    }

@@ -1,0 +1,274 @@
+"""An engine, or environments, as an actor of a Ray cluster (`pip install "posttrain[ray]"`). The actor answers as a
+process does (`worker_side.Hosted`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+from weakref import WeakSet
+
+from posttrain.engine.pool.parent_side import OpenCalls
+from posttrain.engine.pool.pool_waits import in_thread
+from posttrain.engine.pool.worker_side import EngineEnded, EngineFacts, EngineReport, Hosted, portable
+from posttrain.system.errors import ConfigError, EngineError
+
+AT_ONCE = 100_000
+"""Calls that an actor takes at once. What it computes at once is the engine's own decision."""
+LOOK_SECONDS = 2.0
+"""Between two looks which nodes of the cluster live. Ray itself needs about 15 s to see that one is gone."""
+CLOSE_SECONDS = 10.0
+"""Within which Ray ends an actor, or the connection. It may never answer where its own processes are gone."""
+
+
+class RayEngine:
+    """The actor. Errors are returned, so that Ray's own errors always mean that the actor is lost."""
+
+    def __init__(self, start: bytes) -> None:
+        self._start: bytes | None = start
+        self._hosted: Hosted | None = None
+
+    async def answer(self, method: str, given: Any) -> tuple[Any, BaseException | None, EngineReport | None]:
+        """(value, error, report) of one call. The first one makes what answers."""
+        try:
+            if self._hosted is None:
+                assert self._start is not None
+                self._hosted, self._start = pickle.loads(self._start).host(), None
+                assert self._hosted is not None
+            value, report = await self._hosted.answer(method, given)
+        except Exception as error:
+            return None, portable(error), None
+        return value, None, report
+
+
+class RayCluster:
+    """A connection to a cluster, with CPUs for all engines reserved at once.
+
+    Args:
+        address: of a cluster that runs already; None: one is started on this machine and ended by `close`. Then Ray is
+            told `local`: without an address it looks for a cluster that somebody else has started here.
+        engines: how many engines will be placed.
+        cpus: CPUs that each reserves; 0: none.
+        timeout: seconds that the reservation may take.
+
+    Raises:
+        ConfigError: the cluster does not answer, or it has too few CPUs.
+    """
+
+    def __init__(self, address: str | None, engines: int, cpus: int, timeout: float) -> None:
+        import ray
+
+        self._own = not ray.is_initialized()
+        self.cpus = cpus
+        path = os.pathsep.join(p for p in sys.path if p)
+        if self._own and address is not None:
+            must_answer(address, min(timeout, 5.0))
+        if self._own:
+            try:
+                ray.init(
+                    address="local" if address is None else address,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    runtime_env={"env_vars": {"PYTHONPATH": path}},
+                    **({} if address is not None else {"num_cpus": max(engines * cpus, 1)}),
+                )
+            except ConnectionError as error:
+                raise no_entry(str(address), error) from error
+            ray._private.worker._worker_logs_enabled = False  # what Ray prints of its own processes, in colours
+        self.nodes = NodeWatch()
+        self.group: Any = None
+        if cpus:
+            from ray.util.placement_group import placement_group
+
+            self.group = placement_group([{"CPU": cpus}] * engines, strategy="PACK")
+            if not self.group.wait(timeout):
+                has = ray.cluster_resources().get("CPU", 0)
+                self.close()
+                raise ConfigError(
+                    f"placement.engines={engines} with placement.cores={cpus} are {engines * cpus} CPUs, and the Ray"
+                    f" cluster has {has:g}: take fewer, or add nodes"
+                )
+
+    def close(self) -> None:
+        """Give the CPUs back, and end what was started."""
+        import ray
+
+        self.nodes.over.set()
+        if self.group is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            within(CLOSE_SECONDS, remove_placement_group, self.group)
+        if self._own:
+            within(CLOSE_SECONDS, ray.shutdown)
+
+
+def within(seconds: float, function: Callable[..., Any], *given: Any, **named: Any) -> None:
+    """Call a function of Ray, which may fail or never return where its processes are gone."""
+    with contextlib.suppress(Exception):
+        in_thread(function, *given, **named).result(seconds)
+
+
+class NodeWatch:
+    """Looks in a thread whether the node of this process lives. Where it is gone, nothing can be started any more, and
+    whoever waits is told. What was on another node has died, and starts elsewhere."""
+
+    hosts: ClassVar[WeakSet[RayHost]] = WeakSet()
+    """All of this process."""
+    gone: ClassVar[str] = ""
+    """Why nothing can be started; '' while it can."""
+
+    def __init__(self) -> None:
+        import ray
+
+        self._ray, self._own, self.over = ray, ray.get_runtime_context().get_node_id(), threading.Event()
+        NodeWatch.gone = ""
+        threading.Thread(target=self._look, name="looks whether its node lives", daemon=True).start()
+
+    def _look(self) -> None:
+        while not self.over.wait(LOOK_SECONDS) and not self.gone:
+            with contextlib.suppress(Exception):  # asked again; a run that waits has its own deadline
+                if self._own in {n["NodeID"] for n in self._ray.nodes() if not n["Alive"]}:
+                    NodeWatch.gone = (
+                        "the Ray node of this machine is gone: it was killed, or ran out of memory. Start it again"
+                        " (without placement.address the run does), and go on from the last checkpoint with --resume"
+                    )
+        for host in list(self.hosts) if self.gone else ():
+            host.lost(self.gone)
+
+
+def node_address() -> str:
+    """The address under which the machines of the cluster reach this one."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def no_cluster(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"placement.address={address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or"
+        " leave the address out"
+    )
+
+
+def no_entry(address: str, error: Exception) -> ConfigError:
+    """For an address that answers, where Ray does not get in. A cluster with a token looks like that: to an address
+    that is named Ray brings a token only where the environment says so."""
+    return ConfigError(
+        f"placement.address={address}: something answers there, and Ray cannot connect to it ({error}). Where the"
+        " cluster was started with a token (`ray start` says so), set RAY_AUTH_MODE=token and have the token in"
+        " RAY_AUTH_TOKEN or ~/.ray/auth_token (`ray get-auth-token` tells it). Otherwise it is no Ray cluster, or one"
+        " of another version"
+    )
+
+
+def must_answer(address: str, timeout: float) -> None:
+    """Raises ConfigError where nothing listens at `[ray://]host:port`; Ray 2.60 alone tries for 14 minutes (20 x 41 s).
+    An address without a port, such as `auto`, is left to Ray."""
+    parts = urlsplit(address if "//" in address else f"//{address}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise no_cluster(address, error) from error
+    if not host or port is None:
+        return
+    try:
+        socket.create_connection((host, port), timeout).close()
+    except OSError as error:
+        raise no_cluster(address, error) from error
+
+
+class RayHost:
+    """`parent_side.EngineHost` over an actor. Its first answer, to `started`, comes when it can sample.
+
+    Args:
+        cluster: where CPUs are reserved for it. None: it reserves none, and comes to any machine.
+    """
+
+    def __init__(self, name: str, start: bytes, cluster: RayCluster | None, number: int, *, threads: int) -> None:
+        import ray
+
+        if NodeWatch.gone:
+            raise EngineError(NodeWatch.gone)
+        self.name, self._ray = name, ray
+        self._calls = OpenCalls()
+        how: dict[str, Any] = {
+            "num_cpus": 0 if cluster is None else cluster.cpus,
+            "max_concurrency": AT_ONCE,
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+        }
+        if cluster is None:
+            how["scheduling_strategy"] = "SPREAD"
+        elif cluster.group is not None:
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+            how["scheduling_strategy"] = PlacementGroupSchedulingStrategy(cluster.group, number)
+        self._actor: Any = ray.remote(RayEngine).options(**how).remote(start)
+        self._pid: int | None = None
+        self.started: Future[EngineFacts] = self.call("facts")
+        self.started.add_done_callback(self._known)
+        NodeWatch.hosts.add(self)
+
+    @property
+    def died(self) -> str:
+        return self._calls.died
+
+    @property
+    def pid(self) -> int | None:
+        return self._pid
+
+    def call(self, method: str, *given: Any) -> Future[Any]:
+        number, future = self._calls.begin()
+        if not future.done():
+            ref = self._actor.answer.remote(method, given)
+            future.add_done_callback(lambda f: self._cancelled(number, ref) if f.cancelled() else None)
+            ref.future().add_done_callback(lambda done: self._answered(number, done))
+        return future
+
+    def take_report(self) -> EngineReport:
+        return self._calls.take_report()
+
+    def lost(self, why: str) -> None:
+        """Whatever it was asked raises EngineDied."""
+        self._calls.die(why)
+
+    def kill(self, why: str) -> None:
+        self._calls.die(f"{why}{self._memory()}")
+        within(CLOSE_SECONDS, self._ray.kill, self._actor, no_restart=True)
+
+    def close(self) -> None:
+        self.kill("it was closed at the end of the run")
+
+    def _cancelled(self, number: int, ref: Any) -> None:
+        self._calls.drop(number)
+        with contextlib.suppress(Exception):
+            self._ray.cancel(ref)
+
+    def _answered(self, number: int, done: Future[Any]) -> None:
+        try:
+            value, error, report = done.result()
+        except self._ray.exceptions.TaskCancelledError:
+            self._calls.drop(number)
+        except self._ray.exceptions.RayActorError as error:
+            self._calls.die(f"its actor is lost: {str(error).strip()}{self._memory()}")
+        except BaseException as error:
+            self._calls.end(number, None, EngineError(f"{self.name}, through Ray: {error}"), None)
+        else:
+            if isinstance(error, EngineEnded):
+                self.kill(str(error))
+            self._calls.end(number, value, error, report)
+
+    def _known(self, started: Future[EngineFacts]) -> None:
+        if not started.cancelled() and started.exception() is None:
+            self._pid = started.result().pid
+
+    def _memory(self) -> str:
+        memory = self._calls.memory
+        return f"; its memory was {memory / 2**20:,.0f} MiB at the last reading" if memory else ""

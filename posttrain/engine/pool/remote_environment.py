@@ -1,0 +1,247 @@
+"""What an environment in a process of its own does to a conversation, as messages, and the side that sends them.
+
+The environment plays against a `PlayedTalk`, which writes down what it does. The learner's side
+(`environment_pool.EnvironmentPool`) takes the messages in their order, does the same to the real conversation, and
+sends back what was said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.core.gauge import Gauges, merge
+from posttrain.core.ports import Environment, Utterance
+from posttrain.core.stop import Stop
+from posttrain.core.types import Message, Task
+from posttrain.engine.pool.seat_transcript import SeatAccount, TalkAccount
+from posttrain.engine.pool.worker_side import REPORT_EVERY, EngineReport, memory, portable
+from posttrain.system.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SeenMove:
+    """It wrote to a seat: `Seat.see`. Seat None is the trained one."""
+
+    seat: str | None
+    content: str | tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class TurnMove:
+    """A seat is to speak, as turn `number` of the episode, over all seats."""
+
+    seat: str | None
+    most: int | None
+    number: int
+
+
+@dataclass(frozen=True)
+class GivenUpMove:
+    """It does not wait for this turn any more."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class PaidMove:
+    """`Talk.pay`."""
+
+    source: str
+    score: float
+
+
+@dataclass(frozen=True)
+class LeftMove:
+    """`Talk.leave`. Two are equal whatever the state: it may change after it was set."""
+
+    state: Any = field(compare=False)
+
+
+@dataclass(frozen=True)
+class EndedMove:
+    """The episode has ended, with a reason or an error. A state that was set is sent as it is now."""
+
+    stop: Stop | None = None
+    error: BaseException | None = field(default=None, compare=False)
+    left: LeftMove | None = None
+    account: Mapping[str | None, SeatAccount] | None = field(default=None, compare=False)
+    """What passed over the seats where it was played."""
+
+
+Move = SeenMove | TurnMove | GivenUpMove | PaidMove | LeftMove | EndedMove
+
+
+class PlayedSeat:
+    """A `core.ports.Seat` whose speaker is in the learner's process."""
+
+    def __init__(self, talk: PlayedTalk, name: str | None) -> None:
+        self._talk, self._name = talk, name
+
+    @property
+    def format(self) -> str | None:
+        """Known of the trained seat, and of others where the policy plays them.
+
+        Raises:
+            ConfigError: somebody else plays this seat.
+        """
+        if self._name is not None and self._talk.others:
+            raise ConfigError(
+                f"the format of seat {self._name!r} is known in the learner's process only: set"
+                " placement.environments=0"
+            )
+        return self._talk.written
+
+    def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        shown = content if isinstance(content, str) else tuple(content)
+        self._talk.account.writes(self._name, shown, tuple(tools))
+        self._talk.tell(SeenMove(self._name, shown, tuple(tools)))
+
+    async def say(self, most: int | None = None) -> Utterance:
+        return await self._talk.turn(self._name, most)
+
+
+class PlayedTalk(PlayedSeat):
+    """A `core.ports.Talk` that writes down what an environment does to it.
+
+    Args:
+        written: `Seat.format` of the policy.
+        others: whether other seats have players of their own.
+    """
+
+    def __init__(self, written: str | None, others: bool) -> None:
+        super().__init__(self, None)
+        self.written, self.others = written, others
+        self.moves: list[Move] = []
+        self.told = asyncio.Event()
+        self.turns: dict[int, asyncio.Future[Utterance]] = {}
+        self.playing: asyncio.Task[None] | None = None
+        self.account = TalkAccount()
+        self._count = 0
+        self._left: LeftMove | None = None
+
+    def tell(self, move: Move) -> None:
+        self.moves.append(move)
+        self.told.set()
+
+    async def turn(self, seat: str | None, most: int | None) -> Utterance:
+        self._count += 1
+        asked = self.account.asks(seat)
+        number, said = self._count, asyncio.get_running_loop().create_future()
+        self.turns[number] = said
+        self.tell(TurnMove(seat, most, number))
+        try:
+            heard = await said
+            self.account.hears(seat, asked, heard)
+            return heard
+        except asyncio.CancelledError:
+            self.tell(GivenUpMove(number))
+            raise
+        finally:
+            del self.turns[number]
+
+    def seat(self, name: str) -> PlayedSeat:
+        return PlayedSeat(self, name)
+
+    def pay(self, source: str, score: float) -> None:
+        self.account.writes(None, source, score)
+        self.tell(PaidMove(source, score))
+
+    def leave(self, state: Any) -> None:
+        """See `core.ports.Talk.leave`.
+
+        Raises:
+            ConfigError: the state cannot be sent to another process.
+        """
+        try:
+            pickle.dumps(state)
+        except Exception as error:
+            raise ConfigError(
+                f"the environment leaves a state that cannot be sent to another process ({type(error).__name__}:"
+                f" {error}). Leave plain data, or set placement.environments=0"
+            ) from error
+        self._left = LeftMove(state)
+        self.tell(self._left)
+
+    async def play(self, environment: Environment, task: Task) -> None:
+        """Play the episode to its end."""
+        try:
+            ended = EndedMove(await environment.play(task, self))
+        except Exception as error:
+            ended = EndedMove(error=portable(error))
+        self.tell(EndedMove(ended.stop, ended.error, self._left, self.account.made()))
+
+
+@dataclass(frozen=True)
+class EnvironmentFacts:
+    """What is told of a process of environments when it has started."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class EnvironmentStart:
+    """How such a process makes its environments. It is pickled."""
+
+    environments: Callable[[], Sequence[Environment]]
+
+    def host(self) -> HostedEnvironments:
+        return HostedEnvironments(self.environments())
+
+
+class HostedEnvironments:
+    """The environments of one process: what is asked of them by name."""
+
+    def __init__(self, environments: Sequence[Environment]) -> None:
+        self._environments = environments
+        self._talks: dict[int, PlayedTalk] = {}
+        self._reported = time.monotonic()
+
+    async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
+        """The value of one call, with a report where one is due."""
+        value = await getattr(self, method)(*given)
+        if method != "report" and time.monotonic() - self._reported < REPORT_EVERY:
+            return value, None
+        self._reported = time.monotonic()
+        return value, EngineReport(self._gauges(), {}, memory())
+
+    async def facts(self) -> EnvironmentFacts:
+        return EnvironmentFacts(os.getpid())
+
+    async def begin(self, number: int, environment: int, task: Task, written: str | None, others: bool) -> None:
+        """Begin an episode, which is called by this number from now on."""
+        talk = self._talks[number] = PlayedTalk(written, others)
+        talk.playing = asyncio.create_task(talk.play(self._environments[environment], task))
+
+    async def moves(self, number: int) -> list[Move]:
+        """What the episode did since the last call; waits until there is something."""
+        talk = self._talks[number]
+        await talk.told.wait()
+        talk.told.clear()
+        moves, talk.moves = talk.moves, []
+        return moves
+
+    async def said(self, number: int, turn: int, said: Utterance) -> None:
+        """A seat has spoken."""
+        talk = self._talks.get(number)
+        waits = talk.turns.get(turn) if talk is not None else None
+        if waits is not None and not waits.done():
+            waits.set_result(said)
+
+    async def drop(self, number: int) -> None:
+        """Nobody asks for this episode any more. One that still plays is cancelled, and cleans up."""
+        talk = self._talks.pop(number, None)
+        if talk is not None and talk.playing is not None and not talk.playing.done():
+            talk.playing.cancel()
+
+    async def report(self) -> None:
+        """A sign of life; the report comes with the answer."""
+
+    def _gauges(self) -> Gauges:
+        return merge(*(e.gauges() for e in self._environments))

@@ -1,0 +1,172 @@
+"""The engine inside a process of its own: what the pool asks of it, by name. Both processes and Ray actors run it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from posttrain.core.gauge import Gauges, merge
+from posttrain.core.ports import Sampler
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Said
+from posttrain.engine.transfer.parcel import Parcel, WeightReceiver
+
+REPORT_EVERY = 0.25
+"""Seconds between two reports that travel with answers."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine is, told once when it has started."""
+
+    version: int
+    keeps_sets: bool
+    draws_by_place: bool
+    context: int
+    described: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine counted since its last report, and its memory now."""
+
+    gauges: Gauges = field(default_factory=Gauges)
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    memory: int = 0
+    """Bytes of main memory of its process; 0 where the system does not tell."""
+
+    def __add__(self, later: EngineReport) -> EngineReport:
+        names = {*self.seconds, *later.seconds}
+        seconds = {n: self.seconds.get(n, 0.0) + later.seconds.get(n, 0.0) for n in names}
+        return EngineReport(merge(self.gauges, later.gauges), seconds, later.memory or self.memory)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What an engine says when it serves new weights."""
+
+    served: str
+    """Their fingerprint."""
+    probe: np.ndarray | None = None
+    """The ids that came with them."""
+    scores: np.ndarray | None = None
+    """The log-probs of these ids under them."""
+
+
+class EngineEnded(Exception):
+    """The engine of this process can never answer again, for example because its vLLM server has died. Its words are
+    the cause. The learner's side ends the process and begins a new one."""
+
+
+class Hosted(Protocol):
+    """What a process answers for, by the names of its methods."""
+
+    async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
+        """The value of one call, with a report where one is due."""
+        ...
+
+
+class HostStart(Protocol):
+    """What a process is begun with. It is pickled."""
+
+    def host(self) -> Hosted:
+        """Make what the process answers for, in it."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineStart:
+    """How the process of an engine makes its two parts. It is pickled, so both are functions of modules."""
+
+    engine: Callable[[], Sampler]
+    receiver: Callable[[], WeightReceiver]
+
+    def host(self) -> HostedEngine:
+        return HostedEngine(self)
+
+
+class HostedEngine:
+    """One engine and the receiver of its weights."""
+
+    def __init__(self, start: EngineStart) -> None:
+        self._engine, self._receiver = start.engine(), start.receiver()
+        self._reported = self._installed = 0.0
+
+    async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
+        """The value of one call, with a report where one is due.
+
+        Raises:
+            EngineEnded: the engine can never answer again.
+        """
+        try:
+            value = await getattr(self, method)(*given)
+        except Exception as error:
+            if why := self._ended():
+                raise EngineEnded(why) from error
+            raise
+        if method == "generate" and time.monotonic() - self._reported < REPORT_EVERY:
+            return value, None
+        self._reported = time.monotonic()
+        seconds, self._installed = {**self._engine.clock(), "sync/install": self._installed}, 0.0
+        return value, EngineReport(self._engine.gauges(), seconds, memory())
+
+    async def facts(self) -> EngineFacts:
+        e = self._engine
+        described = getattr(e, "describe", lambda: f"engine: {type(e).__name__}")()
+        return EngineFacts(e.version, e.keeps_sets, e.draws_by_place, e.context, described, os.getpid())
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        return await self._engine.generate(ids, sampling, place)
+
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        return await self._engine.score(ids)
+
+    async def install(self, parcel: Parcel, probe: np.ndarray | None = None) -> Installed:
+        """Serve the weights of a parcel. All tensors are checked before one is loaded. While they come and are checked,
+        turns go on under the version before.
+
+        Args:
+            probe: ids that will be asked for next (`score`). Their log-probs come with the answer, which saves a way to
+                the learner and back, between two steps of the engine.
+        """
+        begun = time.perf_counter()
+        tensors = await asyncio.to_thread(self._receiver.read, parcel)
+        served = await self._engine.load(parcel.version, tensors)
+        scores = None if probe is None else await self._engine.score(probe)
+        self._installed += time.perf_counter() - begun
+        return Installed(served, probe, scores)
+
+    async def report(self) -> None:
+        """A sign of life; the report comes with the answer."""
+        if why := self._ended():
+            raise EngineEnded(why)
+
+    def _ended(self) -> str:
+        """Why the engine can never answer again; '' while it can."""
+        return getattr(self._engine, "ended", lambda: "")()
+
+
+def memory() -> int:
+    """Bytes of main memory that this process has now; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def portable(error: BaseException) -> BaseException:
+    """The error where it can travel between processes as it is, else one with its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

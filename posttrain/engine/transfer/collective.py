@@ -1,0 +1,365 @@
+"""A broadcast by torch.distributed: one sender, and receivers that take part whenever they need the version.
+
+    publish     the block is made in the sender's memory, with the cast inside; from then on a thread serves it
+    read        a receiver takes a ticket and waits. When all engines have one, or `GATHER` seconds after the first,
+                those that have one are called: they make a group with the sender, and the block goes to them in buckets
+    retire      ends the thread
+
+A round that breaks, because a process died or hangs in it, is given up by all of its members. Those that live take a
+new ticket, and so does a process that was started in the place of a dead one, whenever it is ready. So nothing has to
+be mended after a death, nobody waits for a process that is being started, and a late one gets a round of its own.
+
+gloo carries it between processors. NCCL carries it between GPUs by the same code: each bucket then goes through the
+memory of the GPU. The group is made anew for each round (3 ms for gloo on one machine), over a store of keys in the
+sender's process.
+
+Every wait ends. A receiver that nobody calls, or whose rounds break again and again, raises an error that names the
+sender, itself and the first tensor that did not come.
+
+The store listens at the sender's address only. It has no password, so use it where the network is your own. What comes
+is checked against the parcel, which comes by another way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain, pairwise, repeat
+from typing import Any
+
+import torch
+from torch import distributed
+
+from posttrain.engine.transfer.block import Buffer, largest
+from posttrain.engine.transfer.parcel import Parcel, ParcelDamageError, ParcelGoneError, ParcelTimeoutError
+from posttrain.engine.transfer.sender import this_process
+
+C10D: Any = distributed
+"""Its stores and groups have no types."""
+COLLECTIVE = "collective"
+BUCKET = 64 << 20
+"""Bytes of one broadcast. On a GPU a bucket is also the memory that the transfer needs."""
+LOOPBACK = "127.0.0.1"
+GATHER = 1.0
+"""Seconds from the first ticket of a version until those are called that have one."""
+CONNECT = 5.0
+"""Seconds in which those that were called must have found each other. Who died meanwhile never comes."""
+LOOKS, OFTEN, SELDOM = 200, 0.001, 0.05
+"""First looks at the keys, seconds between two of them, and between two later ones. They are no waits of torch, which
+would write a warning to the terminal whenever one ends."""
+ROUNDS = 10
+"""Broken rounds after which a receiver gives up."""
+END = 1.0
+"""Seconds that a thread has to end after its version was retired."""
+OPEN, CAME = "open", "came"
+"""Keys of a version: it is there; how many tickets were taken."""
+
+
+@dataclass(frozen=True)
+class BroadcastPlace:
+    """`Parcel.place` of a broadcast."""
+
+    address: str
+    number: int
+    """Of the block, among those of its sender."""
+    size: int
+    bucket: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.address}/{self.number}/{self.size}/{self.bucket}/{round(1000 * self.seconds)}"
+
+    @classmethod
+    def of(cls, parcel: Parcel) -> BroadcastPlace:
+        """ParcelDamageError where it is none."""
+        address, *numbers = parcel.place.split("/")
+        if len(numbers) != 4 or not all(x.isdecimal() for x in numbers) or int(numbers[1]) > largest(parcel):
+            raise ParcelDamageError(
+                f"{parcel.place!r} is no place of a broadcast. Use parcels as they were published",
+                version=parcel.version,
+                peer=parcel.sender,
+            )
+        number, size, bucket, milliseconds = map(int, numbers)
+        return cls(address, number, size, max(bucket, 1), milliseconds / 1000)
+
+
+class CollectiveCarrier:
+    """A `carrier.Carrier` over torch.distributed.
+
+    Args:
+        engines: receivers that are waited for, at most `GATHER` seconds, before the first round of a version.
+        host: the address at which receivers find this process.
+        device: `cuda` sends by NCCL.
+        seconds: how long a bucket may take. A receiver waits twice as long until it is called.
+    """
+
+    transport = COLLECTIVE
+
+    def __init__(
+        self, engines: int, *, host: str = LOOPBACK, device: str = "cpu", seconds: float = 60.0, bucket: int = BUCKET
+    ) -> None:
+        self.engines, self.device, self.seconds, self.bucket = engines, device, seconds, bucket
+        listening = socket.create_server((host, 0))
+        self.address = f"{host}:{listening.getsockname()[1]}"
+        self.store = _store(self.address, seconds, listening.detach())
+        self._count = 0
+        self._open: dict[str, CollectiveSink] = {}
+        atexit.register(self.close)  # a thread that waits in torch when Python ends takes the process along
+
+    def begin(self, version: int) -> CollectiveSink:
+        self._count += 1
+        return CollectiveSink(self, self._count)
+
+    def announced(self, place: str, sink: CollectiveSink) -> None:
+        self._open[place] = sink
+
+    def remove(self, place: str) -> None:
+        if (sink := self._open.pop(place, None)) is not None:
+            sink.end()
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        for place in [*self._open]:
+            self.remove(place)
+
+
+class CollectiveSink:
+    """A `carrier.Sink`: memory of this process, which a thread sends to whoever comes, from `announce` to `end`."""
+
+    def __init__(self, carrier: CollectiveCarrier, number: int) -> None:
+        self._carrier, self._number = carrier, number
+        self._block = bytearray()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name=f"weights {number}", daemon=True)
+
+    def write(self, data: memoryview | bytes, at: int, tensor: str = "") -> None:
+        self._block.extend(bytes(max(at + len(data) - len(self._block), 0)))
+        self._block[at : at + len(data)] = data
+
+    def announce(self) -> str:
+        c = self._carrier
+        place = str(BroadcastPlace(c.address, self._number, len(self._block), c.bucket, c.seconds))
+        C10D.PrefixStore(str(self._number), c.store).set(OPEN, "1")
+        c.announced(place, self)
+        self._thread.start()
+        return place
+
+    def drop(self) -> None:
+        return None
+
+    def end(self) -> None:
+        """Nobody comes any more."""
+        store = self._carrier.store
+        self._over.set()
+        self._thread.join(END)
+        for key in [k for k in store.list_keys() if k.startswith(f"{self._number}/")]:
+            store.delete_key(key)
+
+    def _serve(self) -> None:
+        c, served, wanted = self._carrier, 0, self._carrier.engines
+        with suppress(RuntimeError):  # the store is gone, and the run with it
+            # A connection of its own: while one is in use, who else wants it must wait.
+            keys = C10D.PrefixStore(str(self._number), _store(c.address, c.seconds))
+            while last := self._come(keys, served, wanted):
+                self._round(keys, range(served + 1, last + 1))
+                served, wanted = last, 1
+
+    def _come(self, keys: Any, served: int, wanted: int) -> int:
+        """Wait for tickets after `served`; returns the last one, 0 when the version was retired."""
+        last, until = served, float("inf")
+        for pause in _pauses():
+            if last >= served + wanted or time.monotonic() > until:
+                break
+            if self._over.wait(pause):
+                return 0
+            if (last := int(keys.add(CAME, 0))) > served:
+                until = min(until, time.monotonic() + GATHER)
+        return last
+
+    def _round(self, keys: Any, tickets: Sequence[int]) -> None:
+        """One broadcast to these. Those that it does not reach come again."""
+        c, name, world = self._carrier, tickets[0], len(tickets) + 1
+        for rank, ticket in enumerate(tickets, 1):
+            keys.set(_go(ticket), f"{name} {rank} {world}")
+        with suppress(RuntimeError):
+            group = _group(keys, name, 0, world, c.address, c.device, c.seconds)
+            for _, bucket in _buckets(self._block, c.bucket):
+                _broadcast(group, bucket.to(c.device), c.seconds)
+            _meet(group, c.device, c.seconds)
+
+
+class CollectiveFetch:
+    """A `carrier.Fetch`: takes part in the broadcasts of a parcel until one has brought it.
+
+    Args:
+        device: `cuda` receives by NCCL.
+    """
+
+    def __init__(self, *, device: str = "cpu") -> None:
+        self._device = device
+        self._store: tuple[str, Any] | None = None
+
+    def __call__(self, parcel: Parcel) -> Buffer:
+        """The block.
+
+        Raises:
+            ParcelGoneError: the version was retired.
+            ParcelTimeoutError: it names the sender, this process and the first tensor that did not come.
+        """
+        place = BroadcastPlace.of(parcel)
+        block, done, why = bytearray(place.size), 0, ""
+        try:
+            keys = C10D.PrefixStore(str(place.number), self._reach(place))
+            for _ in range(ROUNDS):
+                called = _called(keys, parcel, 2 * place.seconds)
+                if called is None:
+                    why = f"it did not call this engine within {2 * place.seconds:g} s"
+                    break
+                done, broken = self._take(keys, called, place, block)
+                if not broken:
+                    return block
+                why = f"{ROUNDS} broadcasts broke, the last one by {broken}"
+        except (RuntimeError, OSError) as lost:
+            self._store = None
+            why = f"{place.address} does not answer ({lost})"
+        tensor = tensor_at(sorted((e.offset, e.name) for e in parcel.entries), done)
+        raise ParcelTimeoutError(
+            f"weights of version {parcel.version}: {parcel.sender} did not send them to {this_process()}, from tensor"
+            f" {tensor!r} on: {why}. Look whether the learner still runs and whether this machine can connect to it, or"
+            " take another placement.transport",
+            version=parcel.version,
+            peer=parcel.sender,
+            tensor=tensor,
+        )
+
+    def _take(
+        self, keys: Any, called: tuple[int, int, int], place: BroadcastPlace, block: bytearray
+    ) -> tuple[int, str]:
+        """Take part in one round. Returns the first byte that did not come, and why; '' where all came.
+
+        The group must not outlive a round that broke: its end tells the others. So its error does not leave this call.
+        """
+        done = 0
+        try:
+            group = _group(keys, *called, place.address, self._device, place.seconds)
+            for at, part in _buckets(block, place.bucket):
+                done = at
+                there = part if self._device == "cpu" else torch.empty_like(part, device=self._device)
+                _broadcast(group, there, place.seconds)
+                if there is not part:
+                    part.copy_(there)
+        except RuntimeError as broken:
+            return done, str(broken)
+        with suppress(RuntimeError):  # the bytes are here, whoever else lacks them
+            _meet(group, self._device, place.seconds)
+        return place.size, ""
+
+    def _reach(self, place: BroadcastPlace) -> Any:
+        if self._store is None or self._store[0] != place.address:
+            self._store = place.address, _store(place.address, place.seconds)
+        return self._store[1]
+
+
+def tensor_at(starts: list[tuple[int, str]], at: int) -> str:
+    """The tensor that ends behind byte `at`, from (first byte, name) in order."""
+    return next((name for (_, name), (end, _) in pairwise(starts) if end > at), starts[-1][1] if starts else "")
+
+
+# --- keys of a version -----------------------------------------------------------------------------------------------
+
+
+def _go(ticket: int) -> str:
+    """Set to the round, the rank and the number of members, when the one with the ticket is called."""
+    return f"go/{ticket}"
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds until the next look."""
+    return chain(repeat(OFTEN, LOOKS), repeat(SELDOM))
+
+
+def _called(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, int, int] | None:
+    """Take a ticket and wait: (round, rank, members). None where nobody calls.
+
+    Raises:
+        ParcelGoneError: the version was retired.
+    """
+    until, ticket = time.monotonic() + seconds, 0
+    for pause in _pauses():
+        if not keys.check([OPEN]):
+            break
+        ticket = ticket or int(keys.add(CAME, 1))
+        if keys.check([_go(ticket)]):
+            name, rank, members = map(int, keys.get(_go(ticket)).decode().split())
+            return name, rank, members
+        if time.monotonic() > until:
+            return None
+        time.sleep(pause)
+    raise ParcelGoneError(
+        f"the weights of version {parcel.version} are gone: {parcel.sender} retired them. Read a newer version",
+        version=parcel.version,
+        peer=parcel.sender,
+    )
+
+
+# --- torch.distributed -----------------------------------------------------------------------------------------------
+
+
+def _buckets(block: bytearray, bucket: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first byte, bytes) of each bucket, without a copy."""
+    whole = torch.frombuffer(block, dtype=torch.uint8)
+    return zip(range(0, len(block), bucket), whole.split(bucket), strict=True)
+
+
+def _store(address: str, seconds: float, listening: int | None = None) -> Any:
+    host, _, port = address.rpartition(":")
+    return C10D.TCPStore(
+        host,
+        int(port),
+        is_master=listening is not None,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=seconds),
+        master_listen_fd=listening,
+    )
+
+
+def _group(keys: Any, name: int, rank: int, members: int, address: str, device: str, seconds: float) -> Any:
+    """The processes of one round: none of torch.distributed's named groups, which a learner may use itself."""
+    keys = C10D.PrefixStore(f"round/{name}", keys)
+    if device != "cpu":
+        options = C10D.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=seconds)
+        return C10D.ProcessGroupNCCL(keys, rank, members, options)
+    options = C10D.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=min(seconds, CONNECT))
+    options._threads = 1  # one bucket at a time; torch 2.13 keeps 120 bytes of every thread that has waited for one
+    options._devices = [C10D.ProcessGroupGloo.create_device(hostname=_own_address(address))]
+    return C10D.ProcessGroupGloo(keys, rank, members, options)
+
+
+def _own_address(address: str) -> str:
+    """The address of this machine on the way to that one. Nothing is sent."""
+    host, _, port = address.rpartition(":")
+    family, kind, protocol, _, there = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as way:
+        way.connect(there)
+        return str(way.getsockname()[0])
+
+
+def _broadcast(group: Any, bucket: torch.Tensor, seconds: float) -> None:
+    how = C10D.BroadcastOptions()
+    how.rootRank, how.rootTensor, how.timeout = 0, 0, timedelta(seconds=seconds)
+    group.broadcast([bucket], how).wait(how.timeout)
+
+
+def _meet(group: Any, device: str, seconds: float) -> None:
+    """Wait until all members of the group are here."""
+    how = C10D.AllreduceOptions()
+    how.timeout = timedelta(seconds=seconds)
+    group.allreduce([torch.zeros(1, device=device)], how).wait(how.timeout)

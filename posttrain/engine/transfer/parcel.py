@@ -1,0 +1,169 @@
+"""A parcel: what one push of weights holds and where it lies; the protocols of its two sides, and their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from posttrain.engine.files.fingerprint import Spot, digest_of
+from posttrain.system.errors import EngineError
+
+
+@dataclass(frozen=True)
+class ParcelEntry:
+    """One tensor of a parcel."""
+
+    name: str
+    dtype: str
+    """Such as `bfloat16`: what is served, after the cast."""
+    shape: tuple[int, ...]
+    offset: int
+    """Byte of the block at which its bytes begin."""
+    checksum: str
+    """Digest of the tensor as it is served (`engine.files.fingerprint.fingerprints`), whatever the coding. Where the
+    parcel is not `audited`, that of some of its rows."""
+    coding: str = "whole"
+    """How the bytes are to be read: `whole` are the tensor's own, others are those of `delta`."""
+    size: int = 0
+    """Bytes in the block."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """All tensors of one version, as the sender announces them. It is small and can be pickled: the weights lie
+    elsewhere."""
+
+    version: int
+    base: int | None
+    """The version that the receiver must hold, where this one has only what changed since; None: all is here."""
+    transport: str
+    """`shared`, `file` or `collective`."""
+    place: str
+    """The name of the block of memory, the path of the file, or the address and number of a broadcast."""
+    entries: tuple[ParcelEntry, ...]
+    sender: str = ""
+    """Who wrote it, for errors: process and machine."""
+    base_digest: str = ""
+    """The `digest` of the base."""
+    followed: bool = False
+    """Whether deltas against this version may follow, so that a receiver keeps what it read."""
+    audited: bool = True
+    """Whether checksums cover every bit, and not only the rows of `spot`."""
+
+    @property
+    def spot(self) -> Spot | None:
+        """What the checksums cover; None: everything."""
+        return None if self.audited else Spot(self.version)
+
+    @property
+    def digest(self) -> str:
+        """Of an audited parcel, the fingerprint of these weights: that of `engine.files.fingerprint.fingerprint` of the
+        tensors as served."""
+        return digest_of({e.name: e.checksum for e in self.entries})
+
+    @property
+    def size(self) -> int:
+        """Bytes that travel, without the table of entries."""
+        return sum(e.size for e in self.entries)
+
+
+@dataclass(frozen=True)
+class AuditRule:
+    """When checksums cover every bit: always for small models and for deltas, at every n-th push of large models.
+
+    In between they cover one row in 64 (`engine.files.fingerprint.Spot`), other rows at each push. That costs a
+    sixtieth and still finds what goes wrong in practice: a tensor, a layer or a half that is of another version.
+    """
+
+    above: int = 1 << 28
+    """Bytes as served from which a model is large: two full checks of 256 MiB take .3 s on one core."""
+    every: int = 16
+    """Pushes from one full check of a large model to the next. The first push has one."""
+
+    def whole(self, push: int, size: int) -> bool:
+        """Whether push number `push`, from 0, of `size` bytes has checksums of every bit."""
+        return size < self.above or push % self.every == 0
+
+
+class WeightSender(Protocol):
+    """The learner's side."""
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Parcel:
+        """Write all tensors as `version`, and only then announce them: they appear at once.
+
+        Raises:
+            ParcelError: a name came twice, there is no room, or a version older than the last one was given.
+        """
+        ...
+
+    def retire(self, version: int) -> None:
+        """Remove what was published as `version`: nobody reads it any more. Those who still have it open can finish."""
+        ...
+
+    def clock(self) -> Mapping[str, float]:
+        """Seconds since the last call: `sync/gather` (until a whole tensor was there), `sync/cast` (to what is served),
+        `sync/reshard` (into the form in which it travels, with its checksum), `sync/transfer` (bytes written),
+        `sync/install` (announced; what an engine then needs to load it, the engine measures)."""
+        ...
+
+    def close(self) -> None:
+        """Remove everything that was published."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """An engine's side."""
+
+    def read(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, when all of them were checked: no tensor is returned of a parcel of which one is wrong.
+
+        They may lie in the block itself: copy them, and do not write into them.
+
+        Raises:
+            ParcelError: see its kinds. What was read before is still held.
+        """
+        ...
+
+
+class ParcelError(EngineError):
+    """Weights did not arrive as they were sent. `version` is the parcel's (-1: not known), `peer` the process at the
+    other side, `tensor` the one that was being read or written ("": none alone). Exit code 6."""
+
+    def __init__(self, message: str, *, version: int = -1, peer: str = "", tensor: str = "") -> None:
+        super().__init__(message)
+        self.version, self.peer, self.tensor = version, peer, tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors cross the border of a process; the base class would forget the names."""
+        return _again, (type(self), str(self), self.version, self.peer, self.tensor)
+
+
+def _again(kind: type[ParcelError], message: str, version: int, peer: str, tensor: str) -> ParcelError:
+    return kind(message, version=version, peer=peer, tensor=tensor)
+
+
+class ParcelDamageError(ParcelError):
+    """The bytes are not those that were sent: a checksum, a size, a header is wrong."""
+
+
+class ParcelGoneError(ParcelError):
+    """The parcel was retired before it was read, or its sender died. A newer one can be read."""
+
+
+class ParcelBaseError(ParcelError):
+    """A delta against weights that this receiver does not hold. The sender's `whole(version)` is the answer."""
+
+
+class ParcelOrderError(ParcelError):
+    """A version older than one that was published, or read, before."""
+
+
+class ParcelTimeoutError(ParcelError):
+    """The other side did not come in time."""
+
+
+class ParcelWriteError(ParcelError):
+    """The parcel could not be written, mostly because there is no room."""

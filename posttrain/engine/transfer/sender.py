@@ -1,0 +1,214 @@
+"""The learner's side: casts weights to what is served, writes them into a block, and announces it when it is whole."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from posttrain.engine.files.fingerprint import fingerprints
+from posttrain.engine.transfer.block import DTYPES, HEAD, aligned, dtype_name, head_bytes, table_bytes
+from posttrain.engine.transfer.carrier import Carrier, Sink
+from posttrain.engine.transfer.delta import SAME, encode
+from posttrain.engine.transfer.parcel import (
+    AuditRule,
+    Parcel,
+    ParcelEntry,
+    ParcelError,
+    ParcelGoneError,
+    ParcelOrderError,
+)
+
+
+class ParcelClock:
+    """Seconds by operation, until somebody takes them."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, operation: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[operation] = self._seconds.get(operation, 0.0) + time.perf_counter() - begun
+
+    def take(self) -> dict[str, float]:
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+
+def this_process() -> str:
+    """How errors name this process."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+class ParcelSender:
+    """A `WeightSender` over any carrier.
+
+    Args:
+        dtype: what floating tensors of two bytes and more are cast to, such as torch.bfloat16; None: as they come.
+        deltas: send what changed since the last version, from the second version on. Both sides then keep a copy of the
+            weights as served.
+        audit: when checksums cover every bit. With deltas they always do.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        dtype: torch.dtype | None = None,
+        deltas: bool = False,
+        audit: AuditRule = AuditRule(),
+    ) -> None:
+        if dtype is not None and dtype not in DTYPES.values():
+            raise ParcelError(f"weights cannot be sent as {dtype}; use one of {', '.join(DTYPES)}")
+        self._carrier, self._dtype, self._deltas = carrier, dtype, deltas
+        self._audit, self._pushes = audit, 0
+        self._clock = ParcelClock()
+        self._places: dict[int, list[list[str]]] = {}
+        self._last: Parcel | None = None
+        self._kept: dict[str, Tensor] = {}
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Parcel:
+        """See `WeightSender.publish`. The same version may be published again, with other weights."""
+        last = self._last
+        if last is not None and version < last.version:
+            raise ParcelOrderError(
+                f"version {version} was to be published after version {last.version}: an engine that took both would go"
+                " back. Publish versions in their order",
+                version=version,
+            )
+        audited = last is None or self._deltas or self._audit.whole(self._pushes, last.size)
+        parcel = Parcel(
+            *(version, None, self._carrier.transport, "", (), this_process()), followed=self._deltas, audited=audited
+        )
+        if last is not None and self._deltas:
+            parcel = replace(parcel, base=last.version, base_digest=last.digest)
+        self._last = self._write(parcel, tensors)
+        self._places.setdefault(version, []).append([self._last.place])
+        self._pushes += 1
+        return self._last
+
+    def whole(self, version: int) -> Parcel:
+        """What was published last, as a parcel that needs no base: for a receiver that lacks it.
+
+        Raises:
+            ParcelOrderError: `version` is not the last one.
+            ParcelGoneError: it was retired, and this sender sends no deltas.
+        """
+        last = self._last
+        if last is None or last.version != version:
+            newest = "nothing" if last is None else f"version {last.version}"
+            raise ParcelOrderError(
+                f"version {version} cannot be sent whole: {newest} was published last. Send the newest version",
+                version=version,
+            )
+        places = self._places.get(version)
+        if last.base is None and places:
+            return last
+        if not self._deltas:
+            raise ParcelGoneError(
+                f"version {version} was retired, and nothing was kept. Publish again", version=version
+            )
+        whole = replace(last, base=None, base_digest="", place="", entries=())
+        self._last = self._write(whole, list(self._kept.items()))
+        if places:
+            places[-1].append(self._last.place)
+        else:
+            self._places[version] = [[self._last.place]]
+        return self._last
+
+    def retire(self, version: int) -> None:
+        """See `WeightSender.retire`. Of a version that was published twice, the first call removes the first one."""
+        if times := self._places.get(version):
+            places = times.pop(0)
+            if not times:
+                del self._places[version]
+            for place in places:
+                self._carrier.remove(place)
+
+    def clock(self) -> Mapping[str, float]:
+        return self._clock.take()
+
+    def close(self) -> None:
+        self._places.clear()
+        self._carrier.close()
+
+    def _write(self, parcel: Parcel, tensors: Iterable[tuple[str, Tensor]]) -> Parcel:
+        """Write a block; returns its parcel, with entries and place. Nothing is left of it where that fails."""
+        kept = dict[str, Tensor]()
+        sink = self._carrier.begin(parcel.version)
+        try:
+            parcel = replace(parcel, entries=tuple(self._entries(sink, parcel, tensors, kept)))
+            with self._clock.of("sync/transfer"):
+                end = max((e.offset + e.size for e in parcel.entries), default=HEAD.size)
+                table = table_bytes(parcel)
+                sink.write(table, aligned(end))
+            with self._clock.of("sync/install"):
+                sink.write(head_bytes(parcel.version, aligned(end), table), 0)
+                place = sink.announce()
+        except BaseException:
+            sink.drop()
+            raise
+        self._kept = kept
+        return replace(parcel, place=place)
+
+    def _entries(
+        self, sink: Sink, parcel: Parcel, tensors: Iterable[tuple[str, Tensor]], kept: dict[str, Tensor]
+    ) -> Iterator[ParcelEntry]:
+        """Write the tensors; where deltas may follow, `kept` then holds them."""
+        at, names, coming = HEAD.size, set[str](), iter(tensors)
+        while True:
+            with self._clock.of("sync/gather"):
+                name, given = next(coming, (None, None))
+            if name is None or given is None:
+                return
+            if name in names:
+                raise ParcelError(f"tensor {name!r} was given twice. Give every weight once", tensor=name)
+            names.add(name)
+            with self._clock.of("sync/cast"):
+                tensor = served(name, given, self._dtype)
+            with self._clock.of("sync/reshard"):
+                tensor = tensor.cpu().contiguous()
+                checksum = fingerprints([(name, tensor)], parcel.spot)[name]
+                coding, data = encode(tensor, None if parcel.base is None else self._kept.get(name))
+                if self._deltas:
+                    kept[name] = self._kept[name] if coding == SAME else _own(tensor, given)
+            with self._clock.of("sync/transfer"):
+                sink.write(data, at, name)
+            yield ParcelEntry(name, dtype_name(tensor), tuple(tensor.shape), at, checksum, coding, len(data))
+            at = aligned(at + len(data))
+
+
+def served(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The tensor in the dtype that is served.
+
+    Raises:
+        ParcelError: the dtype cannot be sent, or a finite weight is too large for float16.
+    """
+    found = tensor.detach()
+    if dtype is not None and found.is_floating_point() and found.element_size() >= 2:
+        found = found.to(dtype)
+        if dtype is torch.float16 and bool((found.isinf() & tensor.detach().isfinite()).any()):
+            raise ParcelError(
+                f"tensor {name!r} has weights beyond {torch.finfo(dtype).max:g}, which float16 cannot hold. Serve"
+                " bfloat16",
+                tensor=name,
+            )
+    if found.dtype not in DTYPES.values():
+        raise ParcelError(
+            f"tensor {name!r} is {found.dtype}, which cannot be sent: use {', '.join(DTYPES)}", tensor=name
+        )
+    return found
+
+
+def _own(tensor: Tensor, given: Tensor) -> Tensor:
+    """The tensor, copied where it lies in the memory of the given one, which an optimizer will change."""
+    return tensor.clone() if tensor.device == given.device and tensor.data_ptr() == given.data_ptr() else tensor

@@ -1,0 +1,152 @@
+"""Shared memory of one machine: one block for each version, which its readers map and do not copy.
+
+- A block's name is drawn at random, and only its owner may open it.
+- It is written with `pwrite`, so that a full `/dev/shm` is an error and not a signal that kills the process.
+- It is removed by `remove`, by `close`, at the exit of the interpreter, and where the process is killed by the resource
+  tracker of `multiprocessing`, which outlives it. A tracker that many processes share ends with the last of them; so
+  each new sender also removes the blocks whose owner is gone (it holds a lock on them, which the kernel releases).
+- A reader does not use `multiprocessing.shared_memory`: before Python 3.13 that registers the block with the reader's
+  own tracker, which then removes it although it is in use. It maps the block for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import weakref
+from _posixshmem import shm_open, shm_unlink
+from multiprocessing import resource_tracker
+
+from posttrain.engine.transfer.block import Buffer
+from posttrain.engine.transfer.carrier import write_at, written_or_refused
+from posttrain.engine.transfer.parcel import Parcel, ParcelDamageError, ParcelGoneError
+
+SHARED = "shared"
+PREFIX = "/pt-weights-"
+NAME = re.compile(re.escape(PREFIX) + r"[\w-]{16}", re.ASCII)
+FOLDER = "/dev/shm"
+"""Where Linux lists the blocks. Elsewhere they cannot be listed, and orphans stay until the machine restarts."""
+_KIND = "shared_memory"
+"""What the resource tracker removes by name."""
+
+
+class SharedCarrier:
+    """A `carrier.Carrier` for processes of one machine and one user."""
+
+    transport = SHARED
+
+    def __init__(self) -> None:
+        remove_orphans()
+        self._held: dict[str, int] = {}
+        self._finalizer = weakref.finalize(self, _remove_all, self._held, os.getpid())
+
+    def begin(self, version: int) -> SharedSink:
+        name, fd = _create()
+        self._held[name] = fd
+        return SharedSink(self, version, name, fd)
+
+    def remove(self, place: str) -> None:
+        if (fd := self._held.pop(place, None)) is not None:
+            _remove(place, fd)
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+class SharedSink:
+    """A `carrier.Sink`: a new block of memory, which nobody knows the name of."""
+
+    def __init__(self, carrier: SharedCarrier, version: int, name: str, fd: int) -> None:
+        self._carrier, self._version, self._name, self._fd = carrier, version, name, fd
+
+    def write(self, data: memoryview | bytes, at: int, tensor: str = "") -> None:
+        helps = f"Give {FOLDER} more memory (docker: --shm-size), or send weights by file"
+        with written_or_refused(self._version, tensor, helps):
+            write_at(self._fd, data, at)
+
+    def announce(self) -> str:
+        return self._name
+
+    def drop(self) -> None:
+        self._carrier.remove(self._name)
+
+
+def fetch_shared(parcel: Parcel) -> Buffer:
+    """The block, mapped. It stays readable as long as something refers to it, also when it is removed."""
+    if not NAME.fullmatch(parcel.place):
+        raise ParcelDamageError(
+            f"{parcel.place!r} is no block of weights in shared memory (its name begins with {PREFIX!r}). Use parcels"
+            " as they were published",
+            version=parcel.version,
+            peer=parcel.sender,
+        )
+    try:
+        fd = shm_open(parcel.place, os.O_RDONLY, mode=0o600)
+    except FileNotFoundError:
+        raise ParcelGoneError(
+            f"the weights of version {parcel.version} are gone: {parcel.sender} retired them, or died, or"
+            " runs on another machine. Read a newer version, or send weights by file where machines differ",
+            version=parcel.version,
+            peer=parcel.sender,
+        ) from None
+    try:
+        size = os.fstat(fd).st_size
+        # A private map: what would be written into it never reaches the block. An empty file cannot be mapped.
+        return mmap.mmap(fd, size, access=mmap.ACCESS_COPY) if size else bytearray()
+    finally:
+        os.close(fd)
+
+
+def remove_orphans() -> int:
+    """Remove the blocks of this user whose sender is gone; returns how many there were."""
+    count = 0
+    for name in os.listdir(FOLDER) if os.path.isdir(FOLDER) else ():
+        if not NAME.fullmatch(f"/{name}"):
+            continue
+        try:
+            fd = os.open(f"{FOLDER}/{name}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # another user's, or removed meanwhile
+            continue
+        try:
+            if os.fstat(fd).st_uid == os.getuid():
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shm_unlink(f"/{name}")
+                count += 1
+        except OSError:  # its sender lives, or somebody else removed it first
+            pass
+        finally:
+            os.close(fd)
+    return count
+
+
+def _create() -> tuple[str, int]:
+    """(name, descriptor) of a new block, locked. The lock says that its owner lives."""
+    while True:
+        name = PREFIX + secrets.token_urlsafe(12)
+        fd = shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+        os.set_inheritable(fd, False)
+        resource_tracker.register(name, _KIND)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return name, fd
+        os.close(fd)  # `remove_orphans` of another process came between the two calls
+        resource_tracker.unregister(name, _KIND)
+
+
+def _remove(name: str, fd: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shm_unlink(name)
+    resource_tracker.unregister(name, _KIND)
+    os.close(fd)
+
+
+def _remove_all(held: dict[str, int], owner: int) -> None:
+    """Remove what is left. A process that was forked from the owner leaves the owner's blocks alone."""
+    while held:
+        name, fd = held.popitem()
+        if os.getpid() == owner:
+            _remove(name, fd)

@@ -1,0 +1,174 @@
+"""Adapters in vLLM. The weights beneath are read once, at the start; each update then loads the files of one adapter.
+
+What vLLM adds to a layer is B A x, so B is sent with the scale already in it: B is float32, and the engine holds A and
+B in the dtype of the model. After each update both are read back from vLLM's layers, as are the weights beneath.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from posttrain.config.adapter import Lora
+from posttrain.engine.adapters.adapter_modules import adapter_tensors, base_tensors, target_names
+from posttrain.engine.adapters.saved_adapter import CONFIG, PREFIX, WEIGHTS, written_name
+from posttrain.engine.files.fingerprint import digest_of, fingerprints
+from posttrain.engine.model.policy_model import Policy, named_tensors
+from posttrain.engine.vllm.sampler_requests import ReadBack
+from posttrain.engine.vllm.worker_parts import served
+from posttrain.system.errors import ConfigError, EngineError
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks for which vLLM reserves memory."""
+BASE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class HotLoad:
+    """What an engine needs to serve the adapters of one policy, and to know that it does."""
+
+    lora: Lora
+    dtype: torch.dtype
+    """In which the engine holds the adapter: that of the model."""
+    targets: list[str]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the adapter's tensors, by the learner's names."""
+    beneath: Mapping[str, str]
+    """Digests of the weights beneath, by the learner's names."""
+    served_beneath: Mapping[str, str]
+    """The same of what products can show of them: -0.0 counts as 0.0."""
+    shape_beneath: Mapping[str, tuple[str, tuple[int, ...]]]
+    tensors_beneath: Mapping[str, Tensor]
+    """The weights beneath themselves, which are the policy's: of several workers each serves parts of them."""
+
+    @staticmethod
+    def of(policy: Policy) -> HotLoad | None:
+        """None where all weights train."""
+        if policy.lora is None:
+            return None
+        own = adapter_tensors(policy.module)
+        base = {n: t for n, t in named_tensors(policy.module) if n not in own}
+        return HotLoad(
+            policy.lora,
+            policy.dtype,
+            target_names(policy.module),
+            {n: tuple(t.shape) for n, t in own.items()},
+            fingerprints(base.items()),
+            fingerprints((n, without_negative_zeros(t)) for n, t in base.items()),
+            {n: (_word(t.dtype), tuple(t.shape)) for n, t in base.items()},
+            {n: t.detach() for n, t in base.items()},
+        )
+
+    def write(self, folder: Path, given: Iterable[tuple[str, Tensor]]) -> int:
+        """Write the files of one adapter, which only this user can read. Returns the bytes of its weights."""
+        folder.mkdir(mode=0o700)
+        sent = {PREFIX + written_name(n): t.contiguous().cpu() for n, t in self.sent(given).items()}
+        save_file(sent, folder / WEIGHTS, metadata={"format": "pt"})
+        rank = self.lora.rank
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": self.targets, "bias": "none"}
+        (folder / CONFIG).write_text(json.dumps(config))
+        return sum(t.nbytes for t in sent.values())
+
+    def sent(self, given: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """The adapter as the engine should hold it: the scale is in B, in the engine's dtype."""
+        scale = self.lora.scale
+        return {n: (t.detach() * scale if ".lora_B." in n else t.detach()).to(self.dtype) for n, t in given}
+
+    def wanted(self) -> ReadBack:
+        """Every tensor that is read back from the engine."""
+        adapter = [(n, _word(self.dtype), list(shape)) for n, shape in self.shapes.items()]
+        return [*((n, dtype, list(shape)) for n, (dtype, shape) in self.shape_beneath.items()), *adapter]
+
+    def refuse(self, missing: list[str]) -> None:
+        """EngineError where some layers of the adapter have no place in the engine."""
+        if missing:
+            words = ", ".join(dict.fromkeys(n.partition(".lora_")[0].rpartition(".")[2] for n in missing))
+            raise EngineError(
+                f"vLLM serves no adapters on the layers {words} of this model ({len(missing)} tensors). Name others by"
+                " model.lora.targets, or set engine=embedded"
+            )
+
+    def confirm(self, told: Sequence[Mapping[str, Any]], given: list[tuple[str, Tensor]]) -> str:
+        """The fingerprint of the learner's weights, which are those that the engine serves.
+
+        Args:
+            told: the digests that were read back, of each worker.
+
+        Raises:
+            EngineError: the engine serves others.
+        """
+        adapter = {n: without_negative_zeros(t) for n, t in self.sent(given).items()}
+
+        def held(name: str) -> Tensor | None:
+            """The tensor that should be served under a name."""
+            beneath = self.tensors_beneath.get(name)
+            return adapter.get(name) if beneath is None else without_negative_zeros(beneath)
+
+        wanted = {**self.served_beneath, **fingerprints(adapter.items())}
+        found, which = served(told, held, wanted)
+        wrong = sorted(n for n, digest in wanted.items() if found.get(n) != digest)
+        if wrong:
+            kind = "adapter" if set(wrong) <= set(adapter) else "weights beneath the adapter"
+            raise EngineError(
+                f"it serves another {kind} than was sent: {len(wrong)} tensors differ, such as {wrong[0]!r}"
+                f"{f' ({which})' if which else ''}. Set engine=embedded for this model"
+            )
+        return digest_of({**self.beneath, **fingerprints(given)})
+
+
+def lora_arguments(lora: Lora | None) -> dict[str, Any]:
+    """vLLM's engine arguments for adapters; none where all weights train."""
+    if lora is None:
+        return {}
+    return {"enable_lora": True, "max_lora_rank": rank_for(lora), "load_format": "safetensors"}
+
+
+def rank_for(lora: Lora) -> int:
+    """The smallest of vLLM's ranks that has room for the adapter. ConfigError where there is none."""
+    if lora.rank > RANKS[-1]:
+        raise ConfigError(
+            f"model.lora.rank={lora.rank}: vLLM serves ranks up to {RANKS[-1]}. Lower it, or set engine=embedded"
+        )
+    return next(r for r in RANKS if r >= lora.rank)
+
+
+def write_base(policy: Policy, folder: Path) -> None:
+    """Write the weights beneath the adapter beside the model's description, for the engine to read at its start."""
+    held = {n: t.detach().contiguous().cpu() for n, t in base_tensors(policy.module).items()}
+    save_file(held, folder / BASE, metadata={"format": "pt"})
+
+
+def check_served(policy: Policy) -> None:
+    """Refuse a model whose adapters vLLM cannot serve, before it starts.
+
+    Raises:
+        ConfigError: vLLM has no such model, or none with adapters.
+    """
+    if policy.lora is None:
+        return
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_lora
+
+    name = type(policy.module).__name__
+    entry = ModelRegistry.models.get(name)
+    if entry is None or not supports_lora(entry.load_model_cls()):
+        raise ConfigError(
+            f"model.lora with engine=vllm: vLLM serves no adapters of {name}. Set engine=embedded, or train all weights"
+            " with model.lora=none"
+        )
+
+
+def without_negative_zeros(tensor: Tensor) -> Tensor:
+    """Every -0.0 as 0.0. Products of a layer cannot tell them apart."""
+    return tensor.detach() + 0.0 if tensor.is_floating_point() else tensor.detach()
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

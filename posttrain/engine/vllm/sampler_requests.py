@@ -1,0 +1,223 @@
+"""What both vLLM samplers share: checks of requests, tensors and versions, a gate between turns and
+updates, and counters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Said, Stop
+from posttrain.engine.model.policy_model import Policy, served_tensors
+from posttrain.engine.vllm.sampling_parameters import Capabilities, check
+from posttrain.system.errors import DataError, EngineError, nearest
+
+ReadBack = list[tuple[str, str, list[int]]]
+"""(name, dtype, shape) of tensors that are read back from an engine."""
+NO_WEIGHTS = -1
+"""Version of an engine without pushed weights. It refuses to generate."""
+NO_ADAPTER = -2
+"""The same where an adapter is pushed: it is first tried, as version -1 (`role.sync`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedRequest:
+    """A checked request for one turn."""
+
+    ids: list[int]
+    sampling: Sampling
+    place: int
+    limit: int
+    end: Stop
+    """What reaching `limit` means."""
+
+
+def check_request(ids: np.ndarray, sampling: Sampling, place: int, limits: Capabilities) -> CheckedRequest:
+    """Check one request.
+
+    Raises:
+        DataError: the prompt is empty, too long or of another vocabulary.
+        EngineError: the contract is not resolved. ConfigError: vLLM cannot follow the contract.
+    """
+    ids, context = np.asarray(ids), limits.context
+    if ids.ndim != 1 or len(ids) == 0:
+        raise DataError(
+            f"a prompt is a non-empty list of token ids, got shape {ids.shape}: check the task and its chat template"
+        )
+    if len(ids) >= context:
+        raise DataError(
+            f"a prompt of {len(ids)} tokens leaves no room in a context of {context}: shorten one or raise the other"
+        )
+    if ids.min() < 0 or ids.max() >= limits.vocabulary:
+        raise DataError(
+            f"prompt ids span {ids.min()}..{ids.max()}, the model has 0..{limits.vocabulary - 1}: use its own tokenizer"
+        )
+    if not sampling.resolved:
+        raise EngineError(
+            "the sampling waits for a tokenizer (stop_ids, bad_words, allowed_words): call sampling.resolve() once at"
+            " load"
+        )
+    sampling.check_vocabulary(limits.vocabulary)
+    check(sampling, limits)
+    room = context - len(ids)
+    end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
+    return CheckedRequest(ids.tolist(), sampling, place, min(sampling.max_tokens, room), end)
+
+
+@dataclass(frozen=True)
+class ExpectedTensors:
+    """The tensors that an engine accepts: those of the policy it was started with, or of its adapter."""
+
+    own: dict[str, tuple[str, tuple[int, ...]]]
+    """Name -> (dtype, shape), in the learner's order."""
+
+    @staticmethod
+    def of(policy: Policy) -> ExpectedTensors:
+        return ExpectedTensors(
+            {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in served_tensors(policy.module)}
+        )
+
+    def wanted(self) -> ReadBack:
+        """[name, dtype, shape] of every tensor, as plain data."""
+        return [(name, dtype, list(shape)) for name, (dtype, shape) in self.own.items()]
+
+    def take(self, tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
+        """All of `checked`, at once."""
+        return list(self.checked(tensors))
+
+    def checked(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+        """The given tensors, one at a time: each expected one exactly once. EngineError names what is wrong, at the
+        latest at the end, so nothing may be served before."""
+        given = set[str]()
+        for name, tensor in tensors:
+            if name not in self.own:
+                raise EngineError(f"unknown tensor {name!r}: {nearest(name, self.own)}")
+            if name in given:
+                raise EngineError(f"tensor {name!r} is listed twice")
+            dtype, shape = self.own[name]
+            if (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != (dtype, shape):
+                raise EngineError(
+                    f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, the engine's is torch.{dtype} {shape}: "
+                    "learner and engine must hold the same architecture and dtype"
+                )
+            given.add(name)
+            yield name, tensor.detach()
+        if missing := [name for name in self.own if name not in given]:
+            names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+            raise EngineError(f"{len(missing)} of {len(self.own)} tensors are missing: {names}")
+
+
+def empty_version(policy: Policy) -> int:
+    """Version of an engine for this policy before the first push."""
+    return NO_WEIGHTS if policy.lora is None else NO_ADAPTER
+
+
+def newer(version: int, than: int) -> None:
+    if version <= than:
+        raise EngineError(f"weights of version {version} after version {than}: versions only increase")
+
+
+class UpdateGate:
+    """Many turns run at once, or one update. An update waits for the running turns, but for those that may stay, and
+    later turns wait for the update."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self._staying = 0
+        self._updates = 0
+        self._updating = False
+        self._waiters: list[asyncio.Future[None]] = []
+
+    @asynccontextmanager
+    async def turn(self, stays: bool = False) -> AsyncIterator[None]:
+        """`stays`: it may go on during an update."""
+        await self._until(lambda: not self._updates)
+        self.turns += 1
+        self._staying += stays
+        try:
+            yield
+        finally:
+            self.turns -= 1
+            self._staying -= stays
+            self._wake()
+
+    @asynccontextmanager
+    async def update(self) -> AsyncIterator[None]:
+        self._updates += 1
+        try:
+            await self._until(lambda: self.turns == self._staying and not self._updating)
+            self._updating = True
+            try:
+                yield
+            finally:
+                self._updating = False
+        finally:
+            self._updates -= 1
+            self._wake()
+
+    async def _until(self, free: Callable[[], bool]) -> None:
+        while not free():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done() and not waiter.get_loop().is_closed():
+                waiter.set_result(None)
+
+
+@dataclass
+class ClientCounters:
+    """Sums since the last `take`, for the gauges of `diagnose.gauges.registry` that a client of vLLM can compute."""
+
+    tokens: int = 0
+    turns: int = 0
+    longest: int = 0
+    found: int = 0
+    prompts: int = 0
+    sent: int = 0
+    """Bytes of pushed weights."""
+    pushes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+
+    def delivered(self, said: Said, prompt: Sequence[int], cached: int | None) -> None:
+        """Count a turn that has ended. `cached` of its prompt's tokens were found in vLLM's prefix cache."""
+        self.tokens += len(said.ids)
+        self.turns += 1
+        self.longest = max(self.longest, len(said.ids))
+        self.found += cached or 0
+        self.prompts += len(prompt)
+
+    def pushed(self, size: int) -> None:
+        """Count an update of so many bytes."""
+        self.sent += size
+        self.pushes += 1
+
+    def spent(self, what: str, begun: float) -> None:
+        """Add the seconds since `begun` (`time.perf_counter`) to `what`."""
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - begun
+
+    def take(self) -> Gauges:
+        out = {
+            "engine/tokens": Gauge(self.tokens, self.turns),
+            "engine/prefix_hits": Gauge(self.found, self.prompts),
+            "engine/straggler": Gauge(self.longest * self.turns, self.tokens),
+        }
+        if self.pushes:
+            out["engine/pushed"] = Gauge(self.sent, self.pushes)
+        self.tokens = self.turns = self.longest = self.found = self.prompts = self.sent = self.pushes = 0
+        return out
+
+    def clock(self) -> dict[str, float]:
+        taken, self.seconds = self.seconds, {}
+        return taken

@@ -1,0 +1,131 @@
+"""A vLLM server that is started for a run, watched, and ended with it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+from posttrain.engine.model.policy_model import Policy
+from posttrain.engine.vllm import installed
+from posttrain.engine.vllm.adapter_load import BASE, check_served
+from posttrain.engine.vllm.launch import FOLDER, PARENT
+from posttrain.engine.vllm.start_vllm import START, arguments, describe, folder_for_weights, workers_environment
+from posttrain.system.errors import EngineError
+
+ROLE = "the rollout engine (a vLLM server of this run)"
+LOG_LINES = 12
+"""Last lines of the server's log that an error message quotes."""
+STOP_SECONDS = 20.0
+"""Seconds that the server has to end after a signal."""
+
+
+class Spawned:
+    """The server process, on a free port of this machine. It has a process group of its own, so
+    that all of it is ended.
+
+    Raises:
+        ConfigError: vllm is not installed. EngineError: the server ended or did not answer in time; the
+            message quotes its log.
+    """
+
+    def __init__(self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool, workers: int = 1) -> None:
+        installed()
+        check_served(policy)
+        self._folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-", dir=folder_for_weights(policy))
+        self.folder = Path(self._folder.name)
+        """Holds the model's description, the log, and weights during an update."""
+        describe(policy, str(self.folder / "model"))
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [
+            sys.executable,
+            "-m",
+            "posttrain.engine.vllm.launch",
+            "--port",
+            str(port),
+            "--uvicorn-log-level",
+            "warning",
+        ]
+        for name, value in arguments(policy, str(self.folder / "model"), slots, cache_bytes, eager, workers).items():
+            flag = f"--{name.replace('_', '-')}"
+            command += [flag] if value is True else [] if value is False else [flag, str(value)]
+        with (self.folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ
+                | workers_environment(workers, eager)
+                | {PARENT: str(os.getpid()), FOLDER: self._folder.name},
+            )
+        self._why = ""
+        atexit.register(self.close)
+        try:
+            self._wait()
+            (self.folder / "model" / BASE).unlink(missing_ok=True)  # the server has read it
+        except BaseException:
+            self.close()
+            raise
+
+    def ended(self) -> str:
+        """Why the server has ended, with the end of its log; '' while it runs. What it left is removed."""
+        if not self._why and (code := self._process.poll()) is not None:
+            self._why = f"it has ended with exit code {code}. Its last words:\n{self._log()}"
+            self.close()
+        return self._why
+
+    def close(self) -> None:
+        """End the process group and remove the folder. A second call does nothing."""
+        atexit.unregister(self.close)
+        for sign, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, sign)
+            if self._gone(seconds):
+                break
+        self._folder.cleanup()
+
+    def _gone(self, seconds: float) -> bool:
+        """Whether the whole group has ended within this time."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._process.poll()
+            try:
+                os.killpg(self._process.pid, 0)
+            except ProcessLookupError:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _wait(self) -> None:
+        until = time.monotonic() + START
+        while True:
+            if why := self.ended():
+                raise EngineError(f"{ROLE} did not start: {why}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+            if time.monotonic() > until:
+                raise EngineError(f"{ROLE} did not answer in {START:g} s. Its last words:\n{self._log()}")
+            time.sleep(0.2)
+
+    def _log(self) -> str:
+        with contextlib.suppress(OSError):
+            return "\n".join((self.folder / "log").read_text(errors="replace").splitlines()[-LOG_LINES:])
+        return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

@@ -1,0 +1,197 @@
+"""Starting vLLM: its arguments for a model. What it changes in this process is restored."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.engine.head.readout import read_out
+from posttrain.engine.model.policy_model import Policy, served_tensors
+from posttrain.engine.vllm.adapter_load import check_served, lora_arguments, write_base
+from posttrain.engine.vllm.sampling_parameters import Capabilities
+
+EXTENSION = "posttrain.engine.vllm.vllm_worker.ServedWeights"
+"""The extension of vLLM's workers. Importing it registers `BACKEND`."""
+BACKEND = "posttrain"
+"""Name of the weight transfer backend in vLLM's registry."""
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+"""Environment variable of vLLM for CPU. Left alone, each of its servers binds its threads to the same cores, and of
+several workers each wants a memory node (NUMA) of its own: they do not start without."""
+START = 600.0
+"""Seconds vLLM may take to start."""
+
+
+def whole_prompts() -> bool:
+    """Whether vLLM must compute each prompt in one pass. Where a pass ends inside of a prompt, vLLM 0.32 takes back a
+    draw of the request's generator, and those of a CPU cannot do that: the engine would end."""
+    return not (torch.cuda.is_available() or torch.xpu.is_available())
+
+
+def limits(policy: Policy) -> Capabilities:
+    """The sizes and abilities of a vLLM engine in this process for a policy."""
+    return Capabilities(read_out(policy.module).weight.shape[0], policy.context, eos(policy), sequences=True)
+
+
+def eos(policy: Policy) -> int | None:
+    """The end token that vLLM takes from the tokenizer."""
+    own: Any = policy.tokenizer.eos_token_id
+    return own
+
+
+def describe(policy: Policy, folder: str) -> None:
+    """Write what vLLM needs of a model before its weights are loaded: configuration and tokenizer. Beneath an adapter
+    the weights are written too."""
+    config = copy.deepcopy(policy.module.config)
+    config.architectures = [type(policy.module).__name__]
+    config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    if policy.lora is not None:
+        write_base(policy, Path(folder))
+
+
+def arguments(
+    policy: Policy, folder: str, slots: int, cache_bytes: int, eager: bool, workers: int = 1
+) -> dict[str, Any]:
+    """vLLM's engine arguments for one policy. Those of the log-prob contract are in `build` and `launch.NEEDED`.
+
+    Args:
+        cache_bytes: of the key-value cache, of all workers together. vLLM asks for those of one.
+    """
+    several = {"tensor_parallel_size": workers, "distributed_executor_backend": "mp"} if workers > 1 else {}
+    return {
+        "model": folder,
+        "runner": "generate",
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "load_format": "dummy",
+        "max_model_len": policy.context,
+        "max_num_seqs": slots,
+        "kv_cache_memory_bytes": cache_bytes // workers,
+        "enable_prefix_caching": True,
+        "enforce_eager": eager,
+        "trust_remote_code": policy.remote_code,
+        "disable_log_stats": True,
+        "seed": 0,
+        **several,
+        **lora_arguments(policy.lora),
+    }
+
+
+def workers_environment(workers: int, eager: bool) -> dict[str, str]:
+    """Environment variables that vLLM's workers begin with, beside those of this process. They share its threads."""
+    if workers == 1:
+        return {}
+    found = {
+        BINDING: os.environ.get(BINDING, "nobind"),
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // workers)),
+    }
+    return found | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})
+
+
+def build(policy: Policy, slots: int, cache_bytes: int, eager: bool, workers: int = 1) -> Any:
+    """The engine. What vLLM changes in this process is restored: random states, torch's thread setting, environment."""
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
+    beside = workers_environment(workers, eager)
+    with (
+        _program_hidden() if workers > 1 else nullcontext(),
+        _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=level, **beside),
+        _own_randomness(),
+        tempfile.TemporaryDirectory(prefix="posttrain-vllm-", dir=memory_folder()) as folder,
+    ):
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        check_served(policy)
+        describe(policy, folder)
+        chosen = arguments(policy, folder, slots, cache_bytes, eager, workers)
+        contract: dict[str, Any] = {
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "max_logprobs": -1,
+            "worker_extension_cls": EXTENSION,
+            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+            **({"enable_chunked_prefill": False} if whole_prompts() else {}),
+        }
+        return LLMEngine.from_engine_args(EngineArgs(**chosen, **contract))
+
+
+def memory_folder(size: int = 0) -> Path:
+    """A folder in memory, or the temporary folder where there is none, or no room in it for twice so many bytes."""
+    shm = Path("/dev/shm")
+    fits = shm.is_dir() and os.access(shm, os.W_OK) and shutil.disk_usage(shm).free >= 2 * size
+    return shm if fits else Path(tempfile.gettempdir())
+
+
+def folder_for_weights(policy: Policy) -> Path:
+    """A folder for the files of a policy's weights on their way to a server."""
+    return memory_folder(sum(t.nbytes for _, t in served_tensors(policy.module)))
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Set environment variables inside, and restore them afterwards."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _program_hidden() -> Iterator[None]:
+    """Inside, processes that `multiprocessing` begins do not import the user's program again: a run that it starts at
+    its top would start once more in each worker."""
+    import_module("torch._dynamo")  # here: it reads TORCHDYNAMO_DISABLE once, which is set for the workers alone
+    program = sys.modules["__main__"]
+    file, spec = program.__dict__.pop("__file__", None), getattr(program, "__spec__", None)
+    program.__spec__ = None
+    try:
+        yield
+    finally:
+        program.__spec__ = spec
+        if file is not None:
+            program.__file__ = file
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """Restore random states and threads afterwards. vLLM seeds all generators, lowers torch's threads
+    and replaces `torch.set_num_threads`."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    threads, count = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        torch.set_num_threads = threads
+        torch.set_num_threads(count)
+
+
+@contextmanager
+def quiet_compiler(eager: bool) -> Iterator[None]:
+    """Inside, nothing is compiled if `eager`. vLLM also compiles small functions of its sampler, which would take
+    minutes at the first request."""
+    if not eager:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,334 @@
+"""vLLM over HTTP: `core.ports.Sampler` over a server that `launch` started. It is spawned for the run
+or given by its address.
+
+Tokens are sent and received over vLLM's token route. Weights are sent as a safetensors file in a folder that both sides
+can read, with vLLM's own update routes. A request that fails is sent again with the same seed, so the answer is the
+same. If all tries fail, an `EndpointError` names the role, and nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from posttrain.core.gauge import Gauges
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Said
+from posttrain.engine.model.policy_model import Policy
+from posttrain.engine.vllm.adapter_load import HotLoad, rank_for
+from posttrain.engine.vllm.sampler_requests import (
+    ClientCounters,
+    ExpectedTensors,
+    ReadBack,
+    UpdateGate,
+    check_request,
+    empty_version,
+    newer,
+)
+from posttrain.engine.vllm.sampling_parameters import Answer, fields, said
+from posttrain.engine.vllm.staged_weights import Staged
+from posttrain.engine.vllm.start_vllm import limits
+from posttrain.system.errors import ConfigError, EndpointError, EngineError
+from posttrain.verifier.http_client import Endpoint
+
+ROLE = "rollout"
+START_ADVICE = (
+    "start it with `python -m posttrain.engine.vllm.launch --model MODEL --dtype DTYPE --max-model-len CONTEXT`, and"
+    " for model.lora with `--enable-lora --max-lora-rank RANK`, for engine.workers=N with `--tensor-parallel-size N`"
+    " (docs/engines.md)"
+)
+EMPTY_TRIES = 100
+"""Most tries to empty the prefix cache, a tenth of a second apart. Blocks are freed one step
+after their request ends."""
+TokenCallback = Callable[[np.ndarray, np.ndarray], None]
+
+
+class VLLMServer:
+    """Samples from a copy of `policy` in a vLLM server. It generates nothing before the first `load`.
+
+    Args:
+        endpoint: the server's base address.
+        share: folder for weights during an update. This process and the server see it under the same path.
+        timeout: seconds that one try of a turn, or one part of an update, may take. A turn is tried again a few times.
+        ended: returns why a spawned server has ended; '' while it runs.
+        inflight: running turns go on under new weights (`VLLM.update`).
+        workers: of the server (`VLLM.workers`).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        endpoint: Endpoint,
+        *,
+        share: Path,
+        timeout: float = 600.0,
+        ended: Callable[[], str] = lambda: "",
+        inflight: bool = False,
+        workers: int = 1,
+    ) -> None:
+        self._limits = replace(limits(policy), sequences=False)
+        self._expected = ExpectedTensors.of(policy)
+        self._hot = HotLoad.of(policy)
+        self._adapter: str | None = None
+        """Name under which the server holds the adapter."""
+        self._dtype = str(policy.dtype).removeprefix("torch.")
+        self._endpoint, self._share, self.inflight, self._workers = endpoint, share, inflight, workers
+        self.ended = ended
+        """Why this engine can never answer again; '' while it can. Nothing is known of servers of others."""
+        self._patience = replace(endpoint.patience, answer=timeout)
+        self._version = self._empty = empty_version(policy)
+        self._counters = ClientCounters()
+        self._name = uuid4().hex
+        """In the names of what it writes into a folder that others may share."""
+        self._gate = UpdateGate()
+        self._checked = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def draws_by_place(self) -> bool:
+        return False
+
+    @property
+    def keeps_sets(self) -> bool:
+        return True
+
+    @property
+    def context(self) -> int:
+        return self._limits.context
+
+    async def generate(
+        self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
+    ) -> Said:
+        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call closes the connection,
+        and the server then aborts the request.
+
+        heard: called once, with the whole turn, when it has ended.
+        """
+        o = check_request(ids, sampling, place, self._limits)
+        async with self._gate.turn(stays=self.inflight):
+            if self._version == self._empty:
+                raise EngineError(f"{ROLE} ({self._endpoint.url}) was sent no weights yet: push them first (Sync.push)")
+            begun = time.perf_counter()
+            body = {
+                "token_ids": o.ids,
+                "cache_salt": self._salt(),
+                "sampling_params": fields(o.sampling, o.place, o.limit, self._limits),
+                **self._model(),
+            }
+            told = await self._post("/inference/v1/generate", body, again=True)
+            self._counters.spent("engine/turn", begun)
+        try:
+            choice = told["choices"][0]
+            rows = [_row(entry) for entry in choice["logprobs"]["content"]]
+            spans = [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or ()]
+            answer = Answer(choice["token_ids"], rows, choice["finish_reason"], choice["stop_reason"], spans)
+            cached = (told["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        except (KeyError, TypeError, IndexError) as error:
+            raise self._broken(f"its answer lacks {error}: is it vLLM 0.32 or newer?") from error
+        result = said(answer, o.sampling, o.limit, o.end, self._limits)
+        self._counters.delivered(result, o.ids, cached)
+        if heard is not None:
+            heard(result.ids, result.logp)
+        return result
+
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [T - 1]: see `core.ports.Sampler`."""
+        params = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "prompt_logprobs": 0, "detokenize": False}
+        body = {
+            "token_ids": [int(i) for i in ids],
+            "cache_salt": self._salt(),
+            "sampling_params": params,
+            **self._model(),
+        }
+        async with self._gate.turn():
+            told = await self._post("/inference/v1/generate", body, again=True)
+        try:
+            rows = told["prompt_logprobs"][1:]
+            return np.array(
+                [row[str(i)]["logprob"] for i, row in zip(body["token_ids"][1:], rows, strict=True)], np.float32
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._broken(f"its log-probs of a prompt cannot be read ({error!r})") from error
+
+    async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
+        """Serve these weights as `version` once this run's running turns have ended, or, with `inflight`, while they
+        stand still. Returns the fingerprint of the weights that the server's layers multiply with afterwards. Names
+        and shapes are checked before anything is sent."""
+        newer(version, self._version)
+        name, hot, checked = f"posttrain-{self._name}-{version}", self._hot, self._expected.checked(tensors)
+        staged = Staged(self._share, name)
+        try:
+            if hot is None:
+                staged.write(checked)
+                update = partial(self._send, staged, version)
+            else:
+                update = partial(self._load_adapter, hot, name, version, list(checked))
+            await self._check_server()
+            async with self._gate.update():
+                newer(version, self._version)
+                begun = time.perf_counter()
+                try:
+                    served = await (self._paused(update) if self.inflight else update())
+                except BaseException:
+                    self._version = self._empty
+                    raise
+                self._version = version
+                self._counters.spent("engine/load", begun)
+        finally:
+            staged.remove()
+        return served
+
+    async def _paused(self, update: Callable[[], Awaitable[str]]) -> str:
+        """Update while the server's running turns stand still. Afterwards they compute their keys and values again."""
+        await self._post("/pause?mode=keep", None)
+        try:
+            return await update()
+        finally:
+            await self._post("/resume", None)
+
+    async def _send(self, staged: Staged, version: int) -> str:
+        """Have the server read whole tensors from files, one after another."""
+        for number, path in enumerate(staged.files):
+            if not number:
+                await self._post("/start_weight_update", None)
+            await self._post("/update_weights", {"update_info": {"path": str(path.resolve())}})
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+        self._counters.pushed(staged.bytes)
+        return staged.fingerprint_served(await self._told(self._expected.wanted()))
+
+    async def _told(self, wanted: ReadBack) -> list[dict[str, Any]]:
+        """What each worker says that it computes with, once nothing of before is cached."""
+        await self._empty_cache()
+        told = await self._call("posttrain_digests", json.dumps(wanted))
+        for error in [one["error"] for one in told if "error" in one]:
+            raise self._broken(error)
+        return told
+
+    async def _load_adapter(self, hot: HotLoad, name: str, version: int, given: list[tuple[str, Any]]) -> str:
+        """Load the files of an adapter in the place of the last one. Its name is new, because the prefix cache has it
+        in its keys. The server keeps one adapter, so the last one leaves its memory."""
+        path, last = self._share / name, self._adapter
+        self._share.mkdir(parents=True, exist_ok=True)
+        try:
+            self._counters.pushed(await asyncio.to_thread(hot.write, path, given))
+            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path.resolve())}, plain=True)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+        self._adapter = name
+        if last is not None:
+            await self._post("/v1/unload_lora_adapter", {"lora_name": last}, plain=True)
+        await self._post("/update_weight_version", {"new_version": str(version)})
+        return hot.confirm(await self._told(hot.wanted()), given)
+
+    async def _empty_cache(self) -> None:
+        path = f"/reset_prefix_cache?reset_running_requests={str(self.inflight).lower()}"
+        for _ in range(EMPTY_TRIES):
+            if (await self._post(path, None, again=True))["success"]:
+                return
+            await asyncio.sleep(0.1)
+        raise self._broken("its prefix cache could not be emptied after an update; does anybody else ask it?")
+
+    async def _check_server(self) -> None:
+        """Check once that the server's settings fit the log-prob contract and the policy;
+        ConfigError where they do not."""
+        if self._checked:
+            return
+        facts = (await self._call("posttrain_facts", of_all=False))[0]
+        wanted = {
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "max_logprobs": -1,
+            "workers": self._workers,
+            "tensor_parallel": self._workers,
+            "dtype": self._dtype,
+            "max_model_len": self._limits.context,
+            "vocabulary": self._limits.vocabulary,
+        }
+        if self._hot is not None:
+            rank = rank_for(self._hot.lora)
+            wanted |= {"max_loras": 1, "max_lora_rank": max(rank, facts.get("max_lora_rank") or 0)}
+        if wrong := [f"{k}={facts.get(k)!r} instead of {v!r}" for k, v in wanted.items() if facts.get(k) != v]:
+            raise ConfigError(
+                f"engine.url={self._endpoint.url}: this server cannot be trained against: {', '.join(wrong)};"
+                f" {START_ADVICE}"
+            )
+        if self._hot is not None:
+            told = await self._call("posttrain_places", json.dumps(list(self._hot.shapes)))
+            self._hot.refuse(told[0]["missing"])
+        self._checked = True
+
+    async def _call(self, method: str, *args: str, of_all: bool = True) -> list[dict[str, Any]]:
+        """Call a method of `vllm_worker.ServedWeights` on each of the server's workers. With `of_all` there must be as
+        many answers as workers were asked for."""
+        try:
+            told = await self._post(
+                "/collective_rpc", {"method": method, "args": list(args), "timeout": self._patience.answer}, again=True
+            )
+        except EndpointError as error:
+            if error.status in (403, 404, 405, 501):
+                raise ConfigError(
+                    f"engine.url={self._endpoint.url}: this server has no remote calls; {START_ADVICE}"
+                ) from error
+            raise
+        results = (told or {}).get("results") or []
+        right = len(results) == self._workers if of_all else bool(results)
+        if not right or not all(isinstance(one, dict) for one in results):
+            raise self._broken(
+                f"{method} was answered by {len(results)} workers, and engine.workers={self._workers}; {START_ADVICE}"
+            )
+        return results
+
+    async def _post(
+        self, path: str, body: Mapping[str, Any] | None, *, again: bool = False, plain: bool = False
+    ) -> Any:
+        patience = self._patience if again else replace(self._patience, tries=1)
+        try:
+            return await self._endpoint.post(path, body, again=again, patience=patience, plain=plain)
+        except EndpointError as error:
+            if why := self.ended():
+                raise EndpointError(
+                    f"{ROLE} ({self._endpoint.url}): the vLLM server of this run: {why}", ROLE, None
+                ) from error
+            raise
+
+    def _broken(self, why: str) -> EndpointError:
+        return EndpointError(f"{ROLE} ({self._endpoint.url}): {why}", ROLE, None)
+
+    def _salt(self) -> str:
+        """A string in the key of every cached block, so that blocks of other weights are never found."""
+        return f"version {self._version}"
+
+    def _model(self) -> dict[str, str]:
+        """The part of a request that names the adapter."""
+        return {} if self._adapter is None else {"model": self._adapter}
+
+    def gauges(self) -> Gauges:
+        return self._counters.take()
+
+    def clock(self) -> Mapping[str, float]:
+        """Seconds since the last call. `engine/turn`: the sum over all turns. `engine/load`: in updates."""
+        return self._counters.clock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any turn of this run has not ended."""
+        return self._gate.turns > 0
+
+
+def _row(entry: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    """(ids, log-probs) of one token, the said one first."""
+    own = [entry, *(t for t in entry["top_logprobs"] if t["token_id"] != entry["token_id"])]
+    return [t["token_id"] for t in own], [t["logprob"] for t in own]

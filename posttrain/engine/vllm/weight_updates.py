@@ -1,0 +1,101 @@
+"""New weights for vLLM in this process, while no step runs: whole tensors, or the files of an adapter."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from posttrain.engine.files.fingerprint import fingerprints
+from posttrain.engine.vllm.adapter_load import HotLoad
+from posttrain.engine.vllm.sampler_requests import ClientCounters, ExpectedTensors
+from posttrain.engine.vllm.start_vllm import memory_folder
+from posttrain.engine.vllm.worker_parts import buckets, fingerprint_served
+from posttrain.system.errors import EngineError
+
+
+class Updates:
+    """Loads weights into an engine, and reads back what it then computes with.
+
+    Args:
+        hot: None where all weights train.
+        workers: processes among which the model is cut; 1: it is in this process.
+
+    Raises:
+        EngineError: vLLM has no place for the adapter on some layer.
+    """
+
+    def __init__(
+        self, engine: Any, expected: ExpectedTensors, hot: HotLoad | None, counters: ClientCounters, workers: int = 1
+    ) -> None:
+        self._engine, self._expected, self._hot, self._counters = engine, expected, hot, counters
+        self._workers = workers
+        self.adapter: Any = None
+        """What a request names so that the adapter is used; None: there is none."""
+        if hot is not None:
+            hot.refuse(self._ask("posttrain_places", list(hot.shapes))[0]["missing"])
+
+    def load(self, version: int, given: list[tuple[str, Tensor]], *, running: bool = False) -> str:
+        """Serve these tensors as `version`; returns the fingerprint of what is then served. EngineError where that is
+        something else than was sent.
+
+        Args:
+            running: turns stand still meanwhile. Afterwards they compute their keys and values again.
+        """
+        engine, hot = self._engine, self._hot
+        if hot is None:
+            engine.collective_rpc("start_weight_update")
+            if self._workers == 1:
+                engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": given}})
+            else:
+                self._send_files(given)
+            engine.collective_rpc("finish_weight_update")
+            self._counters.pushed(sum(t.nbytes for _, t in given))
+        else:
+            self._load_adapter(version, hot, given)
+        if not engine.reset_prefix_cache(reset_running_requests=running):
+            raise EngineError("its prefix cache could not be emptied")
+        engine.set_weight_version(str(version))
+        told = self._ask("posttrain_digests", (hot or self._expected).wanted())
+        if hot is not None:
+            return hot.confirm(told, given)
+        return fingerprint_served(told, dict(given).get, lambda: fingerprints(given))
+
+    def _send_files(self, given: list[tuple[str, Tensor]]) -> None:
+        """Files in memory, one bucket at a time: each worker maps them and takes its own part of every tensor."""
+        with tempfile.TemporaryDirectory(prefix="posttrain-weights-", dir=memory_folder()) as folder:
+            for number, bucket in enumerate(buckets(given)):
+                path = Path(folder) / f"{number}.safetensors"
+                save_file(bucket, path)
+                self._engine.collective_rpc("update_weights", kwargs={"update_info": {"path": str(path)}})
+                path.unlink()
+
+    def _load_adapter(self, version: int, hot: HotLoad, given: list[tuple[str, Tensor]]) -> None:
+        """Load the adapter in the place of the last one. Its name and the path of its files are new, because the prefix
+        cache has both in its keys."""
+        from vllm.lora.request import LoRARequest
+
+        last = self.adapter
+        number = 1 if last is None else last.lora_int_id + 1
+        with tempfile.TemporaryDirectory(prefix="posttrain-adapter-", dir=memory_folder()) as folder:
+            path = Path(folder) / "adapter"
+            self._counters.pushed(hot.write(path, given))
+            self.adapter = LoRARequest(f"version {version}", number, str(path))
+            if not self._engine.add_lora(self.adapter):
+                raise EngineError("it did not take the adapter")
+        if last is not None:
+            self._engine.remove_lora(last.lora_int_id)
+        if (held := set(self._engine.list_loras())) != {number}:
+            raise EngineError(f"it holds the adapters {sorted(held)}, and should hold number {number} alone")
+
+    def _ask(self, method: str, argument: Any) -> list[dict[str, Any]]:
+        """What a method of `vllm_worker.ServedWeights` answers, of each worker."""
+        told = self._engine.collective_rpc(method, args=(json.dumps(argument),))
+        for one in told:
+            if "error" in one:
+                raise EngineError(one["error"])
+        return told

@@ -1,0 +1,187 @@
+"""Checks that an environment keeps its promises. The tests of every gallery environment run it, and so does the command
+line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from posttrain.core.content import prompt_words
+from posttrain.core.ports import Environment
+from posttrain.core.seeds import generator
+from posttrain.core.types import Task
+from posttrain.core.verdict import outcome
+from posttrain.environment.scripted_policy import judged
+from posttrain.environment.single import SingleTurn
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim, whether it held, and the number or the example that shows it."""
+
+    name: str
+    passed: bool
+    detail: str
+    advice: str = ""
+    """What to change if it did not hold."""
+
+
+async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
+    """Check an environment's own verifier and its split, on all held-out tasks and `samples` training tasks.
+
+    Gold answers must earn 1. Distractors and empty answers must earn 0, or less than 1 if the verifier gives partial
+    credit. No constant answer may earn more than the share of the most common answer plus 0.02. All `claims` must hold.
+    The user's rewards are left out.
+    """
+    env = replace(env, rewards=())
+    held, train = (_known(env, tasks) for tasks in (env.heldout, _train(env, 200)))
+    most = 1.0 if env.pays_parts else 0.0
+    return (
+        await _scores("gold scores 1", env, held, [env.gold(t) for t in held], lambda r: r == 1.0),
+        await _scores("gold scores 1 in training", env, train, [env.gold(t) for t in train], lambda r: r == 1.0),
+        await _scores(
+            "distractor scores 0", env, held, [env.distractor(t) for t in held], lambda r: r == 0.0 or r < most
+        ),
+        await _scores(
+            "silence scores 0", env, held, [("",) * len(env.gold(t)) for t in held], lambda r: r == 0.0 or r < most
+        ),
+        await _constant(env, held),
+        *await claims(env, samples),
+    )
+
+
+async def claims(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
+    """Checks of what an environment states about its tasks, whatever its verifier. Held-out tasks are distinct, and no
+    training task equals one. Tasks are a function of the seed. The alphabet covers prompts and answers. Demonstrations
+    are right or wrong as asked."""
+    held, train = list(env.heldout), _train(env, samples)
+    bare = replace(env, rewards=())
+    texts = bare.abilities.demonstrations
+    styles = texts.styles if texts is not None and texts.false else ()
+    return (
+        _distinct(env, held),
+        _disjoint(env, held, train),
+        _determined(env, held, train),
+        _alphabet(env, [*held, *train[:200]]),
+        *[await c for style in styles for c in (_demonstrations(bare, style, train[:200], w) for w in (0.0, 1.0))],
+    )
+
+
+def _known(env: SingleTurn, tasks: Sequence[Task]) -> list[Task]:
+    return [t for t in tasks if env.knows_gold(t)]
+
+
+def _train(env: SingleTurn, most: int) -> list[Task]:
+    count = env.train.count
+    return [env.train.task(i) for i in range(most if count is None else min(most, count))]
+
+
+async def reward(env: Environment, task: Task, turns: Sequence[str]) -> float | None:
+    return outcome(await judged(env, task, turns))
+
+
+async def _scores(
+    name: str, env: Environment, tasks: Sequence[Task], turns: Sequence[Sequence[str]], fits: Callable[[float], bool]
+) -> Check:
+    for task, said in zip(tasks, turns, strict=True):
+        got = await reward(env, task, said)
+        if got is None or not fits(got):
+            return Check(name, False, f"task {task.id!r} ({prompt_words(task.prompt)}): {list(said)} scored {got}")
+    return Check(name, bool(tasks), f"{len(tasks)} tasks")
+
+
+async def _constant(env: SingleTurn, held: Sequence[Task]) -> Check:
+    """Tries each of the five most common final answers on every held-out task."""
+    answers = Counter(env.gold(t)[-1] for t in held)
+    share = answers.most_common(1)[0][1] / len(held)
+    worst, best = "", 0.0
+    for answer, _ in answers.most_common(5):
+        rewards = [await reward(env, t, [answer] * len(env.gold(t))) for t in held]
+        mean = sum(r or 0.0 for r in rewards) / len(held)
+        if mean > best:
+            worst, best = answer, mean
+    return Check(
+        "constant answer earns its share",
+        best <= share + 0.02,
+        f"{worst!r} everywhere earns {best:.3f}; the modal answer's share is {share:.3f}",
+    )
+
+
+def _distinct(env: SingleTurn, held: Sequence[Task]) -> Check:
+    keys, ids = {env.key(t) for t in held}, {t.id for t in held}
+    return Check(
+        "held-out tasks are distinct",
+        len(ids) == len(held) and (len(keys) == len(held) or env.abilities.rows is not None),
+        f"{len(held)} tasks, {len(keys)} keys, {len(ids)} ids",
+        "tasks that count twice make held-out accuracy less sure than it looks: draw until they differ by key()",
+    )
+
+
+def _disjoint(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
+    keys, asked = {env.key(t) for t in held}, {as_asked(t) for t in held}
+    both = [t for t in train if env.key(t) in keys or (t.answer is not None and as_asked(t) in asked)]
+    return Check(
+        "held-out is disjoint from train",
+        not both,
+        f"{len(train)} training tasks, {len(both)} of them held out"
+        + (f", such as {prompt_words(both[0].prompt)}" if both else ""),
+        "held-out accuracy would measure memory: draw training tasks again where key() is that of a held-out one",
+    )
+
+
+def as_asked(task: Task) -> str:
+    """All of a task but its name. Tasks in which it is equal are the same to a policy, whatever `key` says."""
+    return repr((task.prompt, task.answer, task.info, task.tools))
+
+
+def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
+    again, other = replace(env), replace(env, seed=env.seed + 1)
+    same = list(again.heldout) == list(held) == list(other.heldout) and [
+        again.train.task(i) for i in range(len(train))
+    ] == list(train)
+    moved = env.train.count is not None or [other.train.task(i) for i in range(len(train))] != list(train)
+    return Check(
+        "tasks are a function of the seed",
+        same and moved,
+        f"repeated: {same}; training differs under another seed: {moved}",
+        "make task i from posttrain.core.seeds.generator(self.seed, name, i) alone, and held-out tasks from"
+        " HELDOUT_SEED",
+    )
+
+
+def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
+    written = {
+        c
+        for t in _known(env, tasks)
+        for text in (t.prompt, *env.gold(t), *_false(env, t))
+        if isinstance(text, str)
+        for c in text
+    }
+    outside = "".join(sorted(written - set(env.alphabet)))
+    return Check(
+        "the alphabet covers prompts and answers",
+        not outside,
+        f"outside: {outside!r}",
+        "add these characters to alphabet()",
+    )
+
+
+def _false(env: SingleTurn, task: Task) -> tuple[str, ...]:
+    """The environment's wrong answer, for the alphabet. The user's prompts have none."""
+    return env.distractor(task) if env.abilities.rows is None else ()
+
+
+async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wrong: float) -> Check:
+    """Right ones must score 1, wrong ones 0, or less than 1 if the verifier gives partial credit. Documents have no
+    prompt, so only their alphabet is checked."""
+    name = f"style {style}, wrong={wrong:g}"
+    for i, task in enumerate(tasks):
+        prompt, text = env.demonstrate(task, style, generator(env.seed, "prove", style, i), wrong)
+        turns = [text] if isinstance(text, str) else list(text)
+        if set("".join(turns)) - set(env.alphabet):
+            return Check(name, False, f"{text!r} leaves the alphabet")
+        got = await reward(env, task, turns) if prompt else 1.0 - wrong
+        if got != 1.0 - wrong and not (wrong and env.pays_parts and got is not None and got < 1.0):
+            return Check(name, False, f"{prompt_words(prompt)} -> {text!r} scored {got}")
+    return Check(name, True, f"{len(tasks)} texts")

@@ -1,0 +1,252 @@
+"""How judges that write their reasoning are asked, read and paid: GenRM, J1, RM-R1 and DeepSeek-GRM
+(docs/papers.md, C05).
+
+A judge sees a question with one completion or two, writes what it thinks, and ends with a verdict. `JudgeFormat` is one
+paper's form of that, as data. The rules are pure functions of the text and of the side that is truly better.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.system.errors import ConfigError, nearest
+from posttrain.verifier.thoughts import spoken
+
+Scores = tuple[float, ...]
+"""What a verdict says of each completion. A choice between two is (1, 0) or (0, 1)."""
+
+LAST = 80
+"""RM-R1 looks for the verdict in so many characters at the end (2505.02387, the authors' code)."""
+LOWEST, HIGHEST = 1, 10
+"""The scale of a DeepSeek-GRM score."""
+NAMES = ("A", "B")
+"""The sides, as verdicts name them."""
+YES, NO = "Yes", "No"
+
+_CHOICE = re.compile(r"\[\[([AB])\]\]")
+_ANSWER = re.compile(r"<answer>\[\[([AB])\]\]</answer>")
+_BOXED = re.compile(r"\\boxed\{([0-9, ]+)\}")
+_YES = re.compile(rf"\b({YES}|{NO})\b")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_choice(text: str) -> Scores | None:
+    """The last `[[A]]` or `[[B]]`.
+
+    >>> read_choice("A is polite. [[A]]"), read_choice("I cannot say.")
+    ((1.0, 0.0), None)
+    """
+    return _side(_CHOICE.findall(spoken(text))[-1:])
+
+
+def read_last_characters(text: str) -> Scores | None:
+    """RM-R1: `<answer>[[A]]</answer>` within the last 80 characters, and not the other one there too.
+
+    >>> read_last_characters("<answer>[[B]]</answer>"), read_last_characters("<answer>[[B]]</answer>" + 80 * ".")
+    ((0.0, 1.0), None)
+    """
+    return _side(sorted(set(_ANSWER.findall(spoken(text)[-LAST:]))))
+
+
+def read_boxed(text: str) -> Scores | None:
+    r"""DeepSeek-GRM: the scores of both completions, 1 to 10, in the last `\boxed{}`.
+
+    >>> read_boxed(r"\boxed{8, 6}"), read_boxed(r"\boxed{8}"), read_boxed(r"\boxed{11, 6}")
+    ((8.0, 6.0), None, None)
+    """
+    said = _BOXED.findall(spoken(text))[-1:]
+    words = [w.strip() for w in said[0].split(",")] if said else []
+    scores = tuple(float(w) for w in words if w.isdigit())
+    fit = len(words) == len(scores) == len(NAMES) and all(LOWEST <= s <= HIGHEST for s in scores)
+    return scores if fit else None
+
+
+def read_yes(text: str) -> Scores | None:
+    """GenRM: the last Yes (1) or No (0).
+
+    >>> read_yes("The sum is right. Yes"), read_yes("Perhaps")
+    ((1.0,), None)
+    """
+    said = _YES.findall(spoken(text))[-1:]
+    return (float(said[0] == YES),) if said else None
+
+
+def _side(named: Sequence[str]) -> Scores | None:
+    return None if len(named) != 1 else (1.0, 0.0) if named[0] == NAMES[0] else (0.0, 1.0)
+
+
+def chosen(scores: Scores | None) -> int | None:
+    """The side that a verdict prefers; None where there is none, or both are worth the same. Of one completion: 1 where
+    it is called good, else 0.
+
+    >>> chosen((8.0, 6.0)), chosen((8.0, 8.0)), chosen((0.0,)), chosen(None)
+    (0, None, 0, None)
+    """
+    if scores is None:
+        return None
+    if len(scores) == 1:
+        return int(scores[0] > 0.5)
+    best = max(scores)
+    return scores.index(best) if scores.count(best) == 1 else None
+
+
+# --- reward rules -----------------------------------------------------------------------------------------------------
+
+
+def right_or_nothing(scores: Scores | None, best: int) -> float:
+    """1 for the right verdict, else 0 (GenRM's label, J1's verdict reward).
+
+    >>> right_or_nothing((0.0, 1.0), 1), right_or_nothing(None, 1)
+    (1.0, 0.0)
+    """
+    return float(chosen(scores) == best)
+
+
+def right_or_minus_one(scores: Scores | None, best: int) -> float:
+    """1 for the right verdict, else -1, also for none and for a tie: RM-R1, and Eq. 11 of DeepSeek-GRM (2504.02495).
+
+    >>> [right_or_minus_one(s, 1) for s in ((8, 6), (5, 7), (9, 4), (8, 8))]
+    [-1.0, 1.0, -1.0, -1.0]
+    """
+    return 1.0 if chosen(scores) == best else -1.0
+
+
+def both_orders(first: bool, second: bool) -> tuple[tuple[float, float], float]:
+    """J1 (2505.10320): the verdict rewards of the two orders of a pair, and the consistency reward, which is paid only
+    where both are right.
+
+    >>> both_orders(True, False), both_orders(True, True), both_orders(False, False)
+    (((1.0, 0.0), 0.0), ((1.0, 1.0), 1.0), ((0.0, 0.0), 0.0))
+    """
+    return (float(first), float(second)), float(first and second)
+
+
+# --- votes ------------------------------------------------------------------------------------------------------------
+
+
+def summed(scores_KN: np.ndarray) -> np.ndarray:
+    """[K, N] -> [N]: the vote of K judgements of N completions is the sum of their scores (2504.02495).
+
+    >>> summed(np.array([[8, 6], [5, 7], [9, 4]])).tolist()
+    [22, 17]
+    """
+    return scores_KN.sum(0)
+
+
+def best_half(meta_K: np.ndarray) -> np.ndarray:
+    """Indices of the k / 2 judgements that a meta reward model scores highest, in order; at least one. Of equal ones
+    the earlier stays.
+
+    >>> best_half(np.array([0.1, 3.0, -1.0, 2.0])).tolist(), best_half(np.array([1.0])).tolist()
+    ([1, 3], [0])
+    """
+    keep = max(1, len(meta_K) // 2)
+    return np.sort(np.argsort(-meta_K, kind="stable")[:keep])
+
+
+def mean_yes(logp_yes_K: np.ndarray) -> float:
+    """GenRM (2408.15240): the mean over K judgements of p(Yes), each given its own reasoning.
+
+    >>> mean_yes(np.log(np.array([0.5, 1.0])))
+    0.75
+    """
+    return float(np.exp(logp_yes_K).mean())
+
+
+# --- the papers' forms ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeFormat:
+    """One paper's form of judging."""
+
+    name: str
+    paper: str
+    sides: int
+    """Completions that a judgement sees."""
+    verdict: Callable[[Scores], str]
+    """The verdict's text, from the scores 1 to 10 of the sides; of one side from 1 (good) or 0."""
+    read: Callable[[str], Scores | None]
+    """What a text's verdict says; None where there is none."""
+    pays: Callable[[Scores | None, int], float]
+    """The reward of a verdict, from the side that is truly better (of one completion: 1 good, 0 bad)."""
+    ends: tuple[str, ...]
+    """What a judgement ends with, whatever was said before: the first is best for the first side, or says that one
+    completion is good."""
+    consistency: bool = False
+    """Whether the other order of a pair is judged too, and pays half of the reward where both are right."""
+    principles: bool = False
+    """Whether the judge writes what it weighs before it weighs it."""
+
+
+def _letter(scores: Scores) -> str:
+    return f"[[{NAMES[int(scores[1] > scores[0])]}]]"
+
+
+FORMATS: dict[str, JudgeFormat] = {
+    f.name: f
+    for f in (
+        JudgeFormat(
+            name="genrm",
+            paper="2408.15240",
+            sides=1,
+            verdict=lambda scores: YES if scores[0] > 0.5 else NO,
+            read=read_yes,
+            pays=right_or_nothing,
+            ends=(YES, NO),
+        ),
+        JudgeFormat(
+            name="j1",
+            paper="2505.10320",
+            sides=2,
+            verdict=_letter,
+            read=read_choice,
+            pays=right_or_nothing,
+            ends=("[[A]]", "[[B]]"),
+            consistency=True,
+        ),
+        JudgeFormat(
+            name="rm_r1",
+            paper="2505.02387",
+            sides=2,
+            verdict=lambda scores: f"<answer>{_letter(scores)}</answer>",
+            read=read_last_characters,
+            pays=right_or_minus_one,
+            ends=("<answer>[[A]]</answer>", "<answer>[[B]]</answer>"),
+        ),
+        JudgeFormat(
+            name="grm",
+            paper="2504.02495",
+            sides=2,
+            verdict=lambda scores: rf"\boxed{{{scores[0]:.0f}, {scores[1]:.0f}}}",
+            read=read_boxed,
+            pays=right_or_minus_one,
+            ends=(r"\boxed{10, 1}", r"\boxed{1, 10}"),
+            principles=True,
+        ),
+    )
+}
+"""Each form by its name."""
+
+
+def judge_format(name: str) -> JudgeFormat:
+    """The form of that name. ConfigError gives the nearest one."""
+    if name not in FORMATS:
+        raise ConfigError(f"env judge: format={name!r} is no form of judging: {nearest(name, FORMATS)}")
+    return FORMATS[name]
+
+
+def judge_prompt(instruction: str, question: str, completions: Sequence[str]) -> str:
+    """What the judge is shown. It is a function of these alone, so no truth can be in it.
+
+    >>> judge_prompt("", "<3,8>", ("hi 8", "3"))
+    '<3,8>\\nA:hi 8\\nB:3\\n'
+    """
+    lines = [f"{name}:{text}" for name, text in zip(NAMES, completions, strict=False)]
+    return "\n".join([*([instruction] if instruction else []), question, *lines, ""])

@@ -1,0 +1,152 @@
+"""What may be wrong with judged data although every row can be read. It is printed before training, and by
+`posttrain check prompts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+
+from posttrain.core.abilities import LintFinding
+from posttrain.core.measure.interval import Score
+from posttrain.core.types import Task
+from posttrain.environment.rows.row_reader import PromptRow, texts_of
+
+Length = Callable[[Task, str], int]
+"""Tokens of a task's prompt and a completion of it."""
+FEW = 20
+"""With fewer prompts, no warning is given about lengths."""
+LONG = 60
+"""Two completions of together this many characters are not the same by chance."""
+
+
+def lint(
+    rows: Sequence[PromptRow],
+    held: Set[str],
+    without: Sequence[str] = (),
+    length: Length | None = None,
+    context: int = 0,
+) -> tuple[LintFinding, ...]:
+    """The findings about judged rows.
+
+    Args:
+        held: keys of the prompts that are held out.
+        without: lines about rows that were left out, or that can be read in two ways.
+        length: counts tokens; without it nothing is said of the context.
+        context: the most tokens that a model reads.
+    """
+    found = [LintFinding("left out" if "left out" in line else "read as", line, warns=True) for line in without]
+    pairs = list(pairs_of(rows))
+    if pairs:
+        found += [length_bias(pairs), alike(pairs), contradictory(pairs), across_the_split(pairs, held)]
+    found += one_class(rows)
+    if length is not None and pairs:
+        found += one_side_cut(pairs, length, context)
+    return tuple(found)
+
+
+def pairs_of(rows: Iterable[PromptRow]) -> Iterator[tuple[PromptRow, str, str]]:
+    """(row, chosen, rejected) of every pair; of a ranking its best and its worst completion."""
+    for row in rows:
+        if (judged := row.judged) is not None and judged.kind in ("pair", "ranking"):
+            by = sorted(zip(judged.values, judged.completions, strict=True), key=lambda v: v[0])
+            yield row, by[-1][1], by[0][1]
+
+
+def length_bias(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
+    """How often the chosen side is the longer one, with its 95 % interval over prompts. Equal lengths count half."""
+    shares: dict[str, list[float]] = {}
+    for row, chosen, rejected in pairs:
+        longer = 0.5 if len(chosen) == len(rejected) else float(len(chosen) > len(rejected))
+        shares.setdefault(row.key, []).append(longer)
+    score = Score.of([sum(x) / len(x) for x in shares.values()])
+    warns = len(shares) >= FEW and not score.low <= 0.5 <= score.high
+    return LintFinding(
+        "length bias",
+        f"the chosen side is the longer one in {score} of {len(pairs)} pairs ({len(shares)} prompts)",
+        warns=warns,
+        advice=f"a model can learn {'length' if score.mean > 0.5 else 'brevity'} in place of quality: compare held-out"
+        " pairs of equal length too, or use a loss that takes the mean over tokens"
+        if warns
+        else "",
+    )
+
+
+def alike(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
+    """Pairs whose sides differ in case and white space alone."""
+    return _places(
+        "identical pairs",
+        [row for row, chosen, rejected in pairs if written(chosen) == written(rejected)],
+        "{} of {} pairs have sides that differ in case and white space alone",
+        len(pairs),
+        "they teach spelling and spaces: leave them out where that is not meant",
+    )
+
+
+def contradictory(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
+    """Pairs of which the swapped one is there too."""
+    seen = {(row.key, chosen, rejected) for row, chosen, rejected in pairs}
+    return _places(
+        "contradictory pairs",
+        [row for row, chosen, rejected in pairs if (row.key, rejected, chosen) in seen],
+        "{} of {} pairs are also there with their sides swapped",
+        len(pairs),
+        "they cancel out: keep the majority's judgement, or a loss with label noise",
+    )
+
+
+def across_the_split(pairs: Sequence[tuple[PromptRow, str, str]], held: Set[str]) -> LintFinding:
+    """Held-out pairs that are trained on after a prompt in other words. Short completions are the same by chance, so
+    after another prompt only those of `LONG` characters count."""
+
+    def same(row: PromptRow, chosen: str, rejected: str) -> tuple[str, ...]:
+        texts = (written(chosen), written(rejected))
+        prompt = "" if len("".join(texts)) >= LONG else written("\n".join(texts_of(row.task.prompt)))
+        return (*texts, prompt)
+
+    trained = {same(*pair) for pair in pairs if pair[0].key not in held}
+    tested = [pair for pair in pairs if pair[0].key in held]
+    return _places(
+        "duplicates across the split",
+        [pair[0] for pair in tested if same(*pair) in trained],
+        "{} of {} held-out pairs are also trained on, after a prompt that is written differently",
+        len(tested),
+        "held-out accuracy measures memory there: write equal prompts alike, so that they are on one side of the split",
+    )
+
+
+def one_class(rows: Sequence[PromptRow]) -> list[LintFinding]:
+    """Labels that are all good or all bad."""
+    labels = [r.judged.values[0] for r in rows if r.judged is not None and r.judged.kind == "label"]
+    if not labels:
+        return []
+    share, warns = sum(labels) / len(labels), len(set(labels)) == 1
+    return [
+        LintFinding(
+            "labels",
+            f"{share:.1%} of {len(labels)} completions are labelled good",
+            warns=warns,
+            advice="all labels are equal, so that nothing tells good from bad: add the other kind" if warns else "",
+        )
+    ]
+
+
+def one_side_cut(pairs: Sequence[tuple[PromptRow, str, str]], length: Length, context: int) -> list[LintFinding]:
+    """Pairs of which one side alone would be cut at the context."""
+    over = [(row, [length(row.task, text) > context for text in (c, r)]) for row, c, r in pairs]
+    found = _places(
+        "one side over the context",
+        [row for row, (one, other) in over if one != other],
+        f"{{}} of {{}} pairs have one side alone that is longer than the context of {context} tokens",
+        len(pairs),
+        "cut there, a side would lose its end and the other not: leave such pairs out, or raise the context",
+    )
+    return [found] if found.warns else []
+
+
+def written(text: str) -> str:
+    """The text without differences of case and white space."""
+    return " ".join(text.casefold().split())
+
+
+def _places(name: str, rows: Sequence[PromptRow], words: str, count: int, advice: str) -> LintFinding:
+    at = f" (first: {rows[0].place})" if rows else ""
+    return LintFinding(name, words.format(len(rows), count) + at, warns=bool(rows), advice=advice if rows else "")

@@ -1,0 +1,55 @@
+"""The world whose completions another environment judges, from a setting such as `arithmetic min_terms=3`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from posttrain.config.env import Env, Scalar
+from posttrain.core.content import conversation
+from posttrain.core.types import Task
+from posttrain.environment.single import SingleTurn
+from posttrain.system.errors import ConfigError
+
+
+def inner_world(
+    env: str, words: str, seed: int, *, heldout: int, more: Mapping[str, Scalar] | None = None, hint: str = ""
+) -> SingleTurn:
+    """The environment that `words` name: its name, then its settings, separated by spaces.
+
+    Args:
+        env: the environment whose setting `world` this is, for the error.
+        more: further settings of the world.
+        hint: what the error says besides.
+
+    Raises:
+        ConfigError: there is none of that name, or a setting is wrong.
+    """
+    from posttrain.environment.make import environment
+
+    name, *given = words.split() or [""]
+    settings = {k: scalar(v) for k, _, v in (w.partition("=") for w in given)}
+    try:
+        return environment(Env(name=name, args={**settings, **(more or {})}, heldout=heldout), seed=seed)
+    except ConfigError as error:
+        raise ConfigError(f"env {env}: world={words!r}: {error}{hint}") from error
+
+
+def conversation_text(task: Task) -> str:
+    """The question of a task, as a judge reads it."""
+    return task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
+
+
+def scalar(word: str) -> Scalar:
+    """A setting's value: true, false, a number, or a word.
+
+    >>> scalar("true"), scalar("3"), scalar("0.5"), scalar("+-")
+    (True, 3, 0.5, '+-')
+    """
+    if word in ("true", "false"):
+        return word == "true"
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word

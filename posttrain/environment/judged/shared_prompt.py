@@ -1,0 +1,198 @@
+"""The prompt that several completions share, and their texts: given apart, or as the shared beginning of whole texts or
+conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.core.content import shown
+from posttrain.core.types import Message
+from posttrain.environment.rows.row_reader import Place, kind_words, message_of, said_of, without_halves
+from posttrain.system.errors import DataError
+
+ANSWERS = "\n\nAssistant:"
+"""What stands before an answer in texts of two voices, such as HH-RLHF's; a prompt ends with the last of them."""
+
+
+CONTINUES = ("assistant", "tool")
+"""Roles with which no conversation begins: a list that begins with one goes on after the row's prompt."""
+
+
+class UnfitRow(DataError):
+    """A row that teaches nothing. `finding` is the word by which such rows can be left out (`JudgedColumns`)."""
+
+    def __init__(self, place: Place, finding: str, why: str) -> None:
+        super().__init__(
+            f"{place}: {why}. Mend the row, or leave such rows out with env.args.leave_out={finding}; they are then"
+            " counted"
+        )
+        self.finding = finding
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A prompt and the completions that were judged after it."""
+
+    prompt: str | tuple[Message, ...]
+    completions: tuple[str, ...]
+
+
+def sides(
+    place: Place, prompt: str | tuple[Message, ...] | None, completions: Sequence[tuple[str, Any]], column: str
+) -> Sides:
+    """The prompt and the texts of `completions`, each given with the name of its column.
+
+    A completion is text, a list with the assistant's message, or the whole conversation that ends with it. Without
+    a prompt, it is the beginning that the completions share. With conversations and a prompt, they must begin with it,
+    or go on after it; turns that all completions share belong to the prompt.
+
+    Args:
+        prompt: the row's own; None where it has none.
+        column: the name of the prompt's column, for messages.
+
+    Raises:
+        DataError: a completion is empty, no text, or neither of these forms; there is no prompt.
+        UnfitRow: the completions begin with different prompts.
+    """
+    texts = [_text(place, name, value) for name, value in completions if isinstance(value, str)]
+    if not texts:
+        return _talks(place, prompt, completions, column)
+    if len(texts) < len(completions):
+        other = next(name for name, value in completions if not isinstance(value, str))
+        raise DataError(f"{place}: one completion is text, and {other!r} is not: write all as text or all as messages")
+    if prompt is None:
+        prompt, texts = _split(place, texts, [name for name, _ in completions], column)
+    return Sides(prompt, tuple(texts))
+
+
+def _text(place: Place, name: str, value: str) -> str:
+    return without_halves(place, name, _some(place, name, value))
+
+
+def _some(place: Place, name: str, value: str) -> str:
+    if not value.strip():
+        raise DataError(f"{place}: {name!r} is empty; a completion has at least one character that is no space")
+    return value
+
+
+# --- whole texts ------------------------------------------------------------------------------------------------------
+
+
+def _split(place: Place, texts: list[str], names: list[str], column: str) -> tuple[str, list[str]]:
+    """The shared beginning of whole texts, and the rests. It ends with the last `ANSWERS`, else before a word."""
+    start = "a row without a prompt has texts that begin with it"
+    if len(texts) < 2:
+        raise DataError(f"{place}: no column {column!r} (env.args.prompt_column); give the prompt")
+    low, high = min(texts), max(texts)  # in alphabetical order these two share least
+    shared = low[: next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))]
+    if len(set(texts)) < len(texts):
+        same = [n for n, t in zip(names, texts, strict=True) if texts.count(t) > 1]
+        raise UnfitRow(place, "identical", f"{same[0]!r} and {same[1]!r} are the same text, and there is no prompt")
+    cut = shared.rfind(ANSWERS)
+    cut = cut + len(ANSWERS) if cut >= 0 else _before_a_word(texts, shared)
+    prompt, rests = shared[:cut], [t[cut:] for t in texts]
+    if not prompt.strip():
+        raise UnfitRow(place, "drift", f"{start}, and {names[0]!r} and {names[1]!r} share no beginning")
+    if empty := [n for n, r in zip(names, rests, strict=True) if not r.strip()]:
+        raise UnfitRow(place, "drift", f"{start}, and {empty[0]!r} has nothing after the beginning that it shares")
+    return prompt, rests
+
+
+def _before_a_word(texts: Sequence[str], shared: str) -> int:
+    """Where the shared beginning ends so that no word is cut. The spaces before the next word belong to the rest."""
+
+    def apart(cut: int) -> bool:
+        return shared[cut - 1].isspace() or all(len(t) > cut and t[cut].isspace() for t in texts)
+
+    cut = next((c for c in range(len(shared), 0, -1) if apart(c)), 0)
+    while cut and shared[cut - 1] == " ":
+        cut -= 1
+    return cut or len(shared) - any(len(t) == len(shared) for t in texts)  # a script without spaces
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+def _talks(
+    place: Place, prompt: str | tuple[Message, ...] | None, completions: Sequence[tuple[str, Any]], column: str
+) -> Sides:
+    """Completions that are messages or whole conversations."""
+    found = [(name, *_ended(place, name, value)) for name, value in completions]
+    texts = tuple(_some(place, name, text) for name, _, text in found)
+    began = [(name, before) for name, before, _ in found if before]
+    if not began:
+        if prompt is None:
+            raise DataError(
+                f"{place}: no column {column!r} (env.args.prompt_column), and {found[0][0]!r} is one message: give the"
+                " prompt, or whole conversations"
+            )
+        return Sides(prompt, texts)
+    if len(began) < len(found):
+        alone = next(name for name, before, _ in found if not before)
+        raise DataError(f"{place}: {alone!r} is one message, and another completion is a whole conversation")
+    first = began[0][1]
+    for name, before in began[1:]:
+        if before != first:
+            at = _parting(first, before)
+            raise UnfitRow(
+                place,
+                "drift",
+                f"before their last messages, {began[0][0]!r} and {name!r} differ at message {at}, and a judged"
+                " completion is one message after a conversation that is the same on all sides. If the messages"
+                f" {at} were judged, end the conversations with them",
+            )
+    if first[0]["role"] in CONTINUES:
+        return Sides(_continued(place, prompt, first, column, began[0][0]), texts)
+    if prompt is not None:
+        _same_prompt(place, prompt, first, column, began[0][0])
+    return Sides(first, texts)
+
+
+def _continued(
+    place: Place, prompt: str | tuple[Message, ...] | None, first: tuple[Message, ...], column: str, name: str
+) -> tuple[Message, ...]:
+    """The prompt with the turns that all completions go on with before their last message."""
+    if prompt is None:
+        raise DataError(
+            f"{place}: {name!r} begins with a message of the {first[0]['role']}, and there is no column {column!r}"
+            " (env.args.prompt_column): give the prompt, or whole conversations"
+        )
+    asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+    return (*asked, *first)
+
+
+def _ended(place: Place, name: str, value: Any) -> tuple[tuple[Message, ...], str]:
+    """The messages before the last one, and the text of that, which is the assistant's."""
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{place}: {name!r} is {kind_words(value)}, wanted text or a list of messages")
+    messages = [message_of(place, name, i, m) for i, m in enumerate(value)]
+    last = messages.pop()
+    if last["role"] != "assistant":
+        raise DataError(
+            f"{place}: the last message of {name!r} has role {last['role']!r}, and a completion is the assistant's"
+        )
+    text = said_of(f"{place}: the last message of {name!r}", last)
+    if messages and messages[-1]["role"] == "assistant":
+        raise DataError(f"{place}: {name!r} ends with two messages of the assistant; a completion is one message")
+    return tuple(messages), text
+
+
+def _parting(one: Sequence[Message], other: Sequence[Message]) -> int:
+    """The number of the first message in which two conversations differ, from 1."""
+    pairs = enumerate(zip(one, other, strict=False), 1)
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)) + 1)
+
+
+def _same_prompt(
+    place: Place, prompt: str | tuple[Message, ...], began: tuple[Message, ...], column: str, name: str
+) -> None:
+    """UnfitRow where a conversation does not begin with the row's prompt. A text prompt is a message of the user."""
+    if not isinstance(prompt, str):
+        if prompt != began:
+            raise UnfitRow(place, "drift", f"{name!r} and {column!r} differ at message {_parting(prompt, began)}")
+        return
+    asked = [shown(m["content"]) for m in began if m["role"] == "user"]
+    if prompt.strip() not in (text.strip() for text in asked):
+        raise UnfitRow(place, "drift", f"no message of the user in {name!r} is the text of {column!r}")

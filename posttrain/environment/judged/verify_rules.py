@@ -1,0 +1,106 @@
+"""How verifiers that write their reasoning judge the steps of an answer: ThinkPRM and GenPRM (docs/papers.md, C06).
+
+A verifier sees a question and an answer up to the end of a step, writes what it thinks of the steps, and ends with Yes
+or No. The step's score is p(Yes) / (p(Yes) + p(No)) after that reasoning.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from posttrain.environment.judged.judge_rules import NO, YES, Scores, read_yes
+from posttrain.system.errors import ConfigError, nearest
+from posttrain.verifier.thoughts import spoken
+
+RIGHT, WRONG = "ok", "no"
+"""What a verifier writes behind a step that it checked."""
+_BOXED_YES = re.compile(rf"\\boxed\{{({YES}|{NO})\}}")
+
+
+def read_boxed_yes(text: str) -> Scores | None:
+    r"""GenPRM: the last `\boxed{Yes}` (1) or `\boxed{No}` (0).
+
+    >>> read_boxed_yes(r"7+5=12 \boxed{Yes}"), read_boxed_yes("Yes")
+    ((1.0,), None)
+    """
+    said = _BOXED_YES.findall(spoken(text))[-1:]
+    return (float(said[0] == YES),) if said else None
+
+
+def chance_of_yes(logp_yes: float, logp_no: float) -> float:
+    """p(Yes) / (p(Yes) + p(No)) (2504.16828).
+
+    >>> round(chance_of_yes(math.log(0.6), math.log(0.2)), 12)
+    0.75
+    """
+    gap = logp_no - logp_yes
+    return 1 / (1 + math.exp(gap)) if gap < 0 else math.exp(-gap) / (1 + math.exp(-gap))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyFormat:
+    """One paper's form of verifying a step."""
+
+    name: str
+    paper: str
+    every: bool
+    """Whether all steps are checked in order, up to the first wrong one. Otherwise the last step alone is checked, and
+    the steps before it are taken as right."""
+    read: Callable[[str], Scores | None]
+    """What a text's verdict says, 1 or 0; None where there is none."""
+    ends: tuple[str, str]
+    """The verdicts: the step is right, it is not."""
+
+    def critique(self, said: Sequence[str], own: Sequence[str]) -> str:
+        """What is written before the verdict: the verifier's own form of the steps that it checks, each with whether
+        the answer says the same.
+
+        >>> FORMATS["thinkprm"].critique(["3+4=7", "7+5=13", "13+1=14"], ["3+4=7", "7+5=12", "12+1=13"])
+        '3+4=7 ok 7+5=12 no'
+        >>> FORMATS["genprm"].critique(["3+4=7", "7+5=13"], ["3+4=7", "7+5=12"])
+        '7+5=12'
+        """
+        if not self.every:
+            return own[len(said) - 1] if len(said) <= len(own) else WRONG
+        words: list[str] = []
+        for i, step in enumerate(said):
+            right = i < len(own) and step == own[i]
+            words += [*own[i : i + 1], RIGHT if right else WRONG]
+            if not right:
+                break
+        return " ".join(words)
+
+
+FORMATS: dict[str, VerifyFormat] = {
+    f.name: f
+    for f in (
+        VerifyFormat(name="thinkprm", paper="2504.16828", every=True, read=read_yes, ends=(YES, NO)),
+        VerifyFormat(
+            name="genprm",
+            paper="2504.00891",
+            every=False,
+            read=read_boxed_yes,
+            ends=(rf"\boxed{{{YES}}}", rf"\boxed{{{NO}}}"),
+        ),
+    )
+}
+"""Each form by its name."""
+
+
+def verify_format(name: str) -> VerifyFormat:
+    """The form of that name. ConfigError gives the nearest one."""
+    if name not in FORMATS:
+        raise ConfigError(f"env verify: format={name!r} is no form of verifying: {nearest(name, FORMATS)}")
+    return FORMATS[name]
+
+
+def verify_prompt(instruction: str, question: str, beginning: str) -> str:
+    """What the verifier is shown. It is a function of these alone, so no truth can be in it.
+
+    >>> verify_prompt("", "<3+4+5>", "3+4=7;")
+    '<3+4+5>\\n3+4=7;\\n'
+    """
+    return "\n".join([*([instruction] if instruction else []), question, beginning, ""])

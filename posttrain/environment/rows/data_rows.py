@@ -1,0 +1,176 @@
+"""Reads all rows of the user's data: ids, equal prompts with other answers, rows that are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from posttrain.config.env import Env
+from posttrain.environment.judged.judged_draws import JudgedData
+from posttrain.environment.judged.judged_rows import also_judged, read_row
+from posttrain.environment.judged.shared_prompt import UnfitRow
+from posttrain.environment.rows.columns import UNFIT, JudgedColumns
+from posttrain.environment.rows.row_reader import Place, PromptRow, source_rows
+from posttrain.record.runtime_objects import Given, is_inline
+from posttrain.system.errors import DataError
+
+NAMED = 3
+"""Places of rows that are named in a line about rows left out."""
+
+
+@dataclass(frozen=True)
+class DataRows:
+    """The rows of a data set, and lines about those that were left out, or that can be read in two ways."""
+
+    rows: tuple[PromptRow, ...]
+    without: tuple[str, ...] = ()
+    mixed: tuple[tuple[int, float], ...] = ()
+    """Of several data sets: how many rows each has, and its weight."""
+
+
+def read_all(config: Env, columns: JudgedColumns, given: Given) -> DataRows:
+    """The rows of `env.prompts`, and behind them those of `env.mix`.
+
+    Raises:
+        DataError: as of `read_rows`; or rows of two sets were judged in different ways.
+    """
+    found = [read_rows(path, columns, given) for path, _ in config.data]
+    if len(found) == 1:
+        return found[0]
+    rows: list[PromptRow] = []
+    taken: set[str] = set()
+    for number, one in enumerate(found):
+        _same_kind(found[0].rows[0], one.rows[0], columns)
+        for row in one.rows:
+            name = row.task.id if row.task.id not in taken else f"{row.task.id}@{number}"
+            rows.append(replace(row, task=replace(row.task, id=name)))
+        taken.update(r.task.id for r in rows[-len(one.rows) :])
+    sizes = zip(found, config.data, strict=True)
+    without = tuple(line for one in found for line in one.without)
+    return DataRows(tuple(rows), without, tuple((len(one.rows), weight) for one, (_, weight) in sizes))
+
+
+def read(path: str, columns: JudgedColumns | None = None, given: Given = Given()) -> tuple[PromptRow, ...]:
+    """The rows of `read_rows`."""
+    return read_rows(path, columns, given).rows
+
+
+def read_rows(path: str, columns: JudgedColumns | None = None, given: Given = Given()) -> DataRows:
+    """All rows of a JSONL or JSON file, a parquet file, a saved data set, one on the hub, or handed by a program.
+
+    Raises:
+        DataError: a row is not JSON or not text, has no prompt, an empty one or a value of a wrong type; a key or an
+            id occurs twice; one prompt has two answers; rows were judged in different ways; there are no rows. The
+            message names the row's place.
+    """
+    columns = columns or JudgedColumns()
+    rows: list[PromptRow] = []
+    unfit: list[tuple[str, Place]] = []
+    places: dict[str, Place] = {}
+    repeats: dict[str, int] = {}
+    answered: dict[str, PromptRow] = {}
+    for place, row in checked_rows(path, columns, given):
+        if isinstance(row, UnfitRow):
+            unfit.append((row.finding, place))
+            continue
+        if rows:
+            _same_kind(rows[0], row, columns)
+        if row.task.answer is not None:
+            _same_answer(answered.setdefault(row.key, row), row, columns.answer_column)
+        name = row.task.id
+        if not name:
+            repeats[row.key] = repeats.get(row.key, 0) + 1
+            name = row.key if repeats[row.key] == 1 else f"{row.key}-{repeats[row.key]}"
+            row = replace(row, task=replace(row.task, id=name))
+        if name in places:
+            raise DataError(
+                f"{place}: id {name!r} was already given at {places[name]}; ids must differ (or leave the column out,"
+                " and ids are made)"
+            )
+        places[name] = place
+        rows.append(row)
+    if not rows:
+        left = f", but {len(unfit)} that were left out (env.args.leave_out)" if unfit else ""
+        raise DataError(f"{path} has no rows{left}")
+    return _together(path, rows, unfit, columns)
+
+
+def checked_rows(
+    path: str, columns: JudgedColumns, given: Given = Given()
+) -> Iterator[tuple[Place, PromptRow | UnfitRow]]:
+    """Each row with its place, checked alone."""
+    for place, data in given.rows(path) if is_inline(path) else source_rows(path, columns.split):
+        yield place, read_row(place, data, columns)
+
+
+def _together(path: str, rows: list[PromptRow], unfit: list[tuple[str, Place]], columns: JudgedColumns) -> DataRows:
+    """The rows, after what only all of them together show."""
+    kind = rows[0].judged.kind if rows[0].judged is not None else None
+    if kind in ("label", "rating") and "unpaired" in columns.left_out:
+        out = {r.task.id: r for r in JudgedData(tuple(rows), columns).unpaired}
+        if len(out) == len(rows):
+            raise DataError(_nothing_paired(path, rows, columns))
+        rows = [r for r in rows if r.task.id not in out]
+        unfit = [*unfit, *(("unpaired", r.place) for r in out.values())]
+    if kind == "steps" and not columns.zero_label:
+        _zero_is_clear(rows, columns)
+    lines = list(_left_out_words(unfit, len(rows) + len(unfit)))
+    if other := also_judged(rows[0], columns):
+        lines.append(
+            f"rows are read as judged by {kind}, and their columns could be read as {other} too: say which with"
+            f" env.args.judged={kind} or env.args.judged={other}"
+        )
+    return DataRows(tuple(rows), tuple(lines))
+
+
+def _nothing_paired(path: str, rows: list[PromptRow], columns: JudgedColumns) -> str:
+    rated = next((r.judged.ratings for r in rows if r.judged is not None and r.judged.ratings), {})
+    if len(rated) > 1 and not columns.attribute:
+        return f"{path}: the ratings are {', '.join(rated)}; say by which of them pairs are made: env.args.attribute"
+    return f"{path}: no prompt has two completions of which one was judged better, so that no pair can be made"
+
+
+def _left_out_words(unfit: list[tuple[str, Place]], count: int) -> Iterator[str]:
+    for finding in dict.fromkeys(f for f, _ in unfit):
+        at = [place for f, place in unfit if f == finding]
+        more = "" if len(at) <= NAMED else f" and {len(at) - NAMED} more"
+        yield (f"left out {len(at)} of {count} rows as {finding} ({UNFIT[finding]}): {', '.join(at[:NAMED])}{more}")
+
+
+def _zero_is_clear(rows: list[PromptRow], columns: JudgedColumns) -> None:
+    """DataError where a label 0 may mean wrong or neutral."""
+    labels = {x for r in rows if r.judged is not None and not r.judged.zero_is_neutral for x in r.judged.labels}
+    if 0 in labels and -1 not in labels:
+        place = next(r.place for r in rows if r.judged is not None and 0 in r.judged.labels)
+        raise DataError(
+            f"{place}: a step of {columns.labels_column!r} has label 0, and no row has -1, so it is not known whether 0"
+            " is neutral or wrong: set env.args.zero_label=neutral or env.args.zero_label=wrong"
+        )
+
+
+def _same_kind(first: PromptRow, row: PromptRow, columns: JudgedColumns) -> None:
+    """DataError where rows were judged in different ways, or have ratings of different attributes."""
+    one, other = first.judged, row.judged
+    if (one and one.kind) != (other and other.kind):
+        words = [f"judged as {x.kind}" if x else "not judged" for x in (other, one)]
+        raise DataError(
+            f"{row.place}: the row is {words[0]}, and the one at {first.place} is {words[1]}: make a file of each kind,"
+            " or say which it is with env.args.judged"
+        )
+    if one and other and one.ratings.keys() != other.ratings.keys():
+        raise DataError(
+            f"{row.place}: the ratings are {', '.join(other.ratings)}, and at {first.place} they are"
+            f" {', '.join(one.ratings)}: rate the same attributes in every row"
+        )
+
+
+def _same_answer(first: PromptRow, row: PromptRow, column: str) -> None:
+    """DataError if an earlier row has the same prompt and another answer: any response would be wrong by one of
+    them."""
+    one, other = first.task.answer, row.task.answer
+    if one != other and str(one) != str(other):
+        raise DataError(
+            f"{row.place}: {column!r} is {other!r:.80}, and the same prompt has {one!r:.80} at {first.place}: one of"
+            " the two would score every policy wrong. Keep one row, or give a list of answers and a reward that takes"
+            " any of them"
+        )

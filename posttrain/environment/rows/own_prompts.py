@@ -1,0 +1,335 @@
+"""The user's own prompts, read strictly: an error names the file and the line, and is raised before training."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+
+from posttrain.config.run import Env
+from posttrain.core.abilities import Abilities, Judgements, LintFinding
+from posttrain.core.content import ContentPart
+from posttrain.core.conversation import LearnedConversation
+from posttrain.core.gauge import Gauges, merge
+from posttrain.core.measure.equal_numbers import RESOLUTION
+from posttrain.core.ports import Attempt, Talk, TaskSource
+from posttrain.core.types import Message, Stop, Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.judged.judged_draws import JudgedData
+from posttrain.environment.judged.judged_lint import lint
+from posttrain.environment.rows.columns import JudgedColumns
+from posttrain.environment.rows.data_rows import read_all
+from posttrain.environment.rows.mixed_data import MixedTasks
+from posttrain.environment.rows.row_reader import PromptRow, answer_text, digest, texts_of
+from posttrain.environment.single import Listed, SingleTurn
+from posttrain.environment.tools.offered import OfferedTools
+from posttrain.environment.tools.tool_loop import Loop
+from posttrain.record.runtime_objects import Given
+from posttrain.system.errors import ConfigError, DataError, nearest
+from posttrain.verifier.configured import measured_names, sources
+from posttrain.verifier.reward_source import Checked
+
+HELDOUT_SHARE = 5
+"""At most one in this many distinct prompts is held out, whatever `env.heldout` asks for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsEnv(JudgedColumns, SingleTurn):
+    """Prompts from a file or data set, whose answers reward functions judge; or completions that were judged already.
+
+    The held-out split depends on the prompts' digests alone. So rows with equal prompts are on the same side of it, and
+    neither a new order of the file nor an edited answer changes it.
+
+    A class of the user's may derive from it (`env=mine.py:Class env.prompts=rows.jsonl`): it has `name`, a `play` of
+    its own that reads the rows' columns in `Task.info`, and `verify` or `verdict` where it judges besides the rewards.
+    """
+
+    tools: str = ""
+    """Tools of every episode, separated by commas: calculator, python, files, database, store. Rewards receive the
+    tools' final state as `state`."""
+    turns: int = 8
+    """With tools: the largest number of turns of the policy, the answer included."""
+    hint: str = ""
+    """What is written after a prompt to give its answer as a hint, with {answer} in it, for stages that rationalise.
+    Empty: no hints."""
+    rows: tuple[PromptRow, ...] = field(default=(), repr=False)
+    without: tuple[str, ...] = field(default=(), repr=False)
+    """Lines about rows that `leave_out` left out, or that can be read in two ways."""
+    mixed: tuple[tuple[int, float], ...] = field(default=(), repr=False)
+    """Of several data sets, whose rows stand one behind the other: how many rows each has, and its weight."""
+
+    @classmethod
+    def settings(cls) -> tuple[str, ...]:
+        return tuple(n for n in super().settings() if n not in ("rows", "without", "mixed"))
+
+    @property
+    def name(self) -> str:
+        return "prompts"
+
+    @cached_property
+    def _held(self) -> frozenset[str]:
+        """The prompts with the smallest digests, of each data set its share."""
+        if self.mixed:
+            total = sum(w for _, w in self.mixed)
+            counts = [max(1, round(self.heldout_count * w / total)) for _, w in self.mixed]
+            each = zip(self._sets, counts, strict=True)
+            return frozenset(k for rows, n in each if self.heldout_count for k in self._smallest(rows, n))
+        return self._smallest(self.rows, self.heldout_count)
+
+    @property
+    def _sets(self) -> list[tuple[PromptRow, ...]]:
+        """The rows of each data set."""
+        ends = list(itertools.accumulate(n for n, _ in self.mixed))
+        return [self.rows[end - n : end] for end, (n, _) in zip(ends, self.mixed, strict=True)]
+
+    def _smallest(self, rows: Sequence[PromptRow], count: int) -> frozenset[str]:
+        distinct = sorted({r.key for r in rows})
+        if count and len(distinct) == 1:
+            raise ConfigError(
+                "there is one distinct prompt, so none can be held out: set env.heldout=0 to train on it without"
+                " evaluation"
+            )
+        return frozenset(distinct[: min(count, max(1, len(distinct) // HELDOUT_SHARE))])
+
+    @cached_property
+    def heldout(self) -> tuple[Task, ...]:
+        """In order of the prompts' digests, so that the order does not depend on the file's either."""
+        held = sorted((r for r in self.rows if r.key in self._held), key=lambda r: (r.key, r.task.id))
+        return tuple(self._with_tools(r.task) for r in held)
+
+    @cached_property
+    def train(self) -> TaskSource:
+        lists = [
+            tuple(self._with_tools(r.task) for r in rows if r.key not in self._held)
+            for rows in (self._sets if self.mixed else [self.rows])
+        ]
+        return MixedTasks(tuple(lists), tuple(w for _, w in self.mixed), self.seed) if self.mixed else Listed(lists[0])
+
+    @cached_property
+    def alphabet(self) -> str:
+        """Every character of prompts, answers and completions."""
+        texts = [
+            text
+            for r in self.rows
+            for text in (
+                *texts_of(r.task.prompt),
+                *(() if r.conversation is None else texts_of(r.conversation.messages)),
+                str(r.task.answer or ""),
+                r.completion or "",
+                *(r.judged.completions if r.judged is not None else ()),
+            )
+        ]
+        return "".join(sorted(set("".join((*texts, *self.hint.split("{answer}"))))))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hint and "{answer}" not in self.hint:
+            raise ConfigError(f"env.args.hint={self.hint!r}: write {{answer}} where the answer stands in the hint")
+        if self.turns < 1:
+            raise ConfigError(f"env.args.turns={self.turns}: must be >= 1")
+        if self._offered is not None:
+            for row in self.rows:
+                self._offered.check(row.task)
+                if row.task.tools:
+                    raise DataError(
+                        f"{row.place}: the row offers tools of its own, and env.args.tools={self.tools} offers others:"
+                        " leave out env.args.tools, or set env.args.tools_column="
+                    )
+
+    @cached_property
+    def _offered(self) -> OfferedTools | None:
+        return OfferedTools.of(self.tools, self.sandbox, self.limits.tool_seconds) if self.tools else None
+
+    @property
+    def contained(self) -> tuple[str, ...]:
+        own = self._offered.contained if self._offered is not None else ()
+        return tuple(sorted({*super().contained, *own}))
+
+    @cached_property
+    def _loop(self) -> Loop:
+        return Loop(self.limits, self.turns)
+
+    def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the tools in a conversation about this task: its row's, or the environment's. Text prompts
+        have none."""
+        if self._offered is None:
+            return task.tools
+        return () if isinstance(task.prompt, str) else self._offered.box(task).schemas
+
+    def _with_tools(self, task: Task) -> Task:
+        """The task with the tools that its prompt offers, so that what imitates shows them as a rollout does."""
+        return task if self._offered is None else replace(task, tools=tuple(self.tools_of(task)))
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        if self._offered is None:
+            return await super().play(task, talk)
+        async with self._offered.box(task) as box:
+            return await self._loop.converse(talk, task.prompt, box)
+
+    def gauges(self) -> Gauges:
+        return merge(super().gauges(), self._loop.gauges(), self._offered.gauges() if self._offered is not None else {})
+
+    def close(self) -> None:
+        super().close()
+        if self._offered is not None:
+            self._offered.close()
+
+    @property
+    def _verifies(self) -> bool:
+        """Whether it is a class of the user's with a verdict of its own."""
+        own = type(self)
+        return own.verify is not PromptsEnv.verify or own.verdict is not PromptsEnv.verdict
+
+    async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        """The user's rewards, behind the verdict of a class of the user's that has one."""
+        return await super().judge(attempt) if self._verifies else await self.added(attempt)
+
+    def verify(self, attempt: Attempt) -> Verdict:
+        return Verdict.abstain("a user's prompt is judged by the user's rewards")
+
+    def key(self, task: Task) -> Hashable:
+        return digest(task.prompt, task.tools) if task.prompt else task.id
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        """The row's answer, else its completion. Only the user's rewards decide what it earns."""
+        return ((self.completion(task) or "") if task.answer is None else answer_text(task.answer),)
+
+    @property
+    def vouches_for_gold(self) -> bool:
+        return False
+
+    def knows_gold(self, task: Task) -> bool:
+        return task.answer is not None or self.completion(task) is not None
+
+    @property
+    def gives_hints(self) -> bool:
+        return bool(self.hint)
+
+    def hinted(self, task: Task) -> str | tuple[Message, ...] | None:
+        """The prompt with `hint` after it; of a conversation, after its last message. None where the row has no
+        answer."""
+        if task.answer is None:
+            return None
+        said, prompt = self.hint.replace("{answer}", answer_text(task.answer)), task.prompt
+        if isinstance(prompt, str):
+            return prompt + said
+        *before, last = prompt
+        content = last["content"]
+        told = content + said if isinstance(content, str) else (*content, ContentPart("text", said))
+        return (*before, cast("Message", {**last, "content": told}))
+
+    def completion(self, task: Task) -> str | None:
+        """The row's demonstration, or None."""
+        return self._completions.get(task.id)
+
+    @property
+    def abilities(self) -> Abilities:
+        """As the base class, with the rows, what was judged in them, and the tools. All completions are taken as right,
+        so none can be false."""
+        base = super().abilities
+        texts = base.demonstrations and replace(
+            base.demonstrations, false=False, conversation=lambda task, style: self._talks.get((task.id, style))
+        )
+        return replace(
+            base,
+            demonstrations=texts,
+            judgements=None if self._judged is None else Judgements(kinds=self._judged.kinds, draw=self._judged.draw),
+            judges=bool(self.rewards) or self._verifies,
+            lint=self.lint if self._judged is not None else None,
+            rows=self.rows,
+            tools=self.tools_of if self.tools or self._rows_have_tools else None,
+        )
+
+    def lint(self, length: Callable[[Task, str], int] | None = None, context: int = 0) -> Sequence[LintFinding]:
+        """What may be wrong with the judged rows (`core.abilities.Lint`)."""
+        return lint(self.rows, self._held, self.without, length, context)
+
+    @cached_property
+    def _rows_have_tools(self) -> bool:
+        """Whether any row brings its own tools. Kept, because `abilities` is asked for once for each task."""
+        return any(r.task.tools for r in self.rows)
+
+    @cached_property
+    def _judged(self) -> JudgedData | None:
+        return JudgedData(self.rows, self) if self.rows and self.rows[0].judged is not None else None
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        return (f"{self.gold(task)[0]}?",)
+
+    @cached_property
+    def _completions(self) -> Mapping[str, str]:
+        return {r.task.id: r.completion for r in self.rows if r.completion is not None}
+
+    @cached_property
+    def _talks(self) -> Mapping[tuple[str, str], LearnedConversation]:
+        """Conversations by the task's id and the style."""
+        return {(r.task.id, "completion"): r.conversation for r in self.rows if r.conversation is not None}
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`completion` if the data has any; `chosen` where every row of judged data has a text to imitate."""
+        judged = self._judged
+        chosen = judged is not None and len(judged.chosen) == len(self.rows)
+        texts = self._completions or self._talks
+        return (*(("completion",) if texts else ()), *(("chosen",) if chosen else ()))
+
+    def demonstrate(
+        self, task: Task, style: str, rng: np.random.Generator, wrong: float
+    ) -> tuple[str | tuple[Message, ...], str]:
+        """The row's own completion, or its chosen one. The data has no false completions, so `wrong` must be 0."""
+        if style not in self.styles:
+            absent = f"the data has no column {self.completion_column!r} (env.args.completion_column)"
+            known = nearest(style, self.styles) if self.styles else absent
+            raise ConfigError(f"prompts cannot write style {style!r}: {known}")
+        if wrong:
+            raise ConfigError(f"wrong={wrong}: your data has only its own completions; set wrong=0")
+        texts = self._judged.chosen if style == "chosen" and self._judged is not None else self._completions
+        if task.id not in texts:
+            raise DataError(
+                f"task {task.id!r} has no completion to imitate; give every row one, or train on a file of those that"
+                " have it"
+            )
+        return task.prompt, texts[task.id]
+
+
+def read_tasks(
+    config: Env, args: Mapping[str, Any], seed: int, given: Given = Given(), cls: type[PromptsEnv] = PromptsEnv
+) -> PromptsEnv:
+    """The environment that reads `env.prompts` and is judged by `env.rewards`. Stages that only read rows need none.
+    `cls`: a class of the user's that plays them in its own way."""
+    if not config.prompts:
+        raise ConfigError(
+            f"env.name={config.name!r} needs env.prompts: a JSONL file, or a data set (local folder or hub id)"
+        )
+    shape = cls(**args)
+    data = read_all(config, shape, given)
+    if config.rewards and (texts := [r.place for r in data.rows if not r.task.prompt]):
+        raise DataError(
+            f"{texts[0]}: the row is a text, to which nothing can be answered, and env.rewards judge answers: leave"
+            f" env.rewards out (env.rewards=none), or give the row a column {shape.prompt_column!r}"
+        )
+    rewards = sources(config.rewards, where=config.sandbox, given=given)
+    for source in rewards:
+        _check(source, data.rows)
+    own = {"seed": seed, "heldout_count": config.heldout, "limits": config.limits, "sandbox": config.sandbox}
+    own["measured_rewards"] = measured_names(config.rewards, rewards)
+    own["mixed"] = data.mixed
+    own |= {"measured": config.measured, "resolution": RESOLUTION if config.resolution is None else config.resolution}
+    return cls(**args, **own, rewards=rewards, rows=data.rows, without=data.without)
+
+
+def _check(source: Checked, rows: Sequence[PromptRow]) -> None:
+    """Check the tasks for what a reward requires. An error names the place of the first row that fails."""
+    try:
+        source.check([r.task for r in rows])
+    except (ConfigError, DataError) as error:
+        for row in rows:
+            try:
+                source.check([row.task])
+            except (ConfigError, DataError):
+                raise type(error)(f"{row.place}: {error}") from error
+        raise

@@ -1,0 +1,368 @@
+"""Rows of the user's data, read strictly: an error names the file and the line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from posttrain.core.content import content_of, mapped, shown, text_of
+from posttrain.core.conversation import LearnedConversation
+from posttrain.core.judgements import Kind
+from posttrain.core.types import Message, Task
+from posttrain.environment.rows.columns import Columns
+from posttrain.environment.templates.tool_call_messages import MARK, kept
+from posttrain.system.errors import ConfigError, DataError, nearest
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The roles that chat templates accept."""
+
+BESIDE: Mapping[str, tuple[str, ...]] = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
+"""Fields of a message beside role and content, by its role: calls of tools as objects, and whose result it is."""
+
+CONVERSATIONS = "conversations"
+"""The column of messages in data of the form that is called ShareGPT."""
+SPEAKERS: Mapping[str, str] = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Roles by the names that ShareGPT's `from` has for them, beside `ROLES`."""
+
+Place = str
+"""The place of a row in the data, for error messages: `file:line`, or `name row n`."""
+
+
+@dataclass(frozen=True)
+class JudgedRow:
+    """What a row says of completions that were judged."""
+
+    kind: Kind
+    completions: tuple[str, ...]
+    """One completion, or several; or the steps of one."""
+    values: tuple[float, ...] = ()
+    """How good each completion is, higher is better; only their order is known where the data has no numbers."""
+    scored: bool = False
+    """Whether `values` are numbers of the data."""
+    margin: float | None = None
+    weight: float = 1.0
+    ratings: Mapping[str, float] = field(default_factory=dict[str, float])
+    labels: tuple[int, ...] = ()
+    chances: tuple[float, ...] = ()
+    """Of steps: the chance of a right answer after each; empty where the data has none."""
+    zero_is_neutral: bool = False
+    """Whether the form of the data says that a label 0 is neutral."""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One checked row of the user's data. `key` is the digest of its prompt."""
+
+    task: Task
+    completion: str | None
+    key: str
+    place: Place = "a row"
+    judged: JudgedRow | None = None
+    conversation: LearnedConversation | None = None
+    """What the row says to learn, where its prompt is messages, or it is a text."""
+
+
+@contextmanager
+def placed(place: Place) -> Iterator[None]:
+    """Puts the place of the row in front of the message of an error that is raised inside."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{place}: {error}") from error
+
+
+def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """16 hex digits that depend on the prompt and the tools that it offers alone, so equal ones have equal digests."""
+    text = (
+        prompt
+        if isinstance(prompt, str)
+        else json.dumps([[m["role"], shown(m["content"]), *m.get("tool_calls", ())] for m in prompt], ensure_ascii=True)
+    )
+    text += json.dumps(list(tools), sort_keys=True) if tools else ""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
+    """One row of data, checked. What was judged in it is read by `judged_rows.read_row`."""
+    column = _asking(data, c)
+    if column is None and isinstance(text := data.get(c.text_column), str) and text.strip():
+        text = without_halves(place, c.text_column, text)
+        task = task_of(place, data, c, "", {c.text_column})
+        return PromptRow(task, text, digest(text), place, conversation=LearnedConversation(text, (1.0,)))
+    given = data.get(column) if column is not None else None
+    weights = weights_of(place, column or "", given)
+    prompt, completion = prompt_of(place, data, c)
+    said = () if completion is None else (_last(place, column or "", given),)
+    if (written := data.get(c.completion_column)) is not None:
+        completion, said = completion_of(place, written, c), _said(place, written, c)
+        weights = (*(0.0 for _ in prompt), *weights_of(place, c.completion_column, written))
+        if isinstance(prompt, str) and len(said) > 1:
+            raise DataError(
+                f"{place}: {c.completion_column!r} is {len(said)} messages and {column!r} is text: write the prompt as"
+                ' messages too, [{"role": "user", "content": ...}]'
+            )
+    task = task_of(place, data, c, prompt, {c.completion_column})
+    talk = None if isinstance(prompt, str) or not any(weights) else LearnedConversation((*prompt, *said), weights)
+    return PromptRow(task, completion, digest(prompt), place, conversation=talk)
+
+
+def _asking(data: Mapping[str, Any], c: Columns) -> str | None:
+    """The column that asks something: the prompt's, or that of messages."""
+    return next((n for n in (c.prompt_column, c.messages_column, CONVERSATIONS) if data.get(n) is not None), None)
+
+
+def weights_of(place: Place, column: str, value: Any) -> tuple[float, ...]:
+    """How much each message of a list counts: an assistant's its `weight`, else 1; of any other 0. A text counts 1."""
+    if not isinstance(value, list):
+        return (1.0,)
+    return tuple(_weight(f"{place}: message {i} of {column!r}", m) for i, m in enumerate(value, 1))
+
+
+def _weight(where: str, message: Any) -> float:
+    if not isinstance(message, Mapping):
+        return 0.0
+    own = _role(message) == "assistant"
+    given = message.get("weight")
+    if given is None:
+        return float(own)
+    if not own:
+        raise DataError(f"{where} has 'weight', and only the assistant's messages are learned: leave it out")
+    if not isinstance(given, int | float) or not 0 <= given < math.inf:
+        raise DataError(f"{where}: 'weight' is {given!r:.40}, wanted a number: 0 masks the message, 1 is usual")
+    return float(given)
+
+
+def _role(message: Mapping[str, Any]) -> Any:
+    role = message.get("role", message.get("from"))
+    return SPEAKERS.get(role, role) if isinstance(role, str) else role
+
+
+def _last(place: Place, column: str, value: Any) -> Message:
+    return message_of(place, column, len(value) - 1, value[-1], weighs=True)
+
+
+def _said(place: Place, written: Any, c: Columns) -> tuple[Message, ...]:
+    """The messages of a completion."""
+    name = c.completion_column
+    if isinstance(written, str):
+        return (Message(role="assistant", content=written),)
+    return tuple(message_of(place, name, i, m, weighs=True) for i, m in enumerate(written))
+
+
+def task_of(
+    place: Place, data: Mapping[str, Any], c: Columns, prompt: str | tuple[Message, ...], read: Set[str]
+) -> Task:
+    """The task of a row with this prompt; its further columns but those in `read` are its info."""
+    known = {c.prompt_column, c.messages_column, c.id_column, *read}
+    known |= {CONVERSATIONS} if _asking(data, c) == CONVERSATIONS else set[str]()
+    info = {k: v for k, v in data.items() if k not in known and k != "answer"}
+    if c.answer_column != "answer" and "answer" in data:
+        info["answer"] = data["answer"]
+    answer = data.get(c.answer_column)
+    if answer is not None and not isinstance(answer, str | int | float | bool | list):
+        fields = [f"{c.answer_column}.{k}" for k in answer] if isinstance(answer, Mapping) else []
+        inner = f"; name a field of it: env.args.answer_column={' or '.join(fields[:8])}" if fields else ""
+        raise DataError(f"{place}: {c.answer_column!r} is {kind_words(answer)}, wanted text, a number or a list{inner}")
+    if strange := [
+        a for a in (answer if isinstance(answer, list) else [answer]) if isinstance(a, float) and not math.isfinite(a)
+    ]:
+        raise DataError(
+            f"{place}: {c.answer_column!r} is {strange[0]}, which nothing equals; leave the row out, or give it its"
+            " answer"
+        )
+    answer = [_whole(a) for a in answer] if isinstance(answer, list) else _whole(answer)
+    return Task(id=_id(place, data, c), prompt=prompt, answer=answer, info=info)
+
+
+def answer_text(answer: Any) -> str:
+    """An answer as a response would give it; of a list of answers the first."""
+    return str(answer[0] if isinstance(answer, list) and answer else answer)
+
+
+def _whole(answer: Any) -> Any:
+    """A float without a fraction as the integer: tables make floats of integers where a row has none."""
+    return int(answer) if isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53 else answer
+
+
+def _id(place: Place, data: Mapping[str, Any], c: Columns) -> str:
+    name = data.get(c.id_column)
+    if name is None:
+        return ""
+    if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
+        raise DataError(f"{place}: {c.id_column!r} is {kind_words(name)}, wanted non-empty text or a whole number")
+    return without_halves(place, c.id_column, str(name))
+
+
+def prompt_of(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | tuple[Message, ...], str | None]:
+    """The prompt of a row; and the text of the assistant's message behind it, if there is one."""
+    column = _asking(data, c)
+    if column is None:
+        have = sorted(k for k, v in data.items() if v is not None)
+        hint = nearest(c.prompt_column, have) if have else "the row is empty"
+        raise DataError(
+            f"{place}: no column {c.prompt_column!r} (env.args.prompt_column), {c.messages_column!r}, {CONVERSATIONS!r}"
+            f" nor {c.text_column!r}: {hint}"
+        )
+    value = data[column]
+    if isinstance(value, str):
+        if not value.strip():
+            raise DataError(f"{place}: {column!r} is empty")
+        return without_halves(place, column, value), None
+    if not isinstance(value, list):
+        raise DataError(f"{place}: {column!r} is {kind_words(value)}, wanted text or a list of messages")
+    messages = [message_of(place, column, i, m, weighs=True) for i, m in enumerate(value)]
+    completion = None
+    if messages and messages[-1]["role"] == "assistant":
+        completion = said_of(f"{place}: the last message of {column!r}", messages.pop())
+    if not messages:
+        raise DataError(f"{place}: {column!r} has no message for the policy to answer")
+    return tuple(messages), completion
+
+
+def message_of(place: Place, column: str, index: int, value: Any, *, weighs: bool = False) -> Message:
+    """A checked message of a row; `index` counts from 0. `weighs`: whether it may have a `weight` (`weights_of`)."""
+    where = f"{place}: message {index + 1} of {column!r}"
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where} is {kind_words(value)}, wanted an object with role and content")
+    role, body = _role(value), "value" if "from" in value and "role" not in value else "content"
+    if not isinstance(role, str):
+        raise DataError(f"{where}: 'role' is {kind_words(role)}, wanted text")
+    if role not in ROLES:
+        known = ROLES if body == "content" else (*ROLES, *SPEAKERS)
+        raise DataError(f"{where} has role {role!r}, which chat templates do not know: {nearest(role, known)}")
+    read = ("role", "content") if body == "content" else ("from", "value")
+    read = (*read, "weight") if weighs else read
+    beside = {k: v for k, v in value.items() if v not in (None, []) and k not in read}
+    given = "" if value.get(body) is None and "tool_calls" in beside else value.get(body)
+    if not isinstance(given, str | list) or given == []:
+        raise DataError(f"{where}: {body!r} is {kind_words(given)}, wanted text or a list of parts")
+    known = BESIDE.get(role, ())
+    if extra := sorted(beside.keys() - {*known}):
+        also = f", and with role {role} {' or '.join(known)}" if known else ""
+        raise DataError(f"{where} has {extra[0]!r}; messages are role and content{also}")
+    with placed(where):
+        content = content_of(given)
+    message = Message(role=role, content=mapped(content, lambda text: without_halves(place, column, text)))
+    if "tool_calls" in beside:
+        message["tool_calls"] = _calls(where, beside["tool_calls"])
+    for key in ("name", "tool_call_id"):
+        if key in beside:
+            if not isinstance(beside[key], str):
+                raise DataError(f"{where}: {key!r} is {kind_words(beside[key])}, wanted text")
+            message = cast("Message", {**message, key: without_halves(place, column, beside[key])})
+    return message
+
+
+def _calls(where: str, given: Any) -> list[dict[str, Any]]:
+    """The calls of an assistant's message, as chat templates read them."""
+    if not isinstance(given, list):
+        raise DataError(f"{where}: 'tool_calls' is {kind_words(given)}, wanted a list")
+    for call in given:
+        inner = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or not inner["name"]:
+            raise DataError(
+                f"{where}: a call is {kind_words(call)} without a function's name; write"
+                ' {"type": "function", "function": {"name": ..., "arguments": {...}}}'
+            )
+    return [without_nulls(call) for call in given]
+
+
+def without_nulls(value: Any) -> Any:
+    """Objects without the fields that are null. Tables write every field that any row has, and a template would show
+    those of others; TRL leaves them out too."""
+    if isinstance(value, Mapping):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def said_of(where: str, message: Message) -> str:
+    """The text of a message that is learned from; with calls as objects in the form of `said_calls`, which the chat
+    template of the model writes."""
+    with placed(where):
+        content = text_of(message["content"])
+        return kept(content, message["tool_calls"]) if "tool_calls" in message else content
+
+
+def completion_of(place: Place, value: Any, c: Columns) -> str:
+    """The text of a demonstration: given as such, or that of its last message, which is the assistant's."""
+    name = c.completion_column
+    if isinstance(value, str):
+        return without_halves(place, name, value)
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{place}: {name!r} is {kind_words(value)}, wanted text or a list of messages")
+    last = _last(place, name, value)
+    if last["role"] != "assistant":
+        raise DataError(
+            f"{place}: the last message of {name!r} has role {last['role']!r}, and it must be the assistant's"
+        )
+    return said_of(f"{place}: {name!r}", last)
+
+
+def without_halves(place: Place, column: str, value: str) -> str:
+    """The text, if UTF-8 can encode it and it is text. JSON may contain half of a surrogate pair, which no tokenizer
+    accepts; and `MARK` would begin tool calls."""
+    if MARK in value:
+        raise DataError(f"{place}: {column!r} has the character U+FDD1, which Unicode keeps for programs: take it out")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: {column!r} has half of a surrogate pair at character {error.start}, which is no text"
+        ) from None
+    return value
+
+
+def kind_words(value: Any) -> str:
+    """What a value is, in the words of messages."""
+    names = {
+        type(None): "missing",
+        str: "text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
+    }
+    return (
+        f"empty {names[type(value)]}"
+        if value in ("", []) and not isinstance(value, bool)
+        else names.get(type(value), type(value).__name__)
+    )
+
+
+def texts_of(prompt: str | Sequence[Message]) -> Iterable[str]:
+    return [prompt] if isinstance(prompt, str) else [shown(m["content"]) for m in prompt]
+
+
+def source_rows(path: str, split: str) -> Iterator[tuple[Place, Mapping[str, Any]]]:
+    """Rows with their places, from a file, a saved data set or one on the hub."""
+    from posttrain.environment.rows import data_files
+
+    file = Path(path)
+    try:
+        folder, there = file.is_dir(), file.exists()
+    except OSError as error:
+        raise DataError(f"env.prompts={path[:200]}: {error.strerror}") from error
+    if folder:
+        return data_files.saved(path, split)
+    if there:
+        return data_files.parquet(file) if file.suffix == ".parquet" else data_files.json_rows(file)
+    if (
+        file.suffix in (".jsonl", ".json", ".parquet", ".ndjson", ".csv", ".tsv", ".xlsx", ".gz", ".zst", ".zip")
+        or path.startswith((".", "/", "~"))
+        or path.count("/") > 1
+    ):
+        raise DataError(f"no such file or folder: {path}")
+    return data_files.hub(path, split)

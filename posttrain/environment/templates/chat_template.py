@@ -1,0 +1,396 @@
+"""A chat template, rendered turn by turn: the text it writes between two turns of the policy, if it can be appended.
+
+The policy's turn stays as its own tokens. So the template gives only the text *after* the turn: the end of the turn,
+the new messages and the next generation prompt. This text can be appended if the template does not change anything
+before it. `Chat.proof` tests that with plain turns, reasoning and tool calls. If the test passes, the policy's text is
+never rendered by the template (`Chat.between`), so no text of the policy can break the rendering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, cast
+
+from posttrain.core.content import content_of, text_of
+from posttrain.core.types import Message
+from posttrain.environment.templates import message_parts as parts
+from posttrain.environment.templates import template_process
+from posttrain.environment.templates.rendering_differences import REWRITES, common, differs, opening, squeezed
+from posttrain.system.errors import DataError, PosttrainError
+from posttrain.verifier.calling.parse import FORMATS, Parsed, ToolCall, parse
+
+PROBE = "ok"
+"""The assistant's turn in probes of what a template writes after a turn."""
+MARKS = (
+    "ok # one\n\n* two | three <x>four</x> {5} [6] https://a.b/c \\d \"e\" 'f' $g$ `h` --- i: j; (k) ~ @l 100% & m+n=o"
+    " ^ p_q ?"
+)
+"""A turn with many characters at which a template might split it."""
+THOUGHT, THOUGHT_ON = "<think>\nwhy\n</think>\n\nok", "why\n</think>\n\nok"
+"""A turn with reasoning, as most model families write it; and the same if the prompt ends with the opening tag."""
+REASONED = {
+    "</think>": THOUGHT,
+    "[/THINK]": "[THINK]why[/THINK]ok",
+    "<|END_THINKING|>": "<|START_THINKING|>why<|END_THINKING|><|START_RESPONSE|>ok<|END_RESPONSE|>",
+    "<|channel|>analysis": "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>ok",
+}
+"""Text that occurs in a template with support for reasoning -> a turn with reasoning in its form."""
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "Looks something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "where"}},
+            "required": ["city"],
+        },
+    },
+}
+"""A tool for probing templates."""
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions, as chat templates take them."""
+
+
+class Templated(Protocol):
+    """The part of a transformers tokenizer that renders messages."""
+
+    chat_template: Any
+
+    def apply_chat_template(
+        self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool, **more: Any
+    ) -> str: ...
+
+
+@dataclass(frozen=True)
+class After:
+    """What follows an assistant's turn: the `text` after it, and the `turn` as a message of the history."""
+
+    text: str
+    turn: Message
+
+
+SHIELD = "\ufdd0"
+"""Is put into a special token's name that occurs in a text, so that it is not encoded as that token. It is a
+noncharacter of Unicode, so no text contains it."""
+
+
+class Chat:
+    """One chat template.
+
+    Messages of users, tools and systems are text even if they contain the names of special tokens. Such a name is split
+    by `SHIELD`, and `Renderer.encode` splits the text there.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        stops: texts of the tokens that end a turn.
+    """
+
+    def __init__(self, tokenizer: Templated, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self.stops = tuple(stops)
+        self._specials = sorted(
+            (t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1), key=len, reverse=True
+        )
+        self._format: str | bool | None = False
+        self._arguments: Any = {"city": "a b"}
+        """Arguments of a probing call: an object, or JSON for templates that require it."""
+        source = str(tokenizer.chat_template or "")
+        self._reasoned = [said for mark, said in REASONED.items() if mark in source]
+        """Turns with reasoning in this template's forms. A template without them treats reasoning as plain text."""
+
+    def render(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
+        """Messages rendered by the template.
+
+        Raises:
+            DataError: there is no template, or it refuses the messages.
+            LimitError: it took too much time or memory.
+        """
+        written = self.readable(messages)
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                "the prompt is a list of messages, but this tokenizer has no chat template: give text prompts, or a"
+                " model whose tokenizer has one"
+            )
+        try:
+            return template_process.apply(
+                self._tokenizer, [self._shielded(m) for m in written], generate=generate, tools=tools
+            )
+        except PosttrainError:
+            raise
+        except Exception as error:
+            told = (
+                str(error) if isinstance(error, template_process.RefusedError) else f"{type(error).__name__}: {error}"
+            )
+            raise DataError(
+                f"the chat template refused messages with roles {[m['role'] for m in messages]}: {told}"
+            ) from error
+
+    def readable(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with content in the form that this template reads: parts if it can, else their joined text.
+
+        Raises:
+            DataError: a part is not text or is malformed. The error names the number of the message.
+        """
+        out: list[Message] = []
+        for number, message in enumerate(messages, 1):
+            found = message.get("content")
+            if found is not None and not isinstance(found, str):
+                try:
+                    several = content_of(found)
+                    joined = text_of(several)
+                    found = several if self.reads_parts else joined
+                except DataError as error:
+                    raise DataError(f"message {number}: {error}") from error
+                message = cast("Message", {**message, "content": found})
+            out.append(message)
+        return out
+
+    @cached_property
+    def reads_parts(self) -> bool:
+        """Whether the template writes each text of a list of parts (`environment.templates.message_parts`)."""
+        return parts.read_by(self._tokenizer)
+
+    def _shielded(self, message: Message) -> Message:
+        found = message.get("content")
+        if message["role"] == "assistant" or found is None or not self._specials:
+            return message
+        if isinstance(found, str) and not any(s in found for s in self._specials):
+            return message
+        return cast("Message", {**message, "content": parts.shielded(found, self._specials, SHIELD)})
+
+    def between(self, history: Sequence[Message], new: Sequence[Message], tools: Tools = ()) -> After:
+        """The text that the template writes after any assistant's turn if `new` messages follow, and a message that
+        stands for the turn.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        before = self.render(history, generate=True, tools=tools)
+        problems: list[DataError] = []
+        for calls in _call_counts(new):
+            try:
+                return After(
+                    self._suffix(history, before, new, calls, tools), self._turn("" if calls else PROBE, calls, new)
+                )
+            except DataError as error:
+                problems.append(error)
+        raise problems[0]
+
+    def after(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> After:
+        """The text that the template writes after the turn `said` if `new` messages follow, and the turn as a message.
+
+        Raises:
+            DataError: it refuses the messages, or changes text before or in the turn.
+        """
+        before = self.render(history, generate=True, tools=tools)
+        problems: list[DataError] = []
+        for calls in _call_counts(new):
+            for turn in (
+                [self._turn(said, calls, new)]
+                if calls
+                else [Message(role="assistant", content=said), self._structured(said)]
+            ):
+                try:
+                    text = self._suffix(history, before, new, calls, tools)
+                    whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
+                    self._keeps(before, whole, said, calls, new)
+                    return After(text, turn)
+                except DataError as error:
+                    problems.append(error)
+        raise problems[0]
+
+    def rewritten(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> After:
+        """The whole conversation as the template writes it now. It is a new prompt, whatever was rendered before."""
+        problems: list[DataError] = []
+        turns = [self._turn(said, calls, new) for calls in _call_counts(new)]
+        for turn in [*turns, self._structured(said)]:
+            try:
+                return After(self.render([*history, turn, *new], generate=True, tools=tools), turn)
+            except DataError as error:
+                problems.append(error)
+        raise problems[0]
+
+    def end(self) -> str:
+        """The text that the template writes after an assistant's last turn."""
+        history = [Message(role="user", content="hi")]
+        before = self.render(history, generate=True)
+        for content in (PROBE, THOUGHT, THOUGHT_ON):
+            whole = self.render([*history, Message(role="assistant", content=content)], generate=False)
+            if (at := whole.find(PROBE, len(common(before, whole)))) >= 0:
+                return whole[at + len(PROBE) :]
+        raise DataError(f"{REWRITES} (an assistant's turn of {PROBE!r} is written as {whole[-60:]!r})")
+
+    def _suffix(self, history: Sequence[Message], before: str, new: Sequence[Message], calls: int, tools: Tools) -> str:
+        """The text after a turn. It is found with a known turn: a probe, or as many calls as `new` answers."""
+        if calls:
+            return self._behind(
+                history, before, [self._turn(said, calls, new) for said in ("", *self._reasoned)], new, tools
+            )
+        for content in (PROBE, THOUGHT, THOUGHT_ON):
+            whole = self.render(
+                [*history, Message(role="assistant", content=content), *new], generate=bool(new), tools=tools
+            )
+            if whole.startswith(before) and (rest := whole[len(before) :].lstrip()).startswith(content):
+                return rest[len(content) :]
+        return self._behind(history, before, [Message(role="assistant", content=PROBE)], new, tools)
+
+    def _behind(
+        self, history: Sequence[Message], before: str, turns: Sequence[Message], new: Sequence[Message], tools: Tools
+    ) -> str:
+        """The text from the end of a turn, if the template may write the turn in its own form. The turn ends at its
+        last stop token. The first of `turns` is used that is rendered alike with and without `new`, because some
+        templates add an empty thought to a last turn without reasoning."""
+        problem = ""
+        for turn in turns:
+            alone = self.render([*history, turn], generate=False, tools=tools)
+            whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
+            at = max((alone.rfind(s, len(common(before, alone))) for s in self.stops), default=-1)
+            if at >= 0 and whole.startswith(before) and whole.startswith(alone[:at]):
+                return whole[at:]
+            if at < 0:
+                problem = (
+                    problem
+                    or "the chat template ends an assistant's turn with none of the stop tokens"
+                    f" {', '.join(self.stops)}"
+                )
+            else:
+                problem = problem or (
+                    differs(alone[:at], whole) if whole.startswith(before) else differs(before, whole)
+                )
+        raise DataError(problem)
+
+    def _keeps(self, before: str, whole: str, said: str, calls: int, new: Sequence[Message]) -> None:
+        """DataError if the text that the policy saw, or its turn, is changed. White space around and in the turn may
+        differ. In a turn with calls only the reasoning is compared, because the template writes the calls itself."""
+        if not whole.startswith(before):
+            raise DataError(differs(before, whole))
+        rest = squeezed(whole[len(before) :])
+        kept = (
+            rest.startswith(squeezed(said))
+            if not calls
+            else not self._reasoned or squeezed(self._parsed(said).reasoning) in rest
+        )
+        if not kept:
+            follow = new[0]["role"] if new else "nothing"
+            raise DataError(
+                f"{REWRITES} (a turn that said {said[:60]!r} is written as {whole[len(before) :][:60]!r} once a"
+                f" {follow} message follows)"
+            )
+
+    def _turn(self, said: str, calls: int, new: Sequence[Message]) -> Message:
+        """An assistant's turn as a message: its text, or its parsed parts if `new` answers calls. The calls in it are
+        placeholders for those that the policy wrote."""
+        if not calls:
+            return Message(role="assistant", content=said)
+        ids = [m.get("tool_call_id", f"call{i:05}") for i, m in enumerate(m for m in new if m["role"] == "tool")]
+        listed = [
+            {"id": i, "type": "function", "function": {"name": "probe_tool", "arguments": self._arguments}}
+            for i in ids[:calls]
+        ]
+        turn = self._structured(said)
+        turn["tool_calls"] = listed
+        return turn
+
+    def _parsed(self, said: str) -> Parsed:
+        return parse(said, self.format or "hermes")
+
+    def _structured(self, said: str) -> Message:
+        """A turn with its reasoning in the fields from which templates read it."""
+        parts = self._parsed(said)
+        turn = Message(role="assistant", content=parts.content)
+        if parts.reasoning:
+            turn["reasoning_content"] = turn["thinking"] = parts.reasoning
+        return turn
+
+    # --- what a template does, found by trying ------------------------------------------------------------------------
+
+    def proof(self, follow: str, *, turns: int = 3, tools: Tools = ()) -> str:
+        """The reason why `follow` messages (user or tool) cannot be appended after a turn; '' if they can. It is tested
+        over several turns, with plain turns and with reasoning."""
+        tools = tools or ([WEATHER] if follow == "tool" else [])
+        start = [Message(role="user", content="hi")]
+        try:
+            opened = opening(self.render(start, generate=True, tools=tools))
+            plain = self._canonical(start, tools)
+            for said in [THOUGHT_ON] if opened else [plain, plain.replace(PROBE, MARKS), *self._reasoned]:
+                history = start
+                for number in range(turns):
+                    new = [_answer(follow, number)]
+                    found = self.after(history, said, new, tools)
+                    if (
+                        found != self.after(history, said, new, tools)
+                        or found.text != self.between(history, new, tools).text
+                    ):
+                        return (
+                            "the chat template writes the same messages in two ways (the time of day?), so nothing can"
+                            " be proved about it"
+                        )
+                    history = [*history, found.turn, *new]
+        except DataError as error:
+            return str(error)
+        return ""
+
+    def _canonical(self, history: Sequence[Message], tools: Tools) -> str:
+        """A plain turn as the template writes it. Some put marks around it, which the policy generates itself."""
+        before = self.render(history, generate=True, tools=tools)
+        alone = self.render([*history, Message(role="assistant", content=PROBE)], generate=False, tools=tools)
+        at = max((alone.rfind(s, len(common(before, alone))) for s in self.stops), default=-1)
+        return (
+            alone[len(before) : at].strip()
+            if alone.startswith(before) and PROBE in alone[len(before) : max(at, 0)]
+            else PROBE
+        )
+
+    @property
+    def format(self) -> str | None:
+        """The format of `calling.FORMATS` in which this template writes tool calls; None if it has none of them."""
+        if self._format is False:
+            self._format = self._find_format()
+        return self._format or None  # type: ignore[return-value]
+
+    @property
+    def arguments_as_text(self) -> bool:
+        """Whether the template wants the arguments of past calls as JSON text instead of objects."""
+        return self.format is not None and isinstance(self._arguments, str)
+
+    def _find_format(self) -> str | None:
+        history = [Message(role="user", content="hi")]
+        wanted = (ToolCall("probe_tool", {"city": "a b"}),)
+        for arguments in ({"city": "a b"}, '{"city": "a b"}'):
+            self._arguments = arguments
+            call = {"id": "call00000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
+            turn = Message(role="assistant", content="", tool_calls=[call])
+            try:
+                before = self.render(history, generate=True, tools=[WEATHER])
+                whole = self.render([*history, turn], generate=False, tools=[WEATHER])
+            except DataError:
+                continue
+            body = whole[len(common(before, whole)) :]
+            for name in FORMATS:
+                if any(parse(text, name).calls == wanted for text in self._without_end(body)):
+                    return name
+        return None
+
+    def _without_end(self, body: str) -> Iterator[str]:
+        """The text of a turn up to each of its stop tokens, and then all of it."""
+        for stop in self.stops:
+            at = body.rfind(stop)
+            while at >= 0:
+                yield body[:at]
+                at = body.rfind(stop, 0, at)
+        yield body
+
+
+def _call_counts(new: Sequence[Message]) -> Iterator[int]:
+    """Numbers of calls to try in the turn before these messages: as many as are answered, then one, then none."""
+    answered = sum(m["role"] == "tool" for m in new)
+    yield from dict.fromkeys((answered, min(answered, 1), 0))
+
+
+def _answer(role: str, number: int) -> Message:
+    if role == "tool":
+        return Message(role="tool", content=f"r{number}", name="probe_tool", tool_call_id=f"call{number:05}")
+    return Message(role=role, content=f"r{number}")

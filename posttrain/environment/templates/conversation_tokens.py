@@ -1,0 +1,199 @@
+"""A conversation as tokens: what the chat template writes for it, and how much each token counts.
+
+The template writes the whole conversation. It is cut where the policy would speak: the text before a learned turn must
+be the prompt that a rollout of that turn gets, with the generation prompt at its end, and the turn ends with the first
+stop token behind it. So what is trained is what the template writes, prefix by prefix. Each part is encoded by itself,
+as in a rollout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from posttrain.core.content import text_of
+from posttrain.core.conversation import LearnedConversation
+from posttrain.core.types import Message
+from posttrain.environment.templates.rendering_differences import common, continued, differs, opening, squeezed
+from posttrain.environment.templates.tool_call_messages import called, plain_call
+from posttrain.system.errors import DataError
+from posttrain.verifier.calling.parse import ToolCall, parse
+
+if TYPE_CHECKING:
+    from posttrain.environment.templates.chat_template import Chat, Tools
+    from posttrain.environment.templates.renderer import Renderer
+
+Weighed = tuple[np.ndarray, np.ndarray]
+"""(ids int32 [T], the weight of each as a target, float64 [T]). Weight 0 is seen and not learned."""
+OTHER: Mapping[str, Any] = {"other": "argument"}
+"""Arguments in the place of a call's own, by which their place in the text is found."""
+
+
+@dataclass(frozen=True)
+class WrittenTurn:
+    """A learned turn, as the template writes it."""
+
+    before: str
+    """All that stands before it."""
+    said: str
+    stop: str
+    """The stop token behind it; '' where the template writes none."""
+
+    @property
+    def end(self) -> int:
+        return len(self.before) + len(self.said) + len(self.stop)
+
+
+def weighed(render: Renderer, c: LearnedConversation, tools: Tools, arguments: bool) -> list[Weighed]:
+    """The tokens of a conversation: one sequence; or, with `model.history=rewrite`, one more for each turn that the
+    template writes otherwise once others follow.
+
+    Args:
+        arguments: whether the arguments of tool calls are learned.
+
+    Raises:
+        DataError: there is nothing to learn; the template loses text, rewrites earlier turns, or marks no end.
+    """
+    if isinstance(c.messages, str):
+        return [_text(render, c.messages, c.weights[0])]
+    chat, messages = render.template, [_readable(render.template, m) for m in c.messages]
+    if not c.learned:
+        raise DataError("no message of the assistant counts: give one a weight above 0, or leave the row out")
+    whole = chat.render(messages[: c.learned[-1] + 1], generate=False, tools=tools)
+    together: list[tuple[int, WrittenTurn]] = []
+    apart: list[tuple[int, WrittenTurn]] = []
+    for i in c.learned:
+        before = chat.render(messages[:i], generate=True, tools=tools)
+        found = _written(chat, whole, before, messages[i], i == c.learned[-1])
+        if isinstance(found, WrittenTurn):
+            (together if whole.startswith(found.before) else apart).append((i, found))
+            continue
+        alone = found
+        if render.history == "rewrite" and i != c.learned[-1]:
+            own = chat.render(messages[: i + 1], generate=False, tools=tools)
+            alone = _written(chat, own, before, messages[i], True)
+        if isinstance(alone, str):
+            raise DataError(f"message {i + 1}: {alone}")
+        apart.append((i, alone))
+    weights = lambda i, turn, ids: _weights(render, messages[: i + 1], turn, ids, c.weights[i], tools, arguments)  # noqa: E731
+    out = [_sequence(render, whole, together, weights)] if together else []
+    return [*out, *(_sequence(render, t.before, [(i, t)], weights) for i, t in apart)]
+
+
+def _text(render: Renderer, text: str, weight: float) -> Weighed:
+    """A text to imitate whole. What the tokenizer puts before it is seen; without that, its first token is."""
+    ids = render.text_ids(text).tolist()
+    ids += render.stop_ids[:1] if ids[-1] not in render.stop_ids else ()
+    weight_T = np.full(len(ids), weight)
+    weight_T[: max(1, len(render.leading))] = 0.0
+    if not weight_T.any():
+        raise DataError(f"the text {text!r:.40} has no token to learn after its first one: leave the row out")
+    return np.array(ids, np.int32), weight_T
+
+
+def _readable(chat: Chat, message: Message) -> Message:
+    """The message with its calls in the form that the template reads."""
+    if "tool_calls" not in message:
+        return message
+    return called(chat, text_of(message["content"]), [plain_call(c) for c in message["tool_calls"]])
+
+
+def _written(chat: Chat, whole: str, before: str, message: Message, last: bool) -> WrittenTurn | str:
+    """The turn behind `before`; or why it cannot be learned there."""
+    if not whole.startswith(before) and last and (opened := opening(before)):  # the turn goes on behind a thought
+        return WrittenTurn(before, continued(chat, text_of(message["content"]), opened), "")
+    if not whole.startswith(before) and last:
+        return (
+            f"the chat template's generation prompt ends with {before[-30:]!r}, and it begins no turn so (it wrote"
+            f" ...{whole[-60:]!r}): turns=last learns the completion as it is given, behind that prompt"
+        )
+    if not whole.startswith(before):
+        return f"{differs(before, whole)}. Or learn the last turn alone: turns=last"
+    body = whole[len(before) :]
+    at, stop = min(((body.find(s), s) for s in chat.stops if s and s in body), default=(len(body), ""))
+    if not stop and not last:
+        return "the chat template ends no turn with a stop token, so it is not known where a turn ends: set turns=last"
+    turn, content = WrittenTurn(before, body[:at], stop), text_of(message["content"])
+    if squeezed(content) not in squeezed(turn.said):
+        return (
+            f"the chat template writes the turn {content!r:.60} as {turn.said!r:.60}, so text of it is lost. Set"
+            " model.history=rewrite where it is lost only once messages follow; turns=last learns the completion as"
+            " it is given"
+        )
+    calls = [ToolCall(c["function"]["name"], _object(c)) for c in message.get("tool_calls", ())]
+    if calls and (chat.format is None or parse(turn.said, chat.format).calls != tuple(calls)):
+        return (
+            f"the chat template writes a turn with tool calls as {turn.said!r:.120}, in which its calls are not found"
+            " again: write the calls into the content as the model says them"
+        )
+    return turn
+
+
+def _object(call: Mapping[str, Any]) -> Any:
+    given = call["function"]["arguments"]
+    return json.loads(given) if isinstance(given, str) else given
+
+
+def _sequence(render: Renderer, whole: str, turns: Sequence[tuple[int, WrittenTurn]], weights: Any) -> Weighed:
+    """Parts of a text, each encoded by itself: what is seen before a turn, and the turn with its stop token."""
+    ids: list[np.ndarray] = []
+    weight: list[np.ndarray] = []
+    at = 0
+    for i, turn in turns:
+        seen = render.encode(whole[at : len(turn.before)])
+        said = render.completion_ids(turn.said, chat=True)
+        end = render.encode(turn.stop)
+        said = np.array([*said[: len(said) - len(end)], *end], np.int32)
+        ids += [seen, said]
+        weight += [np.zeros(len(seen)), weights(i, turn, said)]
+        at = turn.end
+    return np.concatenate(ids).astype(np.int32), np.concatenate(weight)
+
+
+def _weights(
+    render: Renderer,
+    messages: Sequence[Message],
+    turn: WrittenTurn,
+    ids: np.ndarray,
+    weight: float,
+    tools: Tools,
+    arguments: bool,
+) -> np.ndarray:
+    """float64 [T]: the weight of each token of a turn, which is the last of `messages`."""
+    weight_T = np.full(len(ids), weight)
+    if arguments or "tool_calls" not in messages[-1]:
+        return weight_T
+    spans = list(_argument_spans(render.template, messages, turn, tools))
+    for t, (start, end) in enumerate(render.offsets(turn.said)[: len(ids)]):
+        if any(start < b and end > a for a, b in spans):
+            weight_T[t] = 0.0
+    return weight_T
+
+
+def _argument_spans(chat: Chat, messages: Sequence[Message], turn: WrittenTurn, tools: Tools) -> list[tuple[int, int]]:
+    """Where the arguments of each call stand in a turn: there it changes when they do."""
+    *before, last = messages
+    plain = [plain_call(c) for c in last.get("tool_calls", ())]
+    text = text_of(last["content"])
+    own = _turn_text(chat, [*before, last], turn, tools)
+    spans: list[tuple[int, int]] = []
+    for i, call in enumerate(plain):
+        changed = called(chat, text, [*plain[:i], {**call, "arguments": OTHER}, *plain[i + 1 :]])
+        other = _turn_text(chat, [*before, changed], turn, tools)
+        start = len(common(own, other))
+        rest = min(len(common(own[::-1], other[::-1])), len(own) - start, len(other) - start)
+        spans.append((start, len(own) - rest))
+    shift = len(own) - len(turn.said)
+    if not own.endswith(turn.said):
+        raise DataError("the chat template writes this turn otherwise where it is the last: set tool_arguments=true")
+    return [(a - shift, b - shift) for a, b in spans]
+
+
+def _turn_text(chat: Chat, messages: Sequence[Message], turn: WrittenTurn, tools: Tools) -> str:
+    """The last turn of `messages` as the template writes it, without the stop token."""
+    body = chat.render(messages, generate=False, tools=tools)[len(turn.before) :]
+    return body[: min((body.find(s) for s in chat.stops if s and s in body), default=len(body))]

@@ -1,0 +1,82 @@
+"""Compares two renderings of one conversation, and describes where they begin to differ; and finds a thought that a
+chat template opens for the policy: the prompt ends in `<think>`, and the policy closes it."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from posttrain.core.types import Message
+from posttrain.system.errors import DataError
+from posttrain.verifier.thoughts import THOUGHTS
+
+if TYPE_CHECKING:
+    from posttrain.environment.templates.chat_template import Chat
+
+REWRITES = (
+    "this chat template rewrites history: with a further message it no longer writes the earlier turns as the policy"
+    " saw them, so several turns cannot be one token sequence. Set model.history=rewrite (each turn is then a sequence"
+    " of its own), or use a template that only appends"
+)
+
+TAIL = 48
+"""The most tokens at the end of a prompt that hold such a tag."""
+SAID = "zq7"
+"""A turn for trying a template, which occurs in no template."""
+_TAGS = "|".join(re.escape(begin) for begin, _ in THOUGHTS)
+_OPENED = re.compile(rf"(?:{_TAGS})\s*\Z")
+
+
+def differs(before: str, whole: str) -> str:
+    """The message `REWRITES` with the place at which the two renderings begin to differ."""
+    at = len(common(before, whole))
+    return (
+        f"{REWRITES} (it wrote ...{before[max(0, at - 20) : at + 40]!r}, and then"
+        f" ...{whole[max(0, at - 20) : at + 40]!r})"
+    )
+
+
+def common(a: str, b: str) -> str:
+    """The longest common beginning."""
+    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:n]
+
+
+def squeezed(text: str) -> str:
+    """The text without white space."""
+    return "".join(text.split())
+
+
+def opening(prompt: str) -> str:
+    """The tag at the end of a prompt that opens a thought, with the white space behind it; '' if there is none.
+
+    >>> opening("<|assistant|><think>\\n"), opening("<|assistant|><think></think>")
+    ('<think>\\n', '')
+    """
+    found = _OPENED.search(prompt[-TAIL:])
+    return found[0] if found else ""
+
+
+def continued(chat: Chat, completion: str, opened: str) -> str:
+    """A completion as it goes on behind a thought that the prompt has opened: without a second opening tag. One
+    without a thought gets the closing tag first, as the template writes a turn without a thought."""
+    begin = opened.strip()
+    if completion.lstrip().startswith(begin):
+        rest = completion.lstrip()[len(begin) :]
+        return rest.lstrip("\n") if opened.endswith("\n") else rest
+    return completion if dict(THOUGHTS)[begin] in completion else closing(chat, opened)[0] + completion
+
+
+@lru_cache(8)
+def closing(chat: Chat, opened: str) -> tuple[str, bool]:
+    """(the text between an opened thought and a turn without one, whether the template itself writes it so)."""
+    end = dict(THOUGHTS)[opened.strip()]
+    history = [Message(role="user", content="hi")]
+    try:
+        before = chat.render(history, generate=True)
+        whole = chat.render([*history, Message(role="assistant", content=SAID)], generate=False)
+    except DataError:
+        return f"\n{end}\n\n", False
+    gap = whole[len(before) :].partition(SAID)[0] if common(before, whole) == before else ""
+    return (gap, True) if end in gap else (f"\n{end}\n\n", False)

@@ -1,0 +1,167 @@
+"""Whether a chat template writes what it is given: every message, the beginning of the policy's turn, and a thought
+that it opens for the policy. It is tried on the conversations of the data."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+from posttrain.core.abilities import LintFinding
+from posttrain.core.content import ContentPart, content_of, text_of
+from posttrain.core.ports import Environment
+from posttrain.core.types import Message, Task
+from posttrain.environment.templates.chat_template import SHIELD, WEATHER, Chat, Tools
+from posttrain.environment.templates.renderer import Renderer
+from posttrain.environment.templates.rendering_differences import SAID, closing, common, squeezed
+from posttrain.system.errors import DataError
+from posttrain.verifier.thoughts import THOUGHTS
+
+MOST = 16
+"""The most conversations that are rendered: one for each order of roles, the longest."""
+ASKED = Message(role="user", content="hi")
+_THOUGHT = re.compile("|".join(rf"{re.escape(b)}\s*(?:{re.escape(e)}\s*)?\Z" for b, e in THOUGHTS))
+"""A thought that is opened, or left empty, at the end of a generation prompt."""
+
+
+def template_findings(
+    render: Renderer, env: Environment, tasks: Sequence[Task], follows: Sequence[str] = (), learns: bool = True
+) -> list[LintFinding]:
+    """What the chat template does with these tasks and the rows of the data. Nothing if no prompt is messages.
+
+    Args:
+        follows: roles of messages that the environment may show after a turn, besides results of tools.
+        learns: whether completions of the data are learned from.
+
+    Raises:
+        DataError: the template refuses a prompt.
+    """
+    rows = env.abilities.rows or ()
+    kinds: dict[Any, Any] = {}
+    for task in sorted([*tasks, *(r.task for r in rows)], key=lambda t: len(str(t.prompt))):
+        if not isinstance(task.prompt, str):
+            kinds[tuple((m["role"], len(m.get("tool_calls") or ())) for m in task.prompt)] = task
+    chats, chat = list(kinds.values())[:MOST], render.template
+    if not chats:
+        return []
+    tools = env.abilities.tools is not None or any(t.tools for t in chats)
+    lost = [f"{m} of task {t.id!r}" for t in chats for m in left_out(chat, t.prompt, t.tools)]
+    lost += [m for role in (*follows, *(["tool"] if tools else [])) for m in _lost_after_a_turn(chat, role)]
+    begins = _begins_otherwise(chat)
+    said = [(r.task, r.completion) for r in rows if learns and r.completion is not None]
+    whole = [r for r in rows if learns and r.judged is not None and r.judged.kind != "steps"]
+    return [
+        LintFinding(
+            "template: messages",
+            f"the chat template leaves out {lost[0]}" if lost else "the chat template writes every message",
+            warns=bool(lost),
+            advice="the policy never sees it: correct the template, or write it into another message",
+        ),
+        LintFinding(
+            "template: generation prompt",
+            begins or "the prompt ends where the policy's turn begins",
+            warns=bool(begins),
+            advice="let the template begin an assistant's turn where add_generation_prompt is set",
+        ),
+        *_opened(render, chats, [*said, *((r.task, text) for r in whole for text in r.judged.completions)]),
+    ]
+
+
+def left_out(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> list[str]:
+    """The messages whose content, or calls of tools, the template does not write, described. White space, thoughts of
+    the assistant and text beside its calls do not count. Each is tried with a mark at its end, so that a short one is
+    not found by chance.
+
+    Raises:
+        DataError: the template refuses the messages.
+    """
+    tried = [_marked(m, f" zq{i}x") for i, m in enumerate(messages)]
+    try:
+        written = chat.render(tried, generate=True, tools=tools)
+    except DataError:
+        tried = list(messages)
+        written = chat.render(tried, generate=True, tools=tools)
+    text = squeezed(written.replace(SHIELD, ""))
+    return [
+        f"the {m['role']} message {_words(m)[-1][:60]!r} ({i} of {len(messages)})"
+        for i, (m, marked) in enumerate(zip(messages, tried, strict=True), 1)
+        if not all(any(squeezed(form) in text for form in _forms(words)) for words in _words(marked))
+    ]
+
+
+def _marked(message: Message, mark: str) -> Message:
+    if calls := message.get("tool_calls"):
+        named = [{**c, "function": {**c["function"], "name": c["function"]["name"] + mark.strip()}} for c in calls]
+        return cast("Message", {**message, "tool_calls": named})
+    found = content_of(message.get("content") or "")
+    more = found + mark if isinstance(found, str) else (*found, ContentPart("text", mark))
+    return cast("Message", {**message, "content": more})
+
+
+def _words(message: Message) -> list[str]:
+    """What of a message must be written."""
+    if calls := message.get("tool_calls"):
+        return [c["function"]["name"] for c in calls]
+    text = text_of(content_of(message.get("content") or ""))
+    for _, end in THOUGHTS if message["role"] == "assistant" else ():
+        text = text.rpartition(end)[2]
+    return [text.strip()]
+
+
+def _forms(words: str) -> tuple[str, ...]:
+    """A text as it is, and as JSON."""
+    return words, json.dumps(words)[1:-1], json.dumps(words, ensure_ascii=False)[1:-1]
+
+
+def _lost_after_a_turn(chat: Chat, role: str) -> list[str]:
+    """The messages that the template leaves out where one of this role follows a turn. What it refuses is told
+    elsewhere."""
+    named = {"name": "probe_tool", "tool_call_id": "call00000"} if role == "tool" else {}
+    for arguments in ({"city": "a b"}, '{"city": "a b"}'):
+        call = {"id": "call00000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
+        turn = {"content": "", "tool_calls": [call]} if named else {"content": SAID}
+        talk: Any = [ASKED, {"role": "assistant", **turn}, {"role": role, "content": "r0", **named}]
+        try:
+            return left_out(chat, talk, [WEATHER] if named else [])
+        except DataError:
+            continue
+    return []
+
+
+def _begins_otherwise(chat: Chat) -> str:
+    """How the generation prompt differs from the beginning of an assistant's turn; '' where it does not."""
+    try:
+        before, bare = (chat.render([ASKED], generate=generate) for generate in (True, False))
+        whole = chat.render([ASKED, Message(role="assistant", content=SAID)], generate=False)
+    except DataError:
+        return ""
+    whole = whole[: max(0, whole.find(SAID, len(common(bare, whole))))]
+    asked = _THOUGHT.sub("", before).rstrip()
+    rest = _THOUGHT.sub("", whole[len(asked) :]).strip()
+    if not whole or (whole.startswith(asked) and (before != bare or not rest)):
+        return ""
+    return (
+        f"a prompt ends in {before[-30:]!r}, and the chat template begins an assistant's turn with {whole[-30:]!r},"
+        " which the policy would have to say itself"
+    )
+
+
+def _opened(render: Renderer, chats: Sequence[Task], said: Iterable[tuple[Task, str]]) -> Iterator[LintFinding]:
+    """A thought that the template opens, and the completions that have none."""
+    opened = next((o for t in chats if (o := render.opening(render.prompt(t.prompt, t.id, t.tools)))), "")
+    if not opened:
+        return
+    begin, end = next((b, e) for b, e in THOUGHTS if b == opened.strip())
+    yield LintFinding("template: thought", f"prompts end in {begin}; rewards read the policy's turn with it in front")
+    texts = [text for task, text in said if not isinstance(task.prompt, str)]
+    if bare := sum(end not in text for text in texts):
+        close, own = closing(render.template, opened)
+        yield LintFinding(
+            "template: completions without a thought",
+            f"prompts end in {begin}, and {bare} of {len(texts)} completions have no {end}; they are learned behind an"
+            f" empty thought ({opened + close!r}), "
+            + ("as the template writes it" if own else "while the template writes such a turn without any"),
+            warns=True,
+            advice=f"to teach thoughts, write completions as THOUGHT{end}ANSWER",
+        )

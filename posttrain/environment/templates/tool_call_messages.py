@@ -1,0 +1,111 @@
+"""Tool calls as objects in a message that is learned from. How a model writes them depends on its chat template.
+
+Rows are read before any model is known. So such a message is kept as one text: its content, `MARK`, and the calls as
+JSON. The renderer writes it as the model's template does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from posttrain.core.types import Message
+from posttrain.system.errors import DataError
+from posttrain.verifier.calling.parse import ToolCall, parse
+
+if TYPE_CHECKING:
+    from posttrain.environment.templates.chat_template import Chat, Tools
+
+MARK = "\ufdd1"
+"""Stands between a message's content and its calls. It is a noncharacter of Unicode; rows whose text has it are
+refused."""
+
+
+def kept(content: str, calls: Sequence[Mapping[str, Any]]) -> str:
+    """A message with calls as one text. Arguments may be an object or, as OpenAI has them, an object in JSON text;
+    equal ones give equal texts.
+
+    Raises:
+        DataError: arguments are neither.
+    """
+    return f"{content}{MARK}{json.dumps([plain_call(c) for c in calls], ensure_ascii=False)}"
+
+
+def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as its name, its arguments as an object, and its id where it has one."""
+    inner = call["function"]
+    given = inner.get("arguments")
+    if isinstance(given, str) and given.strip():
+        with suppress(ValueError):  # it is refused below
+            given = json.loads(given)
+    if given is not None and given != "" and not isinstance(given, Mapping):
+        raise DataError(
+            f"the arguments of a call of {inner['name']!r} are {given!r:.60}, wanted an object, or an object in JSON"
+            " text"
+        )
+    own = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**own, "name": inner["name"], "arguments": dict(given or {})}
+
+
+def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools) -> tuple[str, str]:
+    """(what the template writes for the turn, the stop token that it writes behind it).
+
+    Args:
+        text: of `kept`.
+
+    Raises:
+        DataError: the prompt is text; or the template writes no calls, other ones than these, or begins the turn
+            otherwise than its generation prompt does.
+    """
+    content, _, listed = text.partition(MARK)
+    plain = json.loads(listed)
+    if isinstance(prompt, str):
+        raise DataError(
+            "the completion has tool calls, which a chat template writes, and the prompt is text: write the prompt as"
+            " messages"
+        )
+    if chat.format is None:
+        raise DataError(
+            "the completion has tool calls as objects, and this chat template writes calls in no form that is known:"
+            " write them into the content as the model says them"
+        )
+    before = chat.render(prompt, generate=True, tools=tools)
+    turn = called(chat, content, plain)
+    whole = chat.render([*prompt, turn], generate=False, tools=tools)
+    if not whole.startswith(before):
+        raise DataError(
+            f"this chat template's generation prompt ends with {before[-30:]!r}, and it begins no turn with tool calls"
+            f" so (it wrote ...{whole[-60:]!r}): write the calls into the content as the model says them"
+        )
+    said, stop = _ended(chat, prompt, turn, whole[len(before) :], tools)
+    wanted = tuple(ToolCall(c["name"], c["arguments"]) for c in plain)
+    parsed = parse(said, chat.format)
+    if parsed.calls != wanted or content.strip() not in said:
+        raise DataError(
+            f"the chat template writes a turn with tool calls as {said!r:.120}, and its calls are not those of the"
+            " completion, or its text is lost: write the calls into the content as the model says them"
+        )
+    return said, stop
+
+
+def _ended(chat: Chat, prompt: Sequence[Message], turn: Message, body: str, tools: Tools) -> tuple[str, str]:
+    """The text of a turn, and its stop token. Some templates (GLM) write that only where a result follows."""
+    at, stop = max(((body.rfind(s), s) for s in chat.stops), default=(-1, ""))
+    if at >= 0:
+        return body[:at], stop
+    calls = turn.get("tool_calls", [])
+    results = [Message(role="tool", content="ok", tool_call_id=c["id"], name=c["function"]["name"]) for c in calls]
+    _, _, rest = chat.render([*prompt, turn, *results], generate=True, tools=tools).partition(body)
+    return body, next((s for s in chat.stops if rest.lstrip().startswith(s)), "")
+
+
+def called(chat: Chat, content: str, plain: Sequence[Mapping[str, Any]]) -> Message:
+    """The turn as chat templates read it."""
+    calls: list[dict[str, Any]] = []
+    for i, call in enumerate(plain):
+        given = json.dumps(call["arguments"], ensure_ascii=False) if chat.arguments_as_text else call["arguments"]
+        function = {"name": call["name"], "arguments": given}
+        calls.append({"id": call.get("id", f"call{i:05}"), "type": "function", "function": function})
+    return Message(role="assistant", content=content, tool_calls=calls)

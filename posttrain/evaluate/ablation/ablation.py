@@ -1,0 +1,342 @@
+"""Compare algorithms on a run's recorded batches: the gradient that each gives on the same samples.
+
+The episodes of a step are read, grouped, scored, credited, packed and differentiated exactly as in the run. There is no
+optimizer step; the gradients are compared instead. Algorithms that the record cannot evaluate are listed with the
+reason. The run folder is not changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState, standing, steered
+from posttrain.algorithm.credit.step_credit import credit_step, without_credit
+from posttrain.algorithm.loss.mismatch_correction import effective_share
+from posttrain.build.request.algorithm_file import reward_algorithm
+from posttrain.build.request.own_pieces import own_classes
+from posttrain.build.request.trust_prompt import STAGES, admitted, to_stderr
+from posttrain.build.request.user_objects import given_notes
+from posttrain.core.gauge import Gauges, merge
+from posttrain.core.scored import Credit, Scored, ScoredGroup
+from posttrain.evaluate.ablation.recorded_gradients import FrozenLearner, Gradient, cosine
+from posttrain.evaluate.ablation.recorded_step import RecordedStep, choose_stage, rebuild, recorded_step
+from posttrain.evaluate.ablation.replayable_algorithms import RecordedFacts
+from posttrain.ladder.algorithm import CHOICES, Algorithm
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.record import run_reader
+from posttrain.record.runtime_objects import Given
+from posttrain.role.pack import Minibatch, pack
+from posttrain.role.score import score
+from posttrain.system.errors import ConfigError, PosttrainError
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class AblationRow:
+    """One algorithm on one recorded step. Shares are in [0, 1]; a mean over nothing is NaN."""
+
+    name: str
+    cosine: float
+    """Cosine of its gradient with that of the run's own algorithm, over the policy's parameters."""
+    norm: float
+    """Gradient norm before clipping, over all parameters the optimizer trains."""
+    ratio: float
+    """`norm` divided by that of the run's own algorithm."""
+    silent: float
+    """Share of groups without any credit; groups that a filter rejects count too."""
+    clipped: float
+    """Share of tokens in the loss that are clipped by the trust region."""
+    effective: float
+    """Effective sample size / sample size, of the correction or else of the ratio; NaN where neither is formed."""
+    credit: float
+    """Mean |credit| per token."""
+    solved: float
+    """Mean credit per token of solved responses (`env.right`)."""
+    unsolved: float
+    """Mean credit per token of the other responses."""
+    tokens: int
+    """Tokens for whose log-prob the loss has a nonzero gradient."""
+    note: str = ""
+    """How this evaluation differs from a run of the algorithm itself."""
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """All algorithms on one recorded step."""
+
+    folder: Path
+    stage: str
+    step: int
+    own: str
+    """Name of the run's own algorithm, which is the first row."""
+    weights: str
+    """Name of the weights at which the step was evaluated."""
+    behind: int | None
+    """Steps by which they are older than those the step began with: 0 exact, negative newer; None: another stage."""
+    logp_gap: float
+    """Mean |log-prob of these weights - of the sampler| per token; only rounding where these weights sampled."""
+    groups: int
+    episodes: int
+    tokens: int
+    minibatches: int
+    """Optimizer steps that the run took in this step; here all its groups are one minibatch."""
+    recorded_norm: float | None
+    """Gradient norm that the run recorded; None where it took several optimizer steps or none."""
+    credit_gap: float
+    """Largest |credit - recorded credit| of the run's own algorithm."""
+    halves: float
+    """Cosine of the own algorithm's gradients on two halves of the groups: the effect of sampling noise alone."""
+    rows: tuple[AblationRow, ...]
+    refused: tuple[tuple[str, str], ...]
+    """(algorithm, why this record cannot evaluate it)."""
+
+
+def ablate(
+    folder: str | Path,
+    against: Sequence[str] = (),
+    *,
+    stage: str | None = None,
+    steps: Sequence[int] = (),
+    checkpoint: str | None = None,
+    device: str | None = None,
+    say: Say | None = None,
+    trust: bool = False,
+) -> tuple[Ablation, ...]:
+    """Evaluate algorithms on recorded steps of a run; one `Ablation` per step. The run folder is only read.
+
+    Args:
+        folder: a run folder, finished or being written.
+        against: names of algorithms on the ladder, or `path.py:NAME` of your own; empty: the whole ladder.
+        stage: a reinforcement stage; may be left out where there is only one.
+        steps: recorded steps; empty: the last one whose starting weights are in the folder.
+        checkpoint: weights to evaluate at instead of the nearest older ones: a checkpoint's name, `last`, `best`, or a
+            kept name.
+        device: used instead of the run's `model.device`.
+        say: called with lines about the progress.
+        trust: allow what models and references of a folder made by somebody else ask for.
+
+    Raises:
+        ConfigError: an unknown algorithm, stage or step.
+        RunFolderError: no such run, episodes or weights.
+    """
+    say = say or (lambda line: None)
+    chosen = [reward_algorithm(name) for name in dict.fromkeys(against)] or list(LADDER.values())
+    folder = Path(folder)
+    found = run_reader.run_file(folder)
+    run = admitted(folder, parts=("model", STAGES), allow=trust)
+    for line in given_notes(folder, Given(pieces=own_classes(run))):
+        to_stderr(line)
+    run = run if device is None else replace(run, model=replace(run.model, device=device))
+    reinforce = choose_stage(folder, run, stage)
+    recorded = [recorded_step(folder, run, reinforce, i, checkpoint) for i in dict.fromkeys(steps or (None,))]
+    frozen = FrozenLearner(folder, run, found.facts, say)
+    return tuple(_Step(folder, frozen, r, say).all(chosen, named=bool(against)) for r in recorded)
+
+
+class _Step:
+    """Evaluates algorithms on one recorded step."""
+
+    def __init__(self, folder: Path, frozen: FrozenLearner, recorded: RecordedStep, say: Say) -> None:
+        self.folder, self.frozen, self.recorded, self.say = folder, frozen, recorded, say
+        self.stage = recorded.stage
+        memory = recorded.weights.memory
+        self.memory = AdaptiveState(**memory) if memory else AdaptiveState()
+        self.remembered = memory is not None and recorded.behind == 0
+        own = steered(self.stage.algorithm, self.memory)
+        self.warming = own.learns_values is not None and recorded.index <= own.learns_values.warmup
+        self.own = standing(own) if self.warming else own
+        self.facts = RecordedFacts.of(recorded, self.own, self.remembered)
+
+    def all(self, chosen: Sequence[Algorithm], *, named: bool) -> Ablation:
+        r, own = self.recorded, self.own
+        self.say(f"{r.stage.name} step {r.index}: {len(r.records)} episodes, weights {r.weights.name}")
+        self.frozen.load(r)
+        if reason := self.facts.lacks(own):
+            raise ConfigError(
+                f"{self.folder}: the run's own algorithm {own.name} cannot be evaluated on step {r.index}: {reason}"
+            )
+        mine, gradient, credit, seen = self._evaluate(own, None)
+        rows, refused = [replace(mine, cosine=1.0 if mine.norm else math.nan, ratio=1.0)], list[tuple[str, str]]()
+        others = [a for a in chosen if named or not _same(a, self.stage.algorithm)]
+        for i, a in enumerate(others):
+            self.say(f"{r.stage.name} step {r.index}: {a.name} ({i + 1} of {len(others)})")
+            reason = self.facts.lacks(a)
+            if not reason:
+                try:
+                    rows.append(self._evaluate(a, (gradient, mine.norm))[0])
+                except PosttrainError as error:
+                    reason = str(error)
+            if reason:
+                refused.append((a.name, reason))
+        return self._ablation(credit, seen, rows, refused)
+
+    def _ablation(
+        self, credit: Credit, seen: Gauges, rows: list[AblationRow], refused: list[tuple[str, str]]
+    ) -> Ablation:
+        r = self.recorded
+        line = r.line.gauges if r.line is not None else {}
+        once = "optim/grad_norm" in line and self.stage.optimizer_steps == 1
+        episodes = [e.episode for g in credit.groups for e in g.episodes]
+        gap = seen.get("mismatch/logp_gap")
+        return Ablation(
+            folder=self.folder,
+            stage=r.stage.name,
+            step=r.index,
+            own=self.own.name,
+            weights=r.weights.name,
+            behind=r.behind,
+            logp_gap=gap.mean if gap else math.nan,
+            groups=len(credit.groups),
+            episodes=len(episodes),
+            tokens=sum(e.spoken for e in episodes),
+            minibatches=self.stage.optimizer_steps,
+            recorded_norm=line["optim/grad_norm"].mean if once else None,
+            credit_gap=_credit_gap(credit, r),
+            halves=self._halves(credit),
+            rows=tuple(rows),
+            refused=tuple(refused),
+        )
+
+    # --- one algorithm ------------------------------------------------------------------------------------------------
+
+    def _evaluate(
+        self, a: Algorithm, own: tuple[Gradient, float] | None
+    ) -> tuple[AblationRow, Gradient, Credit, Gauges]:
+        credit, total = self._credit(a)
+        warming = self._warming(a)
+        gradient, parts = Gradient({}, {}, 0.0, 0), list[Gauges]()
+        for minibatch in self._pack(credit, a, minibatches=1):
+            gradient, gauges = self._differentiate(minibatch, a, warming)
+            parts.append(gauges)
+        seen = merge(*parts)
+        norm = gradient.norm
+        turned, longer = (
+            (1.0, 1.0) if own is None else (cosine(gradient, own[0]), norm / own[1] if own[1] else math.nan)
+        )
+        return (
+            _row(a, credit, total, gradient, seen, turned, longer, self._note(a, credit, total)),
+            gradient,
+            credit,
+            seen,
+        )
+
+    def _credit(self, a: Algorithm) -> tuple[Credit, int]:
+        """Credit of the step, and how many groups there were before the algorithm's filter."""
+        groups = rebuild(self.recorded.records, shown=a.shown is not None, top=a.stores_top)
+        kept = [g for g in groups if g.mixed] if a.filter == "mixed" else groups
+        scored = score(kept, a, self.frozen.learner, self.frozen.reference(self.recorded, a), optimizer_steps=1)
+        ema, emas = self._ema(a)
+        credit = credit_step(a, scored, max_tokens=self.stage.sampling.max_tokens, ema=ema, emas=emas)
+        return (without_credit(credit) if self._warming(a) else credit), len(groups)
+
+    def _warming(self, a: Algorithm) -> bool:
+        """Whether `a` is the run's own algorithm and only its values were trained in this step (warm-up)."""
+        return a is self.own and self.warming
+
+    def _ema(self, a: Algorithm) -> tuple[float, Mapping[str, float]]:
+        """The moving baselines before this step, of all tasks and of each source, from the checkpoint or recomputed
+        from all earlier recorded steps."""
+        if not a.baseline.moving or (a is self.own and self.remembered):
+            return self.memory.ema, self.memory.emas
+        ema, emas = 0.0, dict[str, float]()
+        for i in range(1, self.recorded.index):
+            groups = rebuild(run_reader.episodes(self.folder, self.stage.name, i), shown=a.shown is not None, top=0)
+            plain = [ScoredGroup(g, tuple(Scored(e) for e in g.judged)) for g in groups if g.judged]
+            credit = credit_step(a, plain, max_tokens=self.stage.sampling.max_tokens, ema=ema, emas=emas)
+            ema, emas = credit.ema, dict(credit.emas)
+        return ema, emas
+
+    def _pack(self, credit: Credit, a: Algorithm, minibatches: int) -> Sequence[Minibatch]:
+        r, whole = self.recorded, replace(self.stage, prompts=minibatches, minibatches=minibatches, epochs=1)
+        version = r.version if r.weights.version is None else r.weights.version
+        return list(pack(credit, a, whole, seed=r.run.seed, step=r.index, version=version))
+
+    def _differentiate(self, minibatch: Minibatch, a: Algorithm, warming: bool) -> tuple[Gradient, Gauges]:
+        if minibatch.batch is None:
+            return Gradient({}, {}, 0.0, 0), {}
+        return self.frozen.gradient(minibatch.batch, a, self.stage.micro_tokens, warming)
+
+    def _halves(self, credit: Credit) -> float:
+        """Cosine of the own algorithm's gradients on two halves of the groups; NaN where one of them is zero."""
+        parts = [
+            self._differentiate(m, self.own, self._warming(self.own))[0]
+            for m in self._pack(credit, self.own, minibatches=2)
+        ]
+        return cosine(parts[0], parts[1]) if len(parts) == 2 else math.nan
+
+    def _note(self, a: Algorithm, credit: Credit, total: int) -> str:
+        notes = list(self.facts.caveats(a))
+        if self._warming(a):
+            notes.append(
+                "its values were warming up: in this step the policy stood still, so nothing has a cosine with it"
+            )
+        if a.filter == "mixed" and len(credit.groups) < total:
+            notes.append(f"filter: {len(credit.groups)} of {total} groups; a run would have asked again")
+        return "; ".join(notes)
+
+
+def _same(a: Algorithm, b: Algorithm) -> bool:
+    return all(getattr(a, f) == getattr(b, f) for f in CHOICES)
+
+
+def _row(
+    a: Algorithm, credit: Credit, total: int, gradient: Gradient, seen: Gauges, turned: float, longer: float, note: str
+) -> AblationRow:
+    kept = [e for g in credit.groups for e in g.episodes if not e.dropped]
+    each = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.solved) for e in kept]
+    by = {yes: [x for x, right in each if right == yes] for yes in (True, False)}
+    loud = sum(any(np.any(x != 0) for e in g.episodes if not e.dropped for x in e.advantage) for g in credit.groups)
+    return AblationRow(
+        name=a.name,
+        cosine=turned,
+        norm=gradient.norm,
+        ratio=longer,
+        silent=1 - loud / total if total else math.nan,
+        clipped=sum(seen[n].sum for n in _CLIPS) / seen[_CLIPS[0]].count if seen else math.nan,
+        effective=_effective(a, seen),
+        credit=_mean([np.abs(x) for x, _ in each]),
+        solved=_mean(by[True]),
+        unsolved=_mean(by[False]),
+        tokens=gradient.tokens,
+        note=note,
+    )
+
+
+_CLIPS = ("policy/clip_low", "policy/clip_high")
+
+
+def _effective(a: Algorithm, seen: Gauges) -> float:
+    """Effective share of the correction, or else of the ratio; NaN where neither is formed."""
+    names = ("correction/used", "correction/used_square") if a.correction else ("policy/ratio", "policy/ratio_square")
+    if not seen or (not a.correction and a.ratio == "one"):
+        return math.nan
+    return effective_share(seen[names[0]], seen[names[1]])
+
+
+def _mean(parts: Sequence[np.ndarray]) -> float:
+    whole = np.concatenate([np.zeros(0), *parts])
+    return float(whole.mean()) if len(whole) else math.nan
+
+
+def _credit_gap(credit: Credit, recorded: RecordedStep) -> float:
+    """Largest difference from the recorded credit; NaN where none was recorded."""
+    wrote = {
+        (r.episode.task.id, r.episode.visit, r.episode.sibling): r.advantage
+        for r in recorded.records
+        if r.advantage is not None
+    }
+    gaps = [
+        float(np.max(np.abs(now - then), initial=0.0))
+        for g in credit.groups
+        for e in g.episodes
+        for now, then in zip(
+            e.advantage, wrote.get((e.episode.task.id, e.episode.visit, e.episode.sibling), ()), strict=False
+        )
+    ]
+    return max(gaps, default=math.nan)

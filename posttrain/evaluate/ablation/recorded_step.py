@@ -1,0 +1,206 @@
+"""One recorded step of a run, with the kept weights that are nearest to those the step began with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.run import Reinforce, Run
+from posttrain.config.stages.stage import starts
+from posttrain.core.gauge import Step
+from posttrain.core.types import Episode, Group, Top
+from posttrain.record import run_reader
+from posttrain.record.checkpoint import Checkpoint, find, scan
+from posttrain.record.step_format import Recorded
+from posttrain.system import files
+from posttrain.system.errors import ConfigError, RunFolderError, nearest
+
+KEPT_REFERENCE = "-reference-"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights in a run folder."""
+
+    name: str
+    folder: Path
+    step: int | None
+    """The step of the stage after which they were written; 0: at its start; None: weights of another stage."""
+    version: int | None
+    """Optimizer steps of the run until then; None where the folder does not record it."""
+    memory: Mapping[str, Any] | None = None
+    """The adaptive state of the stage's algorithm at that time."""
+
+    def verified(self) -> Weights:
+        if wrong := files.damage(self.folder):
+            raise RunFolderError(f"weights {self.name}: {wrong}")
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedStep:
+    """One step of a reinforcement stage as its folder records it."""
+
+    run: Run
+    stage: Reinforce
+    index: int
+    records: tuple[Recorded, ...]
+    line: Step | None
+    """Its line of steps.jsonl; None while it is being written."""
+    weights: Weights
+
+    @property
+    def behind(self) -> int | None:
+        """How many steps of the stage these weights are older than those the step began with; negative: newer."""
+        return None if self.weights.step is None else self.index - 1 - self.weights.step
+
+    @property
+    def version(self) -> int:
+        """Version of the weights the step began with; where it was not recorded, that of the newest token."""
+        if self.line is not None and "optim/steps" in self.line.gauges:
+            return self.line.version - int(self.line.gauges["optim/steps"].sum)
+        said = [int(s.version.max(initial=0)) for r in self.records for s in r.episode.segments]
+        return max(said, default=0)
+
+    @property
+    def top(self) -> int:
+        """How many of the most probable tokens the sampler stored with every token."""
+        return min(
+            (s.sampling.top for r in self.records for s in r.episode.segments if not s.sampling.greedy), default=0
+        )
+
+
+def choose_stage(folder: Path, run: Run, name: str | None) -> Reinforce:
+    """The named reinforcement stage, or the only one. ConfigError lists the stages there are."""
+    stages = {s.name: s for s in run.stages if isinstance(s, Reinforce)}
+    if not stages:
+        raise ConfigError(
+            f"{folder} has no reinforcement stage: there is no algorithm to compare with"
+            f" ({', '.join(s.name for s in run.stages)})"
+        )
+    if name is None and len(stages) > 1:
+        raise ConfigError(f"{folder} has several reinforcement stages: say which with --stage ({', '.join(stages)})")
+    if name is not None and name not in stages:
+        raise ConfigError(f"--stage {name}: not a reinforcement stage of this run; {nearest(name, stages)}")
+    return next(iter(stages.values())) if name is None else stages[name]
+
+
+def recorded_steps(folder: Path, run: Run, stage: Reinforce) -> list[int]:
+    """The steps whose episodes are in the folder. RunFolderError explains why there are none."""
+    found = [f.index for f in run_reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"]
+    if not found:
+        why = (
+            "the run was started with record_episodes=false, so what it sampled is gone. Start one with"
+            " record_episodes=true"
+            if not run.record_episodes
+            else f"stage {stage.name} has taken no step yet"
+        )
+        raise RunFolderError(f"{folder} holds no training episodes: {why}")
+    return found
+
+
+def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, checkpoint: str | None) -> RecordedStep:
+    """One step with its episodes and weights.
+
+    Without `index` it is the last step whose starting weights are in the folder, or else the last step.
+    """
+    there = recorded_steps(folder, run, stage)
+    if index is not None and index not in there:
+        near = min(there, key=lambda i: abs(i - index))
+        raise ConfigError(
+            f"--step {index}: no episodes of {stage.name}; the nearest is {near} (from {there[0]} to {there[-1]})"
+        )
+    known = candidates(folder, run, stage)
+    if index is None:
+        exact = [i for i in there if any(w.step == i - 1 for w in known)]
+        index = exact[-1] if exact and checkpoint is None else there[-1]
+    weights = _named(folder, known, checkpoint) if checkpoint is not None else _nearest(folder, known, index)
+    line = next((s for s in run_reader.steps(folder) if s.stage == stage.name and s.index == index), None)
+    return RecordedStep(run, stage, index, run_reader.episodes(folder, stage.name, index), line, weights.verified())
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
+    """All weights of a stage in the folder, oldest first: its start, checkpoints, refreshed references, its end."""
+    place = run.stages.index(stage)
+    own = [(c, s) for c in scan(folder) if (s := _running(c)) and c.state["stage"] == place]
+    found = [Weights(c.name, c.folder, int(s["step"]), int(c.state["version"]), s.get("memory")) for c, s in own]
+    kept = folder / "kept"
+    for path in sorted(kept.glob(f"{stage.name}{KEPT_REFERENCE}*")):
+        found.append(Weights(f"kept/{path.name}", path, int(path.name.rpartition("-")[2]), None))
+    if (last := kept / stage.name).is_dir():
+        end = max(
+            (f.index for f in run_reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"),
+            default=0,
+        )
+        ended = next(
+            (c for c in scan(folder) if stage.hands_on and c.state.get("stage") == place + 1 and not _running(c)), None
+        )
+        found.append(Weights(f"kept/{last.name}", last, end, int(ended.state["version"]) if ended else None))
+        found += [Weights(ended.name, ended.folder, end, int(ended.state["version"]))] if ended else []
+    if (first := kept / starts(run.stages, stage)).is_dir():
+        found.append(Weights(f"kept/{first.name}", first, 0, None, {}))
+    return sorted(found, key=lambda w: (w.step or 0, w.version is not None))
+
+
+def _running(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The state of an unfinished stage in a checkpoint; empty at the end of a stage."""
+    return checkpoint.state.get("running") or {}
+
+
+def _nearest(folder: Path, known: Sequence[Weights], index: int) -> Weights:
+    """The newest weights that are no newer than those the step began with."""
+    old = [w for w in known if w.step is not None and w.step <= index - 1]
+    if not old:
+        raise RunFolderError(
+            f"{folder} holds no weights of step {index} or before it: kept/ and checkpoints/ are empty or were removed"
+        )
+    return old[-1]
+
+
+def _named(folder: Path, known: Sequence[Weights], name: str) -> Weights:
+    plain = {w.name.removeprefix("kept/"): w for w in known}
+    if name.removeprefix("kept/") in plain:
+        return plain[name.removeprefix("kept/")]
+    c = find(folder, name)
+    return plain.get(c.name, Weights(c.name, c.folder, None, int(c.state["version"])))
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def rebuild(records: Sequence[Recorded], *, shown: bool, top: int) -> tuple[Group, ...]:
+    """The step's groups as the rollout returned them.
+
+    Args:
+        shown: keep demonstrated siblings.
+        top: how many of the sampler's most probable tokens to keep per token.
+    """
+    groups: list[Group] = []
+    for _, part in groupby((r.episode for r in records), key=lambda e: (e.task.id, e.visit)):
+        episodes = list(part)
+        greedy = next((e for e in episodes if any(s.sampling.greedy for s in e.segments)), None)
+        siblings = tuple(_cut(e, top) for e in episodes if e is not greedy and (shown or not e.shown))
+        if siblings:
+            groups.append(Group(siblings[0].task, siblings[0].visit, siblings, greedy))
+    return tuple(groups)
+
+
+def _cut(episode: Episode, top: int) -> Episode:
+    """The episode with only the first `top` of the sampler's most probable tokens."""
+    if all(s.sampling.top == top for s in episode.segments):
+        return episode
+    cut = [
+        replace(
+            s,
+            sampling=replace(s.sampling, top=top),
+            top=Top(s.top.ids[:, :top], s.top.logp[:, :top]) if s.top and top else None,
+        )
+        for s in episode.segments
+    ]
+    return replace(episode, segments=tuple(cut))

@@ -1,0 +1,98 @@
+"""Which algorithms a recorded step can evaluate, and what is missing for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.evaluate.ablation.recorded_step import RecordedStep
+from posttrain.ladder.algorithm import Algorithm
+
+_MISSING = {"steps": "no step was judged", "paid": "no turn was paid", "turns": "episodes of one turn"}
+"""By the facts that baselines need of episodes (`Baseline.facts`): the note where the record has none."""
+
+
+@dataclass(frozen=True)
+class RecordedFacts:
+    """Facts of one recorded step that some algorithms need."""
+
+    own: Algorithm
+    values: bool
+    greedy: bool
+    shown: bool
+    top: int
+    teacher: bool
+    sources: int
+    steps: bool
+    paid: bool
+    turns: bool
+    remembered: bool
+    """Whether the adaptive state of the run's own algorithm before this step is known."""
+
+    @staticmethod
+    def of(recorded: RecordedStep, own: Algorithm, remembered: bool) -> RecordedFacts:
+        episodes = [r.episode for r in recorded.records]
+        verdicts = [j for e in episodes for j in e.verdicts]
+        return RecordedFacts(
+            own=own,
+            values=own.learns_values is not None,
+            greedy=any(s.sampling.greedy for e in episodes for s in e.segments),
+            shown=any(e.shown for e in episodes),
+            top=recorded.top,
+            teacher=recorded.stage.reference is not None,
+            sources=len({j.source for j in verdicts if j.counts}),
+            steps=any(j.end is not None and not j.paid for j in verdicts),
+            paid=any(j.paid for j in verdicts),
+            turns=any(np.count_nonzero(np.diff(s.mask.astype(np.int8))) > 2 for e in episodes for s in e.segments),
+            remembered=remembered,
+        )
+
+    def lacks(self, a: Algorithm) -> str:
+        """Why this record cannot evaluate `a`, with the setting that a run would have needed; '' where it can."""
+        if a.learns_values is not None and not self.values:
+            return f"reads values, and {self.own.name} trained none: only a run of an algorithm with values has them"
+        if "implicit" in a.reads:
+            return "reads an implicit process reward model, and no record stores the weights of one: baseline=others"
+        if a.baseline.greedy and not self.greedy:
+            return (
+                f"reads the greedy answer of each prompt, and {self.own.name} asked for none: baseline=greedy samples"
+                " them"
+            )
+        if (a.shown is not None or (a.imitate is not None and a.imitate.of == "shown")) and not self.shown:
+            return (
+                f"reads demonstrations among the siblings, and {self.own.name} showed none: shown=shown puts them there"
+            )
+        if a.stores_top > self.top:
+            stored = f"{self.top} were" if self.top else "none were"
+            return f"reads the sampler's {a.stores_top} most probable tokens, and {stored} stored: clip.top stores them"
+        if a.hint is not None:
+            return "its teacher reads prompts with a hint, which only a run's own environment writes"
+        if (a.distill is not None or a.rewards == "none") and not self.teacher:
+            return "learns from a teacher, and the stage names none: reference=PATH does"
+        if a.baseline.moving and not (a == self.own and self.remembered) and (a.shape or "reference" in a.reads):
+            return (
+                "its moving baseline depends on shaped rewards of earlier steps, which cannot be replayed from the"
+                " record"
+            )
+        return ""
+
+    def caveats(self, a: Algorithm) -> Iterator[str]:
+        """How the evaluation of `a` on this record differs from a run of `a` itself."""
+        if a.distill is not None:
+            yield "its gradient runs through whole distributions, not through said tokens"
+        if a == self.own:
+            return
+        if self.own.filter == "mixed" and a.filter is None:
+            yield "groups without spread were turned away and are not recorded"
+        if self.shown and a.shown is None:
+            yield "shown siblings left out"
+        if a.rewards == "each" and self.sources < 2:
+            yield "one reward source"
+        there = {"steps": self.steps, "paid": self.paid, "turns": self.turns}
+        yield from (_MISSING[fact] for fact in a.baseline.facts if not there[fact])
+        if a.entropy is not None and a.entropy.target is not None:
+            yield f"entropy coefficient as configured ({a.entropy.coef:g})"
+        if a.learns_values is not None and a.learns_values != self.own.learns_values:
+            yield f"values trained by {self.own.name}"

@@ -1,0 +1,238 @@
+"""`posttrain check`: probe an environment and its verifiers, from the command line or from Python, and print a table of
+the findings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from posttrain.build.request.trust_prompt import admitted
+from posttrain.config import overrides as dotted
+from posttrain.config.run import Env
+from posttrain.core.abilities import LintFinding
+from posttrain.environment import check as probes
+from posttrain.environment.check import CheckReport, Mark
+from posttrain.environment.gallery import GALLERY
+from posttrain.environment.make import environment
+from posttrain.environment.make import names as environment_names
+from posttrain.environment.single import SingleTurn
+from posttrain.environment.templates.renderer import Renderer
+from posttrain.environment.templates.template_lint import template_findings
+from posttrain.recipe.recipes import RECIPES
+from posttrain.recipe.recipes import recipe as shipped
+from posttrain.record.run_reader import episode_files, is_run, read_episodes, steps
+from posttrain.report.console import Group, PlainConsole
+from posttrain.report.console import table as columns
+from posttrain.system.errors import ConfigError
+from posttrain.system.shell import command_line
+from posttrain.system.terminal_output import tell
+
+PATIENCE = 10.0
+"""Seconds after which a log file is told how far a check is."""
+COLOURS = {Mark.OK: "green", Mark.WARN: "yellow", Mark.FAIL: "bold red", Mark.SKIP: "dim"}
+
+
+def check(
+    env: str | Path | Env | SingleTurn,
+    *overrides: str,
+    tasks: int = probes.TASKS,
+    rate: float | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    trust: bool = False,
+) -> CheckReport:
+    """Probe an environment and its verifiers: `posttrain.check("arithmetic", "env.args.max_operand=99").passed`.
+
+    Args:
+        env: what `env.name` may be, a run folder, an `Env`, or an environment of your own.
+        overrides: dotted changes of `env` and `seed`, and `model=PATH`: a model whose template is tried.
+        tasks: number of held-out tasks to try.
+        rate: answers per second that must be judged. None: the rate of the run's rollouts, or 16 without a run.
+        progress: called with the name of each probe before it begins.
+        trust: allow what the environment of a run folder made by somebody else asks for.
+
+    Raises:
+        ConfigError: the environment or a setting does not exist.
+        DataError: the user's prompts cannot be read.
+    """
+    rate = expected_rate(env) if rate is None else rate
+    for name, value in (("tasks", tasks), ("rate", rate)):
+        if not value > 0:
+            raise ConfigError(f"--{name} {value}: must be more than 0")
+    model = [w for w in overrides if w.partition("=")[0].split(".")[0] == "model"]
+    others = [w for w in overrides if w not in model]
+    if isinstance(env, SingleTurn):
+        if others:
+            raise ConfigError(f"{others[0]}: an environment that is already built takes no overrides")
+        return _wait(env, tasks, rate, progress, model_findings(env, model) if model else [])
+    built = build(env, *others, trust=trust)
+    try:
+        found = model_findings(built, model) if model else []
+        return _wait(built, tasks, rate, progress, found, earned(env) if isinstance(env, str | Path) else ())
+    finally:
+        built.close()
+
+
+def expected_rate(env: str | Path | Env | SingleTurn) -> float:
+    """Answers per second of a run's rollouts, generation and waiting included; without a run the default."""
+    if isinstance(env, str | Path) and is_run(env):
+        played = [
+            (s.gauges["rollout/tokens"].count, s.clock["rollout"]) for s in steps(env) if "rollout/tokens" in s.gauges
+        ]
+        if seconds := math.fsum(s for _, s in played):
+            return math.fsum(n for n, _ in played) / seconds
+    return probes.RATE
+
+
+def earned(target: str | Path) -> list[float]:
+    """What the answers of a run's last recorded training step earned; nothing where it is no run."""
+    files = [f for f in episode_files(target) if f.kind == "train"] if is_run(target) else []
+    told = [r.episode for r in read_episodes(files[-1].path)] if files else []
+    return [e.reward for e in told if e.reward is not None]
+
+
+def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> SingleTurn:
+    """The environment given by its name, by a run that used it, or by its configuration."""
+    run = shipped("arithmetic")
+    if strange := [w for w in overrides if w.partition("=")[0].split(".")[0] not in ("env", "seed")]:
+        raise ConfigError(
+            f"{strange[0]}: a check reads the environment alone, and with model=PATH the chat template of a model:"
+            " env.args.NAME, env.rewards, env.prompts, env.heldout, seed and model"
+        )
+    if not isinstance(env, Env) and is_run(env):
+        run = admitted(env, *overrides, parts=("env",), allow=trust)
+    else:
+        if not isinstance(env, Env):
+            _refuse_others(str(env))
+        run = replace(run, env=env) if isinstance(env, Env) else dotted.apply(run, [f"env={env}"])
+        run = dotted.apply(run, list(overrides))
+    return environment(run.env, run.seed)
+
+
+def model_findings(env: SingleTurn, words: Sequence[str]) -> list[LintFinding]:
+    """The stop tokens of the model that these overrides name, and what its chat template does with the data."""
+    from posttrain.engine.adapters.saved_adapter import saved_adapter
+    from posttrain.engine.files.pretrained_files import read_tokenizer
+    from posttrain.engine.model.stop_tokens import resolve_stops, turn_end
+
+    model = dotted.apply(shipped("arithmetic"), list(words)).model
+    if model.path is None:
+        raise ConfigError(f"{' '.join(words)}: name the model whose chat template is checked: model=PATH_OR_HUB_ID")
+    saved = saved_adapter(model.path)
+    path = str(Path(model.path, "tokenizer")) if is_run(model.path) else model.path if saved is None else saved.base
+    tokenizer, config = read_tokenizer(path, model.trust_remote_code)
+    stops = resolve_stops(tokenizer, config)
+    named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in stops)
+    advice = "correct generation_config.json or the chat template"
+    found = [LintFinding("model: stop tokens", f"a turn ends at {named}")]
+    found += [LintFinding("model: stop tokens", n, warns=True, advice=advice) for n in turn_end(tokenizer, stops)]
+    plain: Any = tokenizer
+    follows = [] if type(env).play is SingleTurn.play else ["user"]
+    looked = template_findings(Renderer(plain, stops), env, [*env.heldout, env.train.task(0)], follows)
+    return [*found, *(looked or [LintFinding("template", "prompts are text, so no chat template is used")])]
+
+
+def _refuse_others(target: str) -> None:
+    """ConfigError for a target that is no environment but names something else: what to check instead."""
+    if target in RECIPES and target not in GALLERY:
+        env = shipped(target).env
+        mine = ("env.prompts=mine.jsonl", "env.rewards=exact") if env.name == "prompts" else ()
+        raise ConfigError(
+            f"{target} is a recipe, and what is checked is an environment: this one's is {env.name}.\n"
+            f"  {command_line('check', env.name, *mine)}\n"
+            "A run folder of it can be checked too, such as runs/mine"
+        )
+    if ("/" in target or Path(target).is_dir()) and ":" not in target:
+        why = "it has no run.json" if Path(target).is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"{target} is no run folder ({why}), and no environment: {', '.join(environment_names())}, or a run folder"
+        )
+
+
+def _wait(
+    env: SingleTurn,
+    tasks: int,
+    rate: float,
+    progress: Callable[[str], None],
+    found: Sequence[LintFinding],
+    earned: Sequence[float] = (),
+) -> CheckReport:
+    """Run the probes to their end. Where an event loop is already running (notebooks), they run in a new thread."""
+    probing = partial(probes.check, env, tasks=tasks, rate=rate, progress=progress, found=found, earned=earned)
+    box: list[CheckReport | BaseException] = []
+
+    def body() -> None:
+        try:
+            box.append(asyncio.run(probing()))
+        except BaseException as error:
+            box.append(error)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(probing())
+    thread = threading.Thread(target=body, name="posttrain check")
+    thread.start()
+    thread.join()
+    if isinstance(box[0], BaseException):
+        raise box[0]
+    return box[0]
+
+
+def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: bool, trust: bool = False) -> int:
+    """Print the report. Returns 0 if nothing failed, else 1."""
+    if as_json:
+        report = check(target, *overrides, tasks=tasks, rate=rate, trust=trust)
+        tell(json.dumps(report.plain(), indent=2))
+        return 0 if report.passed else 1
+    console = PlainConsole()
+    with console.status("building") as status:
+        said = [time.monotonic()]
+
+        def progress(name: str) -> None:
+            status.update(Text(name))
+            if not console.is_terminal and time.monotonic() - said[0] > PATIENCE:
+                said[0] = time.monotonic()
+                console.print(name)
+
+        report = check(target, *overrides, tasks=tasks, rate=rate, progress=progress, trust=trust)
+    console.print(table(report))
+    for reason, names in skipped(report).items():
+        console.print(Text("skipped ", COLOURS[Mark.SKIP]) + Text(f"{', '.join(names)}: {reason}"))
+    for finding in report.findings:
+        if finding.advice:
+            console.print(
+                Text(finding.probe, COLOURS[finding.mark]) + Text(f": {finding.means}. To do: {finding.advice}")
+            )
+    failed, warned = report.marked(Mark.FAIL), report.marked(Mark.WARN)
+    console.print(
+        Text(report.verdict, "bold red" if failed else "green") + Text(f"; {len(warned)} to look at" if warned else "")
+    )
+    return 1 if failed else 0
+
+
+def skipped(report: CheckReport) -> dict[str, list[str]]:
+    """The probes that were not asked, by the reason."""
+    out: dict[str, list[str]] = {}
+    for f in report.findings:
+        if f.mark is Mark.SKIP:
+            out.setdefault(f.detail, []).append(f.probe)
+    return out
+
+
+def table(report: CheckReport) -> Group:
+    """One row per probe that was asked."""
+    sources = f", judged by {', '.join(report.sources)}" if report.sources else ""
+    asked = [f for f in report.findings if f.mark is not Mark.SKIP]
+    rows = [(Text(f.mark.value, COLOURS[f.mark]), f.probe, f.detail) for f in asked]
+    heads = ("", "probe", "what was seen")
+    return columns(f"{report.env}: {report.tasks} tasks{sources}", heads, rows, words=heads)

@@ -1,0 +1,131 @@
+"""`posttrain eval URL`: evaluate a served model on an environment's held-out tasks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from posttrain.config.run import Env, Evaluation, Model, Reinforce, Run
+from posttrain.core.measure.right import named_right
+from posttrain.core.ports import Environment
+from posttrain.core.sampling import Sampling
+from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
+from posttrain.role.heldout_evaluation import EvaluationReport, evaluate
+from posttrain.role.rollout import Rollout
+from posttrain.system.errors import ConfigError
+from posttrain.verifier.http_client import Endpoint, Patience
+
+if TYPE_CHECKING:
+    from posttrain.engine.endpoint import RemoteModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointOptions:
+    """How to reach an endpoint, and in which form to send prompts."""
+
+    model: str | None = None
+    """Name of the model; None: the only one the endpoint serves."""
+    key_env: str | None = None
+    """Name of the environment variable that holds the key."""
+    tokenizer: str | None = None
+    """Directory, hub id or run folder of the model's tokenizer; prompts are sent as token ids. None: as text."""
+    api: Literal["chat", "completions"] = "chat"
+    """Without a tokenizer: send messages (`chat`), or plain text to continue (`completions`)."""
+    dialect: str | None = None
+    """The server's API dialect; None: read from the model's `owned_by` (`verifier.discover`)."""
+    patience: Patience = Patience()
+
+
+def is_url(target: str | Path) -> bool:
+    """Whether an evaluation's target is an endpoint."""
+    return str(target).startswith(("http://", "https://"))
+
+
+def remote_run(name: str) -> Run:
+    """A run that evaluates an endpoint, on `arithmetic` unless overrides name another environment."""
+    return Run(recipe="eval", model=Model(path=name), env=Env(), stages=(Reinforce(name="eval"),))
+
+
+@asynccontextmanager
+async def remote_rollout(
+    url: str, how: EndpointOptions, environment: Environment, contract: Sampling, *, connections: int, seed: int
+) -> AsyncIterator[tuple[Rollout, Sampling, RemoteModel]]:
+    """(rollout over the endpoint, the contract its episodes carry, the endpoint's model). The connections are closed at
+    the end of the block.
+
+    Raises:
+        ConfigError: the endpoint has no such model, or cannot keep the contract.
+        EndpointError: its answer is not valid.
+    """
+    from posttrain.engine.endpoint import TextSampler, TextVocabulary, TokenSampler, discover
+    from posttrain.engine.endpoint.request_fields import check
+
+    async with Endpoint(
+        url, "rollout", key_env=how.key_env, patience=how.patience, connections=connections
+    ) as endpoint:
+        found = await discover(endpoint, how.model, how.dialect)
+        check(contract, found, chat=how.tokenizer is None and how.api == "chat")
+        cut = contract if contract.truncated else None
+        told = replace(contract, top_p=1.0, top_k=0, min_p=0.0, top=0)
+        if how.tokenizer is None:
+            text = TextSampler(endpoint, found, TextVocabulary(), way=how.api, cut=cut)
+            yield Rollout(text, environment, text.dialogue, seed), told.resolve(()), found
+            return
+        dialogue, stops = _tokens(how.tokenizer, found)
+        yield Rollout(TokenSampler(endpoint, found, cut=cut), environment, dialogue, seed), told.resolve(stops), found
+
+
+def _tokens(path: str, found: RemoteModel) -> tuple[Callable[[str], RenderedDialogue], tuple[int, ...]]:
+    """(a function from task id to its dialogue, stop ids) of a tokenizer."""
+    from posttrain.engine.files.pretrained_files import read_tokenizer
+    from posttrain.engine.model.stop_tokens import resolve_stops
+
+    run_folder = Path(path, "run.json").exists()
+    tokenizer, config = read_tokenizer(str(Path(path, "tokenizer")) if run_folder else path)
+    stops = resolve_stops(tokenizer, config)
+    plain: Any = tokenizer
+    renderer = Renderer(plain, stops, found.context)
+    return (lambda task: RenderedDialogue(renderer, task)), stops
+
+
+async def evaluate_remote(
+    url: str,
+    how: EndpointOptions,
+    run: Run,
+    environment: Environment,
+    contract: Sampling,
+    measure: Evaluation,
+    say: Callable[[str], None],
+) -> EvaluationReport:
+    """Held-out accuracy of the model at `url`, with at most `run.slots` requests at once."""
+    async with remote_rollout(url, how, environment, contract, connections=run.slots, seed=run.seed) as (
+        rollout,
+        told,
+        found,
+    ):
+        by = (
+            f"token ids of {how.tokenizer}"
+            if how.tokenizer
+            else f"text ({how.api}); its own chat template and end of turn"
+        )
+        say(f"endpoint: {url}, model {found.model}, dialect {found.dialect}; by {by}")
+        return await evaluate(
+            replace(rollout, limits=run.env.limits, right=named_right(run.env, environment.abilities.gold)),
+            environment.heldout,
+            told,
+            measure,
+        )
+
+
+def refuse(how: EndpointOptions) -> None:
+    """ConfigError where options of an endpoint were given for another kind of target."""
+    names = {"model": "--model", "key_env": "--key-env", "tokenizer": "--tokenizer", "dialect": "--dialect"}
+    given = [flag for name, flag in names.items() if getattr(how, name) is not None]
+    given += ["--api"] if how.api != "chat" else []
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} belongs to an endpoint: give its address as the target (http://127.0.0.1:8000/v1)"
+        )

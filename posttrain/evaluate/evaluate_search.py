@@ -1,0 +1,359 @@
+"""`posttrain eval RUN search=...`: what searches at inference are worth, and what they cost.
+
+What needs torch is imported inside the functions, after the request was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain import faults
+from posttrain.build.build_environments import make_environment
+from posttrain.build.open_model import run_and_checkpoint
+from posttrain.build.request.trust_prompt import to_stderr
+from posttrain.build.request.user_objects import HandedObjects
+from posttrain.build.reward_paths import check_judge_path, check_reward_path
+from posttrain.config.env import MODEL, STAGE, Reward
+from posttrain.config.run import Reinforce, Run
+from posttrain.config.stages.reward_model_settings import RewardModel, trained_at
+from posttrain.config.stages.step_labels import StepLabeling
+from posttrain.core.ports import Environment
+from posttrain.core.sampling import Sampling
+from posttrain.engine.model.locate_model import check_source
+from posttrain.environment.scripted_policy import attempt
+from posttrain.evaluate.evaluate_endpoint import is_url
+from posttrain.evaluate.evaluation_target import asked_run
+from posttrain.evaluate.search_words import SearchRequest, search_request
+from posttrain.record.checkpoint import KEPT, find, kept_folder
+from posttrain.record.run_reader import is_run, run_file
+from posttrain.report.console import Group, PlainConsole, table
+from posttrain.report.plots import check_out, search_plot
+from posttrain.report.run_summary import short
+from posttrain.system.errors import ConfigError, RunFolderError
+
+if TYPE_CHECKING:
+    from posttrain.build.build_run import PolicyRoles
+    from posttrain.engine.model.policy_model import Policy
+    from posttrain.search.curves import SearchPoint
+    from posttrain.search.step_sampling import StepSearch
+
+STAGE_NAME = "search"
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """What searches are worth on the same held-out tasks."""
+
+    name: str
+    environment: str
+    scored_by: str
+    """What scored, as a line for people; '' where nothing did."""
+    tasks: int
+    runs: int
+    points: tuple[SearchPoint, ...]
+    """By what they cost; a single answer is among them."""
+
+    @property
+    def title(self) -> str:
+        often = f", each searched {self.runs} times" if self.runs > 1 else ""
+        return f"{self.name} on {self.tasks} held-out tasks of {self.environment}{often}"
+
+    def table(self) -> Group:
+        from posttrain.search.curves import frontier
+        from posttrain.search.search_kinds import ONE
+
+        one = next(p for p in self.points if p.kind == ONE)
+        front = frontier(self.points)
+        rows = list[tuple[str, ...]]()
+        for p in self.points:
+            gain = p.gain(one)
+            more = "-" if p is one else short(gain.mean, gain.low, gain.high, "+")
+            score = short(p.score.mean, p.score.low, p.score.high)
+            rows.append((p.name, score, f"{p.tokens:.1f}", more, "*" if p in front else ""))
+        what = "mean reward" if one.grades.graded else "accuracy"
+        return table("", ("search", f"{what} [95 %]", "tokens", "gain [95 %]", ""), rows, words=("search",))
+
+    def notes(self) -> list[str]:
+        """Lines below the table."""
+        lines = [f"scores: {self.scored_by}"] if self.scored_by else []
+        lines.append(
+            "tokens: said for a task, in the mean; gain: over one answer, task by task; *: nothing above is as good"
+        )
+        if unjudged := sum(p.unjudged for p in self.points):
+            lines.append(f"{unjudged} answers could not be judged, and are left out as no wrong answers")
+        return lines
+
+
+def evaluate_searches(
+    target: str | Path,
+    *words: str,
+    samples: int = 1,
+    checkpoint: str = "last",
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    out: str | Path | None = None,
+    quiet: bool = False,
+    trust: bool = False,
+    allow_fault: bool = False,
+) -> SearchReport:
+    """Accuracy (of grades the mean reward) on held-out tasks against tokens spent, of several searches and of a single
+    answer.
+
+    Args:
+        target: a run folder or one of its checkpoints, or a model, which needs `env=` or `env.prompts=`. Of a run whose
+            last weights are a reward model's, the policy before it is searched with.
+        words: the searches (`search=NAME.SETTING=VALUE,...`), `search.by=`, `search.budget=`, and overrides as in
+            `evaluate`.
+        samples: searches of a task, with different random numbers.
+        out: file of the picture (.svg, .png, .pdf). None: no picture.
+        allow_fault: plant the bug that `fault=NAME` names.
+
+    Raises:
+        ConfigError: a wrong word, a search without what it needs, or an environment of several turns.
+        InvariantError: a search did not do what it says.
+    """
+    request, rest = search_request(words)
+    faults.refuse_silent(request.fault, allow_fault)
+    if is_url(target):
+        raise ConfigError(
+            f"search goes on from the middle of answers by their tokens, and {target} is an address: give a run folder"
+            " or a model directory"
+        )
+    if samples < 1:
+        raise ConfigError(f"--samples {samples}: searches of a task, at least 1")
+    if out is not None:
+        check_out(out)
+    target, checkpoint = run_and_checkpoint(target, checkpoint)
+    own = Path(target) if is_run(target) else None
+    say: Callable[[str], None] = (lambda _: None) if quiet else to_stderr
+    weights = None if own is None else _weights(own, checkpoint, say)
+    if own is None:
+        check_source("", str(target))
+    run, _, given = asked_run(target, checkpoint, rest, HandedObjects(), quiet, trust)
+    request = _with_scores(request, run, own, target)
+    contract = _contract(run, max_tokens, temperature)
+    env = replace(run.env, rewards=tuple(r for r in run.env.rewards if not r.by_model), measured=False)
+    run = replace(run, env=env, stages=(Reinforce(name=STAGE_NAME, sampling=contract),))
+    with ExitStack() as closed:
+        closed.enter_context(faults.planted(request.fault))
+        environment = closed.enter_context(closing(make_environment(run, given)))
+        _check_single_turn(environment)
+        report = _measured(request, run, environment, own, weights, samples, trust, str(target))
+    _show(report, out, quiet)
+    return report
+
+
+def _show(report: SearchReport, out: str | Path | None, quiet: bool) -> None:
+    """The table, its notes and the picture."""
+    console = PlainConsole(soft_wrap=True, quiet=quiet)
+    console.print(report.title)
+    console.print(report.table())
+    for line in report.notes():
+        console.print(line)
+    if out is not None:
+        search_plot(report.points, report.title, out)
+        console.print(f"written: {out}")
+
+
+def _measured(
+    request: SearchRequest,
+    run: Run,
+    environment: Environment,
+    own: Path | None,
+    weights: Path | None,
+    samples: int,
+    trust: bool,
+    name: str,
+) -> SearchReport:
+    from posttrain.build.build_run import make_policy, make_roles
+    from posttrain.build.open_model import kept_policy
+    from posttrain.engine.learner.torch_settings import use_threads
+    from posttrain.role.weights.saved_weights import load_weights
+    from posttrain.stages.run_coroutine import wait
+
+    use_threads(run.threads)
+    policy = make_policy(run, environment) if own is None else kept_policy(own, allow=trust)
+    with ExitStack() as closed:
+        roles = closed.enter_context(closing(make_roles(run, policy, environment, ())))
+        if weights is not None:
+            load_weights(weights, roles.learner)
+        tools, line = _tools(request, run, policy, roles, own, closed)
+        points = wait(_points(request, tools, roles, environment, samples))
+    cheap = tuple(sorted(points, key=lambda p: p.tokens))
+    return SearchReport(name, environment.name, line, len(environment.heldout), samples, cheap)
+
+
+async def served(roles: PolicyRoles) -> int:
+    """Serve the policy's weights. Returns their version, by which all of a search is said."""
+    await roles.sync.push(roles.engine.version + 2)  # an adapter is tried with the number between
+    return roles.engine.version
+
+
+async def _points(
+    request: SearchRequest, tools: StepSearch, roles: PolicyRoles, environment: Environment, samples: int
+) -> list[SearchPoint]:
+    from posttrain.search.curves import leading, search_point
+
+    tools = replace(tools, version=await served(roles))
+    return leading([await search_point(kind, tools, environment.heldout, samples) for kind in request.kinds])
+
+
+def _tools(
+    request: SearchRequest, run: Run, policy: Policy, roles: PolicyRoles, own: Path | None, closed: ExitStack
+) -> tuple[StepSearch, str]:
+    """What every search uses, and the line that says what scores."""
+    from posttrain.search.step_sampling import StepSearch
+
+    dialogue, contract = roles.rollout.dialogue, run.stages[0].contract
+    assert contract is not None
+    plain = StepSearch(
+        roles.engine,
+        None,
+        roles.rollout.environment,
+        lambda task: dialogue(task.id).see(task.prompt, task.tools),
+        dialogue("").text,
+        contract.resolve(policy.stop_ids, roles.renderer.spell),
+        "",
+        seed=run.evaluation.seed,
+        verified=request.verified,
+        budget=request.budget,
+        right_at=roles.rollout.right,
+    )
+    if request.by is None:
+        return plain, "the environment's own verdict, which knows the answers" if request.verified else ""
+    from posttrain.build.build_reward_models import RewardModels
+    from posttrain.role.judges.generative_steps import GenerativeStepJudge
+    from posttrain.role.judges.reward_judge import RewardModelJudge
+    from posttrain.role.judges.step_judge import StepJudge
+
+    models = RewardModels(run, policy, own)
+    closed.callback(models.close)
+    (judge,) = models.judges(replace(run.env, rewards=(request.by,)), request.by.stages or None)
+    line = judge.line.partition(": each step's score")[0].replace(" (weight 1)", "")
+    if isinstance(judge, StepJudge):
+        return replace(plain, scorer=judge.scorer, separator=judge.separator), line
+    if isinstance(judge, GenerativeStepJudge):
+        return replace(plain, verifier=judge, separator=judge.separator), line
+    _refuse_answers(request, request.by.function)
+    if isinstance(judge, RewardModelJudge) and (kind := _first(request, weighted=True)):
+        raise ConfigError(
+            f"search={kind}: {request.by.function} scores are no chances, and a weighted vote adds them up: weigh by a"
+            " process reward model or a judge, or take best_of"
+        )
+    return replace(plain, judge=judge), line
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def _first(request: SearchRequest, **setting: Any) -> str:
+    """The name of the first search with this setting (or property); '' where there is none."""
+    ((name, value),) = setting.items()
+    return next((k.name for k in request.kinds if getattr(k, name, None) == value), "")
+
+
+def _refuse_answers(request: SearchRequest, by: str) -> None:
+    """ConfigError where a search needs scores of steps, and what scores reads whole answers."""
+    if kind := _first(request, reads="steps"):
+        raise ConfigError(
+            f"search={kind} goes on from the best steps, and {by} scores whole answers: give a process reward model,"
+            " search.by=model:RUN of a run such as posttrain run prm rl=none --out RUN; or take best_of and"
+            " vote"
+        )
+
+
+def _with_scores(request: SearchRequest, run: Run, own: Path | None, target: str | Path) -> SearchRequest:
+    """The request with what scores, where a search needs it: what was named, or else what the run has.
+
+    Raises:
+        ConfigError: there is none, or it cannot score what a search needs.
+    """
+    needy = _first(request, reads="steps") or _first(request, reads="answers")
+    if request.verified:
+        _refuse_answers(request, "search.by=verifier")
+    if request.verified or not needy:
+        return replace(request, by=None)
+    by = request.by or _own_scores(run, own)
+    if by is None:
+        raise ConfigError(
+            f"search={needy} chooses by scores, and {target} has no reward model. Name a process reward model"
+            " (search.by=model:RUN; posttrain run prm rl=none --out RUN trains one), a judge (search.by=judge:RUN), or,"
+            " for best_of, search.by=verifier: it knows the answers, so it says the most that any scores can reach."
+            " vote needs no scores"
+        )
+    for path in by.models:
+        if path.startswith(STAGE):
+            if own is None:
+                raise ConfigError(f"search.by=model:{path}: {target} is no run, and has no stages: give model:PATH")
+            kept_folder(own, path.removeprefix(STAGE))
+        else:
+            check_reward_path("search.by", path)
+    if by.judge_url:
+        raise ConfigError(f"search.by={by.function}: a judge at an endpoint pays rewards; a search asks judge:RUN")
+    if by.judge_run:
+        check_judge_path("search.by", by.judge_run)
+    return replace(request, by=by)
+
+
+def _own_scores(run: Run, own: Path | None) -> Reward | None:
+    """The reward model or judge that pays in a run; else the last one that a stage of it trained."""
+    if paid := [r for r in run.env.rewards if r.by_model]:
+        return replace(paid[0], weight=1.0, measured=False, steps="score", progress=False)
+    if own is None:
+        return None
+    trained = [s.name for s in run.stages if isinstance(s, RewardModel) and (own / KEPT / s.name).is_dir()]
+    return Reward(function=f"{MODEL}{STAGE}{trained[-1]}") if trained else None
+
+
+def _weights(folder: Path, checkpoint: str, say: Callable[[str], None]) -> Path:
+    """The folder of the policy's weights: of the checkpoint; or, where a reward model's are there, of the last stage
+    before it."""
+    found, stages = find(folder, checkpoint), run_file(folder).run.stages
+    trained = trained_at(stages, found.state)
+    if trained is None:
+        return found.folder
+    before = [s for s in stages[: stages.index(trained)] if s.leaves_policy and s.hands_on]
+    trainers = [s.name for s in before if not isinstance(s, StepLabeling)]
+    left = [name for name in trainers if (folder / KEPT / name).is_dir()]
+    if not left:
+        raise RunFolderError(
+            f"{folder} holds the reward model that {trained.name} trained, and no policy before it. Search with a run"
+            f" or a model that samples, and name this one: search.by=model:{folder}"
+        )
+    say(f"{folder} ends with the reward model of {trained.name}: the policy is that of its stage {left[-1]}")
+    return kept_folder(folder, left[-1])
+
+
+def _contract(run: Run, max_tokens: int | None, temperature: float | None) -> Sampling:
+    """How answers are sampled: as in the run's first stage of RL, else in its first stage that samples."""
+    sampling = [s for s in run.stages if s.contract is not None]
+    sampling.sort(key=lambda s: not isinstance(s, Reinforce))
+    contract = (sampling[0].contract if sampling else None) or Sampling()
+    wanted = {"max_tokens": max_tokens, "temperature": temperature}
+    return replace(contract, **{k: v for k, v in wanted.items() if v is not None})
+
+
+def _check_single_turn(environment: Environment) -> None:
+    """ConfigError where there is no held-out task, or an episode has more than one turn of the policy."""
+    from posttrain.stages.run_coroutine import wait
+
+    if not environment.heldout:
+        raise ConfigError("env.heldout=0 leaves no task to search on; say how many, for example env.heldout=100")
+    abilities, task = environment.abilities, environment.heldout[0]
+    turns = "with tools" if (abilities.tools(task) if abilities.tools else task.tools) else ""
+    turns = turns or ("with other seats" if abilities.seats is not None else "")
+    known = None if abilities.gold is None else abilities.gold.right(task)
+    try:
+        several = len(wait(attempt(environment, task, known or ("",))).turns) > 1
+    except IndexError:  # it asks for another turn than the script has
+        several = True
+    turns = turns or ("of several turns" if several else "")
+    if turns:
+        raise ConfigError(
+            f"environment {environment.name!r} has episodes {turns}, and a search goes on inside one answer: use an"
+            " environment of single answers"
+        )

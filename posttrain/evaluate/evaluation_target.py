@@ -1,0 +1,62 @@
+"""What `posttrain eval` is given: a run folder, a model or an address, as the run whose environment and model are
+evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from posttrain.build.open_model import target_run
+from posttrain.build.request.trust_prompt import to_stderr
+from posttrain.build.request.user_objects import HandedObjects
+from posttrain.config import overrides as dotted
+from posttrain.config.run import Run
+from posttrain.environment.gallery import GALLERY
+from posttrain.evaluate.evaluate_endpoint import is_url, remote_run
+from posttrain.evaluate.search_words import asks_search
+from posttrain.record.run_reader import is_run
+from posttrain.record.runtime_objects import Given
+from posttrain.system.errors import ConfigError
+from posttrain.system.shell import command_line
+
+
+def asked_run(
+    target: str | Path, checkpoint: str, overrides: tuple[str, ...], handed: HandedObjects, quiet: bool, trust: bool
+) -> tuple[Run, Path | None, Given]:
+    """(the run whose environment and model are evaluated, the weights to load into its policy or None, the objects)."""
+    if asks_search(overrides):
+        raise ConfigError(
+            "searches have a report of their own: posttrain.evaluate.evaluate_search.evaluate_searches(target, *words)"
+        )
+    kept: list[Given] = []
+
+    def change(run: Run) -> Run:
+        run, given = handed.place(run)
+        kept.append(given)
+        return run
+
+    if not is_run(target):
+        alone = ("env=prompts",) if handed.env is not None else ()
+        overrides = with_environment(str(target), (*alone, *overrides))
+    if is_url(target):
+        return dotted.apply(change(remote_run(str(target))), list(overrides[len(alone) :])), None, kept[0]
+    say: Callable[[str], None] = (lambda _: None) if quiet else to_stderr
+    parts = ("model", "env", "engine", "placement")
+    run, weights = target_run(target, checkpoint, *overrides, parts=parts, allow=trust, change=change, say=say)
+    return run, weights, replace(kept[-1], folder=Path(target)) if is_run(target) else kept[-1]
+
+
+def with_environment(target: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """The overrides with `env=prompts` where they give prompts alone. ConfigError where they name no environment."""
+    keys = {text.partition("=")[0].strip() for text in overrides}
+    if keys & {"env", "env.name"}:
+        return overrides
+    if "env.prompts" in keys:
+        return ("env=prompts", *overrides)
+    raise ConfigError(
+        f"{target} is a model, and a model has no tasks of its own: say what to evaluate it on.\n"
+        f"  {command_line('eval', target, 'env.prompts=mine.jsonl', 'env.rewards=exact')}\n"
+        f"  {command_line('eval', target, 'env=arithmetic')}  # or another of the gallery: {', '.join(GALLERY)}\n"
+        "posttrain new env writes an environment of your own (env=mine.py:Mine); a run folder has one already"
+    )

@@ -1,0 +1,149 @@
+"""`posttrain eval` of a reward model: how its scores order judged completions, whether their differences are
+probabilities, and what of them is length or flattery."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.build.open_model import model_run
+from posttrain.build.request.trust_prompt import admitted
+from posttrain.build.reward_paths import trained_model
+from posttrain.config import overrides as dotted
+from posttrain.config.env import Env
+from posttrain.config.run import Run
+from posttrain.config.stages.reward_model_settings import trained_at
+from posttrain.core import abilities
+from posttrain.core.judgements import Kind
+from posttrain.core.measure.interval import Score
+from posttrain.diagnose.reward_quality import Calibration, Debiased, agrees, calibration, debias
+from posttrain.engine.files.reward_form import form_of
+from posttrain.environment.make import environment
+from posttrain.record.checkpoint import find
+from posttrain.record.run_reader import is_run, run_file
+from posttrain.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from posttrain.engine.model.policy_model import Policy
+
+KINDS: tuple[Kind, ...] = ("pair", "ranking", "label")
+"""The kinds of judgement that are asked for, the first that the data gives."""
+
+
+@dataclass(frozen=True)
+class RewardReport:
+    """What a reward model's scores of judged completions are worth."""
+
+    name: str
+    kind: Kind
+    agreement: Score
+    """Share of pairs that the scores order as they were judged."""
+    longer: Score
+    """The same of the length in tokens alone."""
+    calibration: Calibration
+    flattering: Score
+    """The same of the number of phrases that agree with, praise or apologise to the user."""
+    surface: Debiased
+    """What of the scores a linear function of length and flattery explains."""
+    without_surface: Score
+    """`agreement` of the scores without it."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        return [
+            f"{self.name}: orders {self.agreement} of {self.agreement.prompts} pairs as they were judged ({self.kind})",
+            f"length alone, the longer the better: {self.longer}",
+            f"flattery alone, the more the better: {self.flattering}",
+            f"scores without what length and flattery explain: {self.without_surface}",
+            *self.surface.lines(),
+            *self.calibration.lines(),
+        ]
+
+
+def is_reward_model(target: str | Path, checkpoint: str = "last") -> bool:
+    """Whether a run's checkpoint, or a directory, holds a reward model."""
+    if is_run(target):
+        return trained_at(run_file(target).run.stages, find(Path(target), checkpoint).state) is not None
+    if not Path(target).is_dir():
+        return False
+    try:
+        form_of(Path(target))
+    except ConfigError:
+        return False
+    return True
+
+
+def evaluate_reward_model(
+    target: str | Path, *overrides: str, checkpoint: str = "last", trust: bool = False, ema: bool = False
+) -> RewardReport:
+    """Score judged completions: those of a run's held-out tasks; where an override names a file (`env.prompts`), all
+    of its rows.
+
+    Raises:
+        ConfigError: there are no judged completions, or none that orders anything.
+    """
+    run = asked_run(target, overrides, trust)
+    whole = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
+    with closing(environment(replace(run.env, rewards=(), measured=False), run.seed)) as world:
+        kinds = abilities.judgements(world).kinds
+        kind: Kind | None = next((k for k in KINDS if k in kinds), None)
+        if kind is None:
+            raise ConfigError(
+                f"environment {world.name!r} gives judgements of kind {', '.join(kinds)}, and agreement is measured on"
+                f" {', '.join(KINDS)}: give a file with the columns prompt, chosen and rejected (env.prompts=FILE)"
+            )
+        from posttrain.engine.learner.learner import HFLearner
+        from posttrain.environment.templates.renderer import Renderer
+        from posttrain.stages.reward_model.reward_model_batches import scored_judgements
+
+        policy = loaded_policy(target, run, checkpoint, trust, ema)
+        tokenizer: Any = policy.tokenizer
+        renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
+        found = scored_judgements(world, kind, HFLearner(policy), renderer, policy.context, whole=whole)
+    better, worse = found.pairs()
+    if not len(better):
+        raise ConfigError(f"{target}: no two of {len(found.score)} judged completions were judged differently")
+    surface = debias(found.score, {"length": found.tokens, "flattery": found.flattery})
+    return RewardReport(
+        name=Path(target).name,
+        kind=kind,
+        agreement=agrees(found.score[better], found.score[worse]),
+        longer=agrees(found.tokens[better], found.tokens[worse]),
+        calibration=calibration(found.score[better], found.score[worse]),
+        flattering=agrees(found.flattery[better], found.flattery[worse]),
+        surface=surface,
+        without_surface=agrees(surface.scores[better], surface.scores[worse]),
+    )
+
+
+def asked_run(target: str | Path, overrides: tuple[str, ...], trust: bool) -> Run:
+    """The run whose environment has the judgements."""
+    prompts = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
+    named = any(word.partition("=")[0].strip() in ("env", "env.name") for word in overrides)
+    words = ("env=prompts", *overrides) if prompts and not named else overrides
+    if is_run(target):
+        if prompts or named:  # the settings of the run's own environment mean nothing there
+            run = run_file(target).run
+            return dotted.apply(replace(run, env=Env(heldout=run.env.heldout)), list(words))
+        return admitted(target, *words, parts=("env",), allow=trust)
+    if not (prompts or named):
+        raise ConfigError(
+            f"{target} is a reward model: say which judged completions it is to score, for example"
+            f" posttrain eval {target} env.prompts=pairs.jsonl"
+        )
+    return dotted.apply(model_run(target), list(words))
+
+
+def loaded_policy(target: str | Path, run: Run, checkpoint: str, trust: bool, ema: bool = False) -> Policy:
+    """The reward model itself, as a policy with a reward head."""
+    from posttrain.build.build_reward_models import reward_policy
+    from posttrain.engine.files.reward_folder import read_reward_model
+
+    if is_run(target):
+        trained_model(Path(target), checkpoint)
+        return reward_policy(Path(target), checkpoint, trust, ema)
+    if ema:
+        raise ConfigError(f"--ema is about a run folder, which keeps averages of its weights, and {target} is none")
+    return read_reward_model(str(target), run.model)

@@ -1,0 +1,1 @@
+"""Faults of data, rewards, judges, labels and selection."""

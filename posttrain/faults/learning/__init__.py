@@ -1,0 +1,1 @@
+"""Faults between the reward and the updated weights."""

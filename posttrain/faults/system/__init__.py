@@ -1,0 +1,1 @@
+"""Faults of engines, ranks, placement, transfers and checkpoints."""

@@ -1,0 +1,93 @@
+"""Work that takes seconds, in a process of its own: it can be cut at any time, and the server answers meanwhile.
+
+The process is a fork of one that has imported the library already (`forkserver`), so it begins at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+LONGEST = 60.0
+"""Seconds after which work is ended."""
+
+
+def _train(name: str, values: dict[str, Any], out: Connection) -> None:
+    """In the process: send each readout as a line of JSON."""
+    import torch
+
+    from posttrain.lab.catalog import load
+    from posttrain.system.errors import PosttrainError
+
+    torch.set_num_threads(1)
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            for readout in load(name).readouts(values):
+                out.send_bytes(json.dumps(readout.as_json()).encode())
+        except PosttrainError as error:
+            out.send_bytes(json.dumps({"error": str(error)}).encode())
+        out.close()
+
+
+class Trainings:
+    """Starts such processes, one at a time: a new one ends the one before."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["posttrain.lab.preload"])
+        self._running: Any = None
+
+    def warm(self) -> None:
+        """Start the process that the others are forked from."""
+        p = self._context.Process(target=int, daemon=True)
+        p.start()
+        p.join()
+
+    def end(self) -> None:
+        """End what runs."""
+        if self._running is not None and self._running.is_alive():
+            self._running.kill()
+            self._running.join()
+        self._running = None
+
+    async def lines(self, name: str, values: dict[str, Any]) -> AsyncIterator[bytes]:
+        """The readouts of a lesson, a line each, as they come. Ends the process where nobody reads on."""
+        self.end()
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_train, args=(name, values, theirs), daemon=True)
+        self._running = process
+        await asyncio.to_thread(process.start)
+        theirs.close()
+        try:
+            async with asyncio.timeout(LONGEST):
+                while await _readable(ours):
+                    try:
+                        line = ours.recv_bytes()
+                    except (EOFError, OSError):
+                        break
+                    yield line + b"\n"
+            process.join(1)
+            if process.exitcode and self._running is process:
+                yield json.dumps({"error": f"the training ended with exit code {process.exitcode}"}).encode() + b"\n"
+        except TimeoutError:
+            yield json.dumps({"error": f"the training was ended after {LONGEST:.0f} s"}).encode() + b"\n"
+        finally:
+            ours.close()
+            if process.is_alive():
+                process.kill()
+
+
+async def _readable(pipe: Connection) -> bool:
+    """Wait until a pipe has something or is closed."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(pipe.fileno(), done.set)
+    try:
+        await done.wait()
+    finally:
+        loop.remove_reader(pipe.fileno())
+    return True

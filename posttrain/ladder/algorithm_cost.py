@@ -1,0 +1,92 @@
+"""What an algorithm reads, and what a step costs beside rollout and learning. Torch-free; computed from the choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.ladder.algorithm import Algorithm
+
+ANCHOR = {"behaviour": "sampler", "start": "start", "proximal": "proximal"}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Costs beside one rollout, one forward and one backward pass per token."""
+
+    forwards: int
+    """Forward passes without gradient over every token of the step."""
+    late: int
+    """Further such passes where a step has several optimizer steps."""
+    passes: tuple[str, ...]
+    """Each of these passes in words."""
+    generation: tuple[str, ...]
+    memory: tuple[str, ...]
+
+
+def anchor(a: Algorithm) -> str:
+    """The denominator of the ratio; '' where no ratio is computed."""
+    return ANCHOR[a.anchor] if a.forms_ratio else ""
+
+
+def reads(a: Algorithm) -> tuple[str, ...]:
+    """What credit and loss read beside what the sampler stores with every sampled token."""
+    own = (
+        ("log-probs at the start of the step", "start" in a.reads),
+        ("reference", "reference" in a.reads),
+        ("values", "values" in a.reads),
+        ("entropy", "entropy" in a.reads or a.entropy is not None),
+        ("energies", "energy" in a.reads),
+        ("implicit process rewards", "implicit" in a.reads),
+        ("teacher", "teacher" in a.reads or a.rewards == "none"),
+        *((p.uses(), True) for p in a.pieces if p.uses()),
+        ("each reward source", a.rewards == "each"),
+        ("versions of the weights", a.anchor == "proximal"),
+    )
+    return tuple(name for name, yes in own if yes)
+
+
+def cost(a: Algorithm) -> Cost:
+    passes: list[str] = []
+    own = _own(a)
+    late = int("start" in a.reads and not own)
+    if own:
+        passes.append(" with ".join(own))
+    if "reference" in a.reads:
+        passes.append("the reference")
+    if "implicit" in a.reads:
+        passes.append("the implicit process reward model, which also learns from every token")
+    if "teacher" in a.reads:
+        passes.append("the teacher's distributions")
+    forwards = len(passes)
+    if late:
+        passes.append("the policy at the start of the step, where a step takes several optimizer steps")
+    if a.tokens is not None and a.tokens.reads_now:
+        late += 1
+        passes.append("the policy before every optimizer step of a batch but the first")
+    return Cost(forwards, late, tuple(passes), tuple(_generation(a)), tuple(_memory(a)))
+
+
+def _own(a: Algorithm) -> list[str]:
+    """What one pass of the policy over its own tokens gives (`core.streams.OWN`), besides what needs a pass only where
+    a step takes several optimizer steps."""
+    named = (
+        ("the policy at the start of the step", a.start_before_loss),
+        ("the values", "values" in a.reads),
+        ("the policy's entropies", "entropy" in a.reads),
+        ("the policy's energies, |d log pi / d logits|^2", "energy" in a.reads),
+    )
+    return [name for name, yes in named if yes]
+
+
+def _generation(a: Algorithm) -> list[str]:
+    own = [text for p in a.pieces if (text := p.samples())]
+    return own + (["groups asked again until the step is full"] if a.filter is not None else [])
+
+
+def _memory(a: Algorithm) -> list[str]:
+    out: list[str] = []
+    if a.reads & {"reference", "teacher"} and not a.own_teacher:
+        out.append("a copy of the weights")
+    if "values" in a.reads:
+        out.append("a value head")
+    return out + [text for p in a.pieces if (text := p.memory())]

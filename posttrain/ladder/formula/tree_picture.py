@@ -1,0 +1,48 @@
+"""The ladder drawn as a tree, in text of 100 columns or fewer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from posttrain.ladder.both_ladders import AnyAlgorithm
+from posttrain.ladder.formula.override_words import patches
+from posttrain.ladder.policy_rows import LADDER
+
+WIDTH = 100
+
+
+def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> Iterator[str]:
+    """Lines with `words` after `lead`; further lines begin with `below`.
+    Only a word too long for a line is cut, at a comma."""
+    line, empty = lead, True
+    for text in words:
+        whole = len(below) + len(text) <= width
+        for n, part in enumerate([text] if whole else re.findall(r".*?, |.+$", text)):
+            between = "  " if n == 0 else ""
+            if not empty and len((line + between + part).rstrip()) > width:
+                yield line.rstrip()
+                line, empty = below, True
+            line, empty = line + ("" if empty else between) + part, False
+    yield line.rstrip()
+
+
+def picture(width: int = WIDTH, ladder: Mapping[str, Any] = LADDER) -> list[str]:
+    """All algorithms of a ladder, each under the one it patches, with its source and what it changes there. In fewer
+    than `WIDTH` columns the sources are left out, so that the changes have room."""
+    source = 15 if width >= WIDTH else 0
+    children: dict[str, list[AnyAlgorithm]] = {}
+    for a in ladder.values():
+        children.setdefault(a.parent.name if a.parent else "", []).append(a)
+    wide = max(4 * len(a.lineage()) - 4 + len(a.name) for a in ladder.values())
+
+    def draw(a: AnyAlgorithm, lead: str, below: str) -> Iterator[str]:
+        mine = children.get(a.name, [])
+        start = f"{lead + a.name:<{wide}}  " + (f"{a.paper:<13}  " if source else "")
+        yield from wrapped(start, patches(a), f"{below + ('│' if mine else ''):<{wide + 2 + source}}", width)
+        for i, child in enumerate(mine):
+            last = i == len(mine) - 1
+            yield from draw(child, below + ("└── " if last else "├── "), below + ("    " if last else "│   "))
+
+    return [line for root in children[""] for line in draw(root, "", "")]

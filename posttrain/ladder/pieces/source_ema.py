@@ -1,0 +1,22 @@
+"""Moving baselines of several kinds of task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.ladder.pieces.baseline import Ema
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceEma(Ema):
+    """A moving average for each `source` of the tasks, as `Ema` is for all of them (RAE, SPIRAL 2506.24119).
+
+    The source is a column of the task. Of a game it names the game and the role that the policy plays in it: rewards of
+    roles differ whatever the policy does, and an average over all roles would be credit for the role. Tasks without
+    the column share one average.
+    """
+
+    each_source = True
+
+    def words(self) -> str:
+        return f"r - b_s, then b_s <- {self.decay:g} b_s + {1 - self.decay:g} r, one b_s for each source s of tasks"

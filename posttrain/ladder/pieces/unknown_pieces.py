@@ -1,0 +1,123 @@
+"""Pieces of an algorithm whose class this program does not have, as a run folder records them.
+
+Reading a run runs no code of it. So a piece that the user's own file defines is read as its recorded numbers, under its
+own name. It can be printed and compared. It has no mathematics, and the checks of an algorithm leave it out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, cast
+
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
+from posttrain.system import dataclass_json
+from posttrain.system.errors import ConfigError, InvariantError, RunFolderError
+from posttrain.system.subclass_registry import is_open
+
+MOST = 100
+"""Most fields of a piece whose class this program does not have."""
+LONGEST = 80
+"""Most characters of the name of such a piece or of a field of it."""
+
+
+def known_pieces() -> set[str]:
+    """The names of all classes of pieces that this program has."""
+    return {c.__name__ for choice in _choices() for c in dataclass_json.members(choice)}
+
+
+def _choices() -> list[type[Any]]:
+    """The open choices of algorithms, one for each kind of piece."""
+    declared = (x for hint in _fields().values() for x in _inner(hint))
+    return list(dict.fromkeys(c for c in declared if is_open(c)))
+
+
+def _fields() -> dict[str, Any]:
+    """The fields of the algorithms of both ladders. No field that holds pieces is in both."""
+    return {**dataclass_json.hints(Algorithm), **dataclass_json.hints(PreferenceAlgorithm)}
+
+
+def _inner(declared: Any) -> Iterator[Any]:
+    yield declared
+    for part in typing.get_args(declared):
+        yield from _inner(part)
+
+
+@contextmanager
+def read_without(run: Any, names: Collection[str]) -> Generator[None]:
+    """Context in which the pieces `names` of a plain run can be read although this program has no class for them.
+
+    Raises:
+        RunFolderError: what is recorded of one cannot be a piece.
+    """
+    made: dict[tuple[type[Any], str], type[Any]] = {}
+    try:
+        for base, data in _recorded(run) if names else ():
+            name = str(data.get(dataclass_json.TAG))
+            if name in names and (base, name) not in made:
+                made[base, name] = _offered(base, name, tuple(f for f in data if f != dataclass_json.TAG))
+        yield
+    finally:
+        for one in made.values():
+            one.withdraw()
+
+
+def _recorded(run: Any) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
+    """(open choice, plain piece) of every algorithm of a plain run, those that it is a patch of included."""
+    stages: Any = cast("dict[str, Any]", run).get("stages") if isinstance(run, dict) else None
+    for stage in cast("list[Any]", stages) if isinstance(stages, list) else []:
+        a: Any = cast("dict[str, Any]", stage).get("algorithm") if isinstance(stage, dict) else None
+        while isinstance(a, dict):
+            plain = cast("dict[str, Any]", a)
+            for field, hint in _fields().items():
+                base, value = next((c for c in _inner(hint) if is_open(c)), None), plain.get(field)
+                items: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+                if base is not None:
+                    yield from ((base, cast("Mapping[str, Any]", x)) for x in items if isinstance(x, dict))
+            a = plain.get("parent")
+
+
+def _offered(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
+    """The stand-in of a piece as an alternative of its choice."""
+    try:
+        one = _stand_in(base, name, fields)
+        one.offer()
+        return one
+    except (ConfigError, TypeError, ValueError) as error:
+        raise RunFolderError(f"the piece {name!r:.80} is damaged: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
+    """A class with the recorded fields and no mathematics, in no choice yet. The same record gives the same class, so
+    that the pieces of two readings can be equal."""
+    if len(name) > LONGEST or len(fields) > MOST:
+        raise ConfigError(
+            f"it has {len(fields)} fields and a name of {len(name)} letters; the most are {MOST}, {LONGEST}"
+        )
+    for f in fields:
+        if f.startswith("__") or len(f) > LONGEST or f == "absent" or callable(getattr(base, f, None)):
+            raise ConfigError(f"it has a field {f!r:.80}")
+
+    def words(self: Any) -> str:
+        numbers = ", ".join(f"{f}={_short(getattr(self, f))}" for f in fields)
+        return f"{name}{f'({numbers})' if numbers else ''}, of a file that was not imported"
+
+    def nothing(self: Any, *given: Any, **named: Any) -> Any:
+        raise InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
+
+    methods: dict[str, Any] = dict.fromkeys(base.__abstractmethods__, nothing)
+    space = {**methods, "words": words, "absent": True, "__module__": __name__}
+    typed = [(f, Any) for f in fields]
+    made: Any = dataclasses.make_dataclass(name, typed, bases=(base,), namespace=space, frozen=True, kw_only=True)
+    made.withdraw()  # defining a class offers it
+    return made
+
+
+def _short(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,314 @@
+"""Checkpoints. They are written atomically, the newest few and the best are kept, and damage is reported by file.
+
+checkpoints/00000040-rl-000020/   the caller's files, state.json, digests.json (blake2b of each)
+checkpoints/index.json            best and all others, for readers; rebuilt from the folders at every open
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.record.certificate import READ
+from posttrain.system import files
+from posttrain.system.dataclass_json import build, to_plain
+from posttrain.system.errors import InvariantError, RunFolderError, nearest
+
+SCHEMA = 1
+BESIDE = ("model", "tokenizer")
+"""Folders of a run that say what its weights are of."""
+KEPT = "kept"
+"""Folder of a run with the files that stay, such as the weights at a stage's border."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Length of the record, in bytes of steps.jsonl and of episodes/index.jsonl."""
+
+    steps: int
+    episodes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint on disk. `order` counts the checkpoints of a run from 0."""
+
+    name: str
+    folder: Path
+    order: int
+    metric: float | None
+    position: Position
+    state: Mapping[str, Any]
+    """Plain data, with the infinite numbers that JSON does not have (the interval of a single prompt)."""
+
+    def verify(self) -> Checkpoint:
+        """This checkpoint; raises RunFolderError that names a damaged file."""
+        if wrong := files.damage(self.folder):
+            raise RunFolderError(f"checkpoint {self.name}: {wrong}")
+        return self
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint whose state cannot be read, and why."""
+
+    name: str
+    folder: Path
+    why: str
+    order: float
+    """As `Checkpoint.order`, by the index; between two others where the index does not have it, since names begin with
+    the version of the weights."""
+    best: bool = False
+    """Whether the index says that it is the best one."""
+
+
+def survey(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
+    """All checkpoints of a run folder, oldest first, and those whose state cannot be read. Reads state.json only;
+    `verify` reads the rest.
+
+    Links, files and folders without any part of a checkpoint are ignored. So are checkpoints that their writer removes
+    meanwhile.
+    """
+    found: list[Checkpoint] = []
+    unread: dict[Path, str] = {}
+    for path in sorted((folder / "checkpoints").glob("[!.]*")):
+        if (
+            path.is_symlink()
+            or not path.is_dir()
+            or not any(os.path.lexists(path / n) for n in ("state.json", files.DIGESTS))
+        ):
+            continue
+        try:
+            found.append(_read(path))
+        except RunFolderError as error:
+            if path.exists():
+                unread[path] = str(error)
+    found.sort(key=lambda c: (c.order, c.name))
+    best_one, listed = _index(folder) if unread else ("", {})
+    damaged = [Damaged(p.name, p, why, _order(p.name, listed, found), p.name == best_one) for p, why in unread.items()]
+    return found, sorted(damaged, key=lambda d: (d.order, d.name))
+
+
+def _index(folder: Path) -> tuple[str, dict[str, float]]:
+    """(name of the best checkpoint, order of each) by the index; nothing where it cannot be read."""
+    try:
+        data = files.read_json(folder / "checkpoints" / "index.json")
+        rows: Any = data.get("checkpoints")
+        return str(data.get("best")), {str(row["name"]): float(row["order"]) for row in rows}
+    except (RunFolderError, TypeError, KeyError, ValueError, OverflowError):
+        return "", {}
+
+
+def _order(name: str, listed: Mapping[str, float], found: Sequence[Checkpoint]) -> float:
+    before = max((c.order for c in found if c.name < name), default=-1)
+    return listed.get(name, before + 0.5)
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """The last checkpoint, None where there is none; its state is as it was written. RunFolderError where that cannot
+    be read."""
+    found, damaged = survey(folder)
+    last = found[-1] if found else None
+    if newer := [d for d in damaged if last is None or d.order > last.order]:
+        raise RunFolderError(f"checkpoint {newer[-1].name}: {newer[-1].why}")
+    return last
+
+
+def scan(folder: Path) -> list[Checkpoint]:
+    """The checkpoints of `survey` whose state can be read."""
+    return survey(folder)[0]
+
+
+def _read(path: Path) -> Checkpoint:
+    file = path / "state.json"
+    data = files.read_json(file)
+    if (path / files.DIGESTS).is_file() and files.read_json(path / files.DIGESTS).get(file.name) != files.digest(file):
+        raise RunFolderError(f"{file} is damaged (its digest differs from the one written with it)")
+    if data.get("schema") != SCHEMA:
+        raise RunFolderError(f"{file} has schema {data.get('schema')}; this posttrain reads {SCHEMA}")
+    match data:
+        case {
+            "position": {"steps": int(steps), "episodes": int(episodes)},
+            "order": int(order),
+            "metric": int() | float() | None as metric,
+            "state": dict() as state,  # pyright: ignore[reportUnknownVariableType]
+        } if steps >= 0 and episodes >= 0 and not isinstance(metric, bool):
+            return Checkpoint(path.name, path, order, metric, Position(steps, episodes), build(Any, state, str(file)))
+        case _:
+            raise RunFolderError(
+                f"{file} is damaged: it does not say position, order, metric and state as a checkpoint does"
+            )
+
+
+def refuse_damage_beside(folder: Path) -> None:
+    """RunFolderError that names a file of the model's configuration or of the tokenizer in a run folder which is not as
+    it was written, or was added. A folder without digests is not compared."""
+    for path in (folder / name for name in BESIDE):
+        if not (path / files.DIGESTS).is_file():
+            continue
+        if not (wrong := files.damage(path)):
+            known = {files.DIGESTS, *files.read_json(path / files.DIGESTS)}
+            added = sorted(p for p in path.iterdir() if p.suffix in READ and p.name not in known)
+            wrong = f"{added[0]} was added after the folder was written" if added else ""
+        if wrong:
+            raise RunFolderError(f"{wrong}. Copy the whole folder again")
+
+
+def newest_good(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """The last checkpoint whose files are all as they were written."""
+    return next((c for c in reversed(checkpoints) if not files.damage(c.folder)), None)
+
+
+def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """The checkpoint with the highest metric; among equals the newest. None where no checkpoint has a metric."""
+    measured = [c for c in checkpoints if c.metric is not None and math.isfinite(c.metric)]
+    return max(measured, key=lambda c: (c.metric, c.order), default=None)
+
+
+def find(folder: Path, which: str = "last") -> Checkpoint:
+    """The checkpoint `last`, `best` or of a name, verified with what lies beside it. RunFolderError names what is
+    damaged, and the newest checkpoint that is not."""
+    refuse_damage_beside(folder)
+    found, damaged = survey(folder)
+    if not found and not damaged:
+        raise RunFolderError(f"{folder} has no checkpoint yet")
+    named = {c.name: c for c in found}
+    chosen = named.get(which)
+    if which == "last":
+        chosen = found[-1] if found else None
+        damaged = [d for d in damaged if chosen is None or d.order > chosen.order]
+    elif which == "best":
+        damaged = [d for d in damaged if d.best or not found]
+        chosen = best(found) or (found[-1] if found else None)
+    else:
+        damaged = [d for d in damaged if d.name == which]
+        if chosen is None and not damaged:
+            raise RunFolderError(f"{folder} has no checkpoint {which!r}; {nearest(which, ['last', 'best', *named])}")
+    if damaged or chosen is None:
+        name, why = damaged[-1].name, damaged[-1].why
+    else:
+        name, why = chosen.name, files.damage(chosen.folder)
+    if chosen is not None and not why:
+        return chosen
+    good = newest_good([c for c in found if c.name != name])
+    way = (
+        f"The newest one that is whole is {good.name}: take it with --checkpoint {good.name}"
+        if good
+        else "No other one is whole"
+    )
+    raise RunFolderError(f"checkpoint {name}: {why}. {way}")
+
+
+def kept_folder(run: Path, name: str) -> Path:
+    """The folder of files that a run keeps for good under a name, verified."""
+    target = run / KEPT / name
+    if not target.is_dir():
+        present = sorted(p.name for p in (run / KEPT).glob("[!.]*"))
+        raise RunFolderError(f"{run} keeps nothing called {name!r}; {nearest(name, present)}")
+    if wrong := files.damage(target):
+        raise RunFolderError(f"kept {name}: {wrong}")
+    return target
+
+
+class Checkpoints:
+    """Writes checkpoints, in the one process that holds the run folder's lock."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.run, self.folder, self.kept_folder = folder, folder / "checkpoints", folder / KEPT
+        self.keep = keep
+        for path in (self.folder, self.kept_folder):
+            path.mkdir(exist_ok=True)
+            files.sweep(path)
+        self.all, self.damaged = survey(folder)
+
+    def still_good(self) -> str:
+        return f"The last good checkpoint is {self.all[-1].name}" if self.all else "There is no checkpoint yet"
+
+    def write(
+        self,
+        name: str,
+        fill: Callable[[Path], None],
+        state: Mapping[str, Any],
+        metric: float | None,
+        position: Position,
+    ) -> Checkpoint:
+        """Write one, durably, then drop the ones that are neither new nor best."""
+        if any(c.name == name for c in self.all):
+            raise InvariantError(f"checkpoint {name} was already written: names must differ")
+        order = self.all[-1].order + 1 if self.all else 0
+        where = {"steps": position.steps, "episodes": position.episodes}
+        data = {"schema": SCHEMA, "order": order, "metric": metric, "position": where, "state": to_plain(dict(state))}
+
+        def everything(staged: Path) -> None:
+            fill(staged)
+            (staged / "state.json").write_text(json.dumps(data, indent=1))
+
+        with files.disk_full_is_reported(self.folder / name, self.still_good):
+            files.write_directory(self.folder / name, everything)
+        self.all.append(_read(self.folder / name))
+        with files.disk_full_is_reported(self.folder / "index.json", self.still_good):
+            self.retain()
+        return self.all[-1]
+
+    def retain(self) -> None:
+        """Keep the newest and the best; rewrite the index."""
+        champion = best(self.all)
+        for c in self.all[: max(len(self.all) - max(self.keep, 1), 0)]:
+            if c is not champion:
+                files.remove_directory(c.folder)
+        self.all = [c for c in self.all if c.folder.exists()]
+        rows = [{"name": c.name, "order": c.order, "metric": c.metric} for c in self.all]
+        files.write_json(self.folder / "index.json", {"best": champion.name if champion else None, "checkpoints": rows})
+
+    def forget_after(self, chosen: Checkpoint) -> None:
+        """Remove the checkpoints after `chosen`, damaged ones too. The run goes on from there and writes them again."""
+        for c in self.all:
+            if c.order > chosen.order:
+                files.remove_directory(c.folder)
+        for d in self.damaged:
+            if d.order > chosen.order:
+                files.remove_directory(d.folder)
+        self.damaged = [d for d in self.damaged if d.order <= chosen.order]
+        self.all = [c for c in self.all if c.order <= chosen.order]
+        self.retain()
+
+    def replace(self, old: Checkpoint, name: str, state: Mapping[str, Any], position: Position) -> Checkpoint:
+        """The files of a checkpoint under another name and with another state; the old one is removed then, and one
+        that had the name before."""
+        for c in [c for c in self.all if c.name == name]:
+            files.remove_directory(c.folder)
+        self.all = [c for c in self.all if c.name != name]
+
+        def copy(folder: Path) -> None:
+            for path in old.folder.iterdir():
+                if path.is_dir():
+                    shutil.copytree(path, folder / path.name)
+                elif path.name not in ("state.json", files.DIGESTS):
+                    shutil.copyfile(path, folder / path.name)
+
+        made = self.write(name, copy, state, old.metric, position)
+        if old.folder.exists():
+            files.remove_directory(old.folder)
+        self.all = [c for c in self.all if c is not old]
+        self.retain()
+        return made
+
+    def let_go(self, name: str) -> None:
+        """Remove files that were kept under a name."""
+        if (self.kept_folder / name).is_dir():
+            files.remove_directory(self.kept_folder / name)
+
+    def hold(self, name: str, fill: Callable[[Path], None]) -> None:
+        """Files kept for good under a name (the weights at a stage's border). The same name again replaces them."""
+        target = self.kept_folder / name
+        with files.disk_full_is_reported(target, self.still_good):
+            files.write_directory(target, fill)
+
+    def held(self, name: str) -> Path:
+        return kept_folder(self.run, name)

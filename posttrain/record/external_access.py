@@ -1,0 +1,331 @@
+"""What a run's settings can use outside its own folder: code, addresses, secrets, files and models elsewhere.
+
+For a run folder from somebody else the user must accept these (`build.request.trust_prompt`). All fields of the tree
+are classified here. `DECIDED` gives what a field asks for. `HARMLESS` names the texts and switches that use nothing
+outside. Numbers use nothing outside. Pieces of an algorithm (`ladder.pieces`) have only numbers, words and switches
+that their formulas read. A kind of stage classifies its own fields (`Stage.harmless`, `Stage.models`). A field without
+a classification fails `tests/rooms/test_foreign_folders.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, cast
+
+from posttrain.config.env import STAGE, Reward, SandboxSettings
+from posttrain.config.run import Run
+from posttrain.config.stages.keep_rule import Keep
+from posttrain.config.stages.stage import Stage
+from posttrain.ladder.pieces.link import PreferencePiece
+from posttrain.ladder.pieces.piece import Piece
+from posttrain.record.runtime_objects import is_inline
+from posttrain.system import dataclass_json
+
+
+class Kind(StrEnum):
+    """What is asked for."""
+
+    CODE = "code"
+    """Foreign Python code is run, or programs of a model run without a sandbox."""
+    ADDRESS = "address"
+    """Data is sent to a named machine."""
+    SECRET = "secret"
+    """The value of an environment variable is read and sent."""
+    OUTSIDE = "outside"
+    """Files outside the run folder are read or written, or something is fetched from the hub."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One thing that a field asks for. `path` is the field's path as overrides write it, `what` a sentence about it."""
+
+    path: str
+    kind: Kind
+    what: str
+    reads: tuple[str, ...] = ()
+    """What is read there: files, folders, and hub ids."""
+
+    @property
+    def digest(self) -> str:
+        """Digest that is equal where the same field asks for the same thing. Files are compared by their full paths."""
+        return hashlib.blake2b(
+            f"{self.path}\0{self.kind}\0{self.what}".encode(errors="surrogatepass"), digest_size=16
+        ).hexdigest()
+
+
+Found = tuple[Kind, str] | tuple[Kind, str, tuple[str, ...]] | None
+
+DATA_FILES = (".jsonl", ".json", ".parquet")
+"""Endings of the files that hold data."""
+SHIPPED = Path(__file__).parents[1] / "recipe" / "data"
+"""Folder of the prompts and rewards of the shipped recipes, a part of posttrain's own code."""
+
+
+def _file(name: str) -> str:
+    return str(Path(name).expanduser().resolve())
+
+
+def _shipped(name: str) -> bool:
+    return Path(_file(name)).is_relative_to(SHIPPED.resolve())
+
+
+def code_of(name: str) -> Found:
+    """What a value `path.py:name` asks for."""
+    if is_inline(name):  # an object that the user's own program hands again
+        return None
+    path, colon, attribute = name.rpartition(":")
+    if not colon or _shipped(path):
+        return None
+    return Kind.CODE, f"runs {attribute} of the Python file {_file(path)}", (path,)
+
+
+def _env(name: str) -> Found:
+    head, _, rest = name.partition(":")
+    if head == "gym":
+        return None
+    if head != "verifiers":
+        return code_of(name)
+    return (
+        code_of(f"{rest}:load_environment")
+        if rest.endswith(".py")
+        else (Kind.CODE, f"runs the installed Python package {rest}")
+    )
+
+
+def _here(name: str) -> bool:
+    """Whether a name is that of a file or folder of this machine, there or not, and no hub id."""
+    path = Path(name).expanduser()  # no hub id has two slashes, or the ending of a file of data
+    return name.count("/") > 1 or path.exists() or path.suffix in DATA_FILES
+
+
+def _model(name: str) -> Found:
+    what = f"loads the model in {_file(name)}" if _here(name) else f"fetches the model {name} from the hub"
+    return Kind.OUTSIDE, what, (name,)
+
+
+def _data(name: str) -> Found:
+    if _shipped(name) or is_inline(name):  # rows that are kept inside the folder
+        return None
+    what = f"reads the data in {_file(name)}" if _here(name) else f"fetches the data set {name} from the hub"
+    return Kind.OUTSIDE, what, (name,)
+
+
+def _mixed(sets: tuple[tuple[str, float], ...]) -> Found:
+    found = [asked for name, _ in sets if (asked := _data(name)) is not None]
+    return (Kind.OUTSIDE, " and ".join(x[1] for x in found), tuple(name for name, _ in sets)) if found else None
+
+
+def _sandbox(name: str) -> Found:
+    if "://" in name:
+        return Kind.ADDRESS, f"sends programs, and the token of the sandbox, to {name}"
+    return (Kind.CODE, "runs programs that a model writes without a sandbox") if name == "none" else None
+
+
+def _secret(name: str) -> Found:
+    return Kind.SECRET, f"sends the value of the environment variable {name}"
+
+
+def _trackers(names: tuple[str, ...], run: Run) -> Found:
+    if "wandb" in names:
+        what = "settings, numbers, prompts and completions" if run.log_completions else "settings and numbers"
+        return Kind.ADDRESS, f"sends {what} to Weights & Biases, under your account"
+    return (Kind.OUTSIDE, "writes into your trackio project") if "trackio" in names else None
+
+
+def _reward(name: str) -> Found:
+    found = Reward(function=name)
+    if found.judge_url:
+        return Kind.ADDRESS, f"sends prompts and answers to {found.judge_url}, and believes what it answers"
+    if found.judge_run:
+        return Kind.OUTSIDE, f"reads the judge in {_file(found.judge_run)}", (found.judge_run,)
+    outside = tuple(m for m in found.models if not m.startswith(STAGE))
+    if found.models and not outside:
+        return None
+    return _model(outside[0]) if len(outside) == 1 else _models(outside) if outside else code_of(name)
+
+
+def _models(names: tuple[str, ...]) -> Found:
+    return Kind.OUTSIDE, " and ".join(found[1] for n in names if (found := _model(n)) is not None), names
+
+
+Decision = Callable[[Any, Any], Found]
+
+DECIDED: dict[str, Decision] = {
+    "Model.path": lambda x, _: _model(x),
+    "Model.trust_remote_code": lambda x, _: (
+        (Kind.CODE, "runs the Python code that comes with the model") if x else None
+    ),
+    "Env.name": lambda x, _: _env(x),
+    "Env.args": lambda x, env: (Kind.CODE, f"is given to the environment's code as {x!r}") if _env(env.name) else None,
+    "Env.prompts": lambda x, _: _data(x),
+    "Env.mix": lambda x, _: _mixed(x),
+    "Reward.function": lambda x, _: _reward(x),
+    "Reward.meta": lambda x, _: _model(x),
+    "JudgeEndpoint.rubric": lambda x, _: (
+        (Kind.OUTSIDE, f"sends the text of {_file(x)} to the judge", (x,)) if x else None
+    ),
+    "JudgeEndpoint.key_env": lambda x, _: _secret(x),
+    "SandboxSettings.name": lambda x, _: _sandbox(x),
+    "SandboxSettings.token": lambda x, _: _secret(x) if x != SandboxSettings().token else None,
+    "Embedded.draft": lambda x, _: _model(x),
+    "VLLM.url": lambda x, _: (Kind.ADDRESS, f"sends prompts and weights to {x}, and believes what it answers"),
+    "VLLM.key_env": lambda x, _: _secret(x),
+    "VLLM.share": lambda x, _: (Kind.OUTSIDE, f"writes weights into {_file(x)}"),
+    "Processes.folder": lambda x, _: (Kind.OUTSIDE, f"writes weights into {_file(x)}"),
+    "Processes.transport": lambda x, _: (
+        (Kind.ADDRESS, "sends weights to whoever connects to a port of this machine") if x == "collective" else None
+    ),
+    "Ray.address": lambda x, _: (Kind.ADDRESS, f"sends the model and prompts to the Ray cluster {x}, which runs code"),
+    "Run.trackers": _trackers,
+}
+"""For each field a function from its value to what that asks for, None for nothing. Of a mapping it gets each entry."""
+
+HARMLESS = frozenset(
+    {
+        *("Run.recipe", "Run.deterministic", "Run.exact", "Run.record_episodes"),
+        *("Reward.combine", "Reward.measured", "Env.measured"),
+        *("Reward.steps", "Reward.aggregate", "Reward.progress"),
+        *("JudgeEndpoint.name", "JudgeEndpoint.model", "JudgeEndpoint.api", "JudgeEndpoint.answer"),
+        "Run.fault",  # starts with --allow-fault only
+        *(
+            "Model.arch",
+            "Model.compile",
+            "Model.device",
+            "Model.dtype",
+            "Model.gradient_checkpointing",
+            "Model.offload_activations",
+            "Model.offload_optimizer",
+            "Model.share_prefixes",
+            "Model.warm_up",
+            "Model.history",
+            "Model.kernels",
+            "Model.quantize",
+            "Model.router_replay",
+        ),
+        *("Optimizer.kind", "Optimizer.schedule", "Optimizer.rates", "Optimizer.freeze"),
+        "Replay.balanced",
+        "Reinforce.unfinished",
+        *("Lora.targets", "Lora.rslora", "Lora.dora"),
+        *("Stage.name", "Stage.start", "Stage.time_of", "Stage.eval", "Stage.hands_on"),
+        *(
+            "Algorithm.name",
+            "Algorithm.paper",
+            "Algorithm.note",
+            "Algorithm.scale",
+            "Algorithm.rewards",
+            "Algorithm.whiten",
+        ),
+        *("Algorithm.ratio", "Algorithm.anchor", "Algorithm.aggregate", "Algorithm.filter"),
+        *("PreferenceAlgorithm.name", "PreferenceAlgorithm.paper", "PreferenceAlgorithm.note"),
+        *("PreferenceAlgorithm.rows", "PreferenceAlgorithm.against", "PreferenceAlgorithm.shift"),
+        *("PreferenceAlgorithm.match", "PreferenceAlgorithm.weights"),
+        *("RejectionMethod.name", "RejectionMethod.paper", "RejectionMethod.distinct", "RejectionMethod.weights"),
+        *("RejectionMethod.rationalise", "Regenerate.separator", "Regenerate.by"),
+        *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
+        *("Processes.delta", "Ray.verifiers"),
+        *("Embedded.update", "Embedded.sleep", "Embedded.timeline", "VLLM.eager", "VLLM.update"),
+        "VLLM.server",  # of the installed package, on this machine alone
+    }
+)
+"""Texts, choices and switches that use nothing outside the run folder, beside those of pieces and
+of kinds of stage."""
+
+
+def key(cls: type, name: str) -> str:
+    """`Class.field`, with the class that declares the field first, so that fields of all stages are classified once."""
+    return f"{next(c for c in reversed(cls.__mro__) if name in inspect.get_annotations(c)).__name__}.{name}"
+
+
+def decided(cls: type, name: str) -> Decision | None:
+    """The function that gives what a text or switch of this class asks for; None where it has no classification."""
+    named = key(cls, name)
+    if named in DECIDED:
+        return DECIDED[named]
+    own: Any = cls if issubclass(cls, Stage) else Stage
+    if named in HARMLESS or issubclass(cls, (Piece, PreferencePiece, Keep)) or name in own.harmless:
+        return lambda x, _: None
+    return (lambda x, _: _model(x)) if name in own.models else None
+
+
+def _asked(node: Any, name: str, value: Any) -> Found:
+    """What a value asks for. A field without a classification, in a foreign kind of stage,
+    asks for code with any value."""
+    cls = cast("type[Any]", type(node))
+    if value is None:
+        return None
+    if (says := decided(cls, name)) is not None:
+        return says(value, node)
+    if not issubclass(cls, Stage) or not isinstance(value, str | bool | tuple):
+        return None
+    return Kind.CODE, f"is given to the code of the stage kind {cls.__name__} as {value!r}"
+
+
+def grave(found: Iterable[Ask]) -> tuple[Ask, ...]:
+    """Those that need the user's word even in a run file, which people also write themselves: an address together with
+    the secret that is sent there (to an executor always one), and code that comes with a model."""
+    by_owner: dict[str, list[Ask]] = {}
+    for ask in found:
+        by_owner.setdefault(ask.path.rpartition(".")[0].removesuffix(".judge"), []).append(ask)
+    out: list[Ask] = []
+    for owner, own in by_owner.items():
+        kinds = {a.kind for a in own}
+        if Kind.ADDRESS in kinds and (Kind.SECRET in kinds or owner.endswith("sandbox")):
+            out += [a for a in own if a.kind in (Kind.ADDRESS, Kind.SECRET)]
+        out += [a for a in own if a.path == "model.trust_remote_code"]
+    return tuple(out)
+
+
+def values(run: Run) -> dict[str, tuple[str, Any]]:
+    """Every value of the tree as (`Class.field`, value), by the path that overrides use. Stages are under their names.
+
+    Where a field may have values of several classes, its class is a value too: two pieces without numbers of their own
+    differ in nothing else.
+    """
+    found = (*_walk(run, ""), *_kinds(run, ""))
+    return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in found}
+
+
+def _kinds(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
+    """The class of every piece that the tree could have of another class, as `_walk` gives values."""
+    for name, declared in dataclass_json.hints(cast("type[Any]", type(node))).items():
+        value, here = getattr(node, name), f"{path}{name}"
+        several = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
+        item = dataclass_json.tuple_item(declared) if isinstance(value, tuple) else declared
+        for i, x in enumerate(several):
+            if not dataclasses.is_dataclass(x):
+                continue
+            at = x.name if isinstance(x, Stage) else f"{here}.{i}" if isinstance(value, tuple) else here
+            if not isinstance(x, Stage) and len(dataclass_json.pieces(item)) > 1:
+                yield at, node, name, type(x).__name__
+            yield from _kinds(x, f"{at}.")
+
+
+def _walk(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
+    for name in dataclass_json.hints(cast("type[Any]", type(node))):
+        value, here = getattr(node, name), f"{path}{name}"
+        if dataclasses.is_dataclass(value):
+            yield from _walk(value, f"{here}.")
+        elif isinstance(value, Mapping):
+            yield from ((f"{here}.{k}", node, name, v) for k, v in cast("Mapping[str, Any]", value).items())
+        elif isinstance(value, tuple) and any(dataclasses.is_dataclass(x) for x in cast("tuple[Any, ...]", value)):
+            for i, x in enumerate(cast("tuple[Any, ...]", value)):
+                yield from _walk(x, f"{x.name}." if isinstance(x, Stage) else f"{here}.{i}.")
+        else:
+            yield here, node, name, value
+
+
+def ask_of(path: str, found: Found) -> Ask | None:
+    """What was found at a field, with its path."""
+    return None if found is None else Ask(path, found[0], found[1], *found[2:])
+
+
+def asks(run: Run) -> tuple[Ask, ...]:
+    """Everything the run asks for, in the order of its fields."""
+    found = ((path, _asked(node, name, value)) for path, node, name, value in _walk(run, ""))
+    return tuple(ask for path, asked in found if (ask := ask_of(path, asked)) is not None)

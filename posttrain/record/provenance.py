@@ -1,0 +1,70 @@
+"""Which run folders this user made on this machine: a private note per run, outside its folder.
+
+    $XDG_STATE_HOME/posttrain/runs/ID.json          (~/.local/state where XDG_STATE_HOME is not set)
+
+ID is the random identity in run.json, so a run that is moved or copied is still known. The note has digests of what the
+run asked for (`record.external_access`) and of run.json. An edited run.json may use what it asked for before, and
+nothing more. Every user has separate notes. Another machine has none, unless it shares the home directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.record.external_access import Ask
+from posttrain.system.read_untrusted import private
+
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Note:
+    """A user's note of a run. `asked`: digests of `Ask`; `written`: digest of its run.json."""
+
+    asked: frozenset[str] = frozenset()
+    written: str = ""
+
+
+def notes_folder() -> Path:
+    """The folder of the notes; RuntimeError where this user has no home."""
+    named = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
+    return base / "posttrain" / "runs"
+
+
+def remember(identity: str, written: str, asked: Iterable[Ask]) -> str:
+    """Write the note of a run that was just made, where it asks for anything. Returns '', or why that could not be."""
+    digests = sorted(a.digest for a in asked)
+    if not digests:
+        return ""
+    try:
+        folder = notes_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = folder / f".{identity}.part"
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "w") as file:
+            json.dump({"asked": digests, "written": written}, file)
+        os.replace(part, folder / f"{identity}.json")
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def recall(identity: object) -> Note | None:
+    """The note of a run, None where there is none that only this user can have written."""
+    if not isinstance(identity, str) or not _IDENTITY.fullmatch(identity):
+        return None
+    try:
+        path = notes_folder() / f"{identity}.json"
+        if not (private(path.parent, stat.S_ISDIR) and private(path, stat.S_ISREG)):
+            return None
+        data = json.loads(path.read_bytes())
+        return Note(frozenset(map(str, data["asked"])), str(data["written"]))
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
+        return None

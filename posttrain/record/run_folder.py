@@ -1,0 +1,348 @@
+"""The run folder: settings of a run, every step, every episode, and the checkpoints from which it can go on.
+
+    run.json               schema, resolved tree, lineage of each algorithm, facts of the machine; written once, and
+                           again with a history where the run goes on with other settings
+    lock                   who is writing
+    steps.jsonl            one `Step` a line; gauges as [sum, count]
+    episodes/              one compressed file a step (`rl-000012.npz`) or evaluation (`rl-000012-eval.npz`),
+                           index.jsonl
+    heldout/               the held-out loss of stages that imitate, row by row (`sft-000012.json`)
+    checkpoints/, kept/    see `record.checkpoint`
+
+Lines after the last checkpoint are written again when a run goes on: `open_for_resume` cuts the record back to it.
+`record.run_reader` reads a run folder. It needs no lock and works while a run is being written.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.run import Run
+from posttrain.core.gauge import Gauges, Step, merge
+from posttrain.core.measure.heldout_loss import HeldoutLoss
+from posttrain.core.scored import Credit
+from posttrain.core.types import Group
+from posttrain.ladder.algorithm import differences
+from posttrain.ladder.both_ladders import AnyAlgorithm
+from posttrain.record import run_reader, step_format
+from posttrain.record.checkpoint import Checkpoint, Checkpoints, Position, newest_good, refuse_damage_beside
+from posttrain.system import files
+from posttrain.system.dataclass_json import to_plain
+from posttrain.system.errors import InvariantError, RunFolderError, nearest
+from posttrain.system.shell import command_line
+
+AMENDED = "steps.amended.jsonl"
+"""The record with another last line, until the checkpoint that goes with it is written."""
+
+
+def lineage(algorithm: AnyAlgorithm) -> list[dict[str, Any]]:
+    """The patches from the root of its ladder to this algorithm, each with its changes; the user's own is the last."""
+    rows: list[dict[str, Any]] = []
+    for a in algorithm.lineage():
+        changed = differences(a.parent, a) if a.parent else {}
+        rows.append({"name": a.name, "paper": a.paper, "changes": {name: to_plain(a)[name] for name in changed}})
+    return rows
+
+
+def _lineages(run: Run) -> dict[str, Any]:
+    found = ((s.name, getattr(s, "algorithm", None)) for s in run.stages)
+    return {name: lineage(a) for name, a in found if isinstance(a, AnyAlgorithm)}
+
+
+def _unwritable(folder: Path, error: OSError) -> str:
+    """The message for a run folder in which the system does not allow writing."""
+    return (
+        f"cannot write {error.filename or folder}: {'it is a link' if error.errno == errno.ELOOP else error.strerror}"
+    )
+
+
+class Book:
+    """Writes a run folder. Only one process has it at a time. Use it as a context manager, or call `close`."""
+
+    def __init__(self, folder: Path, run: Run, lock: files.Lock) -> None:
+        self.folder, self.run, self._lock = folder, run, lock
+        self._episodes = folder / "episodes"
+        self._episodes.mkdir(exist_ok=True)
+        for path in (folder, self._episodes):
+            files.sweep(path)
+        self._checkpoints = Checkpoints(folder, run.keep_checkpoints)
+        self._finish_amendment()
+        self._steps = files.Lines(folder / "steps.jsonl")
+        self._index = files.Lines(self._episodes / "index.jsonl")
+        self._unsynced: list[Path] = []
+        self._written = {row.path.name for row in run_reader.episode_files(folder)}
+
+    @staticmethod
+    def refuse(folder: Path | str) -> None:
+        """RunFolderError where no run can begin: there is a file, a run, or a folder with other files in it."""
+        folder = Path(folder)
+        if not folder.exists():
+            return
+        if not folder.is_dir():
+            raise RunFolderError(f"cannot create run folder {folder}: it is a file. Choose another --out")
+        if (folder / "run.json").exists():
+            raise RunFolderError(
+                f"{folder} already holds a run. Go on with it by --resume {folder}, or choose another --out"
+            )
+        if others := sorted(p.name for p in folder.iterdir() if p.name != "lock" and not files.is_temporary(p)):
+            raise RunFolderError(f"{folder} is not empty ({', '.join(others[:3])}). Choose another --out")
+
+    @staticmethod
+    def create(folder: Path | str, run: Run, facts: Mapping[str, Any]) -> Book:
+        """A new run folder. `facts` (versions, machine, digests, argv) are written into run.json beside the tree.
+
+        Raises:
+            RunFolderError: the folder already holds a run or other files, is in use, or cannot be written.
+        """
+        folder = Path(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = files.Lock(folder)
+        except OSError as error:
+            raise RunFolderError(f"cannot create run folder {folder}: {error.strerror}") from error
+        try:
+            files.sweep(folder)
+            Book.refuse(folder)
+            data = {
+                "schema": run_reader.SCHEMA,
+                "identity": secrets.token_hex(16),
+                "run": to_plain(run),
+                "lineages": _lineages(run),
+                **facts,
+            }
+            with files.disk_full_is_reported(folder / "run.json", lambda: "Nothing was run"):
+                files.write_json(
+                    folder / "run.json", {**data, "digests": run_reader.digests(json.loads(json.dumps(data)))}
+                )
+            return Book(folder, run, lock)
+        except OSError as error:
+            lock.release()
+            raise RunFolderError(_unwritable(folder, error)) from error
+        except BaseException:
+            lock.release()
+            raise
+
+    @staticmethod
+    def open_for_resume(path: Path | str) -> tuple[Book, Checkpoint | None]:
+        """The book cut back to its last checkpoint, and that checkpoint. It is None where none was written; the run
+        then starts from its beginning.
+
+        `path` is a run folder, or one checkpoint inside it: then everything after that checkpoint is removed.
+        A damaged checkpoint is an error that names the file and the one before it; nothing is skipped silently.
+        """
+        folder, chosen = run_reader.folder_of(path)
+        run = run_reader.run_file(folder).run
+        lock = files.Lock(folder)
+        try:
+            with files.disk_full_is_reported(folder / "checkpoints" / "index.json", lambda: "No checkpoint was lost"):
+                book = Book(folder, run, lock)
+                checkpoint = book._choose(chosen)
+                book._cut_back(checkpoint)
+            return book, checkpoint
+        except OSError as error:
+            lock.release()
+            raise RunFolderError(_unwritable(folder, error)) from error
+        except BaseException:
+            lock.release()
+            raise
+
+    def _choose(self, name: str | None) -> Checkpoint | None:
+        found, damaged = self._checkpoints.all, self._checkpoints.damaged
+        names = [c.name for c in found]
+        if name is None:
+            last = found[-1] if found else None
+            newer = [d for d in damaged if last is None or d.order > last.order]
+            if newer:
+                raise RunFolderError(self._way_out(newer[-1].name, newer[-1].why, found))
+            if last is None:
+                return None
+            i = len(found) - 1
+        elif name in names:
+            i = names.index(name)
+        else:
+            if unread := [d for d in damaged if d.name == name]:
+                raise RunFolderError(self._way_out(name, unread[0].why, [c for c in found if c.name < name]))
+            raise RunFolderError(f"{self.folder} has no checkpoint {name!r}; {nearest(name, names)}")
+        if wrong := files.damage(found[i].folder):
+            raise RunFolderError(self._way_out(found[i].name, wrong, found[:i]))
+        refuse_damage_beside(self.folder)
+        return found[i]
+
+    def _way_out(self, name: str, wrong: str, older: Sequence[Checkpoint]) -> str:
+        """What is wrong with a checkpoint, and the command that goes on from the newest undamaged one before it."""
+        if good := newest_good(older):
+            return (
+                f"checkpoint {name}: {wrong}. Go on from the newest one that is whole with:"
+                f" {command_line('run', '--resume', good.folder)}"
+            )
+        return (
+            f"checkpoint {name}: {wrong}. No checkpoint before it is whole: remove {self.folder / 'checkpoints' / name}"
+            " to begin this run again from its start with --resume"
+        )
+
+    def _cut_back(self, checkpoint: Checkpoint | None) -> None:
+        position = checkpoint.position if checkpoint else Position(0, 0)
+        self._steps.truncate(position.steps)
+        self._index.truncate(position.episodes)
+        self._written = {row.path.name for row in run_reader.episode_files(self.folder)}
+        for path in self._episodes.glob("*.npz"):
+            if path.name not in self._written:
+                path.unlink()
+        if checkpoint:
+            self._checkpoints.forget_after(checkpoint)
+
+    # --- the record ------------------------------------------------------------------------------------------------
+
+    def write(self, step: Step) -> None:
+        """One line of the record."""
+        with files.disk_full_is_reported(self._steps.path, self._checkpoints.still_good):
+            self._steps.append(step_format.step_to_plain(step))
+
+    def write_episodes(self, stage: str, index: int, credit: Credit, unjudged: Sequence[Group] = ()) -> None:
+        """All episodes of a training step with their credit; `unjudged` are groups that reached no credit."""
+        self._write_columns(stage, index, "train", step_format.of_step(credit, unjudged))
+
+    def write_evaluation(self, stage: str, index: int, groups: Iterable[Group]) -> None:
+        """The episodes of a held-out evaluation made after `index` steps of a stage."""
+        self._write_columns(stage, index, "eval", step_format.of_groups(groups))
+
+    def holds_evaluation(self, stage: str, index: int) -> bool:
+        """Whether an evaluation after `index` steps of a stage is in the record."""
+        return run_reader.episode_name(stage, index, "eval") in self._written
+
+    def write_losses(self, stage: str, index: int, measured: HeldoutLoss) -> None:
+        """The held-out loss after `index` steps of a stage, row by row. One that is there already is replaced."""
+        path = self.folder / run_reader.HELDOUT / f"{stage}-{index:06d}.json"
+        with files.disk_full_is_reported(path, self._checkpoints.still_good):
+            path.parent.mkdir(exist_ok=True)
+            files.write_json(path, {key: list(row) for key, row in measured.rows.items()})
+
+    def _write_columns(self, stage: str, index: int, kind: str, records: Sequence[step_format.Recorded]) -> None:
+        name = run_reader.episode_name(stage, index, kind)
+        if name in self._written:
+            raise InvariantError(f"episodes of {stage} {index} ({kind}) were already written")
+        path = self._episodes / name
+        with files.disk_full_is_reported(path, self._checkpoints.still_good):
+            files.write_file(path, step_format.pack_columns(step_format.to_columns(records)), durable=False)
+            self._index.append({"file": name, "stage": stage, "index": index, "kind": kind, "episodes": len(records)})
+        self._written.add(name)
+        self._unsynced.append(path)
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def checkpoint(
+        self, name: str, write: Callable[[Path], None], state: Mapping[str, Any], metric: float | None = None
+    ) -> Checkpoint:
+        """Write a checkpoint: `write` puts its files into the given folder, `state` is plain data. It is durable when
+        this returns.
+
+        Raises:
+            RunFolderError: the disk is full; names the checkpoint that is still good. Nothing is lost.
+        """
+        self.sync()
+        return self._checkpoints.write(name, write, state, metric, Position(self._steps.position, self._index.position))
+
+    def keep(self, name: str, write: Callable[[Path], None]) -> None:
+        """Files that stay for the whole run, such as the weights a stage started from."""
+        self._checkpoints.hold(name, write)
+
+    def kept(self, name: str) -> Path:
+        """The folder of files that `keep` wrote, verified."""
+        return self._checkpoints.held(name)
+
+    # --- a run that goes on longer ---------------------------------------------------------------------------------
+
+    def reopen(self, ended: Checkpoint, name: str, state: Mapping[str, Any], gauges: Gauges) -> Checkpoint:
+        """A checkpoint inside the last stage in place of the one at its end, so that the stage goes on.
+
+        Args:
+            name, state: of the new checkpoint. Its files and its metric are those of `ended`.
+            gauges: of the evaluation at the end. They go into the last line of the record, where they would be if the
+                stage had been longer from the beginning.
+
+        A kill between any two of its steps leaves a folder that goes on, or that is finished as before.
+        """
+        amended = self.folder / AMENDED
+        size = self._steps.position
+        if gauges:
+            *before, last = self._steps.path.read_bytes()[:size].splitlines(keepends=True)
+            step = step_format.step_from_plain(json.loads(last))
+            line = step_format.step_to_plain(replace(step, gauges=merge(step.gauges, gauges)))
+            data = b"".join([*before, files.json_line(line)])
+            with files.disk_full_is_reported(amended, self._checkpoints.still_good):
+                files.write_file(amended, data)
+            size = len(data)
+        position = Position(size, self._index.position)
+        made = self._checkpoints.replace(ended, name, state, position)
+        self._checkpoints.let_go(self.run.stages[-1].name)
+        self._steps.close()
+        self._finish_amendment()
+        self._steps = files.Lines(self.folder / "steps.jsonl")
+        return made
+
+    def _finish_amendment(self) -> None:
+        """Put an amended record in place if the newest checkpoint was made with it; else remove it."""
+        amended = self.folder / AMENDED
+        if not amended.is_file():
+            return
+        newest = self._checkpoints.all[-1] if self._checkpoints.all else None
+        if newest is not None and newest.position.steps == amended.stat().st_size:
+            os.replace(amended, self.folder / "steps.jsonl")
+        else:
+            amended.unlink()
+
+    def record_change(self, run: Run, entry: Mapping[str, Any]) -> None:
+        """New settings of a run that goes on. run.json keeps a history of them, newest last."""
+        path = self.folder / "run.json"
+        data = files.read_json(path)
+        data["run"], data["lineages"] = to_plain(run), _lineages(run)
+        data["history"] = [*data.get("history", []), dict(entry)]
+        data = json.loads(json.dumps(data))
+        with files.disk_full_is_reported(path, self._checkpoints.still_good):
+            files.write_json(path, {**data, "digests": run_reader.digests(data)})
+        self.run, self._checkpoints.keep = run, run.keep_checkpoints
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Make the record so far safe against a power cut. A full disk may be reported only here."""
+        with files.disk_full_is_reported(self._steps.path, self._checkpoints.still_good):
+            for path in self._unsynced:
+                files.sync(path)
+            self._unsynced.clear()
+            files.sync(self._episodes)
+            self._steps.sync()
+            self._index.sync()
+
+    def beside(self, name: str, write: Callable[[Path], object]) -> None:
+        """A folder of files for whoever reads this one, such as the tokenizer's; written once, whole or not at all."""
+        if not (self.folder / name).is_dir():
+            with files.disk_full_is_reported(self.folder / name, self._checkpoints.still_good):
+                files.write_directory(self.folder / name, write)
+
+    def anew(self, name: str, write: Callable[[Path], object]) -> Path:
+        """A folder of files that can be computed again; one of this name is replaced. Returns where it is."""
+        with files.disk_full_is_reported(self.folder / name, self._checkpoints.still_good):
+            files.write_directory(self.folder / name, write)
+        return self.folder / name
+
+    def close(self) -> None:
+        try:
+            self.sync()
+        finally:
+            self._steps.close()
+            self._index.close()
+            self._lock.release()
+
+    def __enter__(self) -> Book:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

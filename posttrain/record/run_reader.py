@@ -1,0 +1,271 @@
+"""Reads a run folder, finished or being written. It returns typed objects, names damaged files, and needs no lock."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from posttrain.config.run import Reinforce, Run, Supervised
+from posttrain.config.stages.preference_settings import OnlinePreference, Preference
+from posttrain.config.stages.rejection import Rejection
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.stage import Stage
+from posttrain.config.stages.step_labels import StepLabeling
+from posttrain.core.gauge import Step
+from posttrain.core.measure.heldout_loss import HeldoutLoss
+from posttrain.ladder.pieces.unknown_pieces import known_pieces, read_without
+from posttrain.record import step_format
+from posttrain.record.runtime_objects import OwnPiece, own_pieces
+from posttrain.system import files
+from posttrain.system.dataclass_json import from_plain
+from posttrain.system.errors import ConfigError, PosttrainError, RunFolderError
+
+STAGES: tuple[type[Stage], ...] = (
+    *(Supervised, Reinforce, Preference, OnlinePreference, RewardModel, Rejection),
+    StepLabeling,
+)
+"""The kinds of stage of this package. A run folder can be read only where the kinds of its stages are known."""
+HELDOUT = "heldout"
+"""The folder of held-out losses."""
+SCHEMA = 2
+MEASURED = ("clock", "memory")
+"""What a line of the record says of the machine; no digest covers it."""
+"""Version of the format of run.json and of the record beside it."""
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """run.json: the resolved run, the lineage of each stage's algorithm, and the facts it was started with."""
+
+    run: Run
+    lineages: Mapping[str, list[dict[str, Any]]]
+    facts: Mapping[str, Any]
+    identity: str | None = None
+    """Random identity, made with the run; `record.provenance` finds its note by it."""
+    edited: tuple[str, ...] = ()
+    """Entries that are not as they were written (`run.seed`), by their digests."""
+    digest: str = ""
+    """Digest of the whole file."""
+    absent: tuple[OwnPiece, ...] = ()
+    """Pieces of its algorithms whose classes this program does not have; `run` has their record in their place."""
+
+
+@dataclass(frozen=True)
+class EpisodeFile:
+    """One episode file: `index` counts a stage's steps; kind is train or eval."""
+
+    path: Path
+    stage: str
+    index: int
+    kind: str
+    episodes: int
+
+
+def is_run(path: Path | str) -> bool:
+    """Whether a path is that of a run folder."""
+    return (Path(path) / "run.json").is_file()
+
+
+def folder_of(path: Path | str) -> tuple[Path, str | None]:
+    """The run folder of a path, and the checkpoint where the path is one inside the folder."""
+    path = Path(path)
+    inside = path.parent.name == "checkpoints" and is_run(path.parent.parent)
+    return (path.parent.parent, path.name) if inside else (path, None)
+
+
+def run_file(folder: Path | str) -> RunFile:
+    """What the `run.json` of a run folder holds. Raises RunFolderError where there is none, or it is damaged."""
+    folder = Path(folder)
+    path = folder / "run.json"
+    if not path.exists():
+        why = "it has no run.json" if folder.is_dir() else "it is a file" if folder.exists() else "it does not exist"
+        raise RunFolderError(f"{folder} is not a run folder: {why}")
+    data = files.read_json(path)
+    _check_schema(path, data.get("schema"))
+    facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
+    known = known_pieces()
+    with damage_is_named(str(path)):
+        own = own_pieces(facts)
+    absent = tuple(p for p in own if p.name not in known)
+    with damage_is_named(str(path)), read_without(data.get("run"), {p.name for p in absent}):
+        return RunFile(
+            _read_run(path, data, [p.name for p in own if p.name in known]),
+            data["lineages"],
+            facts,
+            data.get("identity"),
+            _edited(data),
+            _digest(data),
+            absent,
+        )
+
+
+def _read_run(path: Path, data: Mapping[str, Any], own: Sequence[str]) -> Run:
+    """The run itself. `own`: pieces of the user's own whose classes this program has."""
+    try:
+        return from_plain(Run, _migrated(data["run"]))
+    except ConfigError as error:
+        if not own:
+            raise
+        raise RunFolderError(
+            f"{path} cannot be read with the classes that this program has of its pieces {', '.join(own)}: {error}. If"
+            " their file was changed since the run was begun, give it as it was; else the run's file is damaged"
+        ) from error
+
+
+def _check_schema(path: Path, schema: object) -> None:
+    if type(schema) is int and 0 < schema < SCHEMA:
+        raise RunFolderError(
+            f"{path} was written by an older version of posttrain (schema {schema}; this one reads {SCHEMA}). Nothing"
+            " is damaged: go on with it, read it or export its model with the version that wrote it, or run its recipe"
+            " again with this one"
+        )
+    if schema != SCHEMA:
+        raise RunFolderError(
+            f"{path} has schema {schema}; this posttrain reads {SCHEMA}. Use the version that wrote it"
+        )
+
+
+def _migrated(run: Any) -> Any:
+    """The tree of an older folder: `model.kernels` is the former `engine.layers.compiled_layers` (true, false or null),
+    and a stage that imitates and does not say which turns learned the last one."""
+    run = {**run, "stages": [_with_turns(s) for s in run["stages"]]}
+    engine, model = run["engine"], run["model"]
+    if "compiled" not in engine:
+        return run
+    then = {True: "compiled", False: "torch", None: "auto"}[engine["compiled"]]
+    return {**run, "engine": {k: v for k, v in engine.items() if k != "compiled"}, "model": {"kernels": then, **model}}
+
+
+def _with_turns(stage: Any) -> Any:
+    if not isinstance(stage, dict):
+        return stage
+    tree = cast("dict[str, Any]", stage)
+    return {"turns": "last", **tree} if tree.get("type") in (Supervised.__name__, Rejection.__name__) else tree
+
+
+def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of entries that differ from their digest; () where an older version wrote no digests."""
+    then: Any = data.get("digests")
+    if not isinstance(then, dict):
+        return ()
+    now, names = digests(data), {*digests(data), *map(str, cast("dict[Any, Any]", then))}
+    return tuple(n for n in sorted(names) if now.get(n) != cast("dict[Any, Any]", then).get(n))
+
+
+def digests(data: Mapping[str, Any]) -> dict[str, str]:
+    """One digest per entry of run.json and per field of the tree, so that an edit can be reported by name."""
+    parts = {k: v for k, v in data.items() if k not in ("run", "digests")}
+    return {
+        name: _digest(value) for name, value in {**{f"run.{k}": v for k, v in data["run"].items()}, **parts}.items()
+    }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+@contextmanager
+def damage_is_named(place: str) -> Generator[None]:
+    """Context in which objects are made from a file. An error there is reported as damage of the file."""
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except RecursionError:
+        raise RunFolderError(f"{place} is damaged: its lists and objects are nested too deeply to be read") from None
+    except (
+        PosttrainError,
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        StopIteration,
+        TypeError,
+        ValueError,
+    ) as error:
+        told = str(error) if isinstance(error, PosttrainError) else repr(error)
+        raise RunFolderError(f"{place} is damaged: {told}") from error
+
+
+def steps(folder: Path | str) -> list[Step]:
+    """All whole lines of the record. A last line that was being written is left out; damage before it is an error."""
+    path = Path(folder) / "steps.jsonl"
+    out: list[Step] = []
+    for number, data in files.read_lines(path):
+        with damage_is_named(f"{path}:{number}"):
+            out.append(step_format.step_from_plain(data))
+    return out
+
+
+def episode_name(stage: str, index: int, kind: str) -> str:
+    return f"{stage}-{index:06d}{'' if kind == 'train' else '-' + kind}.npz"
+
+
+def episode_files(folder: Path | str) -> list[EpisodeFile]:
+    """The listed episode files, in the order they were written. A file that is not yet listed is left out. A listed
+    file that is gone is included (`missing_episodes`). A name that no run gives, such as a path out of the folder, is
+    an error."""
+    where = Path(folder) / "episodes"
+    out: list[EpisodeFile] = []
+    for number, d in files.read_lines(where / "index.jsonl"):
+        with damage_is_named(f"{where / 'index.jsonl'}:{number}"):
+            row = EpisodeFile(where / d["file"], str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"]))
+            named = d["file"] == episode_name(row.stage, row.index, row.kind) and Path(d["file"]).name == d["file"]
+        if not named or row.kind not in ("train", "eval"):
+            raise RunFolderError(
+                f"{where / 'index.jsonl'}:{number} names {d['file']!r}, which is no episode file of this run"
+            )
+        out.append(row)
+    return out
+
+
+def losses(folder: Path | str, stage: str) -> dict[int, HeldoutLoss]:
+    """The held-out losses of a stage by the steps it had taken, in order."""
+    out: dict[int, HeldoutLoss] = {}
+    for path in sorted((Path(folder) / HELDOUT).glob(f"{stage}-*.json")):
+        index = path.stem.removeprefix(f"{stage}-")
+        if not index.isdecimal():  # of a stage whose name begins alike
+            continue
+        with damage_is_named(str(path)):
+            rows = {str(k): (float(nll), float(tokens)) for k, (nll, tokens) in files.read_json(path).items()}
+            if not rows or any(not (math.isfinite(nll) and 0 < tokens < math.inf) for nll, tokens in rows.values()):
+                raise ValueError("a row is no loss over some tokens")
+            out[int(index)] = HeldoutLoss(rows)
+    return out
+
+
+def missing_episodes(folder: Path | str) -> list[EpisodeFile]:
+    """Listed episode files that do not exist."""
+    return [row for row in episode_files(folder) if not row.path.is_file()]
+
+
+def episodes(folder: Path | str, stage: str, index: int, kind: str = "train") -> tuple[step_format.Recorded, ...]:
+    """The episodes of one step (or evaluation), each with its credit."""
+    return read_episodes(Path(folder) / "episodes" / episode_name(stage, index, kind))
+
+
+def read_episodes(path: Path) -> tuple[step_format.Recorded, ...]:
+    columns = step_format.read_columns(path)
+    with damage_is_named(str(path)):
+        return step_format.from_columns(columns)
+
+
+def record_digest(folder: Path | str) -> str:
+    """Digest of the record without what is measured: equal for a run that was killed and resumed, and one that never
+    was."""
+    folder = Path(folder)
+    h = hashlib.blake2b(digest_size=32)
+    for _, data in files.read_lines(folder / "steps.jsonl"):
+        h.update(json.dumps({k: v for k, v in data.items() if k not in MEASURED}, sort_keys=True).encode())
+    for row in episode_files(folder):
+        h.update(row.path.name.encode())
+        for name, column in sorted(step_format.read_columns(row.path).items()):
+            h.update(f"{name} {column.dtype} {column.shape}".encode())
+            h.update(column.tobytes())
+    return h.hexdigest()

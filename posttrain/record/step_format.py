@@ -1,0 +1,398 @@
+"""The format of the record: a `Step` is one JSON object, the episodes of a step are columns. No pickle is used.
+
+Columns of an episode file, N tokens of all segments one after another:
+
+    ids int32 [N], mask bool [N], logp float32 [N], version int32 [N], advantage float64 [N] (NaN: none)
+    length int64 [segments]
+    kept_length int64 [spoken tokens of truncated segments], kept_ids int32
+    top_ids int32, top_logp float32 [spoken tokens x K of segments that store their K most
+        probable tokens, one after another]
+    in_turn int32 [spoken tokens of segments whose sampling reads it]: position of each in its turn
+    routed int16 [tokens x R x K of segments with router choices, one after another], routed_shape int64 [3 x segments]:
+        tokens, R and K of each, 0 0 0 of one without (`core.exchange.expert_choices`); both only where some segment has
+        them
+    meta uint8: UTF-8 JSON with tasks, samplings and one object per episode
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from posttrain.core.content import ContentPart, content_of
+from posttrain.core.exchange.other_seats import SeatTurn
+from posttrain.core.gauge import Gauge, Step
+from posttrain.core.measure.equal_numbers import RESOLUTION
+from posttrain.core.sampling import Sampling
+from posttrain.core.scored import Credit
+from posttrain.core.types import Episode, Group, Kept, Message, Segment, Stop, Task, Top
+from posttrain.core.verdict import Judged, State, Verdict
+from posttrain.system import read_untrusted
+from posttrain.system.dataclass_json import from_plain, to_plain
+from posttrain.system.errors import RunFolderError
+
+Columns = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """An episode with its credit. `shaped` and `advantage` are None where it has none (evaluation, or not judged).
+    advantage is float64 per spoken token, one array per segment."""
+
+    episode: Episode
+    shaped: float | None = None
+    advantage: tuple[np.ndarray, ...] | None = None
+    dropped: str = ""
+
+
+def of_step(credit: Credit, unjudged: Iterable[Group]) -> list[Recorded]:
+    """All episodes of a training step, those that were not judged too. Groups and siblings are in order. A greedy
+    answer comes after its group's siblings; its sampling has greedy=true."""
+    out: list[Recorded] = []
+    for group in credit.groups:
+        credited = {c.episode.sibling: c for c in group.episodes}
+        for episode in group.group.episodes:
+            c = credited.get(episode.sibling)
+            out.append(Recorded(episode) if c is None else Recorded(episode, c.shaped, c.advantage, c.dropped))
+        out += [Recorded(e) for e in (group.group.greedy,) if e is not None]
+    return out + of_groups(unjudged)
+
+
+def of_groups(groups: Iterable[Group]) -> list[Recorded]:
+    """Episodes without credit."""
+    return [Recorded(episode) for group in groups for episode in group.episodes]
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def _number(x: float) -> float | str:
+    """A number for JSON. JSON has no infinities and NaN, so these are written as text, which `float` reads."""
+    x = float(x)
+    return x if np.isfinite(x) else repr(x)
+
+
+def step_to_plain(step: Step) -> dict[str, Any]:
+    return {
+        "stage": step.stage,
+        "index": step.index,
+        "version": step.version,
+        "gauges": {name: [_number(g.sum), _number(g.count)] for name, g in step.gauges.items()},
+        "clock": {name: _number(x) for name, x in step.clock.items()},
+        "memory": {name: _number(x) for name, x in step.memory.items()},
+        "notes": list(step.notes),
+    }
+
+
+def step_from_plain(data: Mapping[str, Any]) -> Step:
+    return Step(
+        stage=data["stage"],
+        index=data["index"],
+        version=data["version"],
+        gauges={name: Gauge(float(total), float(count)) for name, (total, count) in data["gauges"].items()},
+        clock={name: float(x) for name, x in data["clock"].items()},
+        notes=tuple(data["notes"]),
+        memory={name: float(x) for name, x in data.get("memory", {}).items()},
+    )
+
+
+# --- episodes --------------------------------------------------------------------------------------------------------
+
+
+def _as_plain(value: object) -> Any:
+    """Values of tasks that JSON does not have: parts of messages and numpy by value,
+    anything else as text without addresses."""
+    if isinstance(value, ContentPart):
+        return value.plain()
+    if isinstance(value, np.ndarray | np.generic):
+        return cast("Any", value).tolist()
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def _task(task: Task) -> dict[str, Any]:
+    told = {"id": task.id, "prompt": task.prompt, "answer": task.answer, "info": dict(task.info)}
+    return told | {"tools": list(task.tools)} if task.tools else told
+
+
+def _verdict(j: Judged) -> dict[str, Any]:
+    v = j.verdict
+    return {
+        "source": j.source,
+        "weight": j.weight,
+        "state": v.state,
+        "score": v.score,
+        "kind": v.kind,
+        "why": v.why,
+        "end": j.end,
+        "paid": j.paid,
+        "resolution": j.resolution,
+        **({"measured": True} if j.measured else {}),
+        **({"by_model": j.by_model} if j.by_model or j.resolution > RESOLUTION else {}),
+    }
+
+
+def verdict_from_plain(v: Mapping[str, Any]) -> Judged:
+    verdict = Verdict(State(v["state"]), v["score"], v["kind"], v["why"])
+    resolution = v.get("resolution", RESOLUTION)
+    # Where nothing says whether a model judged, a coarse score is a model's: verifiers had none.
+    more = (v.get("paid", False), resolution, v.get("measured", False), v.get("by_model", resolution > RESOLUTION))
+    return Judged(v["source"], v["weight"], verdict, v["end"], *more)
+
+
+def to_columns(records: Sequence[Recorded]) -> Columns:
+    tasks: dict[int, int] = {}
+    samplings: dict[Sampling, int] = {}
+    all_tasks: list[dict[str, Any]] = []
+    segments: list[Segment] = []
+    advantages: list[np.ndarray] = []
+    metas: list[dict[str, Any]] = []
+    for r in records:
+        e = r.episode
+        if id(e.task) not in tasks:
+            tasks[id(e.task)] = len(all_tasks)
+            all_tasks.append(_task(e.task))
+        for i, s in enumerate(e.segments):
+            advantage = np.full(len(s.ids), np.nan)
+            if r.advantage is not None:
+                advantage[s.mask] = r.advantage[i]
+            segments.append(s)
+            advantages.append(advantage)
+        metas.append(
+            {
+                "task": tasks[id(e.task)],
+                "visit": e.visit,
+                "sibling": e.sibling,
+                "stop": e.stop,
+                "samplings": [samplings.setdefault(s.sampling, len(samplings)) for s in e.segments],
+                "verdicts": [_verdict(j) for j in e.verdicts],
+                "reward": e.reward,
+                "shaped": r.shaped,
+                "credited": r.advantage is not None,
+                "dropped": r.dropped,
+                "text": e.text,
+                "error": e.error,
+                "state": e.state,
+                "turns": list(e.turns),
+                **({"cut": True} if e.cut else {}),
+                **({"seats": [asdict(t) for t in e.seats]} if e.seats else {}),
+                **({"figure": e.figure} if any(j.measured for j in e.verdicts) else {}),
+                **({"right_at": e.right_at} if e.right_at is not None else {}),
+            }
+        )
+    meta = {"tasks": all_tasks, "samplings": [to_plain(s) for s in samplings], "episodes": metas}
+    kept = [s.kept for s in segments if s.kept is not None]
+    top = [s.top for s in segments if s.top is not None]
+    return {
+        "ids": _join([s.ids for s in segments], np.int32),
+        "mask": _join([s.mask for s in segments], np.bool_),
+        "logp": _join([s.logp for s in segments], np.float32),
+        "version": _join([s.version for s in segments], np.int32),
+        "advantage": _join(advantages, np.float64),
+        "length": np.array([len(s.ids) for s in segments], np.int64),
+        "kept_length": _join([np.diff(k.offsets) for k in kept], np.int64),
+        "kept_ids": _join([k.ids for k in kept], np.int32),
+        "top_ids": _join([t.ids.ravel() for t in top], np.int32),
+        "top_logp": _join([t.logp.ravel() for t in top], np.float32),
+        "in_turn": _join([s.in_turn for s in segments if s.in_turn is not None], np.int32),
+        "meta": np.frombuffer(json.dumps(meta, default=_as_plain).encode(), np.uint8),
+        **_routed_columns(segments),
+    }
+
+
+def _routed_columns(segments: Sequence[Segment]) -> Columns:
+    found = [s.routed for s in segments if s.routed is not None]
+    if not found:
+        return {}
+    shapes = [(0, 0, 0) if s.routed is None else s.routed.shape for s in segments]
+    return {
+        "routed": _join([r.ravel() for r in found], np.int16),
+        "routed_shape": np.array(shapes, np.int64).ravel(),
+    }
+
+
+def _join(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+
+
+def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
+    meta: dict[str, list[dict[str, Any]]] = json.loads(columns["meta"].tobytes())
+    tasks: list[Task] = [_task_from_plain(t) for t in meta["tasks"]]
+    samplings: list[Sampling] = [from_plain(Sampling, s) for s in meta["samplings"]]
+    cut = _Cut(columns)
+    out: list[Recorded] = []
+    for m in meta["episodes"]:
+        about: int = m["task"]
+        which: list[int] = m["samplings"]
+        drawn = [cut.segment(samplings[i]) for i in which]
+        verdicts = tuple(verdict_from_plain(v) for v in m["verdicts"])
+        segments = tuple(s for s, _ in drawn)
+        said = (m["text"], m["error"], m.get("state"), tuple(m.get("turns", ())))
+        seats = tuple(SeatTurn(**t) for t in m.get("seats", ()))
+        episode = Episode(
+            tasks[about],
+            m["visit"],
+            m["sibling"],
+            segments,
+            Stop(m["stop"]),
+            verdicts,
+            *said,
+            m.get("cut", False),
+            seats,
+            m.get("right_at"),
+        )
+        out.append(Recorded(episode, m["shaped"], tuple(a for _, a in drawn) if m["credited"] else None, m["dropped"]))
+    return tuple(out)
+
+
+def _task_from_plain(data: dict[str, Any]) -> Task:
+    prompt = data["prompt"]
+    return Task(
+        data["id"],
+        prompt if isinstance(prompt, str) else tuple(map(_message, prompt)),
+        data["answer"],
+        data["info"],
+        tuple(data.get("tools", ())),
+    )
+
+
+def _message(written: dict[str, Any]) -> Message:
+    parts = written.get("content")
+    return cast("Message", written if parts is None else {**written, "content": content_of(parts)})
+
+
+class _Cut:
+    """Cuts the columns back into segments, front to back."""
+
+    def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
+        self.columns = columns
+        self.lengths = iter(columns["length"].tolist())
+        self.token = self.draw = self.kept = self.top = self.turn = self.routed = 0
+        self.shapes = iter(columns.get("routed_shape", np.zeros(0, np.int64)).reshape(-1, 3).tolist())
+
+    def segment(self, sampling: Sampling) -> tuple[Segment, np.ndarray]:
+        """The next segment and the advantages of its spoken tokens."""
+        here = slice(self.token, self.token + next(self.lengths))
+        self.token = here.stop
+        ids, mask, logp, version, advantage = (
+            self.columns[n][here] for n in ("ids", "mask", "logp", "version", "advantage")
+        )
+        kept = self._kept(int(mask.sum())) if sampling.truncated else None
+        top = self._top(int(mask.sum()), sampling.top) if sampling.top else None
+        in_turn = self._in_turn(int(mask.sum())) if sampling.in_turn else None
+        return Segment(ids, mask, logp, version, sampling, kept, top, in_turn, self._routed()), advantage[mask]
+
+    def _routed(self) -> np.ndarray | None:
+        shape = next(self.shapes, (0, 0, 0))
+        here = slice(self.routed, self.routed + int(np.prod(shape)))
+        self.routed = here.stop
+        return self.columns["routed"][here].reshape(shape) if shape[0] else None
+
+    def _in_turn(self, spoken: int) -> np.ndarray:
+        here = slice(self.turn, self.turn + spoken)
+        self.turn = here.stop
+        return self.columns["in_turn"][here]
+
+    def _top(self, draws: int, k: int) -> Top:
+        here = slice(self.top, self.top + draws * k)
+        self.top = here.stop
+        return Top(self.columns["top_ids"][here].reshape(draws, k), self.columns["top_logp"][here].reshape(draws, k))
+
+    def _kept(self, draws: int) -> Kept:
+        offsets = np.concatenate([[0], np.cumsum(self.columns["kept_length"][self.draw : self.draw + draws])]).astype(
+            np.int64
+        )
+        kept = Kept(offsets, self.columns["kept_ids"][self.kept : self.kept + int(offsets[-1])])
+        self.draw, self.kept = self.draw + draws, self.kept + int(offsets[-1])
+        return kept
+
+
+# --- columns in a file ------------------------------------------------------------------------------------------------
+
+
+def pack_columns(columns: Columns) -> bytes:
+    """An .npz that numpy reads; equal columns give equal bytes, because no time of day is written."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, column in columns.items():
+            entry = io.BytesIO()
+            np.lib.format.write_array(entry, column, allow_pickle=False)
+            info = zipfile.ZipInfo(f"{name}.npy")
+            info.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(info, entry.getvalue())
+    return out.getvalue()
+
+
+DTYPES = {
+    **dict.fromkeys(("ids", "version", "kept_ids", "top_ids", "in_turn"), np.dtype(np.int32)),
+    **dict.fromkeys(("length", "kept_length", "routed_shape"), np.dtype(np.int64)),
+    "routed": np.dtype(np.int16),
+    **dict.fromkeys(("logp", "top_logp"), np.dtype(np.float32)),
+    "mask": np.dtype(np.bool_),
+    "advantage": np.dtype(np.float64),
+    "meta": np.dtype(np.uint8),
+}
+"""Column -> its type. A file that holds anything else was not written by `pack_columns`."""
+UNQUESTIONED = 256 << 20
+"""Bytes to which a file of any size may inflate."""
+MOST_INFLATED = 200
+"""Above `UNQUESTIONED`: most inflated bytes for each byte of the file. Real steps of that size inflate to a few."""
+
+
+def read_columns(path: Path) -> Columns:
+    """The columns of a file. RunFolderError names a file that is missing or damaged, or would inflate to more than a
+    step can have. Sizes, types and shapes are checked before anything is inflated."""
+    if not os.path.lexists(path):
+        raise RunFolderError(f"{path} is missing")
+    try:
+        with read_untrusted.opened(path, RunFolderError) as file, zipfile.ZipFile(file) as archive:
+            size = os.fstat(file.fileno()).st_size
+            entries = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            if len(entries) != len(archive.infolist()) or not entries.keys() <= DTYPES.keys():
+                raise RunFolderError(f"{path} is damaged: it holds other columns than an episode file does")
+            total = sum(info.file_size for info in entries.values())
+            if total > UNQUESTIONED and total > MOST_INFLATED * size:
+                raise RunFolderError(
+                    f"{path} is damaged: its {size:,} bytes claim to hold {total:,}, which no step does"
+                )
+            return {name: _column(archive, info, DTYPES[name]) for name, info in entries.items()}
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        EOFError,
+        RuntimeError,
+        MemoryError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        raise RunFolderError(f"{path} is damaged: {error}") from error
+
+
+def _column(archive: zipfile.ZipFile, info: zipfile.ZipInfo, wanted: np.dtype[Any]) -> np.ndarray:
+    """One column, one-dimensional and of its type. ValueError where its header has another type or shape, or does not
+    fit its size."""
+    with archive.open(info) as entry:
+        if np.lib.format.read_magic(entry) != (1, 0):
+            raise ValueError(f"{info.filename} has another version than 1.0")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(entry)
+        if (
+            dtype != wanted
+            or len(shape) != 1
+            or shape[0] < 0
+            or entry.tell() + shape[0] * dtype.itemsize != info.file_size
+        ):
+            raise ValueError(f"{info.filename} of {info.file_size:,} bytes says it is {dtype} {shape}")
+        data = entry.read()
+    if len(data) != shape[0] * dtype.itemsize:
+        raise ValueError(f"{info.filename} ends early")
+    return np.frombuffer(data, dtype)

@@ -1,0 +1,70 @@
+"""Printing through rich: tables, the live line and our own colours. Text from elsewhere is shown as plain text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from posttrain.system.terminal_output import visible_lines
+
+WIDEST = 10_000
+"""Columns of a table that is not drawn into a terminal."""
+
+
+def table(
+    title: str,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    words: Collection[str],
+    one_line: bool = False,
+) -> Group:
+    """The form of every table that a command prints: no lines, so that it reads well in a log file, its title above it
+    at the left, and two blanks between columns.
+
+    Args:
+        title: '' for none.
+        words: the heads of columns of text, which stand at the left and are folded. The others are numbers, which stand
+            at the right and stay whole: a number with its interval is folded at its blanks.
+        one_line: cut text that is too long instead, where a table is drawn in place of the one before.
+    """
+    out, rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0)), list(rows)
+    for i, head in enumerate(heads):
+        left = head in words
+        folds = left or any("[" in str(row[i]) for row in rows if i < len(row))
+        out.add_column(head, justify="left" if left else "right", overflow="fold", no_wrap=one_line or not folds)
+    for row in rows:
+        out.add_row(*row)
+    return Group("", title, out) if title else Group(out)
+
+
+def lines_of(of: Group) -> list[str]:
+    """The lines of a table, as wide as it is."""
+    out = io.StringIO()
+    PlainConsole(file=out, width=WIDEST).print(of)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+class PlainConsole(Console):
+    """A console without markup, emoji codes and automatic highlighting. Unprintable characters are escaped.
+
+    Our own words get a colour as `Text(word, style=...)`.
+    """
+
+    def __init__(self, **how: Any) -> None:
+        # in a notebook too: its HTML output would not be text of ours
+        super().__init__(markup=False, emoji=False, highlight=False, force_jupyter=False, **how)
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        """Escape plain strings, printed or in a table; rich calls this before the layout."""
+        return super().render_str(visible_lines(text), **{**how, "markup": False, "emoji": False, "highlight": False})
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Escape all other output; control codes that rich itself writes are marked as such and kept."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible_lines(segment.text), segment.style)

@@ -1,0 +1,354 @@
+"""Whether what was exported is what was trained: it is read back with plain transformers and compared with the run.
+
+The run's side is the policy with the weights of the checkpoint, computed by the learner. The other side is what any
+user gets from the files. All differences are collected; the first one is what the error names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.core.batch import Packed
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Segment
+from posttrain.engine.adapters import adapter_modules
+from posttrain.engine.adapters.quantise import make_float, quantise, quantised_as
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.files.reload_export import ReloadedModel, reload
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy, named_tensors
+from posttrain.environment.templates.renderer import History
+from posttrain.record.certificate import ExportCertificate, ExportComparison, first_unlike
+from posttrain.record.checkpoint import Checkpoint
+from posttrain.record.run_reader import run_file
+from posttrain.report.export.recorded_prompts import (
+    ComparedPrompt,
+    generated_prompts,
+    recorded_answers,
+    recorded_prompts,
+    rendered,
+)
+from posttrain.role.learning.logprob_tolerance import Gap, allowed, as_sampled
+from posttrain.role.weights.saved_parts import SavedTensors
+from posttrain.role.weights.saved_weights import AVERAGE, OPTIMIZER, WEIGHTS
+from posttrain.system.errors import ConfigError
+from posttrain.system.machine import free_memory
+from posttrain.system.version import VERSION
+
+ANSWER = 24
+"""Most tokens of a greedy answer."""
+LONGEST = 256
+"""Tokens of a sequence that are computed; of a longer prompt they are its last ones."""
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedRun:
+    """What was exported, from where."""
+
+    folder: Path
+    """The run folder."""
+    identity: str
+    checkpoint: Checkpoint
+    made: str
+    base: str = ""
+    """Of an adapter that is written alone: the model beneath it."""
+    ema: bool = False
+    history: History = "append"
+
+
+def check_memory(policy: Policy) -> int:
+    """Bytes of the second copy of the weights that the comparison needs.
+
+    Raises:
+        ConfigError: there is no room for it.
+    """
+    needed = sum(t.numel() * t.element_size() for _, t in named_tensors(policy.module))
+    free = {"main memory": free_memory()}
+    if policy.device.type == "cuda":
+        free[str(policy.device)] = torch.cuda.mem_get_info(policy.device)[0]
+    for where, left in free.items():
+        if left is not None and left < needed:
+            raise ConfigError(
+                f"what is exported is read back and compared with the run, for which a second copy of the weights must"
+                f" fit: {needed / GIB:.2f} GiB ({needed:,} bytes), and {left / GIB:.2f} GiB of {where} are free. End"
+                " other programs, or copy the run folder to a machine with more memory and export there"
+            )
+    return needed
+
+
+def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportCertificate:
+    """Read a written directory back and compare it with the policy that it was written from.
+
+    Args:
+        learner: it holds all that the checkpoint does: the value head too.
+
+    Raises:
+        DataError: it cannot be read back at all.
+    """
+    began, policy = time.perf_counter(), learner.policy
+    again = reload(written, policy, exported.base)
+    comparable = _comparable(policy, again, bool(exported.base))
+    rows = policy.module.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+    recorded = recorded_prompts(exported.folder, int(rows), policy.context)  # type: ignore[arg-type]
+    prompts = recorded or generated_prompts(policy.tokenizer, int(rows), policy.context)  # type: ignore[arg-type]
+    compared = [
+        _equal("tokenizer", len(policy.tokenizer), "tokens", policy.tokenizer_digest, again.tokenizer_digest),
+        _equal("chat template", 1, "template", policy.template_digest, again.template_digest),
+        _same_ids(policy, again, prompts, exported.history, "recorded" if recorded else "generated"),
+        _equal("stop tokens", len(policy.stop_ids), "ids", sorted(policy.stop_ids), sorted(again.stop_ids)),
+        _from_checkpoint(learner, exported),
+        *_fingerprint(learner, exported),
+        _same_record(learner, exported, str(policy.dtype).removeprefix("torch.")),
+        _same_weights(comparable, again, bool(exported.base)),
+    ]
+    if _same_shapes(policy, again):
+        compared += _same_words(policy, learner, again, prompts)
+    return ExportCertificate(
+        made=exported.made,
+        run=exported.identity,
+        checkpoint=exported.checkpoint.name,
+        comparisons=tuple(compared),
+        weights=fingerprint(named_tensors(again.inner)),
+        tokenizer=again.tokenizer_digest,
+        template=again.template_digest,
+        dtype=str(policy.dtype).removeprefix("torch."),
+        versions=_versions(bool(exported.base)),
+        seconds=round(time.perf_counter() - began, 3),
+        second_copy=sum(t.numel() * t.element_size() for _, t in named_tensors(again.inner)),
+    )
+
+
+def _versions(peft: bool) -> dict[str, str]:
+    names = ("torch", "transformers", "tokenizers", "safetensors", *(("peft",) if peft else ()))
+    return {"posttrain": VERSION, **{n: metadata.version(n) for n in names}}
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def _equal(what: str, count: int, unit: str, ours: Any, theirs: Any) -> ExportComparison:
+    return ExportComparison(what, count, unit, "" if ours == theirs else f"{theirs}, and {ours} in the run")
+
+
+def _same_ids(
+    policy: Policy, again: ReloadedModel, prompts: Sequence[ComparedPrompt], history: History, source: str
+) -> ExportComparison:
+    """The prompts, rendered with the tokenizer and template that were read back, give the run's ids."""
+    as_read, unlike = 0, ""
+    for p in prompts:
+        ours = rendered(policy.tokenizer, policy.stop_ids, history, p.prompt)
+        theirs = rendered(again.tokenizer, policy.stop_ids, history, p.prompt)
+        if isinstance(ours, str):  # what it was made from is not in the record
+            continue
+        as_read += np.array_equal(ours, p.ids)
+        if not unlike and not np.array_equal(ours, theirs):
+            unlike = f"prompt {p.name!r} {_first_difference(ours, theirs)}"
+    return ExportComparison(
+        "ids of prompts", len(prompts), f"{source} prompts", unlike, notes={"as_recorded": int(as_read)}
+    )
+
+
+def _first_difference(ours: np.ndarray, theirs: np.ndarray | str) -> str:
+    if isinstance(theirs, str):
+        return f"cannot be written ({theirs})"
+    n = min(len(ours), len(theirs))
+    differ = np.flatnonzero(ours[:n] != theirs[:n])
+    at = int(differ[0]) if len(differ) else n
+    told = [f"id {ids[at]}" if at < len(ids) else "nothing" for ids in (theirs, ours)]
+    return f"has {told[0]} at position {at}, and {told[1]} in the run"
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _from_checkpoint(learner: HFLearner, exported: ExportedRun) -> ExportComparison:
+    """The policy holds the weights (or the averages) of the checkpoint's files, bit for bit."""
+    folder, wrong = exported.checkpoint.folder, list[str]()
+    weights, averages = SavedTensors(folder / WEIGHTS), SavedTensors(folder / _averages(exported))
+    held = [n.removeprefix(AVERAGE) for n in averages.shapes if n.startswith(AVERAGE)]
+    for name, tensor in learner.parameters().items():
+        file, key = (averages, AVERAGE + name) if name in held else (weights, name)
+        if name not in weights.shapes or not torch.equal(
+            file.tensor(key).to(tensor.device, tensor.dtype), tensor.detach()
+        ):
+            wrong.append(name)
+    which = "moving averages" if exported.ema else "weights"
+    unlike = f"{first_unlike(wrong)} are not the {which} of the checkpoint" if wrong else ""
+    return ExportComparison(f"{which} of checkpoint {exported.checkpoint.name}", len(weights.shapes), "tensors", unlike)
+
+
+def _averages(exported: ExportedRun) -> str:
+    return OPTIMIZER if exported.ema else WEIGHTS
+
+
+def _fingerprint(learner: HFLearner, exported: ExportedRun) -> list[ExportComparison]:
+    """The weights are those that the trainer saw when it wrote the checkpoint. Averages have no fingerprint there."""
+    then = exported.checkpoint.state.get("weights")
+    if exported.ema or not then:
+        return []
+    return [_equal("fingerprint in the checkpoint", 1, "fingerprint", then, learner.fingerprint())]
+
+
+def _same_record(learner: HFLearner, exported: ExportedRun, dtype: str) -> ExportComparison:
+    """The policy gives the recorded answers of these weights the log-probs that the sampler had for them."""
+    what, version = "log-probs of the record", exported.checkpoint.state.get("version")
+    run = run_file(exported.folder).run
+    answers = recorded_answers(exported.folder, version) if isinstance(version, int) else []
+    stale, routers = getattr(run.engine, "update", "") == "stale", learner.routers() is not None
+    why = (
+        "moving averages sampled nothing"
+        if exported.ema
+        else "the record holds no answers of these weights"
+        if not answers
+        else "its caches may be of older weights (engine.update=stale)"
+        if stale
+        else "it does not hold which experts computed them"
+        if routers and any(s.routed is None for s in answers)
+        else ""
+    )
+    if why:
+        return ExportComparison(what, 0, "tokens", notes={"not_compared": why})
+    packed = Packed.of(answers)
+    said, ours = np.concatenate([s.logp[s.mask] for s in answers]), as_sampled(learner).score(packed)
+    gap = Gap.of(said, ours)
+    bound = allowed(dtype, gap, ours, lambda: learner.exact(packed), packed.sampling.temperature)
+    unlike = ""
+    if not gap.within(bound):
+        unlike = (
+            f"answers that these weights sampled have other log-probs now (largest difference {gap.worst:.3g}, bound"
+            f" {bound.worst:.2g}; mean {gap.mean:.3g}, bound {bound.mean:.2g}): the model is not the one of the run"
+        )
+    return ExportComparison(what, len(said), "tokens", unlike, gap.worst, bound.worst, {"mean": gap.mean})
+
+
+def _comparable(policy: Policy, again: ReloadedModel, alone: bool) -> Policy:
+    """The policy with the tensors that were written. Of weights in few bits a merged export holds the float numbers
+    for which they stand. An adapter that was written alone is compared over weights rounded as the run's were."""
+    kind = quantised_as(policy.module)
+    if kind is None:
+        return policy
+    if alone:
+        quantise(again.inner, kind)  # type: ignore[arg-type]
+        return policy
+    plain = policy.clone()
+    make_float(plain.module, policy.dtype)
+    return plain
+
+
+def _same_weights(policy: Policy, again: ReloadedModel, alone: bool) -> ExportComparison:
+    """The tensors that were read back are those of the policy, bit for bit. Of a merged adapter: the layers with an
+    adapter compute what they computed unmerged, up to rounding, and all other tensors are equal.
+
+    Args:
+        alone: an adapter was written alone.
+    """
+    theirs = dict(named_tensors(again.inner))
+    if policy.lora is None or alone:
+        ours = dict(named_tensors(policy.module))
+        return _equal_tensors("weights read back", ours, theirs)
+    layers = adapter_modules.layers(policy.module)
+    merged = {f"{name}.{part}" for name in layers for part in ("weight", "bias")}
+    kept = {n: t for n, t in adapter_modules.base_tensors(policy.module).items() if n not in merged}
+    others = _equal_tensors("weights read back", kept, {n: t for n, t in theirs.items() if n not in merged})
+    errors = {n: adapter_modules.merge_error(part, again.inner.get_submodule(n)) for n, part in layers.items()}  # type: ignore[arg-type]
+    worst = max(errors, key=errors.__getitem__)
+    unlike = others.unlike
+    if not unlike and not errors[worst] <= 1:
+        unlike = (
+            f"{worst} is not the run's layer with its adapter merged once ({errors[worst]:.3g} times what rounding"
+            " allows)"
+        )
+    return ExportComparison(
+        "weights read back", len(theirs), "tensors", unlike, errors[worst], 1.0, {"merged": len(layers)}
+    )
+
+
+def _equal_tensors(what: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> ExportComparison:
+    wrong = [
+        n
+        for n in sorted({*ours, *theirs})
+        if n not in ours or n not in theirs or ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])
+    ]
+    return ExportComparison(what, len(ours), "tensors", f"{first_unlike(wrong)} differ from the run" if wrong else "")
+
+
+def _same_shapes(policy: Policy, again: ReloadedModel) -> bool:
+    """Whether the two models have the same vocabulary, so that their answers can be compared."""
+    ours, theirs = (m.get_input_embeddings().weight.shape[0] for m in (policy.module, again.inner))  # type: ignore[union-attr,operator]
+    return bool(ours == theirs)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def _same_words(
+    policy: Policy, learner: HFLearner, again: ReloadedModel, prompts: Sequence[ComparedPrompt]
+) -> list[ExportComparison]:
+    """Greedy answers and log-probs. The answers are those of the model that was read back. The run gives the same ones
+    where its most probable token is the next token of the answer after each of its beginnings."""
+    most = max(1, min(ANSWER, policy.context // 2))
+    starts = [p.ids[-min(LONGEST, policy.context - most) :] for p in prompts]
+    answers = [again.answer(ids, most) for ids in starts]
+    whole = [np.concatenate([a, b]).astype(np.int32) for a, b in zip(starts, answers, strict=True)]
+    packed = Packed.of([_scored(ids) for ids in whole])
+    theirs = np.concatenate([again.score(ids) for ids in whole])
+    ours = learner.score(packed)
+    dtype, gap = str(policy.dtype).removeprefix("torch."), Gap.of(theirs, ours)
+    bound = allowed(dtype, gap, ours, lambda: learner.exact(packed), 1.0)
+    unlike = ""
+    if not gap.within(bound):
+        m = int(np.argmax(np.nan_to_num(np.abs(theirs - ours), nan=np.inf)))
+        unlike = (
+            f"token {int(packed.target_M[m])} of prompt {prompts[int(packed.segment_M[m])].name!r} has"
+            f" {theirs[m]:.6f}, and {ours[m]:.6f} in the run (largest difference {gap.worst:.3g}, bound"
+            f" {bound.worst:.2g}; mean {gap.mean:.3g}, bound {bound.mean:.2g})"
+        )
+    notes = {"mean": gap.mean, "mean_bound": bound.mean, "nats": True}
+    scores = ExportComparison("log-probs", len(ours), "tokens", unlike, gap.worst, bound.worst, notes)
+    return [_same_answers(learner, packed, starts, answers, policy.stop_ids, 2 * bound.worst), scores]
+
+
+def _scored(ids: np.ndarray) -> Segment:
+    """A sequence of which every token but the first is scored."""
+    mask = np.arange(len(ids)) > 0
+    return Segment(
+        ids, mask, np.where(mask, 0, np.nan).astype(np.float32), np.where(mask, 0, -1).astype(np.int32), Sampling()
+    )
+
+
+def _same_answers(
+    learner: HFLearner,
+    packed: Packed,
+    starts: Sequence[np.ndarray],
+    answers: Sequence[np.ndarray],
+    stop_ids: Sequence[int],
+    bound: float,
+) -> ExportComparison:
+    """Token by token. Where two tokens are equally probable up to rounding, either may be said (`ties`)."""
+    top, said = learner.top(packed, 1), learner.score(packed)
+    counts, unlike, ties, at = 0, "", 0, 0
+    for start, answer in zip(starts, answers, strict=True):
+        here = slice(at + len(start) - 1, at + len(start) - 1 + len(answer))
+        at += len(start) + len(answer) - 1
+        counts += len(answer)
+        behind = top.logp[here, 0] - said[here]
+        other = (top.ids[here, 0] != answer) & ~(np.abs(behind) <= bound)
+        ties += int((top.ids[here, 0] != answer).sum() - other.sum())
+        if not unlike and other.any():
+            k = int(np.argmax(other))
+            unlike = (
+                f"token {k + 1} of an answer is {int(answer[k])}, and {int(top.ids[here, 0][k])} in the run"
+                f" ({float(behind[k]):.3g} nats more probable there)"
+            )
+        if not unlike and np.isin(answer[:-1], stop_ids).any():
+            unlike = "an answer goes on after a stop token of the run"
+    return ExportComparison("greedy answers", counts, "tokens", unlike, notes={"ties": ties, "answers": len(answers)})

@@ -1,0 +1,156 @@
+"""Whether an exported reward model gives the scores of its run: it is read back and compared.
+
+A last-token head with one output is read by transformers' own sequence classification, in one padded batch, on either
+side. Other heads are read by this library, because only it knows their form.
+"""
+
+from __future__ import annotations
+
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from posttrain.config.reward_head import HeadShape
+from posttrain.config.run import Model
+from posttrain.core.batch import Packed
+from posttrain.core.measure.interval import interval
+from posttrain.core.transcript import Transcript
+from posttrain.core.types import Segment
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.files.reward_folder import read_reward_model
+from posttrain.engine.files.reward_form import form_of
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.built_tokenizers import quiet
+from posttrain.engine.model.policy_model import Policy, named_tensors
+from posttrain.record.certificate import ExportCertificate, ExportComparison
+from posttrain.role.learning.probe_tokens import READ
+from posttrain.system.errors import DataError
+from posttrain.system.version import VERSION
+
+SEQUENCES = 6
+"""Sequences that are scored, of different lengths."""
+BOUNDS = {"float32": 1e-5, "float64": 1e-9}
+"""Largest difference of a score, relative to the largest one, that counts as rounding; 0.05 in narrower types, in which
+transformers holds the head too."""
+
+
+def certify_scores(policy: Policy, written: Path, made: str, identity: str, checkpoint: str) -> ExportCertificate:
+    """Read a written reward model back and compare its scores with those of the policy's own head.
+
+    Args:
+        made: what was written, for the certificate.
+
+    Raises:
+        DataError: it cannot be read back at all.
+    """
+    began = time.perf_counter()
+    said = sequences(policy)
+    packed = Packed.of(said)
+    ours = HFLearner(policy).rewards(packed).astype(np.float64)
+    dtype = str(policy.dtype).removeprefix("torch.")
+    bound = BOUNDS.get(dtype, 0.05) * max(1.0, float(np.abs(ours).max()))
+    try:
+        if form_of(written) == "classifier":
+            module, found = _by_transformers(written, said, policy)
+        else:
+            again = read_reward_model(str(written), Model(device=str(policy.device), dtype=dtype))  # type: ignore[arg-type]
+            module, found = again.module, {"": HFLearner(again).rewards(packed).astype(np.float64)}
+    except Exception as error:  # files that cannot be read raise any error of their parser
+        first = (str(error).strip().splitlines() or ["no reason given"])[0]
+        what = f"{type(error).__name__}: {first}"
+        raise DataError(f"{written}: what was exported cannot be read back ({what})") from error
+    compared = [
+        ExportComparison(
+            f"scores{where}",
+            len(packed.ids_N),
+            "tokens",
+            ""
+            if (gap := float(np.abs(theirs - ours).max())) <= bound
+            else f"a score differs by {gap:.3g} (bound {bound:.2g})",
+            gap,
+            bound,
+        )
+        for where, theirs in found.items()
+    ]
+    return ExportCertificate(
+        made=made,
+        run=identity,
+        checkpoint=checkpoint,
+        comparisons=tuple(compared),
+        weights=fingerprint(named_tensors(module)),
+        tokenizer=policy.tokenizer_digest,
+        template=policy.template_digest,
+        dtype=dtype,
+        versions={
+            "posttrain": VERSION,
+            **{n: metadata.version(n) for n in ("torch", "transformers", "tokenizers", "safetensors")},
+        },
+        seconds=round(time.perf_counter() - began, 3),
+        second_copy=sum(t.numel() * t.element_size() for _, t in named_tensors(module)),
+    )
+
+
+def sequences(policy: Policy) -> list[Segment]:
+    """Made-up sequences of different lengths that end in a stop token: the first half a prompt, the rest said."""
+    rows = min(len(policy.tokenizer), int(policy.module.get_input_embeddings().weight.shape[0]))  # type: ignore[union-attr,arg-type]
+    out: list[Segment] = []
+    for i in range(SEQUENCES):
+        length = max(3, min(5 + 7 * i, policy.context))
+        ids = (np.arange(1 + i, 1 + i + length) * 7919 % rows).astype(np.int32)
+        ids[np.isin(ids, policy.stop_ids)] = (policy.stop_ids[0] + 1) % rows
+        ids[-1] = policy.stop_ids[0]
+        transcript = Transcript(READ)
+        transcript.see(ids[: length // 2])
+        transcript.show(ids[length // 2 :])
+        out.append(transcript.segment())
+    return out
+
+
+@torch.no_grad()
+def _by_transformers(written: Path, said: list[Segment], policy: Policy) -> tuple[Any, dict[str, np.ndarray]]:
+    """(the model, its scores by the padding side). Models with absolute positions get those that padding leaves."""
+    with quiet():
+        module: Any = AutoModelForSequenceClassification.from_pretrained(written, dtype=policy.dtype)
+        words: Any = AutoTokenizer.from_pretrained(written)
+    module.to(policy.device).eval()
+    out: dict[str, np.ndarray] = {}
+    for side in ("right", "left"):
+        words.padding_side = side
+        batch = words.pad({"input_ids": [s.ids.tolist() for s in said]}, return_tensors="pt").to(policy.device)
+        mask = batch["attention_mask"]
+        given = {"input_ids": batch["input_ids"], "attention_mask": mask}
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        try:
+            logits = module(**given, position_ids=positions).logits
+        except TypeError:  # an architecture without positions
+            logits = module(**given).logits
+        out[f" padded on the {side}"] = logits[:, 0].double().cpu().numpy()
+    return module, out
+
+
+def reward_card(name: str, shape: HeadShape, form: str, agreement: tuple[float, float, float] | None) -> str:
+    """The README of an exported reward model."""
+    figure = "It was not measured on held-out judgements."
+    if agreement is not None:
+        figure = f"It orders {interval(*agreement)} of held-out pairs as they were judged (95 % interval)."
+    lines = [f"# {name}", "", "A reward model: it scores a prompt with its completion; higher is better.", "", figure]
+    lines += ["", f"It is written as {form}."]
+    if shape.standard:
+        lines += [
+            "",
+            "```python",
+            "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
+            "",
+            f'model = AutoModelForSequenceClassification.from_pretrained("{name}")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+            "```",
+            "",
+            "A completion ends in its stop token, at which the score is read.",
+        ]
+    lines += ["", f"With posttrain: `env.rewards=model:{name}`.", ""]
+    return "\n".join(lines)

@@ -1,0 +1,118 @@
+"""Put a folder on the Hugging Face hub (or where HF_ENDPOINT points): a private repository unless said otherwise."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from posttrain.system.errors import ConfigError, DataError
+
+PREFIX = "hub:"
+REPOSITORY = re.compile(r"([\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}")
+SECONDS = 4.0
+"""How long the hub may take to be reached at all, before anything is written."""
+ENDPOINT = "https://huggingface.co"
+
+
+def is_hub(target: str | Path) -> bool:
+    """Whether an export goes to the hub: `hub:me/my-model`."""
+    return str(target).startswith(PREFIX)
+
+
+def repository_of(target: str | Path) -> str:
+    """The name in `hub:me/my-model`. ConfigError where it is none."""
+    name = str(target).removeprefix(PREFIX)
+    if not REPOSITORY.fullmatch(name) or ".." in name or "--" in name:
+        raise ConfigError(f"{target}: a repository is named hub:USER/NAME, of letters, digits, - _ and .")
+    return name
+
+
+def ready(target: str | Path) -> None:
+    """Find out in a few seconds whether a push can work at all: a name, a token, and a hub that can be reached.
+
+    Raises:
+        ConfigError: the name is none, there is no token, or HF_HUB_OFFLINE is set.
+        DataError: the hub cannot be reached.
+    """
+    repository_of(target)
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        raise ConfigError("HF_HUB_OFFLINE is set, so nothing can be pushed: unset it, or export to a folder")
+    if _token() is None:
+        raise ConfigError(
+            "no token for the hub: run `hf auth login`, or set HF_TOKEN to a token with write access"
+            " (https://huggingface.co/settings/tokens); or export to a folder"
+        )
+    address = endpoint()
+    if why := _unreachable(address):
+        raise DataError(f"{address} cannot be reached ({why}): check the network, or export to a folder and push later")
+
+
+def endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or ENDPOINT
+
+
+def push(folder: Path, target: str | Path, *, private: bool = True, message: str = "Upload by posttrain") -> str:
+    """Make the repository where there is none, and upload the folder as one commit. Returns its address.
+
+    Raises:
+        DataError: the hub refuses it or cannot be reached; the message says what to change.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    name = repository_of(target)
+    api: Any = HfApi(endpoint=endpoint(), token=_token())
+    try:
+        made = api.create_repo(name, private=private, exist_ok=True, repo_type="model")
+        whole = str(getattr(made, "repo_id", name))
+        api.upload_folder(folder_path=str(folder), repo_id=whole, commit_message=message)
+    except HfHubHTTPError as error:
+        raise DataError(_refused(name, error)) from error
+    except Exception as error:  # httpx, urllib3 and the hub's own library raise many kinds
+        raise DataError(f"pushing to {name} failed: {type(error).__name__}: {error}") from error
+    return f"{endpoint()}/{whole}"
+
+
+def _token() -> str | None:
+    from huggingface_hub import get_token
+
+    return get_token()
+
+
+def _refused(name: str, error: Any) -> str:
+    status = int(getattr(getattr(error, "response", None), "status_code", 0) or 0)
+    why = {
+        401: "the token is not valid: run `hf auth login` again, or correct HF_TOKEN",
+        403: f"the token may not write to {name}: use one with write access, or your own user name",
+        404: f"there is no such place as {name}: check the user or organisation",
+        413: "a file is too large for the hub",
+    }.get(status, str(error).split("\n")[0])
+    return f"the hub refused {name} ({status}): {why}"
+
+
+def _unreachable(address: str) -> str:
+    """Why no connection to the hub can be made within `SECONDS`; '' where one can. A proxy decides for itself."""
+    if any(os.environ.get(n) or os.environ.get(n.lower()) for n in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")):
+        return ""
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"HF_ENDPOINT={address}: no address of a hub, which begins with https://")
+    host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    found: list[str] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=SECONDS).close()
+            found.append("")
+        except OSError as error:
+            found.append(error.strerror or str(error))
+
+    thread = threading.Thread(target=connect, daemon=True)  # a lookup of names has no time limit of its own
+    thread.start()
+    thread.join(SECONDS)
+    return found[0] if found else f"no answer in {SECONDS:g} s"

@@ -1,0 +1,327 @@
+"""The model card of an exported model: where its weights come from, what was measured of them, and how to repeat it.
+
+All that it says is read from the run folder. Names and settings of a folder may be a stranger's: they stand in code
+spans, JSON and code blocks, so that nothing in them is read as Markdown, HTML or YAML.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.build.weight_origin import local_names, stage_of, stages_to
+from posttrain.config.run import Reinforce, Run
+from posttrain.config.stages.stage import Stage, starts
+from posttrain.core.gauge import Step
+from posttrain.diagnose.run_outcome import Measurement, measurement
+from posttrain.record.certificate import CERTIFICATE, LINEAGE
+from posttrain.record.checkpoint import Checkpoint
+from posttrain.record.lineage import LineageLink
+from posttrain.record.run_reader import episode_files, read_episodes, run_file, steps
+from posttrain.stages.checks_by_kind import observers
+from posttrain.system.dataclass_json import to_plain
+from posttrain.system.terminal_output import visible
+
+HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+MOST_NOTES = 12
+
+
+@dataclass(frozen=True)
+class HeldOutResult:
+    """What was measured of the exported weights, or of the last evaluated ones before them."""
+
+    stage: str
+    step: int
+    of: Measurement
+    samples: int
+    behind: int
+    """Updates between the measured weights and the exported ones."""
+
+
+FEW_BITS = (
+    "The adapter was trained over linear layers in few bits (`model.quantize`). Merged weights are the float numbers"
+    " that those stand for, with the adapter added; they are not the rounded ones of the base model. An adapter alone"
+    " computes over the unrounded base slightly otherwise than in training."
+)
+
+
+def model_card(
+    folder: Path, checkpoint: Checkpoint, name: str, *, ema: bool = False, links: Sequence[LineageLink] = ()
+) -> str:
+    """The README.md of the model that a checkpoint of a run folder holds.
+
+    Args:
+        ema: the model has the moving average of the weights, so what was measured of the weights is left out.
+        links: of the lineage record beside it.
+    """
+    file = run_file(folder)
+    run, record = file.run, steps(folder)
+    stage, step = stage_of(run, checkpoint)
+    used = stages_to(run, stage)
+    result = None if ema else _held_out(folder, run, record, stage, step)
+    parts = (
+        _front(run, used, result),
+        _head(run, name, stage, step, ema),
+        [*_stages(run, used, record, stage, step), *_links(links)],
+        *(_algorithm(s, file.lineages) for s in used if s.algorithm_name),
+        _data(run, used),
+        _measured(result),
+        _settings(run),
+        _versions(file.facts),
+        _checks(used, record),
+        _again(file.facts, run),
+    )
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+# --- foreign text -----------------------------------------------------------------------------------------------------
+
+
+def code(text: object) -> str:
+    """Text as a code span of a table or a line: nothing in it is markup.
+
+    >>> code("a|b`<script>")
+    "`a\\\\|b'<script>`"
+    """
+    shown = visible(local_names(str(text))).replace("`", "'").strip()
+    shown = re.sub(r"(\\*)\|", r"\1\1\\|", shown)  # an even number of backslashes before it leaves a | bare
+    return f"`{shown}`" if shown else "-"
+
+
+def quoted(text: object) -> str:
+    """Text as a value of YAML (a JSON string is one)."""
+    return json.dumps(visible(str(text)), ensure_ascii=True)
+
+
+def block(text: str, language: str) -> list[str]:
+    """A block of code that its text cannot end."""
+    lines = (visible(line).replace("```", "'''") for line in text.split("\n"))
+    return [f"```{language}", *lines, "```"]
+
+
+# --- which weights ----------------------------------------------------------------------------------------------------
+
+
+def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage, step: int | None) -> HeldOutResult | None:
+    """The last held-out evaluation up to these weights."""
+    names = [s.name for s in stages_to(run, stage)]
+    last = max((s.index for s in record if s.stage == stage.name), default=0) if step is None else step
+    found = [
+        f
+        for f in episode_files(folder)
+        if f.kind == "eval" and f.stage in names and (f.stage != stage.name or f.index <= last) and f.path.is_file()
+    ]
+    if not found:
+        return None
+    file = max(found, key=lambda f: (names.index(f.stage), f.index))
+    version = {(s.stage, s.index): s.version for s in record}
+    measured = version.get((file.stage, file.index), version.get(_end_before(run, record, file.stage), 0))
+    here = version.get((stage.name, last), version.get(_end_before(run, record, stage.name), 0))
+    of, episodes = measurement(file), Counter(r.episode.task.id for r in read_episodes(file.path))
+    samples = max(episodes.values(), default=0)
+    return HeldOutResult(file.stage, file.index, of, samples, max(0, here - measured))
+
+
+def _end_before(run: Run, record: Sequence[Step], name: str) -> tuple[str, int]:
+    """The last step of the stage that a stage starts from."""
+    before = starts(run.stages, run.stage(name))
+    return before, max((s.index for s in record if s.stage == before), default=0)
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def _base(run: Run) -> str:
+    return run.model.path or "weights drawn at random for this run"
+
+
+def _front(run: Run, used: Sequence[Stage], result: HeldOutResult | None) -> list[str]:
+    """YAML front matter, as the hub reads it."""
+    path = run.model.path or ""
+    known = HUB_ID.fullmatch(path) and not Path(path).exists()
+    algorithms = [s.algorithm_name for s in used if s.algorithm_name]
+    reward = any(isinstance(s, Reinforce) for s in used)
+    preferences = any(s.judged is not None for s in used)
+    kinds = [*(["reinforcement-learning"] if reward else []), *(["preference-optimization"] if preferences else [])]
+    tags = ["posttrain", *kinds, *algorithms]
+    return [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        *([f"base_model: {quoted(path)}"] if known else []),
+        "tags:",
+        *(f"- {quoted(t)}" for t in dict.fromkeys(tags)),
+        "---",
+    ]
+
+
+def _head(run: Run, name: str, stage: Stage, step: int | None, ema: bool) -> list[str]:
+    at = f"after step {step}" if step else "at its beginning" if step == 0 else "at its end"
+    return [
+        f"# {code(name)}",
+        "",
+        f"{f'Moving average (decay {stage.optimizer.ema:g}) of the weights' if ema else 'Weights'} of stage"
+        f" {code(stage.name)} {at}, from a run of recipe {code(run.recipe)} with"
+        " posttrain. This card was written from the record of the run.",
+        *([] if run.model.quantize is None else ["", FEW_BITS]),
+    ]
+
+
+def _stages(run: Run, used: Sequence[Stage], record: Sequence[Step], stage: Stage, step: int | None) -> list[str]:
+    rows = ["## Lineage", "", "| | from | steps | |", "|---|---|---:|---|", f"| base | {code(_base(run))} | | |"]
+    for s in used:
+        taken = max((x.index for x in record if x.stage == s.name), default=0)
+        taken = min(taken, step) if s is stage and step is not None else taken
+        kind = _kind(s)
+        rows.append(f"| {code(s.name)} | {code(starts(run.stages, s))} | {taken} | {kind} |")
+    return rows
+
+
+def _kind(stage: Stage) -> str:
+    """What a stage learns from, with its algorithm."""
+    if not stage.algorithm_name:
+        return "imitates"
+    return f"learns from {'reward' if stage.judged is None else 'preferences'}, {code(stage.algorithm_name)}"
+
+
+def _links(links: Sequence[LineageLink]) -> list[str]:
+    """The lineage record as a table: each model in the line with its digests."""
+    if not links:
+        return []
+    rows = ["", "| record | steps | weights | tokenizer | template |", "|---|---:|---|---|---|"]
+    for link in links:
+        stages: Any = link.about.get("stages")
+        taken = (
+            " + ".join(str(s.get("steps")) for s in stages if isinstance(s, dict)) if isinstance(stages, list) else ""
+        )
+        rows.append(
+            f"| {link.kind} {code(link.name)} | {code(taken) if taken else ''} |"
+            f" {' | '.join(code(x or '-') for x in (link.weights, link.tokenizer, link.template))} |"
+        )
+    return [*rows, "", f"`{LINEAGE}` beside the weights has all of it, `{CERTIFICATE}` what was compared."]
+
+
+def _algorithm(stage: Stage, lineages: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    """The patches that make the algorithm, from the root of its ladder on."""
+    out = [
+        f"## Algorithm of {code(stage.name)}: {code(stage.algorithm_name)}",
+        "",
+        "Each line is a patch of the one above:",
+        "",
+    ]
+    for patch in lineages.get(stage.name, []):
+        changes: Mapping[str, Any] = patch.get("changes") or {}
+        said = ", ".join(f"{k}={_short(v)}" for k, v in changes.items())
+        out.append(
+            f"- {code(patch.get('name', ''))} ({code(patch.get('paper', ''))})" + (f": {code(said)}" if said else "")
+        )
+    return out
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict) and "type" in value:
+        given = ", ".join(f"{k}={v}" for k, v in value.items() if k != "type")
+        return f"{value['type']}({given})"
+    return str(value)
+
+
+def _data(run: Run, used: Sequence[Stage]) -> list[str]:
+    out = [
+        "## Data and environment",
+        "",
+        "| stage | environment | prompts | rewards | held out |",
+        "|---|---|---|---|---:|",
+    ]
+    for s in used:
+        env = run.env_of(s)
+        rewards = ", ".join(f"{r.function} (weight {r.weight:g})" for r in env.rewards)
+        out.append(
+            f"| {code(s.name)} | {code(env.name)} | {code(env.prompts or '')} | {code(rewards)} | {env.heldout} |"
+        )
+    return out
+
+
+def _measured(result: HeldOutResult | None) -> list[str]:
+    out = ["## Held-out result", ""]
+    if result is None:
+        return [*out, "None: the run recorded no held-out evaluation of these weights."]
+    where = f"stage {code(result.stage)}, step {result.step}"
+    out += ["| measure | value [95 % interval] | prompts |", "|---|---|---:|"]
+    accuracy, reward = result.of.accuracy, result.of.reward
+    if result.of.graded:
+        out += [f"| mean reward | {reward} | {reward.prompts} |"]
+    if accuracy.prompts:
+        out += [f"| accuracy | {accuracy} | {accuracy.prompts} |"]
+    which = (
+        "on the weights of this model"
+        if not result.behind
+        else f"{result.behind} updates before the weights of this model, which were not measured themselves"
+    )
+    return [
+        *out,
+        "",
+        f"Measured at {where}, {which}, with {result.samples} samples of a prompt. The interval is over prompts.",
+    ]
+
+
+def _settings(run: Run) -> list[str]:
+    tree = json.dumps(to_plain(run), indent=1, ensure_ascii=True)
+    return [
+        "## Settings",
+        "",
+        "<details><summary>the whole run</summary>",
+        "",
+        *block(local_names(tree), "json"),
+        "",
+        "</details>",
+    ]
+
+
+def _versions(facts: Mapping[str, Any]) -> list[str]:
+    told: Any = facts.get("versions")
+    rows = told.items() if isinstance(told, dict) else ()
+    return ["## Versions", "", ", ".join(f"{code(k)} {code(v)}" for k, v in rows) or "not recorded"]
+
+
+def _checks(used: Sequence[Stage], record: Sequence[Step]) -> list[str]:
+    out = ["## Checks that ran", ""]
+    for s in used:
+        taken = sum(x.stage == s.name for x in record)
+        names = ", ".join(map(code, observers(s, (), {}).names))
+        out.append(
+            f"- {code(s.name)}: {names or 'none'}, over {taken} steps" if taken else f"- {code(s.name)}: no step"
+        )
+    notes = list(_notes(used, record))
+    out += ["", f"A failed check stops a run, so none failed. Notes said meanwhile: {len(notes) or 'none'}."]
+    out += [f"- {count} x {code(text)}" for text, count in notes[:MOST_NOTES]]
+    return out
+
+
+def _notes(used: Sequence[Stage], record: Sequence[Step]) -> Iterator[tuple[str, int]]:
+    names = {s.name for s in used}
+    said: dict[str, int] = {}
+    for step in record:
+        for note in step.notes if step.stage in names else ():
+            said[note] = said.get(note, 0) + 1
+    yield from said.items()
+
+
+def _again(facts: Mapping[str, Any], run: Run) -> list[str]:
+    """The command that started the run, if it was one."""
+    argv: Any = facts.get("argv")
+    words = [str(w) for w in argv] if isinstance(argv, list) else []
+    at = words.index("run") if "run" in words else -1
+    if at < 0 or "--resume" in words:
+        return [
+            "## Reproduce",
+            "",
+            f"Started from Python, recipe {code(run.recipe)}; the settings above are the whole run.",
+        ]
+    command = local_names(shlex.join(["posttrain", *words[at:]]))
+    return ["## Reproduce", "", *block(command, "sh")]

@@ -1,0 +1,91 @@
+"""Prompts on which an exported model is compared with its run: those of the run's own record, else generated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.types import Message, Segment
+from posttrain.environment.templates.renderer import History, Renderer
+from posttrain.record.run_reader import EpisodeFile, episode_files, read_episodes
+from posttrain.system.errors import DataError, LimitError, RunFolderError
+
+MOST = 8
+"""Prompts that are compared."""
+GENERATED_TOKENS = 16
+"""Tokens of a generated prompt."""
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedPrompt:
+    """A prompt with the ids that the policy read."""
+
+    name: str
+    prompt: str | Sequence[Message]
+    ids: np.ndarray
+    """int32 [T]"""
+
+
+def recorded_prompts(folder: Path, rows: int, context: int) -> list[ComparedPrompt]:
+    """The shortest prompts of the newest held-out evaluation in a run folder, or of the newest training step.
+
+    Args:
+        rows: of the model's embeddings.
+        context: prompts that leave no room in it for an answer are left out.
+
+    Raises:
+        RunFolderError: the record is damaged.
+    """
+    there = [f for f in episode_files(folder) if f.path.is_file()]
+    newest: EpisodeFile | None = next((f for f in reversed(there) if f.kind == "eval"), there[-1] if there else None)
+    found: dict[str, ComparedPrompt] = {}
+    for r in read_episodes(newest.path) if newest is not None else ():
+        first = r.episode.segments[0] if r.episode.segments else None
+        if first is None or r.episode.task.id in found or not first.mask.any():
+            continue
+        ids = first.ids[: int(np.argmax(first.mask))]
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= rows):
+            raise RunFolderError(f"{newest and newest.path} is damaged: it has token ids that the model does not have")
+        if 0 < len(ids) < context:
+            found[r.episode.task.id] = ComparedPrompt(r.episode.task.id, r.episode.task.prompt, ids)
+    return sorted(found.values(), key=lambda p: (len(p.ids), p.name))[:MOST]
+
+
+def recorded_answers(folder: Path, version: int) -> list[Segment]:
+    """The shortest answers of the newest step or evaluation that were sampled with weights of this version, under one
+    contract; empty where there are none.
+
+    Raises:
+        RunFolderError: the record is damaged.
+    """
+    for file in reversed([f for f in episode_files(folder) if f.path.is_file()]):
+        said = [s for r in read_episodes(file.path) for s in r.episode.segments if s.spoken and not s.sampling.greedy]
+        found = sorted((s for s in said if (s.version[s.mask] == version).all()), key=lambda s: len(s.ids))
+        if found:
+            return [s for s in found if s.sampling == found[0].sampling][:MOST]
+    return []
+
+
+def generated_prompts(tokenizer: Any, rows: int, context: int) -> list[ComparedPrompt]:
+    """Prompts for a run without a record: ids spread over the vocabulary, the same for every run of a model."""
+    length = max(1, min(GENERATED_TOKENS, context // 2))
+    spread = (np.arange(1, MOST * length + 1) * 7919 % min(rows, len(tokenizer))).astype(np.int32)
+    return [
+        ComparedPrompt(f"generated {i}", str(tokenizer.decode(ids.tolist())), ids)
+        for i, ids in enumerate(spread.reshape(MOST, length))
+    ]
+
+
+def rendered(tokenizer: Any, stop_ids: Sequence[int], history: History, prompt: str | Sequence[Message]) -> Any:
+    """The ids of a prompt as the run makes them, with any tokenizer and its chat template; a text that says why it
+    cannot be written with them."""
+    try:
+        return Renderer(tokenizer, stop_ids, None, history).prompt(prompt)
+    except LimitError:
+        raise
+    except DataError as error:
+        return str(error)

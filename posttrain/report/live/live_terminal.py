@@ -1,0 +1,201 @@
+"""Progress of a run: one live line in a terminal or a notebook, plain lines elsewhere. A placed run has a table of its
+roles below the live line."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from rich.console import RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+
+from posttrain.config.run import Run
+from posttrain.core.gauge import Step
+from posttrain.core.measure.heldout_loss import loss_words
+from posttrain.core.measure.interval import number_text
+from posttrain.diagnose.rules.all_rules.all_rules.notes_once import RULE, SaidOnce
+from posttrain.diagnose.run_outcome import LOSSES
+from posttrain.report.console import PlainConsole
+from posttrain.report.live.notebook import NotebookLine, in_kernel
+from posttrain.report.live.role_table import RoleWatch, drawn
+from posttrain.system.shell import wrapped
+
+TOKENS = ("engine/tokens", "sft/tokens", "preference/tokens", "ranking/tokens")
+"""Gauges that count the tokens of a step."""
+PLAIN_EVERY = 5.0
+"""Seconds between two plain lines of the same stage."""
+LINES_A_SECOND, TABLES_A_SECOND = 10, 4
+"""How often the live line is drawn anew, alone and with the table of roles."""
+
+
+class RoleProgress(Progress):
+    """The live line, with the table of roles below it. A thread of its own draws both, so the table goes on while the
+    learner computes.
+
+    Args:
+        roles: None: there is no table.
+    """
+
+    def __init__(self, columns: tuple[ProgressColumn, ...], console: PlainConsole, roles: RoleWatch | None) -> None:
+        self._roles = roles
+        often = LINES_A_SECOND if roles is None else TABLES_A_SECOND
+        super().__init__(*columns, console=console, transient=True, refresh_per_second=often)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self._roles is not None:
+            yield drawn(self._roles.rows())
+
+
+@dataclass
+class Terminal:
+    """A tracker that prints (`core.ports.Tracker`)."""
+
+    run: Run
+    console: PlainConsole = field(default_factory=lambda: PlainConsole(file=sys.stdout, soft_wrap=True))
+    notebook: bool = field(default_factory=in_kernel)
+    """Whether it prints into a notebook's cell."""
+    roles: RoleWatch | None = None
+    """What each role does now, where engines are elsewhere."""
+    _bar: Progress | None = None
+    _line: NotebookLine | None = None
+    _task: TaskID | None = None
+    _stage: str = ""
+    _begun: float = 0.0
+    _first: int = 0
+    _printed: float = 0.0
+    _tokens: float = 0.0
+    _measured: str = ""
+    _measured_at: int = 0
+    _once: SaidOnce = field(default_factory=SaidOnce)
+
+    def log(self, step: Step) -> None:
+        if step.stage != self._stage:
+            self._open(step)  # the first step only starts the clock: its tokens took time before it
+        else:
+            self._tokens += sum(step.gauges[n].sum for n in TOKENS if n in step.gauges)
+        total = self.run.stage(step.stage).steps
+        if "eval/reward" in step.gauges and (rewards := step.gauges["eval/reward"]).count:
+            accuracy = step.gauges["eval/accuracy"]
+            said = [f"accuracy {accuracy.mean:.3f}"] if accuracy.count else []
+            if not said or abs(accuracy.mean - rewards.mean) > 1e-9:
+                said = [f"mean reward {number_text(rewards.mean, '.4g')}", *said]
+            self._measured, self._measured_at = f"held-out {', '.join(said)}", step.index
+        if "heldout/loss" in step.gauges:
+            known_too = f"{self._measured}, " if self._measured and self._measured_at == step.index else ""
+            self._measured = known_too + loss_words(step.gauges["heldout/loss"].mean)
+            self._measured_at = step.index
+        known = None if self._open_ended(step) else total
+        if self._line is not None:
+            self._line.update(step.stage, step.index, known, f"{self._facts(step)}{self._left(step, total)}")
+        elif self._bar is not None and self._task is not None:
+            count = _count(step.index, known)
+            self._bar.update(self._task, completed=step.index, total=known, count=count, facts=self._facts(step))
+        elif (
+            step.index == total
+            or {"eval/reward", "heldout/loss"} & step.gauges.keys()
+            or time.monotonic() - self._printed > PLAIN_EVERY
+        ):
+            self._printed = time.monotonic()
+            count = _count(step.index, known)
+            self.console.print(f"{step.stage} {count}  {self._facts(step)}{self._left(step, total)}")
+        for note in self._once.new(step):
+            self.say(f"  {noted(step, note)}")
+        if self.roles is not None and self._draws and self._bar is None and step.index < total:
+            self._stage = step.stage
+            self._draw(step)  # what was printed has closed the table, and the next step may take long
+
+    def say(self, line: str) -> None:
+        """Print a line, wrapped in a terminal. In a log it stays whole, so that it can be searched."""
+        self._close()
+        for part in wrapped(line, self.console.width) if self.console.is_terminal else (line,):
+            self.console.print(part)
+
+    def close(self, summary: Mapping[str, float]) -> None:
+        self._close()
+        self._line = None
+        for count in self._once.take_counts():
+            self.say(f"note: {count}")
+
+    def _open(self, step: Step) -> None:
+        self._close()
+        now = time.monotonic()
+        self._stage, self._begun, self._first = step.stage, now, step.index
+        self._printed, self._tokens, self._measured = 0.0, 0.0, ""
+        if self.notebook:
+            self._line = NotebookLine()
+        elif self._draws:
+            self._draw(step)
+
+    @property
+    def _draws(self) -> bool:
+        """Whether it draws a live line."""
+        return self.console.is_terminal and not self.notebook
+
+    def _draw(self, step: Step) -> None:
+        name, done, facts = (_plain(w) for w in ("{task.description}", "{task.fields[count]}", "{task.fields[facts]}"))
+        columns = (name, BarColumn(bar_width=24), done, facts, TimeRemainingColumn())
+        self._bar = RoleProgress(columns, self.console, self.roles)
+        total = None if self._open_ended(step) else self.run.stage(step.stage).steps
+        count = _count(step.index, total)
+        self._task = self._bar.add_task(step.stage, facts="", count=count, total=total, completed=step.index)
+        self._bar.start()
+
+    def _close(self) -> None:
+        if self._line is not None:
+            self._line.flush()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            self._stage = ""
+
+    def _open_ended(self, step: Step) -> bool:
+        """Whether the number of steps is unknown, because the stage runs for the time that another one took."""
+        return self.run.stage(step.stage).time_of is not None
+
+    def _facts(self, step: Step) -> str:
+        g = step.gauges
+        out: list[str] = []
+        if "rollout/reward" in g and g["rollout/reward"].count:
+            out.append(f"reward {number_text(g['rollout/reward'].mean)}")
+        out += [f"loss {g[n].mean:.3f}" for n in LOSSES if n in g]
+        if "preference/accuracy" in g:
+            out.append(f"ordered as judged {g['preference/accuracy'].mean:.1%}")
+        out += [
+            f"{what} {g[f'rollout/{what}'].mean:.1%}"
+            for what in ("failed", "abstained")
+            if f"rollout/{what}" in g and g[f"rollout/{what}"].sum
+        ]
+        if self._measured:
+            out.append(self._measured + (f" (step {self._measured_at})" if self._measured_at != step.index else ""))
+        spent = time.monotonic() - self._begun
+        if step.index > self._first and spent > 0 and self._tokens:
+            out.append(f"{self._tokens / spent:,.0f} tokens/s")
+        if self.roles is not None and self._bar is None:
+            out.append(self.roles.line())
+        return "  ".join(out)
+
+    def _left(self, step: Step, total: int) -> str:
+        done = step.index - self._first
+        if not done or step.index >= total or self._open_ended(step):
+            return ""
+        return f"  {(time.monotonic() - self._begun) / done * (total - step.index):.0f} s left"
+
+
+def _count(done: int, total: int | None) -> str:
+    return f"{done}" if total is None else f"{done}/{total}"
+
+
+def noted(step: Step, note: str) -> str:
+    """A note of a step as it is printed. The name of a rule stands before what it found (docs/diagnosis.md)."""
+    if not note.startswith(RULE):
+        return f"note: step {step.index}: {note}"
+    name, _, message = note.removeprefix(RULE).partition(": ")
+    return f"note: step {step.index}, {name}: {message}"
+
+
+def _plain(form: str) -> TextColumn:
+    """A column that shows its text without interpreting markup."""
+    return TextColumn(form, markup=False)

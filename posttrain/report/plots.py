@@ -1,0 +1,312 @@
+"""Pictures of runs, made with matplotlib: reward, held-out score and any gauge by step, of one run or of several.
+
+matplotlib is imported when a picture is made. No global state of it is used, so a notebook's own settings stay.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from posttrain.diagnose.run_outcome import LOSSES, Curve, RunOutcome, StageOutcome, read_outcome
+from posttrain.record import run_reader
+from posttrain.system import files
+from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.terminal_output import visible
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from posttrain.search.curves import SearchPoint
+
+NO_MATPLOTLIB = "matplotlib is not installed. Run: pip install matplotlib"
+FORMATS = (".svg", ".png", ".pdf")
+HELD_OUT = ("eval/accuracy", "eval/reward", "heldout/loss")
+DEFAULT = ("rollout/reward", "eval/accuracy")
+"""Where some outcome is a grade, the mean held-out reward stands in the place of the accuracy."""
+JUDGED = (*LOSSES, "heldout/loss", "heldout/agreement")
+"""What is drawn of runs that have neither."""
+MOST_RUNS = 12
+MOST_STAGES = 6
+"""Columns of a plot; of more stages the last ones are drawn."""
+COLOURS = ("#1f6fb4", "#d1622b", "#2d8a4e", "#a03c78", "#6b5b95", "#8c6d1f")
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "posttrain", "font.size": 9, "text.usetex": False}
+
+
+def plot(
+    folders: str | Path | Sequence[str | Path],
+    gauges: Sequence[str] = DEFAULT,
+    out: str | Path | None = None,
+) -> Figure:
+    """Draw gauges of one run or of several by step, a panel for each gauge and a line for each run.
+
+    Each stage that has a curve gets a column, with its own steps and its name below; stages of several runs stand
+    together by their names. Held-out gauges also have the evaluations before a stage's first step and after its last
+    one.
+
+    Args:
+        folders: run folders, finished or not.
+        gauges: names of `docs/metrics.md` that the runs recorded.
+        out: also write it to this file; its ending says how (.svg, .png, .pdf).
+
+    Raises:
+        ConfigError: a gauge that no run has, a file of another kind, too many runs, or no matplotlib.
+    """
+    given = [folders] if isinstance(folders, str | Path) else list(folders)
+    if not 1 <= len(given) <= MOST_RUNS:
+        raise ConfigError(f"plot draws 1 to {MOST_RUNS} runs: {len(given)} were given")
+    if out is not None:
+        check_out(out)
+    runs, usual = [read_outcome(f) for f in given], tuple(gauges) == DEFAULT
+    if usual and any(s.graded for of in runs for s in of.stages):
+        gauges = (DEFAULT[0], "eval/reward")
+    drawn = _drawn(runs, gauges)
+    if usual:  # a run that only imitates has no reward, and a reward model no accuracy
+        drawn = drawn or _drawn(runs, JUDGED)
+    missing = [g for g in gauges if g not in drawn and not (usual and drawn)]
+    if missing:
+        known = sorted(
+            {n for of in runs for s in run_reader.steps(of.folder) for n in s.gauges} | {*_drawn(runs, HELD_OUT)}
+        )
+        raise ConfigError(
+            f"no step of {'these runs' if len(runs) > 1 else runs[0].folder} has the gauge {missing[0]!r};"
+            f" {nearest(missing[0], known)}"
+        )
+    with _matplotlib():
+        figure = shown_by_notebooks(_figure(drawn, runs))
+        if out is not None:
+            path = Path(out)
+            files.write_file(path, _written(figure, path.suffix[1:]), durable=False)
+    return figure
+
+
+def _drawn(runs: Sequence[RunOutcome], gauges: Sequence[str]) -> dict[str, list[dict[str, Curve]]]:
+    """The curves of each gauge that a run has, by run and stage."""
+    found = {gauge: [_curves(of, gauge) for of in runs] for gauge in dict.fromkeys(gauges)}
+    return {gauge: curves for gauge, curves in found.items() if any(curves)}
+
+
+def _figure(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[RunOutcome]) -> Figure:
+    """A row for each gauge, a column for each stage."""
+    from matplotlib.figure import Figure
+
+    stages = _drawn_stages(drawn, runs)
+    wide = max(7.2, 0.6 + 3.3 * len(stages))
+    figure = Figure(figsize=(wide, 0.6 + 2.4 * len(drawn)), layout="constrained")
+    axes = figure.subplots(len(drawn), len(stages), squeeze=False, sharex="col", sharey="row")
+    for row, (gauge, curves) in zip(axes, drawn.items(), strict=True):
+        row[0].set_ylabel(_text(gauge))
+        for axis, stage in zip(row, stages, strict=True):
+            _panel(axis, gauge, _labels(runs), [of.get(stage, ()) for of in curves])
+    for axis, stage in zip(axes[-1], stages, strict=True):
+        axis.set_xlabel(_text(f"step of {stage}"))
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    if len(runs) > 1:
+        named = {
+            label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        columns = max(1, min(len(named), 4, int(14 * wide) // (6 + max(map(len, named)))))
+        figure.legend(named.values(), named.keys(), frameon=False, fontsize=8, loc="outside upper left", ncols=columns)
+    return figure
+
+
+def summary_picture(of: RunOutcome) -> bytes | None:
+    """The picture of summary.md as SVG: what the stage that is drawn was paid, and its held-out score with intervals.
+    None where it took fewer than two steps.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ConfigError: its values are too large to be drawn.
+    """
+
+    s = of.drawn
+    if s is None or s.steps < 2:
+        return None
+    with _matplotlib():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7.2, 3.0))
+        axis = figure.add_axes((0.07, 0.14, 0.91, 0.77))
+        curve, what = (s.rewards, "reward in training") if s.rewards else (s.losses, "loss")
+        axis.plot(*_xy(curve), color=COLOURS[0], alpha=0.35, linewidth=0.8)
+        axis.plot(*_xy(smooth(curve)), color=COLOURS[0], label=what)
+        if s.rewards:
+            _held_out(axis, s)
+        elif s.heldout_losses:
+            axis.plot(*_xy(s.heldout_losses), color=COLOURS[1], marker="o", markersize=3.5, label="held-out loss")
+        name = f", {s.stage.algorithm_name}" if s.stage.algorithm_name else ""
+        axis.set_title(_text(f"{of.run.recipe}: {s.name}{name}"), fontsize=9)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False, fontsize=8)
+        return _written(figure, "svg")
+
+
+def _held_out(axis: Axes, s: StageOutcome) -> None:
+    """Held-out points, with the intervals of the first and the last one."""
+    rows = [("reward", s.heldout_reward, COLOURS[1])] if s.graded else [("accuracy", s.heldout, COLOURS[1])]
+    for what, points, colour in rows:
+        if not points:
+            continue
+        axis.plot(*_xy(points), color=colour, marker="o", markersize=3.5, linewidth=1, label=f"held-out {what}")
+        for m, x in ((s.start, 0), (s.end, s.end.step if s.end is not None else 0)):
+            score = getattr(m, what) if m is not None else None
+            if score is not None and score.prompts > 1:
+                ends = ([score.mean - score.low], [score.high - score.mean])
+                axis.errorbar([x], [score.mean], yerr=ends, color=colour, capsize=3, linewidth=1)
+
+
+def smooth(curve: Curve, share: float = 0.1) -> Curve:
+    """The mean of each point and those before it, as many as `share` of the curve."""
+    n = max(1, round(len(curve) * share))
+    values = [y for _, y in curve]
+    parts = [values[max(0, i + 1 - n) : i + 1] for i in range(len(values))]
+    return tuple((x, math.fsum(part) / len(part)) for (x, _), part in zip(curve, parts, strict=True))
+
+
+def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> Figure:
+    """Accuracy, or the mean reward of grades, against tokens said for a task: a line for each kind of search, with 95 %
+    intervals over tasks, and grey through what nothing else is better than for as few tokens.
+
+    Args:
+        out: the file that is written; its ending says how (.svg, .png, .pdf).
+
+    Raises:
+        ConfigError: a file of another kind.
+    """
+    from posttrain.search.curves import frontier
+
+    check_out(out)
+    families: dict[str, list[SearchPoint]] = {}
+    for p in sorted((p for p in points if p.score.prompts), key=lambda p: p.tokens):
+        families.setdefault("one answer" if p.name == "one answer" else p.kind.family, []).append(p)
+    with _matplotlib():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+        axis = figure.subplots()
+        front = frontier(points)
+        xs, ys = [p.tokens for p in front], [p.score.mean for p in front]
+        axis.plot(xs, ys, color="#999999", linewidth=4, alpha=0.35, zorder=0)
+        for i, (family, own) in enumerate(families.items()):
+            xs, ys = [p.tokens for p in own], [p.score.mean for p in own]
+            colour, line = COLOURS[i % len(COLOURS)], "-" if i < len(COLOURS) else "--"
+            low = [p.score.mean - max(p.score.low, p.grades.scale[0]) for p in own]
+            high = [min(p.score.high, p.grades.scale[1]) - p.score.mean for p in own]
+            axis.errorbar(
+                xs, ys, (low, high), color=colour, linestyle=line, marker="o", markersize=4, capsize=3, label=family
+            )
+            for x, y, p in zip(xs, ys, own, strict=True):
+                axis.annotate(p.kind.size, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7, color=colour)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_xlabel("tokens said for a task")
+        axis.set_ylabel(f"{'mean reward' if points[0].grades.graded else 'accuracy'} on held-out tasks")
+        axis.set_title(_text(title), fontsize=9)
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False, fontsize=8)
+        files.write_file(Path(out), _written(shown_by_notebooks(figure), Path(out).suffix[1:]), durable=False)
+    return figure
+
+
+def check_out(out: str | Path) -> None:
+    """ConfigError for a file of a kind that is not written."""
+    if Path(out).suffix not in FORMATS:
+        raise ConfigError(f"--out {out}: its ending says what is written; use one of {', '.join(FORMATS)}")
+
+
+def _curves(of: RunOutcome, gauge: str) -> dict[str, Curve]:
+    """A gauge of each stage by the stage's own steps. Stages without it are left out."""
+    steps = run_reader.steps(of.folder)
+    out: dict[str, Curve] = {}
+    for s in of.stages:
+        if gauge in HELD_OUT:
+            curve = dict(zip(HELD_OUT, (s.heldout, s.heldout_reward, s.heldout_losses), strict=True))[gauge]
+        else:
+            own = (x for x in steps if x.stage == s.name and gauge in x.gauges and x.gauges[gauge].count)
+            curve = tuple((x.index, x.gauges[gauge].mean) for x in own)
+        if curve := tuple((i, y) for i, y in curve if math.isfinite(y)):
+            out[s.name] = curve
+    return out
+
+
+def _drawn_stages(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[RunOutcome]) -> list[str]:
+    """The stages that get a column, in their order: those with a curve of some gauge, or all where none has two
+    points."""
+    found = {n: 0 for of in runs for n in (s.name for s in of.stages)}
+    for by_stage in (one for curves in drawn.values() for one in curves):
+        for name, curve in by_stage.items():
+            found[name] = max(found[name], len(curve))
+    lines = [name for name, points in found.items() if points > 1]
+    return (lines or [name for name, points in found.items() if points])[-MOST_STAGES:]
+
+
+def _labels(runs: Sequence[RunOutcome]) -> list[str]:
+    """A name for each run: its folder's, or its path where two folders have one name."""
+    names = [of.folder.name for of in runs]
+    return [_text(str(of.folder) if names.count(of.folder.name) > 1 else of.folder.name) for of in runs]
+
+
+def _panel(axis: Axes, gauge: str, labels: Sequence[str], curves: Sequence[Curve]) -> None:
+    """One gauge in one stage, a line for each run that has it."""
+    for i, (label, points) in enumerate(zip(labels, curves, strict=True)):
+        if not points:
+            continue
+        colour = COLOURS[i % len(COLOURS)]
+        line = "-" if i < len(COLOURS) else "--"
+        if gauge in HELD_OUT:
+            axis.plot(*_xy(points), line, color=colour, marker="o", markersize=3, label=label)
+        else:
+            axis.plot(*_xy(points), color=colour, alpha=0.25, linewidth=0.7)
+            axis.plot(*_xy(smooth(points)), line, color=colour, label=label)
+    axis.grid(alpha=0.25)
+
+
+def _xy(curve: Curve) -> tuple[list[int], list[float]]:
+    return [x for x, _ in curve], [y for _, y in curve]
+
+
+def _text(text: str) -> str:
+    """Somebody else's text as a label: no mathematics is read in it, and a line that begins with _ is listed too."""
+    shown = visible(text).replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
+@contextmanager
+def _matplotlib() -> Iterator[None]:
+    """matplotlib with our settings for the length of the block; characters that no font has are drawn as boxes."""
+    import matplotlib
+
+    with matplotlib.rc_context(cast("Any", STYLE)), warnings.catch_warnings(), np.errstate(over="raise"):
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        try:
+            yield
+        except (ValueError, ArithmeticError) as error:  # such as a range of 1e308
+            raise ConfigError(f"the values of this record cannot be drawn: {error}") from error
+
+
+def shown_by_notebooks(figure: Figure) -> Figure:
+    """The figure with what a notebook asks for to show it. A notebook knows figures of pyplot alone by itself."""
+    vars(figure)["_repr_png_"] = partial(_png, figure)
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    with _matplotlib():
+        return _written(figure, "png")
+
+
+def _written(figure: Figure, kind: str) -> bytes:
+    """The file; an SVG of the same run has the same bytes."""
+    out = io.BytesIO()
+    figure.savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {})
+    return out.getvalue()

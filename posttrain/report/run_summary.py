@@ -1,0 +1,392 @@
+"""The report of a run: what each stage added on held-out tasks, the curve, whether it learned, and where the time went.
+
+It is printed at a run's end and by `posttrain summary`, and written as `summary.md` with `summary.svg` into the run
+folder. All of it is read from the folder (`diagnose.run_outcome`), so it is the same for a run that was killed.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.build.weight_lineage import write_lineage
+from posttrain.config.run import Run
+from posttrain.core.gauge import Gauge, merge
+from posttrain.core.measure.heldout_loss import perplexity
+from posttrain.core.measure.interval import Gain, Score, number_text
+from posttrain.diagnose.gauges.registry.registry.rollout_gauges import unjudged_words
+from posttrain.diagnose.learning_verdict import Learning, learned
+from posttrain.diagnose.next_steps import next_steps
+from posttrain.diagnose.rules.all_rules.all_rules.notes_once import findings_of
+from posttrain.diagnose.run_outcome import RunOutcome, StageOutcome, read_outcome
+from posttrain.faults import find
+from posttrain.record import run_reader
+from posttrain.report.console import Group, PlainConsole, table
+from posttrain.report.text_curve import curve_lines, picture
+from posttrain.system import files
+from posttrain.system.errors import ConfigError, PosttrainError
+from posttrain.system.terminal_output import visible
+
+if TYPE_CHECKING:
+    from posttrain.role.heldout_evaluation import EvaluationReport
+
+WIDTH = 80
+"""Columns that the report keeps to, where a path or a command does not need more."""
+SUMMARY, PICTURE = "summary.md", "summary.svg"
+"""Files of a run folder."""
+HEADER = ("stage", "at step", "{} [95 %]", "gain [95 %]", "greedy", "seconds")
+
+
+def score_rows(of: RunOutcome, what: str) -> list[list[str]]:
+    """A row for each stage: the step of its last held-out evaluation, the score (`accuracy` or `reward`), and the gain
+    since the weights it started from."""
+    out: list[list[str]] = []
+    for s in of.stages:
+        gain: Gain | None = getattr(s, what)
+        score: Score | None = getattr(s.end, what) if s.end is not None else None
+        if what == "accuracy" and s.tells is None:
+            gain = score = None
+        at = "-" if s.end is None else f"{s.end.step}" + (f" of {s.steps}" if s.end.step != s.steps else "")
+        out.append(
+            [
+                s.name if s.stage.hands_on else f"{s.name} *",
+                at,
+                "-" if score is None else short(score.mean, score.low, score.high),
+                "-" if gain is None else short(gain.mean, gain.low, gain.high, "+"),
+                "-" if s.greedy is None or what != "accuracy" else f"{s.greedy:.3f}",
+                "-" if s.seconds is None else f"{s.seconds:.1f}",
+            ]
+        )
+    return out
+
+
+def short(mean: float, low: float, high: float, sign: str = "") -> str:
+    """A mean with its interval, in few columns.
+
+    >>> short(0.6931, 0.611, 0.76), short(0.36, 0.273, 0.433, "+"), short(0.5, -math.inf, math.inf)
+    ('0.693 [.61, .76]', '+0.360 [+.27, +.43]', '0.500 [one prompt]')
+    """
+    if math.isnan(mean):
+        return "-"
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return f"{number_text(mean, f'{sign}.3f')} [one prompt]"
+    half = (high - low) / 2
+    ends = (number_text(x, f"{sign}.2f", half) for x in (low, high))
+    ends = (x.replace("0.", ".", 1) if x.lstrip("+-").startswith("0.") else x for x in ends)
+    return f"{number_text(mean, f'{sign}.3f', half)} [{', '.join(ends)}]"
+
+
+def measures(of: RunOutcome) -> tuple[str, ...]:
+    """What there is of held-out tasks: the accuracy (share of right answers); where a reward gives grades its mean
+    first, and the accuracy if it says something. Nothing of a run that answers none, such as one that trains a reward
+    model."""
+    if all(s.end is None for s in of.stages):
+        return ()
+    told = ("accuracy",) if any(s.tells is not None for s in of.stages if s.end is not None) else ()
+    return ("reward", *told) if any(s.graded for s in of.stages) else ("accuracy",)
+
+
+def tables(of: RunOutcome) -> list[Group]:
+    """`measures` after each stage."""
+    out: list[Group] = []
+    for what in measures(of):
+        title = (
+            f"held-out {'accuracy' if what == 'accuracy' else 'mean reward'} after each stage, and the gain over the"
+        )
+        heads = [name.format(what) for name in HEADER]
+        out.append(table(f"{title} same prompts", heads, score_rows(of, what), words=("stage",)))
+    return out
+
+
+def footnote(of: RunOutcome) -> str:
+    """What to compare the stages with whose weights the run did not go on with; '' where there is none."""
+    compared = [_compared(s, of.stages) for s in of.stages if not s.stage.hands_on]
+    return "* " + "; ".join(compared) if compared else ""
+
+
+def _compared(s: StageOutcome, stages: Sequence[StageOutcome]) -> str:
+    timed = next((x for x in stages if x.name == s.time_of), None)
+    if timed is not None and timed.began == s.began:
+        return f"instead of {timed.name}, from the same weights, for the same time"
+    time = f", for the time of {s.time_of}" if s.time_of is not None else ""
+    return f"from the weights of {s.began}{time}, handed to nobody"
+
+
+def agreement_lines(of: RunOutcome) -> list[str]:
+    """A line for each stage that learns from judgements: how many held-out pairs it orders as they were judged."""
+    out: list[str] = []
+    for s in of.stages:
+        if s.agreement is not None:
+            was = "" if s.agreement_before is None else f", {s.agreement_before:.3f} before"
+            out.append(f"{s.name}: orders {s.agreement} of held-out pairs as judged{was}")
+    return out
+
+
+def loss_lines(of: RunOutcome) -> list[str]:
+    """A line for each stage that imitates: the loss and perplexity of held-out demonstrations."""
+    out: list[str] = []
+    for s in of.stages:
+        if (g := s.loss) is not None:
+            pair = f"{perplexity(g.before):.4g} -> {perplexity(g.after):.4g}"
+            out.append(
+                f"{s.name}: held-out loss {g.before:.3f} -> {g.after:.3f}, perplexity {pair}, change {g}, over"
+                f" {g.prompts} demonstrations"
+            )
+    return out
+
+
+def proxy_lines(of: RunOutcome) -> list[str]:
+    """A line for each stage whose reward pays for something else than what is measured."""
+    return [
+        f"{s.name}: its reward pays {s.proxy.means} for held-out answers, gain {s.proxy};"
+        " the tables have what is measured"
+        for s in of.stages
+        if s.proxy is not None
+    ]
+
+
+def unjudged(of: RunOutcome) -> list[str]:
+    """Lines about samples without a verdict, by stage: those a source failed to judge, and those all sources abstained
+    from."""
+    out: list[str] = []
+    steps = run_reader.steps(of.folder)
+    for r in of.stages:
+        seen = merge(*(s.gauges for s in steps if s.stage == r.name))
+        failed, abstained = (seen.get(f"rollout/{x}", Gauge(0, 0)) for x in ("failed", "abstained"))
+        kinds = ", ".join(
+            f"{n.removeprefix('failed/')} x {g.sum:.0f}" for n, g in seen.items() if n.startswith("failed/")
+        )
+        if failed.sum:
+            out.append(
+                f"{r.name}: a source failed to judge {failed.sum:.0f} of {failed.count:.0f} samples ({kinds}): left"
+                " out, as no wrong answers"
+            )
+        if abstained.sum:
+            out.append(
+                f"{r.name}: every source abstained from {abstained.sum:.0f} of {abstained.count:.0f} samples: left out"
+            )
+    return out
+
+
+def role_lines(of: RunOutcome) -> list[str]:
+    """Seconds by role, a line a stage, the slowest role first."""
+    return _by_role("seconds by role", {s.name: s.roles for s in of.stages}, lambda x: f"{x:.1f}" if x >= 0.05 else "")
+
+
+def memory_lines(of: RunOutcome) -> list[str]:
+    """Peak memory by role, a line a stage, the largest first."""
+    machine: Any = of.file.facts.get("machine")
+    what = machine.get("memory") if isinstance(machine, dict) else None
+    title = f"peak MiB by role ({what or 'resident'})"
+    return _by_role(title, {s.name: s.peaks for s in of.stages}, lambda x: f"{x / 2**20:,.0f}")
+
+
+def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], said: Callable[[float], str]) -> list[str]:
+    """A line a stage with a number for each role, the largest first. A number is left out where `said` gives ''."""
+    known = {stage: roles for stage, roles in stages.items() if roles}
+    width = max((len(stage) for stage in known), default=0)
+    out = [title] if known else []
+    for stage, roles in known.items():
+        rows = [(name, said(x)) for name, x in sorted(roles.items(), key=lambda row: -row[1])]
+        text = ", ".join(f"{name} {word}" for name, word in rows if word)
+        out += textwrap.wrap(text, WIDTH, initial_indent=f"  {stage:<{width}}  ", subsequent_indent=" " * (width + 4))
+    return out
+
+
+def finding_lines(of: RunOutcome) -> list[str]:
+    """What the live rules found, each rule of a stage once, with the steps at which it held (docs/diagnosis.md)."""
+    found = [n.line for n in findings_of(run_reader.steps(of.folder))]
+    out = ["what the rules saw"] if found else []
+    for line in found:
+        out += textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return out
+
+
+def planted_lines(run: Run) -> list[str]:
+    """The warning of a run with a planted fault, printed at its beginning and at its end."""
+    if run.fault is None:
+        return []
+    return [f"PLANTED FAULT {run.fault}: {find(run.fault).what}. No number of this run means anything"]
+
+
+def answer_lines(of: RunOutcome, said: Learning) -> list[str]:
+    """The sentence, and what to try: a command stays on one line, so that it can be copied."""
+    last, state = of.last, ""
+    if last is not None and not of.finished and f"it took {last.steps} of" not in said.text:
+        state = f" (not finished: {last.name} took {last.steps} of {last.stage.steps} steps)"
+    out = textwrap.wrap(f"Did it learn? {said.text}{state}.", WIDTH, break_on_hyphens=False)
+    for advice in said.advice:
+        if "  # " in advice:
+            out.append(f"  {advice}")
+        else:
+            out += textwrap.wrap(
+                advice, WIDTH, initial_indent="  try: ", subsequent_indent="    ", break_on_hyphens=False
+            )
+    return out
+
+
+def show(console: PlainConsole, of: RunOutcome) -> None:
+    """Print the report of a run."""
+    for line in planted_lines(of.run):
+        console.print(line, style="bold red")
+    for one in tables(of) if of.stages else ():
+        console.print(one)
+    console.print()
+    for line in (
+        *filter(None, [footnote(of)]),
+        *agreement_lines(of),
+        *(part for x in loss_lines(of) for part in textwrap.wrap(x, WIDTH, subsequent_indent="  ")),
+        *proxy_lines(of),
+        *unjudged(of),
+    ):
+        console.print(line)
+    curve = of.drawn
+    if curve is not None and (lines := picture(curve_lines(curve))):
+        by = f" ({curve.stage.algorithm_name})" if curve.stage.algorithm_name else ""
+        console.print()
+        console.print(f"{curve.name}, {curve.steps} steps{by}")
+        for line in lines:
+            console.print(line)
+    console.print()
+    said = learned(of)
+    for line in (*finding_lines(of), *answer_lines(of, said), "", *role_lines(of), *memory_lines(of)):
+        console.print(line)
+    console.print(f"run folder: {of.folder}")
+    console.print("next:")
+    for line in next_steps(of.run, of.folder, of.finished, said.word == "got worse"):
+        console.print(f"  {line}")
+
+
+# --- summary.md ------------------------------------------------------------------------------------------------------
+
+
+def markdown(of: RunOutcome, drawn_in: str = "") -> str:
+    """The report as a page. `drawn_in` is the file of its picture, '' where there is none."""
+    said = learned(of)
+    out = [f"# {_plain(of.run.recipe)}: {said.word}", "", f"Did it learn? {_plain(said.text)}.", ""]
+    out += [f"**{_plain(line)}**\n" for line in planted_lines(of.run)]
+    if not of.finished:
+        done = ", ".join(f"{s.name} {s.steps} of {s.stage.steps} steps" for s in of.stages) or "no step was taken"
+        out += [f"The run is not finished: {_plain(done)}. `posttrain run --resume RUN` goes on with it.", ""]
+    if drawn_in:
+        out += [f"![reward and held-out score by step]({drawn_in})", ""]
+    for what in measures(of):
+        out += [_row([name.format(what if what == "accuracy" else "mean reward") for name in HEADER])]
+        out += ["|---|" + "---:|" * (len(HEADER) - 1), *(_row([*map(_plain, row)]) for row in score_rows(of, what)), ""]
+    out += [
+        _plain(line) + "\n"
+        for line in (footnote(of), *agreement_lines(of), *loss_lines(of), *proxy_lines(of), *unjudged(of))
+        if line
+    ]
+    if found := findings_of(run_reader.steps(of.folder)):
+        out += ["## What the rules saw", "", *(f"- {_plain(n.line)}" for n in found), ""]
+    if said.advice:
+        out += ["## What to try", "", *(f"- {_plain(line)}" for line in said.advice), ""]
+    out += ["## What was run", "", *(f"- {_plain(line)}" for line in _about(of.run)), ""]
+    out += [
+        "Each gain compares the same held-out prompts before and after. Its interval is about prompts like these; how"
+        " much another seed would differ is told by `posttrain compare` of several runs.",
+        "",
+    ]
+    return "\n".join(out)
+
+
+def _about(run: Run) -> list[str]:
+    model = run.model.path or f"{run.model.arch} built with {run.model.layers} layers of width {run.model.hidden}"
+    out = [f"model: {model}", f"environment: {run.env.name}, {run.env.heldout} prompts held out", f"seed: {run.seed}"]
+    for s in run.stages:
+        what = f"{s.algorithm_name}, " if s.algorithm_name else ""
+        what += "" if s.optimizer.kind == "adamw" else f"{s.optimizer.kind}, "
+        out.append(f"{s.name}: {type(s).__name__.lower()}, {what}{s.steps} steps, learning rate {s.optimizer.lr:g}")
+    return out
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _plain(text: str) -> str:
+    """Somebody else's text as text: nothing in it is Markdown or HTML."""
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>#|!$" else c for c in visible(text))
+
+
+def write_summary(of: RunOutcome) -> list[str]:
+    """Write summary.md and its picture into the run folder. Returns what could not be written, as lines."""
+    from posttrain.report.plots import NO_MATPLOTLIB, summary_picture
+
+    notes: list[str] = []
+    try:
+        data = summary_picture(of)
+        if data is not None:
+            files.write_file(of.folder / PICTURE, data, durable=False)
+    except ImportError:
+        data = None
+        notes.append(f"{SUMMARY} has no picture: {NO_MATPLOTLIB}")
+    except ConfigError as error:
+        data = None
+        notes.append(f"{SUMMARY} has no picture: {error}")
+    files.write_file(of.folder / SUMMARY, markdown(of, PICTURE if data is not None else "").encode(), durable=False)
+    return notes
+
+
+def summarize(folder: str | Path, as_markdown: bool = False) -> None:
+    """Print the report of a run folder, finished or not, as `posttrain summary` does. Nothing is written."""
+    of = read_outcome(folder)
+    console = PlainConsole(soft_wrap=True)
+    if as_markdown:
+        console.print(markdown(of))
+    elif not of.stages:
+        console.print(f"{folder}: no step was taken yet, and nothing was measured")
+    else:
+        show(console, of)
+
+
+def conclude(folder: Path, console: PlainConsole | None) -> None:
+    """The end of a run, also of one that was cut: its lineage record and its summary are written, and the summary is
+    printed where there is a console.
+
+    A summary that cannot be made is said and never hides how the run ended.
+    """
+    try:
+        write_lineage(folder)
+    except (PosttrainError, OSError) as error:
+        if console is not None:
+            console.print(f"note: no lineage record was written: {error}")
+    try:
+        of = read_outcome(folder)
+        if console is not None:
+            show(console, of)
+        if of.stages:
+            for note in write_summary(of):
+                if console is not None:
+                    console.print(f"note: {note}")
+    except (PosttrainError, OSError) as error:
+        if console is not None:
+            console.print(f"note: no summary was written: {error}")
+
+
+def show_report(console: PlainConsole, target: str, environment: str, report: EvaluationReport) -> None:
+    """One evaluation as a table."""
+    rows = [("accuracy (sampled)", report.accuracy), ("accuracy (greedy)", report.greedy)]
+    if report.graded:
+        right = rows if report.accuracy.prompts else []
+        rows = [("mean reward (sampled)", report.reward), ("mean reward (greedy)", report.greedy_reward), *right]
+    rows.append(("what is paid (sampled)", report.proxy))
+    rows += [(f"pass@{k}", s) for k, s in report.pass_at.items()]
+    cells = [(measure, str(score), str(score.prompts)) for measure, score in rows if score is not None]
+    heads = ("measure", "value [95 %]", "prompts")
+    console.print(table(f"{target} on held-out {environment}", heads, cells, words=("measure",)))
+    if report.graded:
+        what = "what was paid" if report.proxy is None else "what is measured and not paid"
+        at, words = report.grades.right.at, f"mean reward: {what}"
+        if report.accuracy.prompts and at is not None:
+            words = f"accuracy: the share of answers with a reward of {at:g} or more (pass@1); {words}"
+        console.print(words)
+    console.print(
+        f"{report.mean_tokens:.1f} tokens a response, {report.truncated:.1%} cut off, {report.unjudged} unjudged"
+    )
+    if words := unjudged_words(report.groups):
+        console.print(f"unjudged samples are left out, as no wrong answers. {words}")

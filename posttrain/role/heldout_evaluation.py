@@ -1,0 +1,172 @@
+"""Held-out evaluation: fixed tasks, fixed seeds, and intervals over prompts, since samples of one prompt correlate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from posttrain.config.run import Evaluation
+from posttrain.core.gauge import Gauge, Gauges, merge
+from posttrain.core.measure.interval import Score
+from posttrain.core.measure.right import Grades, Right
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Group, Task
+from posttrain.core.verdict import failed
+from posttrain.diagnose.gauges.rollout_gauges import unjudged_words
+from posttrain.ladder.rollout_request import RolloutRequest
+from posttrain.role.rollout import Rollout
+from posttrain.system.concurrency import together
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of P(at least one of k samples is right) from c right ones of n (Chen et al. 2107.03374).
+
+    >>> round(pass_at_k(10, 3, 5), 6)
+    0.916667
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """The result of one evaluation. Each score is over prompts.
+
+    The outcome of an answer is what is paid; or what is measured, where something is measured and not paid
+    (`Episode.figure`).
+    """
+
+    accuracy: Score
+    """Share of answers that are right. It is pass@1. Of no prompts where the outcomes are grades that tell no share of
+    right answers (`core.measure.right`)."""
+    reward: Score
+    """Mean raw outcome. It leads where outcomes are grades."""
+    greedy: Score | None
+    """Accuracy of one argmax answer a prompt; None if none was asked for."""
+    greedy_reward: Score | None
+    """Mean raw outcome of the argmax answers."""
+    pass_at: dict[int, Score]
+    """pass@k, by k; where accuracy is told."""
+    failed: int
+    """Episodes without a reward because a reward source broke."""
+    abstained: int
+    """Episodes without a reward because every source abstained."""
+    mean_tokens: float
+    """Spoken tokens per episode."""
+    truncated: float
+    """Share of episodes that were cut off at the token limit."""
+    groups: tuple[Group, ...]
+    proxy: Score | None = None
+    """Mean of what is paid, where the outcome is what is measured; None elsewhere, and where nothing is paid yet."""
+    measures: Gauges = field(default_factory=dict[str, Gauge])
+    """What the environment measures beside (`core.abilities.Abilities.measures`)."""
+
+    @property
+    def unjudged(self) -> int:
+        return self.failed + self.abstained
+
+    @property
+    def graded(self) -> bool:
+        """Whether outcomes are grades, not pass or fail. Then the mean reward leads."""
+        return self.grades.graded
+
+    @property
+    def grades(self) -> Grades:
+        return grades_of(self.groups)
+
+    @property
+    def unmeasured(self) -> str:
+        """Why there is no score at all, namely why nothing could be judged; '' if something was."""
+        return "" if self.reward.prompts or not self.groups else unjudged_words(self.groups)
+
+    @property
+    def words(self) -> str:
+        """What the environment measures beside, for a line that people read; '' where it measures nothing."""
+        return "".join(f"; {name.removeprefix('eval/')} {g.mean:.3f}" for name, g in self.measures.items())
+
+    def gauges(self) -> Gauges:
+        out = {"eval/accuracy": self.accuracy.gauge(), "eval/reward": self.reward.gauge()}
+        if self.greedy is not None and self.greedy_reward is not None:
+            out |= {"eval/greedy": self.greedy.gauge(), "eval/greedy_reward": self.greedy_reward.gauge()}
+        if self.proxy is not None:
+            out["eval/proxy"] = self.proxy.gauge()
+        for k, s in self.pass_at.items():
+            out[f"eval/pass_at_{k}"] = s.gauge()
+        logged = merge(*(g.logged for g in self.groups))
+        return out | {
+            **self.measures,
+            **{f"eval/{name}": gauge for name, gauge in logged.items()},
+            "eval/unjudged": Gauge(self.unjudged, 1),
+            "eval/failed": Gauge(self.failed, 1),
+            "eval/abstained": Gauge(self.abstained, 1),
+            "eval/tokens": Gauge(self.mean_tokens, 1),
+            "eval/truncated": Gauge(self.truncated, 1),
+        }
+
+
+async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, how: Evaluation) -> EvaluationReport:
+    """Sample every task `how.samples` times, and once greedily if `how.greedy`.
+
+    The seeds are the same in every evaluation, so runs can be compared prompt by prompt.
+    """
+    fixed, sampling = replace(rollout, seed=how.seed), replace(sampling, top=0)
+    groups = await together(
+        [fixed.group(t, 0, RolloutRequest(groups=1, siblings=how.samples), sampling, "evaluation") for t in tasks]
+    )
+    greedy = None
+    if how.greedy:
+        argmax = replace(sampling, greedy=True, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+        greedy = await together(
+            [fixed.group(t, 0, RolloutRequest(groups=1, siblings=1), argmax, "greedy") for t in tasks]
+        )
+    measures = rollout.environment.abilities.measures
+    return replace(report(groups, greedy), measures={} if measures is None else measures(groups))
+
+
+def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> EvaluationReport:
+    """The scores of played groups. Unjudged episodes are counted apart, never as wrong answers."""
+    judged = [x for g in groups if len(x := figures(g))]
+    grades = grades_of(groups)
+    right = grades.right
+    solved = [(len(x), sum(map(right.of, x.tolist()))) for x in judged] if grades.tells else []
+    most = min((n for n, _ in solved), default=0)
+    ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k <= most} | ({most} if most else set()))
+    episodes = [e for g in groups for e in g.episodes]
+    broken = sum(failed(e.verdicts) for e in episodes)
+    argmax = None if greedy is None else [x for g in greedy if len(x := figures(g))]
+    paid = [g.rewards for g in groups if g.judged and any(e.truth is not None for e in g.episodes)]
+    return EvaluationReport(
+        accuracy=Score.of([pass_at_k(n, c, 1) for n, c in solved]),
+        reward=_rewards(judged, grades),
+        greedy=None if argmax is None else Score.of([right.share(x) for x in argmax] if grades.tells else []),
+        greedy_reward=None if argmax is None else _rewards(argmax, grades | grades_of(greedy or ())),
+        pass_at={k: Score.of([pass_at_k(n, c, k) for n, c in solved]) for k in ks},
+        failed=broken,
+        abstained=sum(e.figure is None and not failed(e.verdicts) for e in episodes),
+        mean_tokens=float(np.mean([e.spoken for e in episodes])) if episodes else math.nan,
+        truncated=float(np.mean([e.stop == "length" for e in episodes])) if episodes else math.nan,
+        groups=tuple(groups),
+        proxy=_rewards(paid, Grades.of(np.concatenate(paid), Right(None))) if paid else None,
+    )
+
+
+def figures(group: Group) -> np.ndarray:
+    """float64: the outcomes of the group's episodes (`Episode.figure`), without those that have none."""
+    return np.array([x for e in group.episodes if (x := e.figure) is not None], np.float64)
+
+
+def grades_of(groups: Sequence[Group]) -> Grades:
+    """How the outcomes of these groups are to be read."""
+    judged = [e for g in groups for e in g.episodes if e.figure is not None]
+    of = {e.right for e in judged}
+    right = next((r for r in of if r.at is None), next(iter(of), Right()))
+    return Grades.of([e.figure for e in judged if e.figure is not None], right)
+
+
+def _rewards(judged: Sequence[np.ndarray], grades: Grades) -> Score:
+    """Mean outcome of the answers to each prompt, on their scale."""
+    return Score.of([float(x.mean()) for x in judged], *grades.scale)

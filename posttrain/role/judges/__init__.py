@@ -1,0 +1,1 @@
+"""Roles that judge finished episodes: reward models, trained judges, and labels of steps by completion."""

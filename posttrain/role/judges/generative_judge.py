@@ -1,0 +1,258 @@
+"""Generative judges of finished episodes: a trained judge reads answers, writes its reasons and votes.
+
+A judge of pairs compares the answers of a group with each other, each pair in both orders; a judge of single answers
+says whether each is good. Each comparison is judged `votes` times in each order. The votes are in the verdict's `why`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from posttrain.core import seeds
+from posttrain.core.abilities import Judging
+from posttrain.core.batch import Packed
+from posttrain.core.content import conversation
+from posttrain.core.measure.equal_numbers import RESOLUTION
+from posttrain.core.ports import Sampler
+from posttrain.core.sampling import Sampling
+from posttrain.core.transcript import Transcript
+from posttrain.core.types import Episode, Segment
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.judged.judge_rules import best_half, mean_yes
+from posttrain.environment.templates.renderer import Renderer
+from posttrain.role.judges.reward_judge import JudgeMember
+from posttrain.role.learning.probe_tokens import READ
+from posttrain.system.concurrency import together
+from posttrain.system.errors import DataError, InvariantError
+from posttrain.system.loop_thread import LoopThread
+from posttrain.verifier.thoughts import whole
+
+DRAWS = 3
+"""How often a judgement is drawn until it has a verdict."""
+UNREAD, LEFT_OUT = "-", "*"
+"""Marks of a vote in `why`: it has no verdict; the meta reward model left it out."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """One judgement of one comparison."""
+
+    sides: tuple[int, ...]
+    """The answers in the order in which they were shown, as places in the group."""
+    ids: np.ndarray
+    """int32: the prompt, and then what the judge said from `spoken` on."""
+    spoken: int
+    scores: tuple[float, ...] | None
+    """What it says of each side; None where it has no verdict."""
+    text: str
+    why: str = ""
+    """Why there is no judgement at all; '' where there is one."""
+
+
+@dataclass(eq=False)
+class GenerativeJudge:
+    """`core.ports.EpisodeJudge` of a policy that learned to judge.
+
+    The score of an answer is the mean over its votes: 1 won, 0 lost, 1/2 a tie where the verdict is a choice; its
+    points where the verdict is points (for a fixed number of votes in the order of their sum, 2504.02495); p(Yes) where
+    one answer is judged alone. An answer without any other in its group is compared with itself.
+    """
+
+    name: str
+    weight: float
+    judging: Judging
+    sampler: Sampler
+    """The judge's own engine."""
+    renderer: Renderer
+    """The judge's own tokenizer."""
+    sampling: Sampling
+    """Resolved."""
+    seed: int
+    votes: int = 1
+    rivals: int = 0
+    """Each answer is compared with the next so many of its group, and so with twice as many; 0: with all."""
+    meta: JudgeMember | None = None
+    """A reward model of judgements. Of the votes about one comparison, the half that it scores highest counts."""
+    resolution: float = RESOLUTION
+    measured: bool = False
+    """Whether its score is measured and not paid."""
+    line: str = ""
+    """What it is and reads, as a line for people."""
+    _thread: LoopThread = field(default_factory=lambda: LoopThread("posttrain-judge"))
+
+    @property
+    def compares(self) -> bool:
+        """Whether a verdict about an answer depends on the others of its group."""
+        return self.judging.sides == 2
+
+    async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
+        found: list[Verdict] = await self.run(self.verdicts(episodes))
+        return [
+            (Judged(self.name, self.weight, v, None, False, self.resolution, self.measured, by_model=True),)
+            for v in found
+        ]
+
+    async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `work`, which runs in the judge's own thread."""
+        return await self._thread.run(work)
+
+    def close(self) -> None:
+        """Stop its thread."""
+        self._thread.close()
+
+    async def verdicts(self, episodes: Sequence[Episode]) -> list[Verdict]:
+        """One verdict about each episode of a group, in order."""
+        asked = comparisons(len(episodes), self.judging.sides, self.rivals)
+        votes = await together([self._votes(episodes, sides) for sides in asked])
+        kept = [self.kept(each) for each in votes]
+        yes = await together([self._yes(each) for each in votes]) if self.judging.sides == 1 else []
+        out: list[Verdict] = []
+        for i, episode in enumerate(episodes):
+            about = [n for n, sides in enumerate(asked) if i in sides]
+            said = " ".join(self._written(episodes, i, votes[n], kept[n]) for n in about)
+            values = [v for n in about for v in self._values(i, votes[n], kept[n])]
+            if yes and values:
+                values = [mean_yes(np.array([yes[n][k] for k in kept[n]])) for n in about]
+            out.append(self._verdict(episode, values, said, [v for n in about for v in votes[n]]))
+        return out
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    async def _votes(self, episodes: Sequence[Episode], sides: tuple[int, ...]) -> list[Vote]:
+        """All votes about one comparison: `votes` in each order."""
+        orders = [sides] if len(sides) == 1 else [sides, sides[::-1]]
+        each = [(order, n, k) for n, order in enumerate(orders) for k in range(self.votes)]
+        return await together([self._vote(episodes, *one) for one in each])
+
+    async def _vote(self, episodes: Sequence[Episode], sides: tuple[int, ...], order: int, vote: int) -> Vote:
+        first = episodes[sides[0]]
+        task = first.task
+        question = task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
+        siblings = [episodes[i].sibling for i in sides]
+        prompt = self.judging.prompt(question, [whole(episodes[i].text) for i in sides])
+        try:
+            return await self.vote(prompt, sides, task.id, first.visit, *siblings, order, vote)
+        except DataError as error:
+            return Vote(sides, np.zeros(0, np.int32), 0, None, "", str(error))
+
+    async def vote(self, prompt: str, sides: tuple[int, ...], *place: seeds.Coordinate) -> Vote:
+        """One judgement of this prompt, with the random numbers of `place`. It is drawn up to `DRAWS` times, until it
+        has a verdict.
+
+        Raises:
+            DataError: the prompt cannot be encoded, or is too long.
+        """
+        ids = self.renderer.prompt(prompt, str(place[0]))
+        found: Vote | None = None
+        for draw in range(DRAWS):
+            said = await self.sampler.generate(ids, self.sampling, seeds.key(self.seed, "judge", *place, draw))
+            text = self.renderer.text(said.ids)
+            found = Vote(sides, np.concatenate([ids, said.ids]), len(ids), self.judging.read(text), text)
+            if found.scores is not None:
+                break
+        assert found is not None
+        return found
+
+    async def _yes(self, votes: Sequence[Vote]) -> list[float]:
+        """log p(Yes) of each vote about one answer, given its own reasoning; -inf where it has no verdict."""
+        return await together([self._log_yes(v) for v in votes])
+
+    async def _log_yes(self, vote: Vote) -> float:
+        return -np.inf if vote.scores is None else await self.log_says(vote, self.judging.ends[0])
+
+    async def log_says(self, vote: Vote, end: str) -> float:
+        """log p(this verdict) after the reasoning of a vote that has a verdict."""
+        before = vote.text[: max(vote.text.rfind(e) for e in self.judging.ends)]
+        ids = self._verdict_ids(before + end)
+        says_yes(self.renderer, ids, before + end)
+        logp = await self.sampler.score(np.concatenate([vote.ids[: vote.spoken], ids]))
+        return float(logp[vote.spoken - 1 + _shared(self.renderer.encode(before), ids) :].sum())
+
+    def _verdict_ids(self, text: str) -> np.ndarray:
+        """int32: a judgement in the judge's own tokens."""
+        return self.renderer.encode(text)
+
+    # --- counting ----------------------------------------------------------------------------------------------------
+
+    def kept(self, votes: Sequence[Vote]) -> list[int]:
+        """The votes about one comparison that count: those with a verdict; with a meta reward model its better half."""
+        read = [k for k, v in enumerate(votes) if v.scores is not None]
+        if self.meta is None or len(read) < 2:
+            return read
+        scores = self.meta_scores([votes[k] for k in read])
+        return [read[k] for k in best_half(scores)]
+
+    def meta_scores(self, votes: Sequence[Vote]) -> np.ndarray:
+        """float64 [K]: the meta reward model's score of each judgement, read after its prompt."""
+        assert self.meta is not None
+        segments: list[Segment] = []
+        for vote in votes:
+            transcript = Transcript(READ)
+            transcript.see(vote.ids[: vote.spoken])
+            transcript.show(vote.ids[vote.spoken :])
+            segments.append(transcript.segment())
+        return np.asarray(self.meta.scorer.rewards(Packed.of(segments)), np.float64)
+
+    @staticmethod
+    def _values(i: int, votes: Sequence[Vote], kept: Sequence[int]) -> list[float]:
+        """What each counted vote says of answer i."""
+        return [s for k in kept for side, s in zip(votes[k].sides, votes[k].scores or (), strict=True) if side == i]
+
+    def _written(self, episodes: Sequence[Episode], i: int, votes: Sequence[Vote], kept: Sequence[int]) -> str:
+        """The votes about answer i in one comparison, for the record: `vs SIBLING:` and what each says of it."""
+        sides = votes[0].sides
+        other = next((s for s in sides if s != i), i)
+        marks = [
+            mark + ("" if k in kept or v.scores is None else LEFT_OUT)
+            for k, v in enumerate(votes)
+            for mark in _marks(v, i)
+        ]
+        return (f"vs {episodes[other].sibling}:" if len(sides) == 2 else "") + ",".join(marks)
+
+    def _verdict(self, episode: Episode, values: Sequence[float], said: str, votes: Sequence[Vote]) -> Verdict:
+        if values:
+            return Verdict.value(float(np.mean(values)), why=said)
+        sample = next((v.why or f"such as {v.text[-60:]!r}" for v in votes), "")
+        return Verdict.failed("unread", f"none of {len(votes)} votes has a verdict: {sample}")
+
+
+def _marks(vote: Vote, i: int) -> list[str]:
+    """What a vote says of answer i, as a short number; twice where it is compared with itself."""
+    if vote.scores is None:
+        return [UNREAD]
+    return [f"{s:.12g}" for side, s in zip(vote.sides, vote.scores, strict=True) if side == i]
+
+
+def comparisons(count: int, sides: int, rivals: int = 0) -> list[tuple[int, ...]]:
+    """What is compared in a group of `count` answers: each alone, or each pair once; with `rivals` each answer with the
+    next so many, around a circle. A single answer is compared with itself.
+
+    >>> comparisons(3, 1), comparisons(3, 2), comparisons(4, 2, rivals=1), comparisons(1, 2)
+    ([(0,), (1,), (2,)], [(0, 1), (0, 2), (1, 2)], [(0, 1), (1, 2), (2, 3), (0, 3)], [(0, 0)])
+    """
+    if sides == 1:
+        return [(i,) for i in range(count)]
+    if count == 1:
+        return [(0, 0)]
+    if not rivals or 2 * rivals >= count - 1:
+        return [(i, j) for i in range(count) for j in range(i + 1, count)]
+    return [(min(i, j), max(i, j)) for i in range(count) for j in ((i + d) % count for d in range(1, rivals + 1))]
+
+
+def _shared(a: np.ndarray, b: np.ndarray) -> int:
+    """The number of tokens with which both begin."""
+    most = min(len(a), len(b))
+    return int(np.argmax(np.append(a[:most] != b[:most], True)))
+
+
+def says_yes(renderer: Renderer, ids: np.ndarray, text: str) -> None:
+    """InvariantError where these ids are not the text of a verdict in the judge's own tokenizer."""
+    if (said := renderer.decode(ids)) != text:
+        raise InvariantError(
+            f"the tokens whose probability counts as the verdict read {said[-20:]!r} in the judge's tokenizer, not"
+            f" {text[-20:]!r}: they are another tokenizer's. Encode the verdict with the tokenizer of the judge"
+        )

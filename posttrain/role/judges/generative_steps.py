@@ -1,0 +1,158 @@
+"""A policy that learned to verify as a process reward model: it reads an answer up to the end of each step, writes its
+reasoning and a verdict, and the step's score is the chance of Yes after that reasoning (2504.16828, 2504.00891)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.config.env import Reward
+from posttrain.core.content import conversation
+from posttrain.core.measure.answer_steps import step_ends
+from posttrain.core.types import Episode, Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.judged.verify_rules import chance_of_yes
+from posttrain.role.judges.generative_judge import LEFT_OUT, UNREAD, GenerativeJudge, Vote
+from posttrain.role.judges.step_completion import TokenEnds
+from posttrain.role.judges.step_judge import one_turn, step_verdicts
+from posttrain.system.concurrency import together
+from posttrain.system.errors import DataError, InvariantError
+
+
+@dataclass(frozen=True)
+class StepVotes:
+    """What the votes about one beginning of an answer say."""
+
+    score: float | None
+    """The mean chance of Yes over the votes that count; None where none of them has a verdict."""
+    said: str
+    """The chance of Yes of each vote, for the record: `-` has no verdict, and `*` was left out by the meta reward
+    model."""
+    sample: str = ""
+    """Why there is no score."""
+
+
+@dataclass(eq=False)
+class GenerativeStepJudge:
+    """`core.ports.EpisodeJudge` of a verifier that writes.
+
+    Every beginning of an answer that ends with a step is verified `verifier.votes` times. Equal beginnings of siblings
+    are verified once. What the scores become is a choice of the reward, as for every process reward model.
+    """
+
+    verifier: GenerativeJudge
+    """The verifier: its engine, its form, its votes and its meta reward model."""
+    reward: Reward
+    ends: TokenEnds
+    """Of the policy's tokenizer, whose tokens steps end at."""
+    resolution: float = 1e-5
+    line: str = ""
+    """What it is and reads, as a line for people."""
+
+    @property
+    def name(self) -> str:
+        return self.verifier.name
+
+    @property
+    def separator(self) -> str:
+        return self.verifier.judging.separator
+
+    def close(self) -> None:
+        """Stop its thread."""
+        self.verifier.close()
+
+    async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
+        found: list[tuple[Judged, ...]] = await self.verifier.run(self.verdicts(episodes))
+        return found
+
+    async def verdicts(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
+        """The verdicts about each episode of a group. An answer of which a step has no readable vote is `failed`."""
+        ends = [self.steps(e) for e in episodes]
+        texts = [self.beginnings(e) if upto else [] for e, upto in zip(episodes, ends, strict=True)]
+        asked: dict[str, tuple[Episode, int]] = {}
+        for e, upto, own in zip(episodes, ends, texts, strict=True):
+            for number, (end, text) in enumerate(zip(upto, own, strict=True), 1):
+                said = [self.ends.text(_said(e)[:n]) for n in (end - 1, end)]
+                reads_to_the_step(text, said[0], said[1], f"task {e.task.id!r}, step {number} of {len(upto)}")
+                asked.setdefault(text, (e, number))
+        found = [self.verified(e.task, text, e.visit, e.sibling, number) for text, (e, number) in asked.items()]
+        votes = dict(zip(asked, await together(found), strict=True))
+        return [self._given(upto, [votes[t] for t in own]) for upto, own in zip(ends, texts, strict=True)]
+
+    def steps(self, e: Episode) -> tuple[int, ...]:
+        """How many spoken tokens there are up to the end of each step.
+
+        Raises:
+            ConfigError: the episode has several turns.
+        """
+        one_turn(self.name, e)
+        said = _said(e)
+        return self.ends.upto(said, step_ends(self.ends.text(said), self.separator)) if len(said) else ()
+
+    def beginnings(self, e: Episode) -> list[str]:
+        """The answer up to the end of each step."""
+        text = self.ends.text(_said(e))
+        return [text[:end] for end in step_ends(text, self.separator)]
+
+    async def verified(self, task: Task, text: str, *place: int | str) -> StepVotes:
+        """The votes about one beginning, with the random numbers of `place`."""
+        question = task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
+        prompt = self.verifier.judging.prompt(question, [text])
+        try:
+            votes = await together([self._vote(prompt, task, *place, k) for k in range(self.verifier.votes)])
+        except DataError as error:
+            return StepVotes(None, UNREAD, str(error))
+        kept = self.verifier.kept(votes)
+        chance = await together([self._chance(v) for v in votes])
+        marks = [UNREAD if c is None else f"{c:.12g}" + ("" if k in kept else LEFT_OUT) for k, c in enumerate(chance)]
+        counted = [c for k in kept if (c := chance[k]) is not None]
+        if not counted:
+            return StepVotes(None, ",".join(marks), f"such as {votes[0].text[-60:]!r}")
+        return StepVotes(math.fsum(counted) / len(counted), ",".join(marks))
+
+    async def of_beginnings(self, task: Task, texts: Sequence[str]) -> list[float | None]:
+        """The score of each of these beginnings, as a search asks for them; None where no vote can be read."""
+        votes: list[StepVotes] = await self.verifier.run(together([self.verified(task, t, "search", t) for t in texts]))
+        return [v.score for v in votes]
+
+    async def _vote(self, prompt: str, task: Task, *place: int | str) -> Vote:
+        return await self.verifier.vote(prompt, (0,), task.id, *place)
+
+    async def _chance(self, vote: Vote) -> float | None:
+        """p(Yes) / (p(Yes) + p(No)) after the vote's own reasoning; None where it has no verdict."""
+        if vote.scores is None:
+            return None
+        yes, no = await together([self.verifier.log_says(vote, end) for end in self.verifier.judging.ends])
+        return chance_of_yes(yes, no)
+
+    def _given(self, ends: Sequence[int], votes: Sequence[StepVotes]) -> tuple[Judged, ...]:
+        r = self.reward
+        if not ends:
+            return (Judged(self.name, r.weight, Verdict.abstain("it has no step"), measured=r.measured, by_model=True),)
+        scores = [v.score for v in votes if v.score is not None]
+        if len(scores) < len(votes):
+            bad = next(i for i, v in enumerate(votes) if v.score is None)
+            why = f"no vote about step {bad + 1} has a verdict: {votes[bad].sample}"
+            return (Judged(self.name, r.weight, Verdict.failed("unread", why), measured=r.measured, by_model=True),)
+        return step_verdicts(self.name, r, ends, scores, self.resolution, [v.said for v in votes])
+
+
+def reads_to_the_step(text: str, before: str, upto: str, step: str) -> None:
+    """InvariantError where the text that is verified does not end in the step's last token.
+
+    Args:
+        before: what was said up to that token, without it.
+        upto: the same with it.
+    """
+    if not (upto.startswith(text) and text.startswith(before)):
+        raise InvariantError(
+            f"{step}: it is judged by {text[-30:]!r}, and the answer up to its end is {upto[-30:]!r}: the score would"
+            " be of another step. Show the verifier what was said up to the step"
+        )
+
+
+def _said(e: Episode) -> np.ndarray:
+    return e.segments[-1].ids[e.segments[-1].mask]

@@ -1,0 +1,180 @@
+"""Wrong answers said anew from their first wrong step, on beginnings that the engine has computed already.
+
+The first wrong step is found by completions, or by the scores that the answer's steps have. Completions halve the steps
+(2406.06592): the first half is right if any completion from its end is, because a completion keeps what stands before
+it. An answer of L steps needs log2 L of such questions, rounded up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from posttrain.config.stages.rejection import Regenerate
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.measure.answer_steps import first_error
+from posttrain.core.types import Episode, Group
+from posttrain.role.judges.step_completion import StepLabeler
+from posttrain.role.judging import SiblingVerdicts
+from posttrain.system.concurrency import together
+from posttrain.system.errors import ConfigError
+
+From = Callable[[int], Awaitable[tuple[Episode, ...]]]
+"""Completions of an answer from the end of a step, by the step's number from 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class RegeneratedAnswer:
+    """A wrong answer, with where it was said anew."""
+
+    episode: Episode
+    ends: tuple[int, ...]
+    """Spoken tokens up to the end of each step."""
+    kept: int
+    """Steps before the first wrong one."""
+    asked: Mapping[int, tuple[Episode, ...]]
+    """Completions, by the number of the step from whose end they go on."""
+
+    @property
+    def completions(self) -> tuple[Episode, ...]:
+        """What was said in place of the first wrong step and all after it. None where the first step is wrong."""
+        return self.asked.get(self.kept, ())
+
+
+def any_right(completions: Sequence[Episode]) -> bool | None:
+    """Whether one of them was judged right. None: none could be judged."""
+    judged = [c.right.of(c.figure) for c in completions if c.figure is not None]
+    return any(judged) if judged else None
+
+
+def right_steps(scores: Sequence[float], at: float) -> int:
+    """Steps before the first one that scores below `at`; all where none does.
+
+    >>> right_steps([0.9, 0.4, 0.8], 0.5), right_steps([0.9], 0.5)
+    (1, 1)
+    """
+    first = first_error(scores, at)
+    return len(scores) if first < 0 else first
+
+
+def scored_steps(e: Episode) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The end of each step that has a score, and the scores. Where steps end with the same token, it is one step with
+    the lowest of their scores: nothing can be said anew between them.
+
+    Raises:
+        ConfigError: two sources score its steps.
+    """
+    own = [j for j in e.verdicts if j.end is not None and not j.paid and j.verdict.score is not None]
+    if len(sources := {j.source for j in own}) > 1:
+        raise ConfigError(
+            f"the steps of an answer to task {e.task.id!r} have scores of {' and '.join(sorted(sources))}, and one of"
+            " them must find the first wrong step: leave one out of env.rewards"
+        )
+    lowest: dict[int, float] = {}
+    for end, score in sorted(((j.end or 0, j.verdict.score or 0.0) for j in own), reverse=True):
+        lowest[end] = score
+    ordered = sorted(lowest.items())
+    return tuple(end for end, _ in ordered), tuple(score for _, score in ordered)
+
+
+async def halved(steps: int, from_step: From) -> tuple[int, dict[int, tuple[Episode, ...]]] | None:
+    """(steps before the first wrong one, the completions that were asked) of a wrong answer with so many steps. None:
+    at some step no completion could be judged, so nothing is known."""
+    asked: dict[int, tuple[Episode, ...]] = {}
+    low, high = 0, steps  # the first `low` steps can end right, the first `high` ones cannot
+    while high - low > 1:
+        middle = (low + high) // 2
+        asked[middle] = await from_step(middle)
+        right = any_right(asked[middle])
+        if right is None:
+            return None
+        low, high = (middle, high) if right else (low, middle)
+    return low, asked
+
+
+@dataclass
+class Regenerator:
+    """Says the wrong answers of groups anew.
+
+    Args:
+        labeler: completes answers from the end of a step.
+    """
+
+    labeler: StepLabeler
+    how: Regenerate
+
+    async def regenerate(self, groups: Sequence[Group]) -> tuple[RegeneratedAnswer, ...]:
+        """Every wrong answer whose first wrong step was found, in order.
+
+        Raises:
+            ConfigError: an answer has several turns, or no step of any wrong answer has the scores that are to be read.
+        """
+        found = [x for one in await together([self._group(g) for g in groups]) for x in one]
+        wrong = [e for g in groups for e in wrong_ones(g)]
+        if self.how.by == "scores" and wrong and not any(scored_steps(e)[0] for e in wrong):
+            raise ConfigError(
+                "method.regenerate.by=scores: no step of any wrong answer has a score. Give a process reward model"
+                " (env.rewards=model:RUN, with steps=score), an environment that judges steps, or by=completions"
+            )
+        return tuple(found)
+
+    async def _group(self, group: Group) -> list[RegeneratedAnswer]:
+        """Equal beginnings of siblings are completed once, as those of the first sibling that has them: which sibling
+        asks first depends on time, and must not change what is said."""
+        known: dict[bytes, asyncio.Task[tuple[Episode, ...]]] = {}
+        judging = SiblingVerdicts(self.labeler.rollout.environment)
+        first: dict[bytes, Episode] = {}
+        wrong = [(e, self._ends(e)) for e in wrong_ones(group)]
+        for e, ends in wrong:
+            for upto in ends:
+                first.setdefault(self.labeler.said(e)[:upto].tobytes(), e)
+        try:
+            found = await together([self._answer(e, ends, first, known, judging) for e, ends in wrong])
+        finally:
+            for task in known.values():
+                task.cancel()
+            await judging.close()
+        return [x for x in found if x is not None]
+
+    def _ends(self, e: Episode) -> tuple[int, ...]:
+        return self.labeler.cut(e) if self.how.by == "completions" else scored_steps(e)[0]
+
+    async def _answer(
+        self,
+        e: Episode,
+        ends: tuple[int, ...],
+        first: Mapping[bytes, Episode],
+        known: dict[bytes, asyncio.Task[tuple[Episode, ...]]],
+        judging: SiblingVerdicts,
+    ) -> RegeneratedAnswer | None:
+        said = self.labeler.said(e)
+
+        async def from_step(number: int) -> tuple[Episode, ...]:
+            upto = ends[number - 1]
+            return await self.labeler.from_step(first[said[:upto].tobytes()], number, upto, known, judging)
+
+        if not ends:
+            return None
+        if self.how.by == "completions":
+            found = await halved(len(ends), from_step)
+            return None if found is None else RegeneratedAnswer(e, ends, *found)
+        kept = right_steps(scored_steps(e)[1], self.how.at)
+        if kept == len(ends):
+            return None
+        return RegeneratedAnswer(e, ends, kept, {kept: await from_step(kept)} if kept else {})
+
+
+def wrong_ones(group: Group) -> list[Episode]:
+    """The answers of a group that were judged wrong."""
+    return [e for e in group.episodes if e.figure is not None and not e.right.of(e.figure)]
+
+
+def regenerated_gauges(answers: Sequence[RegeneratedAnswer]) -> Gauges:
+    """Where the first wrong steps are, what it cost to find them, and how many answers became right."""
+    completions = {c for a in answers for own in a.asked.values() for c in own}
+    return {
+        "reject/right_steps": Gauge(sum(a.kept for a in answers), sum(len(a.ends) for a in answers)),
+        "reject/completions": Gauge(len(completions), len(answers)),
+        "reject/mended": Gauge(sum(bool(any_right(a.completions)) for a in answers), len(answers)),
+    }

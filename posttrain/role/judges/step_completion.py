@@ -1,0 +1,304 @@
+"""Labels of steps by completion: an answer is cut into steps, and the policy goes on from the end of each (2312.08935).
+
+An answer and its completions share their beginnings, which the engine computes once. The random numbers of a completion
+are those of (task, visit, sibling, step, number of the completion), so no neighbour changes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from posttrain.config.stages.step_labels import StepLabeling
+from posttrain.core import seeds
+from posttrain.core.measure.answer_steps import StepValues, step_ends, steps_of_text
+from posttrain.core.ports import Sampler
+from posttrain.core.sampling import Sampling
+from posttrain.core.stop import Stop
+from posttrain.core.types import Episode, Group, Kept, Said
+from posttrain.role.judging import SiblingVerdicts
+from posttrain.role.rollout import Rollout
+from posttrain.system.concurrency import together
+from posttrain.system.errors import ConfigError
+
+ENDED = (Stop.SAID, Stop.STRING)
+"""Why an answer stopped that ended by itself."""
+
+
+@dataclass
+class TokenEnds:
+    """Which token ends a step of some text.
+
+    Args:
+        text: decodes token ids, without the stop token.
+    """
+
+    text: Callable[[np.ndarray], str]
+    _widths: dict[int, int] = field(default_factory=dict[int, int])
+
+    def upto(self, ids: np.ndarray, ends: Sequence[int]) -> tuple[int, ...]:
+        """How many of the answer's tokens make so many characters, for each of `ends`, which rise. The last step ends
+        with the last token, the stop token included.
+
+        A token that two steps share belongs to the first of them. A step that would have no token of its own ends
+        where the one before it does, which the caller sees as two equal numbers.
+        """
+        if not ends:
+            return ()
+        widths = [self._width(int(i)) for i in ids]
+        whole = len(self.text(ids))
+        if sum(widths) == whole:  # each token has its own text, as almost all tokenizers write it
+            upto_T = np.cumsum(widths)
+            found = np.searchsorted(upto_T, np.array(ends[:-1], np.int64)) + 1
+        else:
+            found = [self._bisected(ids, end) for end in ends[:-1]]
+        return (*(int(n) for n in found), len(ids))
+
+    def _width(self, token: int) -> int:
+        if token not in self._widths:
+            self._widths[token] = len(self.text(np.array([token], np.int32)))
+        return self._widths[token]
+
+    def _bisected(self, ids: np.ndarray, characters: int) -> int:
+        low, high = 0, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            if len(self.text(ids[:middle])) < characters:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+@dataclass(frozen=True)
+class Continuing:
+    """A sampler whose first turn begins with these tokens, which were said before. It is for episodes of one turn.
+
+    The rest of `Sampler` is that of `inner`.
+    """
+
+    inner: Sampler
+    said: Said
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        """The tokens said before, and what the engine says after them: at most `max_tokens` together."""
+        begun = self.said
+        left = sampling.max_tokens - len(begun.ids)
+        if left < 1:
+            return replace(begun, stop=Stop.LENGTH)
+        rest = replace(sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - len(begun.ids)))
+        new = await self.inner.generate(np.concatenate([ids, begun.ids]).astype(np.int32), rest, place)
+        kept = None if begun.kept is None else Kept.of([*begun.kept.sets(), *(new.kept.sets() if new.kept else [])])
+        return Said(
+            np.concatenate([begun.ids, new.ids]).astype(np.int32),
+            np.concatenate([begun.logp, new.logp]).astype(np.float32),
+            np.concatenate([begun.version, new.version]).astype(np.int32),
+            new.stop,
+            kept,
+        )
+
+
+@dataclass(frozen=True)
+class Recited:
+    """A sampler that says this one turn. The rest of `Sampler` is that of `inner`."""
+
+    inner: Sampler
+    said: Said
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        return self.said
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledAnswer:
+    """An answer in steps, with how its completions were judged."""
+
+    episode: Episode
+    steps: tuple[str, ...]
+    """Joined they are what the policy said."""
+    tokens: tuple[int, ...]
+    """Spoken tokens up to the end of each step."""
+    values: StepValues
+    soft: tuple[float, ...] = ()
+    """The soft label of each step."""
+    completions: tuple[tuple[Episode, ...], ...] = ()
+    """The completions from the end of each step. Of the last step of an answer that ended: the answer itself."""
+    early: bool = False
+    """Whether it is the beginning of another one, and the policy itself did not end there."""
+
+    def row(self, step: int) -> dict[str, Any]:
+        """The labels as a row of a data file, as `environment.judged.judged_rows` reads it. `step`: of the stage."""
+        e = self.episode
+        return {
+            "id": f"{e.task.id}/{e.visit}/{e.sibling}{'/early' if self.early else ''}",
+            "prompt": e.task.prompt,
+            "completions": list(self.steps),
+            "labels": list(self.values.hard),
+            "values": list(self.soft),
+            "right": list(self.values.right),
+            "asked": list(self.values.asked),
+            "step": step,
+        }
+
+
+@dataclass
+class StepLabeler:
+    """Labels the answers of groups by completing them.
+
+    Args:
+        ends: of the policy's tokenizer.
+        stream: name of the random stream of the answers.
+    """
+
+    rollout: Rollout
+    stage: StepLabeling
+    sampling: Sampling
+    ends: TokenEnds
+    stream: str
+
+    async def label(self, groups: Sequence[Group]) -> tuple[LabelledAnswer, ...]:
+        """Every judged answer with at least one step, in order. Answers that could not be judged are left out, and
+        so are those of which all completions of a step could not be.
+
+        Raises:
+            ConfigError: an answer has several turns.
+        """
+        found = await together([self._group(g) for g in groups])
+        return tuple(x for one in found for x in one)
+
+    async def _group(self, group: Group) -> list[LabelledAnswer]:
+        """Equal beginnings of siblings are completed once, by the first sibling that has it."""
+        known: dict[bytes, asyncio.Task[tuple[Episode, ...]]] = {}
+        judging = SiblingVerdicts(self.rollout.environment)
+        answers = [e for e in group.episodes if e.figure is not None]
+        try:
+            found = await together([self._answer(e, known, judging) for e in answers])
+            whole = [x for x in found if x is not None]
+            early = await together([self._early(x, judging) for x in whole]) if self.stage.early_ends else []
+        finally:
+            for task in known.values():
+                task.cancel()
+            await judging.close()
+        return [*whole, *(x for x in early if x is not None)]
+
+    async def _early(self, answer: LabelledAnswer, judging: SiblingVerdicts) -> LabelledAnswer | None:
+        """The answer as one that ends after one of its earlier steps, without the separator behind it. None where it
+        has one step, where nothing is a stop token, where no token ends before the separator, or where the environment
+        could not judge it."""
+        e, stage = answer.episode, self.stage
+        if len(answer.steps) < 2 or not self.sampling.stop_ids:
+            return None
+        place = (f"{self.stream}/early", e.task.id, e.visit, e.sibling)
+        number = int(seeds.generator(self.rollout.seed, *place).integers(1, len(answer.steps)))
+        text = "".join(answer.steps[:number]).rstrip()
+        while text.endswith(stage.separator):
+            text = text.removesuffix(stage.separator).rstrip()
+        upto, _ = self.ends.upto(self.said(e), (len(text), len(e.text)))
+        if self.ends.text(self.said(e)[:upto]) != text:
+            return None
+        ends = replace(self.rollout, sampler=Recited(self.rollout.sampler, ended(e, upto, self.sampling)), judges=())
+        stream = f"{self.stream}/early/{e.sibling}"
+        own = await ends.episode(e.task, e.visit, e.sibling, self.sampling, stream, judging=judging)
+        if own.figure is None or own.stop not in ENDED:
+            return None
+        tokens, before = self.cut(own), slice(number - 1)
+        values = StepValues(
+            right=(*answer.values.right[before], int(own.right.of(own.figure))), asked=(*answer.values.asked[before], 1)
+        )
+        steps, completions = steps_of_text(own.text, stage.separator), (*answer.completions[before], (own,))
+        return LabelledAnswer(own, steps, tokens, values, self.soft(values), completions, early=True)
+
+    async def _answer(
+        self, e: Episode, known: dict[bytes, asyncio.Task[tuple[Episode, ...]]], judging: SiblingVerdicts
+    ) -> LabelledAnswer | None:
+        spoken, tokens = self.said(e), self.cut(e)
+        if not tokens:
+            return None
+        asked: list[asyncio.Task[tuple[Episode, ...]] | tuple[Episode, ...]] = []
+        for number, upto in enumerate(tokens, 1):
+            if upto == len(spoken) and e.stop in ENDED:
+                asked.append((e,))
+                continue
+            asked.append(self.from_step(e, number, upto, known, judging))
+        completions = tuple([x if isinstance(x, tuple) else await x for x in asked])
+        judged = [[c.right.of(c.figure) for c in own if c.figure is not None] for own in completions]
+        if not all(judged):
+            return None
+        values = StepValues(right=tuple(sum(own) for own in judged), asked=tuple(len(own) for own in judged))
+        steps, soft = steps_of_text(e.text, self.stage.separator), self.soft(values)
+        return LabelledAnswer(e, steps, tokens, values, soft, completions)
+
+    def soft(self, values: StepValues) -> tuple[float, ...]:
+        """The soft labels: the share of right completions, or the value of a prover."""
+        return values.soft if self.stage.prover == 1 else values.best_of(self.stage.prover)
+
+    def said(self, e: Episode) -> np.ndarray:
+        """The spoken tokens of an answer.
+
+        Raises:
+            ConfigError: the answer has several turns.
+        """
+        if len(e.turns) != 1:
+            raise ConfigError(
+                f"{self.stage.name}: an answer to task {e.task.id!r} has {len(e.turns)} turns, and steps are completed"
+                " in answers of one turn: use an environment without tools or seats"
+            )
+        return e.segments[-1].ids[e.segments[-1].mask]
+
+    def cut(self, e: Episode) -> tuple[int, ...]:
+        """Spoken tokens up to the end of each step. None where it has no step, or two steps end with one token."""
+        tokens = self.ends.upto(self.said(e), step_ends(e.text, self.stage.separator))
+        return tokens if len(set(tokens)) == len(tokens) else ()
+
+    def from_step(
+        self,
+        e: Episode,
+        number: int,
+        upto: int,
+        known: dict[bytes, asyncio.Task[tuple[Episode, ...]]],
+        judging: SiblingVerdicts,
+    ) -> asyncio.Task[tuple[Episode, ...]]:
+        """The completions of the answer up to token `upto`, which ends step `number` (from 1). Siblings with the same
+        beginning share them, through `known`."""
+        beginning = self.said(e)[:upto].tobytes()
+        if beginning not in known:
+            known[beginning] = asyncio.create_task(self._completions(e, number, upto, judging))
+        return known[beginning]
+
+    async def _completions(self, e: Episode, number: int, upto: int, judging: SiblingVerdicts) -> tuple[Episode, ...]:
+        """The answer up to token `upto`, which ends step `number` (from 1), completed several times."""
+        continuing = replace(self.rollout, sampler=Continuing(self.rollout.sampler, begun(e, upto)), judges=())
+        stream = f"{self.stream}/from/{e.sibling}/{number}"
+        count, sampling = self.stage.completions, self.sampling
+        return tuple(
+            await together(
+                [continuing.episode(e.task, e.visit, c, sampling, stream, judging=judging) for c in range(count)]
+            )
+        )
+
+
+def ended(e: Episode, upto: int, sampling: Sampling) -> Said:
+    """The first `upto` tokens that the policy said, and a stop token, which it did not say there: its log-prob is
+    written as 0, as those of demonstrations are. Nothing is learned from them as samples."""
+    first = begun(e, upto)
+    stop, zero = np.array((sampling.stop_ids or ())[:1], np.int32), np.zeros(1, np.float32)
+    kept = None if first.kept is None else Kept.of([*first.kept.sets(), stop])
+    version = np.concatenate([first.version, first.version[-1:]])
+    return Said(np.concatenate([first.ids, stop]), np.concatenate([first.logp, zero]), version, Stop.SAID, kept)
+
+
+def begun(e: Episode, upto: int) -> Said:
+    """The first `upto` tokens that the policy said in an answer of one turn, as an engine would return them."""
+    s = e.segments[-1]
+    kept = None if s.kept is None else Kept.of(s.kept.sets()[:upto])
+    return Said(s.ids[s.mask][:upto], s.logp[s.mask][:upto], s.version[s.mask][:upto], Stop.LENGTH, kept)

@@ -1,0 +1,131 @@
+"""A process reward model as a judge: it scores the steps of finished episodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from posttrain.config.env import Reward
+from posttrain.core.batch import Packed
+from posttrain.core.measure.answer_steps import aggregated, progress, step_ends
+from posttrain.core.types import Episode, Segment
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.role.judges.reward_judge import JudgeMember
+from posttrain.role.judges.step_completion import TokenEnds
+from posttrain.system.errors import ConfigError, DataError
+
+
+class StepScorer(Protocol):
+    """A model with a reward head that reads every token."""
+
+    def tokens(self, packed: Packed) -> np.ndarray:
+        """float64 [M]: the chance of a right answer after each spoken token, without gradient."""
+        ...
+
+
+@dataclass(eq=False)
+class StepJudge:
+    """`core.ports.EpisodeJudge` of a process reward model.
+
+    What it gives is a choice of the reward (`config.env.Reward.steps`): a score of each step, which is no part of the
+    outcome; the same as payments at the ends of the steps; or one verdict, the steps' scores as one number.
+    """
+
+    name: str
+    reward: Reward
+    member: JudgeMember
+    scorer: StepScorer
+    separator: str
+    ends: TokenEnds
+    resolution: float = 1e-5
+    line: str = ""
+    """What it is and reads, as a line for people."""
+
+    async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
+        return await asyncio.to_thread(self.verdicts, episodes)
+
+    def verdicts(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
+        """The verdicts about each episode. What the model cannot read is `failed`; an answer without a step is
+        abstained from."""
+        read: list[Segment] = []
+        found: list[tuple[int, ...] | Verdict] = []
+        for e in episodes:
+            ends = self.steps(e)
+            try:
+                segment = self.member.segment(e) if ends else None
+            except DataError as error:
+                found.append(Verdict.failed("unreadable", str(error)))
+                continue
+            found.append(ends or Verdict.abstain("it has no step"))
+            read += [] if segment is None else [segment]
+        scored = iter(self._scores(read))
+        return [
+            (Judged(self.name, self.reward.weight, f, measured=self.reward.measured, by_model=True),)
+            if isinstance(f, Verdict)
+            else self.given(f, next(scored)[np.array(f) - 1].tolist())
+            for f in found
+        ]
+
+    def steps(self, e: Episode) -> tuple[int, ...]:
+        """How many spoken tokens there are up to the end of each step.
+
+        Raises:
+            ConfigError: the episode has several turns.
+        """
+        one_turn(self.name, e)
+        said = e.segments[-1].ids[e.segments[-1].mask]
+        return self.ends.upto(said, step_ends(self.ends.text(said), self.separator)) if len(said) else ()
+
+    def given(self, ends: Sequence[int], scores: Sequence[float]) -> tuple[Judged, ...]:
+        """The verdicts of an episode from its steps' ends and scores."""
+        return step_verdicts(self.name, self.reward, ends, scores, self.resolution)
+
+    def _scores(self, read: Sequence[Segment]) -> list[np.ndarray]:
+        """The score at each spoken token of each segment."""
+        if not read:
+            return []
+        packed = Packed.of(read)
+        score_M = self.scorer.tokens(packed)
+        return [score_M[packed.segment_M == s] for s in range(len(read))]
+
+
+def one_turn(name: str, e: Episode) -> None:
+    """ConfigError where an episode has several turns."""
+    if len(e.turns) > 1:
+        raise ConfigError(
+            f"reward model {name} scores the steps of an answer, and an answer to task {e.task.id!r} has"
+            f" {len(e.turns)} turns: use an environment without tools or seats, or a reward model of whole answers"
+        )
+
+
+def step_verdicts(
+    name: str, r: Reward, ends: Sequence[int], scores: Sequence[float], resolution: float, why: Sequence[str] = ()
+) -> tuple[Judged, ...]:
+    """The verdicts of an episode, as the reward says, from its steps' ends and scores. `why`: of each step, for the
+    record."""
+    bad = [x for x in scores if not np.isfinite(x)]
+    if bad:
+        return (Judged(name, r.weight, Verdict.failed("not finite", f"it scores {bad[0]}"), by_model=True),)
+    if r.steps == "outcome":
+        said = " ".join(why) or ", ".join(f"{x:.3f}" for x in scores)
+        one = Verdict.value(aggregated(scores, r.aggregate), why=said)
+        return (Judged(name, r.weight, one, resolution=resolution, measured=r.measured, by_model=True),)
+    each = progress(scores) if r.progress else scores
+    return tuple(
+        Judged(name, r.weight, Verdict.value(x, why=said), end, r.steps == "pay", resolution, by_model=True)
+        for end, x, said in zip(ends, each, why or [""] * len(scores), strict=True)
+    )
+
+
+def paid_by(r: Reward) -> str:
+    """What becomes of the scores of steps, for people."""
+    what = {
+        "score": "each step's score, read by algorithms that compare steps",
+        "pay": "each step's score, paid at its end",
+        "outcome": f"the {r.aggregate} of its steps' scores",
+    }[r.steps]
+    return what + (", as progress over the step before" if r.progress else "")

@@ -1,0 +1,189 @@
+"""Supervised minibatches from an environment's demonstrations: the prompt is masked, and one stop token ends each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.config.run import Supervised
+from posttrain.config.stages.rejection import Rejection
+from posttrain.config.stages.stage import Stage
+from posttrain.core import abilities, seeds
+from posttrain.core.batch import Batch
+from posttrain.core.conversation import LearnedConversation
+from posttrain.core.ports import Dialogue, Environment, PairRenderer
+from posttrain.core.sampling import Sampling
+from posttrain.core.streams import WEIGHT
+from posttrain.core.transcript import Transcript
+from posttrain.core.types import Message, Segment, Task
+from posttrain.role.episode_conversation import DemonstrationTalk
+from posttrain.role.prompt_order import Prompts
+from posttrain.system.errors import DataError
+
+LIKELIHOOD = Sampling(stop_ids=())
+"""What is imitated is scored under the model's own distribution: temperature 1, nothing truncated."""
+
+
+async def demonstrations(
+    environment: Environment,
+    renderer: PairRenderer,
+    dialogue: Callable[[str], Dialogue],
+    stage: Supervised,
+    *,
+    seed: int,
+    step: int,
+    context: int,
+) -> Batch:
+    """The minibatch of one supervised step. It is a function of (seed, stage, step), so a resumed run needs no state.
+
+    Its one stream is WEIGHT. A demonstrated token weighs its own weight (1 where the data gives none) / their sum.
+    """
+    return together(await demonstrated(environment, renderer, dialogue, stage, seed=seed, step=step, context=context))
+
+
+@dataclass(frozen=True, eq=False)
+class Demonstrated:
+    """One demonstration: its sequences, and the weight of each token that is learned (float64)."""
+
+    segments: tuple[Segment, ...]
+    weight_M: np.ndarray
+
+    @staticmethod
+    def of(segment: Segment) -> Demonstrated:
+        """A sequence whose tokens count alike."""
+        return Demonstrated((segment,), np.ones(segment.spoken))
+
+
+def together(ones: Sequence[Demonstrated]) -> Batch:
+    """A minibatch of demonstrations."""
+    sequence = [i for i, d in enumerate(ones) for _ in d.segments]
+    return imitated([s for d in ones for s in d.segments], sequence, np.concatenate([d.weight_M for d in ones]))
+
+
+def imitated(
+    segments: Sequence[Segment], sequence: Sequence[int] | None = None, weight_M: np.ndarray | None = None
+) -> Batch:
+    """A minibatch whose spoken tokens are imitated, by their weights.
+
+    Args:
+        sequence: the episode of each segment; None: one segment each.
+        weight_M: of each spoken token. They are divided by their sum. None: all count alike.
+    """
+    spoken = sum(s.spoken for s in segments)
+    shares = np.full(spoken, 1.0 / spoken) if weight_M is None else weight_M / weight_M.sum()
+    return Batch.of(segments, sequence, streams={WEIGHT: shares})
+
+
+async def demonstrated(
+    environment: Environment,
+    renderer: PairRenderer,
+    dialogue: Callable[[str], Dialogue],
+    stage: Supervised,
+    *,
+    seed: int,
+    step: int,
+    context: int,
+) -> list[Demonstrated]:
+    """The demonstrations of one supervised step, in order."""
+    walk = Prompts(environment.train, seeds.torch_seed(seed, f"sft/{stage.name}"), cursor=step * stage.batch)
+    rng = seeds.generator(seed, f"demonstrate/{stage.name}", step)
+    tasks = [next(walk)[0] for _ in range(stage.batch)]
+    return [await shown(environment, renderer, dialogue, stage, task, rng, context) for task in tasks]
+
+
+async def shown(
+    environment: Environment,
+    renderer: PairRenderer,
+    dialogue: Callable[[str], Dialogue],
+    stage: Supervised,
+    task: Task,
+    rng: np.random.Generator,
+    context: int,
+) -> Demonstrated:
+    """The demonstration of a task that a stage imitates: all that counts of its conversation, or its completion."""
+    if (talk := conversation_of(environment, stage, task)) is not None:
+        found = renderer.conversation(talk, task.id, task.tools, stage.tool_arguments)
+        segments = tuple(_fits(_segment(ids, weight_T > 0), task, context) for ids, weight_T in found)
+        return Demonstrated(segments, np.concatenate([w[w > 0] for _, w in found]))
+    prompt, completion = abilities.demonstrations(environment).write(task, stage.style, rng, stage.wrong)
+    if isinstance(completion, str):
+        return Demonstrated.of(demonstration(renderer, task, prompt, completion, context))
+    said = await recited(environment, renderer, dialogue(task.id), task, prompt, completion, LIKELIHOOD)
+    return Demonstrated.of(_fits(said.transcript.segment(), task, context))
+
+
+def imitating(stage: Stage) -> Supervised | None:
+    """How a stage imitates the environment's demonstrations; None where it does not."""
+    if isinstance(stage, Rejection) and stage.style is not None:
+        return Supervised(name=stage.name, style=stage.style, turns=stage.turns, batch=stage.batch - stage.own)
+    return stage if isinstance(stage, Supervised) else None
+
+
+def conversation_of(environment: Environment, stage: Supervised, task: Task) -> LearnedConversation | None:
+    """What a stage learns of a task's whole conversation; None where it learns a completion alone."""
+    found = None if stage.wrong else abilities.demonstrations(environment).conversation(task, stage.style)
+    if found is None or stage.turns == "all":
+        return found
+    return None if found.last.after(task.prompt) else found.last
+
+
+def _segment(ids: np.ndarray, learned_T: np.ndarray) -> Segment:
+    """A sequence of which some tokens are learned."""
+    transcript = Transcript(LIKELIHOOD)
+    edges = np.flatnonzero(np.diff(learned_T.astype(np.int8))) + 1
+    for part, learns in zip(np.split(ids, edges), (p[0] for p in np.split(learned_T, edges)), strict=True):
+        (transcript.show if learns else transcript.see)(part)
+    return transcript.segment()
+
+
+def demonstration(
+    renderer: PairRenderer, task: Task, prompt: str | Sequence[Message], completion: str, context: int
+) -> Segment:
+    """One demonstration of one turn as a segment, its prompt masked.
+
+    Raises:
+        DataError: the completion has no token, or the text is longer than the model's context.
+    """
+    seen, said = renderer.pair(prompt, completion, task.id, task.tools)
+    if not len(said):
+        raise DataError(f"the demonstration of task {task.id!r} has no token to imitate: its completion is empty")
+    transcript = Transcript(LIKELIHOOD)
+    transcript.see(seen)
+    transcript.show(said)
+    return _fits(transcript.segment(), task, context)
+
+
+def _fits(segment: Segment, task: Task, context: int) -> Segment:
+    if len(segment.ids) > context:
+        many = f"{len(segment.ids)}" if len(segment.ids) <= 2 * context else f"more than {2 * context}"
+        raise DataError(
+            f"the demonstration of task {task.id!r} has {many} tokens and the model's context is {context}: shorten it,"
+            " or use a longer context"
+        )
+    return segment
+
+
+async def recited(
+    world: Environment,
+    renderer: PairRenderer,
+    dialogue: Dialogue,
+    task: Task,
+    prompt: str | Sequence[Message],
+    turns: Sequence[str],
+    sampling: Sampling,
+) -> DemonstrationTalk:
+    """Play a demonstration of several turns in the environment, which answers each turn as it answers the policy.
+
+    Raises:
+        DataError: the episode ends before the demonstration's last turn, or asks for more turns.
+    """
+    talk = DemonstrationTalk(renderer, dialogue, turns, sampling, chat=not isinstance(prompt, str), task=task.id)
+    await world.play(task, talk)
+    if len(talk.turns) != len(turns):
+        raise DataError(
+            f"the demonstration of task {task.id!r} has {len(turns)} turns and its episode ended after"
+            f" {len(talk.turns)}: correct the environment's demonstrate()"
+        )
+    return talk

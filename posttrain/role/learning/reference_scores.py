@@ -1,0 +1,134 @@
+"""Log-probs of a frozen reference, computed once for the completions that a stage will learn from.
+
+A stage that learns from data meets the same completions again. Their reference log-probs never change, so they are
+computed before the first step and kept in the run folder, and no reference model is held in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from posttrain.core.batch import Packed
+from posttrain.core.types import Segment
+from posttrain.system import files, read_untrusted
+from posttrain.system.errors import InvariantError, RunFolderError
+
+FILE = "scores.safetensors"
+KEY = 16
+"""Bytes of a segment's digest."""
+
+
+class LogProbs(Protocol):
+    """Computes float32 [M] log-probs of the spoken tokens."""
+
+    def score(self, packed: Packed) -> np.ndarray: ...
+
+
+def digest_of_segment(segment: Segment) -> bytes:
+    """A digest of the tokens, of which are spoken, and of the sampling they are scored under."""
+    hashed = hashlib.blake2b(repr(segment.sampling).encode(), digest_size=KEY)
+    hashed.update(segment.ids.tobytes())
+    hashed.update(segment.mask.tobytes())
+    return hashed.digest()
+
+
+class ReferenceScores:
+    """Reference log-probs by segment: what was computed, and what is added.
+
+    Args:
+        reference: fingerprint of the model that computes them.
+    """
+
+    def __init__(self, reference: str, by_digest: dict[bytes, np.ndarray] | None = None) -> None:
+        self.reference, self._by_digest = reference, by_digest if by_digest is not None else {}
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(x) for x in self._by_digest.values())
+
+    def missing(self, segments: Iterable[Segment]) -> list[Segment]:
+        """The segments without scores; equal ones once."""
+        distinct = {digest_of_segment(s): s for s in segments}
+        return [s for key, s in distinct.items() if key not in self._by_digest]
+
+    def add(self, scorer: LogProbs, segments: Sequence[Segment]) -> None:
+        """Compute the scores of these segments in one pass."""
+        if not segments:
+            return
+        cuts = np.cumsum([s.spoken for s in segments])[:-1]
+        for s, x in zip(segments, np.split(scorer.score(Packed.of(segments)), cuts), strict=True):
+            self._by_digest[digest_of_segment(s)] = x.astype(np.float32)
+
+    def of(self, segments: Sequence[Segment]) -> np.ndarray:
+        """float32 [M]: the scores of the spoken tokens of these segments, in order.
+
+        Raises:
+            InvariantError: a segment was not computed.
+        """
+        found = [self._by_digest.get(digest_of_segment(s)) for s in segments]
+        if missing := sum(x is None for x in found):
+            raise InvariantError(
+                f"{missing} of {len(found)} completions have no reference log-probs: the data, the tokenizer or the"
+                " chat template is not what it was when they were computed. Begin a new run"
+            )
+        return np.concatenate([np.zeros(0, np.float32), *(x for x in found if x is not None)])
+
+    def save(self, folder: Path) -> None:
+        """Write them as one file into a folder."""
+        keys = list(self._by_digest)
+        arrays = {
+            "keys": np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), KEY).copy(),
+            "lengths": np.array([len(self._by_digest[k]) for k in keys], np.int64),
+            "logp": np.concatenate([np.zeros(0, np.float32), *self._by_digest.values()]),
+        }
+        save_file(arrays, folder / FILE, {"reference": self.reference})
+
+    @staticmethod
+    def load(folder: Path, reference: str) -> ReferenceScores:
+        """The scores of `save`; none where the folder is missing.
+
+        Raises:
+            RunFolderError: the files are damaged, or another model computed them than `reference`.
+        """
+        if not folder.is_dir():
+            return ReferenceScores(reference)
+        if wrong := files.damage(folder):
+            raise RunFolderError(f"{folder}: {wrong}. Remove it, and --resume computes it again")
+        path = folder / FILE
+        with read_untrusted.opened(path, RunFolderError):
+            pass
+        try:
+            with safe_open(path, "numpy") as file:
+                keys, lengths, logp = (file.get_tensor(n) for n in ("keys", "lengths", "logp"))
+                by = file.metadata().get("reference", "")
+            ok = (
+                keys.shape == (len(lengths), KEY)
+                and keys.dtype == np.uint8
+                and logp.dtype == np.float32
+                and bool(np.all(lengths >= 0))
+                and int(lengths.sum()) == len(logp)
+                and bool(np.all(np.isfinite(logp)))
+            )
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunFolderError(
+                f"{path} is damaged ({error}). Remove {folder}, and --resume computes it again"
+            ) from error
+        if by != reference:
+            raise RunFolderError(
+                f"{path} was computed by another reference than this stage's. Remove {folder}, and --resume computes it"
+                " again"
+            )
+        if not ok:
+            raise RunFolderError(f"{path} does not hold log-probs by digest. Remove {folder}, and --resume computes it")
+        parts = np.split(logp, np.cumsum(lengths)[:-1]) if len(lengths) else []
+        return ReferenceScores(reference, {k.tobytes(): x for k, x in zip(keys, parts, strict=True)})

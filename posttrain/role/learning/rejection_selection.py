@@ -1,0 +1,305 @@
+"""What a rejection sampling stage keeps of its own samples, and the minibatches that imitate it.
+
+    episodes -> candidates   judged, whole, and under the prompt without a hint; regenerated ones too
+    candidates -> kept       by the method's rule, equal ones once, a limit a prompt
+    kept -> minibatches      shuffled passes, each a function of (seed, stage, round, pass)
+
+An episode that could not be judged is no candidate, and no wrong answer either: it only counts as unjudged. A
+completion that was cut off is none, whatever it earned, because imitating it would teach never to stop.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from posttrain.config.stages.keep_rule import Keep
+from posttrain.config.stages.rejection import RejectionMethod
+from posttrain.core import seeds
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.types import SHOWN, Episode, Group, Segment, Task
+from posttrain.role.judges.regenerate import RegeneratedAnswer
+from posttrain.role.learning.demonstrations import LIKELIHOOD
+from posttrain.system import read_untrusted
+from posttrain.system.errors import RunFolderError
+
+FILE = "candidates.safetensors"
+HINTED = "/hinted"
+"""Ends the id of a task that is asked with its answer as a hint."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A completion that may be kept, as it would be imitated."""
+
+    prompt: str
+    """Id of the task without a hint."""
+    visit: int
+    sibling: int
+    reward: float
+    segments: tuple[Segment, ...]
+    """Its tokens, under the prompt that a rollout of the task gets; several where history was rewritten."""
+    hinted: bool = False
+    """Whether the policy was given the answer as a hint."""
+    begun: tuple[int, int] | None = None
+    """Of a completion from the end of a step of a wrong answer: that answer's sibling, and how many steps it kept of
+    it. Its own `sibling` is then its number among the completions from there."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the policy said all of it at once, without a hint."""
+        return not self.hinted and self.begun is None
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for two completions of one prompt that say the same tokens."""
+        return np.concatenate([s.ids[s.mask] for s in self.segments]).tobytes()
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Everything that a round's rollouts gave, counted: its candidates, and what became of the others."""
+
+    candidates: tuple[Candidate, ...]
+    prompts: int
+    """Prompts asked."""
+    judged: int
+    """Completions without a hint that have a reward."""
+    unjudged: int = 0
+    cut: int = 0
+    """Of these, the ones that a limit on tokens or time cut off."""
+    hints: int = 0
+    """Prompts asked again with a hint."""
+
+
+def imitation(segment: Segment, prompt: np.ndarray | None = None) -> Segment:
+    """A sampled segment as something to imitate, under the model's own distribution.
+
+    Args:
+        prompt: tokens that stand before its first spoken token, instead of those that stood there.
+    """
+    first = int(np.argmax(segment.mask))
+    head = segment.ids[:first] if prompt is None else prompt
+    ids = np.concatenate([head, segment.ids[first:]]).astype(np.int32)
+    mask = np.concatenate([np.zeros(len(head), bool), segment.mask[first:]])
+    logp = np.where(mask, 0.0, np.nan).astype(np.float32)
+    return Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), LIKELIHOOD)
+
+
+def prompt_ids(group: Group) -> np.ndarray | None:
+    """The tokens that the policy was shown before it first spoke about a task; None where no episode got so far."""
+    for e in group.episodes:
+        if e.segments and e.segments[0].mask.any():
+            return e.segments[0].ids[: int(np.argmax(e.segments[0].mask))]
+    return None
+
+
+def whole(e: Episode) -> bool:
+    """Whether an episode ended by itself and said something."""
+    return not e.stop.cut and not e.cut and e.spoken > 0 and not e.shown
+
+
+def candidates_of(
+    plain: Sequence[Group], hinted: Sequence[Group] = (), regenerated: Sequence[RegeneratedAnswer] = ()
+) -> Asked:
+    """The candidates of a round: of its rollouts, of wrong answers that were regenerated, and of rollouts with hints,
+    each in prompt order."""
+    prompts = {g.task.id: prompt_ids(g) for g in plain}
+    found: list[Candidate] = []
+    cut = 0
+    for e in (e for g in plain for e in g.judged):
+        cut += not whole(e)
+        found += [_candidate(e, e.task.id)] if whole(e) else []
+    found += regenerated_candidates(regenerated)
+    for e in (e for g in hinted for e in g.judged if whole(e)):
+        name = e.task.id.removesuffix(HINTED)
+        found.append(replace(_candidate(e, name, without_hint(prompts, name)), hinted=True))
+    unjudged = sum(len(g.episodes) - len(g.judged) for g in plain)
+    return Asked(tuple(found), len(plain), sum(len(g.judged) for g in plain), unjudged, cut, len(hinted))
+
+
+def _candidate(e: Episode, name: str, prompt: np.ndarray | None = None) -> Candidate:
+    assert e.reward is not None  # judged
+    return Candidate(name, e.visit, e.sibling, e.reward, tuple(imitation(s, prompt) for s in e.segments))
+
+
+def regenerated_candidates(regenerated: Sequence[RegeneratedAnswer]) -> list[Candidate]:
+    """What was said in place of first wrong steps. Siblings that begin alike share their completions, and each of these
+    is a candidate once."""
+    found: dict[Episode, Candidate] = {}
+    for a in regenerated:
+        for c in a.completions:
+            if c.reward is not None and whole(c) and c not in found:
+                found[c] = replace(_candidate(c, c.task.id), begun=(a.episode.sibling, a.kept))
+    return list(found.values())
+
+
+def without_hint(prompts: Mapping[str, np.ndarray | None], name: str) -> np.ndarray | None:
+    """The prompt under which a completion to a hinted prompt is imitated: the one that the same task got before."""
+    return prompts[name]
+
+
+def to_ask_again(plain: Sequence[Group], keep: Keep) -> list[Group]:
+    """The groups that are asked again, with a hint or from their steps: some completion was judged, and none that was
+    is kept.
+
+    Where nothing could be judged, nothing is known. Where history was rewritten, a completion has no one prompt.
+    """
+    out: list[Group] = []
+    for group in plain:
+        own = [e.reward for e in group.judged if e.reward is not None and whole(e)]
+        single = all(len(e.segments) == 1 for e in group.episodes)
+        if group.judged and single and prompt_ids(group) is not None and not keep.chosen(own):
+            out.append(group)
+    return out
+
+
+def hinted_task(task: Task, prompt: str | tuple[object, ...]) -> Task:
+    """The same task, asked with a hint."""
+    return replace(task, id=f"{task.id}{HINTED}", prompt=prompt)
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """What a round imitates, and what was left out."""
+
+    kept: tuple[Candidate, ...]
+    passing: int
+    """Candidates that the rule chose."""
+    duplicates: int
+    """Of these, the ones left out because an equal one is kept."""
+    over: int
+    """Of these, the ones over the limit of a prompt."""
+    distinct: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Different completions that the rule chose of each prompt, before the limit; of plain samples."""
+
+    def gauges(self, asked: Asked, round: int) -> Gauges:
+        plain = [c for c in self.kept if c.plain]
+        return {
+            "reject/round": Gauge(round, 1),
+            "reject/kept": Gauge(len(plain), asked.judged),
+            "reject/covered": Gauge(len({c.prompt for c in plain}), asked.prompts),
+            "reject/duplicates": Gauge(self.duplicates, self.passing),
+            "reject/distinct": Gauge(sum(self.distinct.values()), len(self.distinct)),
+            "reject/hinted": Gauge(sum(c.hinted for c in self.kept), len(self.kept)),
+            "reject/regenerated": Gauge(sum(c.begun is not None for c in self.kept), len(self.kept)),
+            "reject/cut": Gauge(asked.cut, asked.judged),
+            "reject/reward": Gauge.of([c.reward for c in self.kept]),
+        }
+
+
+def select(candidates: Sequence[Candidate], method: RejectionMethod, improvement: int = 0) -> Selection:
+    """What the method keeps of these candidates. Of equal and of too many ones the first sampled stay, so the choice
+    depends on what was sampled and how it was judged alone."""
+    prompts: dict[str, list[Candidate]] = {}
+    for c in candidates:
+        prompts.setdefault(c.prompt, []).append(c)
+    kept: list[Candidate] = []
+    passing = duplicates = over = 0
+    distinct: dict[str, int] = {}
+    for name, ones in prompts.items():
+        chosen = [ones[i] for i in method.keep.chosen([c.reward for c in ones], improvement)]
+        different = once(chosen) if method.distinct else chosen
+        if own := {c.key for c in chosen if c.plain}:
+            distinct[name] = len(own)
+        few = different if method.most is None else different[: method.most]
+        passing, duplicates = passing + len(chosen), duplicates + len(chosen) - len(different)
+        over += len(different) - len(few)
+        kept += few
+    return Selection(tuple(kept), passing, duplicates, over, distinct)
+
+
+def once(chosen: Sequence[Candidate]) -> list[Candidate]:
+    """The first of each set of equal completions of a prompt."""
+    first: dict[bytes, Candidate] = {}
+    for c in chosen:
+        first.setdefault(c.key, c)
+    return list(first.values())
+
+
+def steps_of(kept: int, own: int, epochs: int) -> int:
+    """Optimizer steps of a round with so many kept completions, at most `own` of them a step."""
+    return epochs * math.ceil(kept / own)
+
+
+def drawn(kept: Sequence[Candidate], own: int, position: int, key: tuple[int, str, int]) -> list[Candidate]:
+    """The kept completions of one step. A pass shuffles all of them and cuts them into steps of nearly equal size, so
+    no step has one twice.
+
+    Args:
+        position: steps of the round before this one.
+        key: (seed, stage, round).
+    """
+    seed, stage, round = key
+    parts = math.ceil(len(kept) / own)
+    order = seeds.generator(seed, f"kept/{stage}", round, position // parts).permutation(len(kept))
+    return [kept[i] for i in np.array_split(order, parts)[position % parts]]
+
+
+# --- on disk ---------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, asked: Asked) -> None:
+    """The candidates of a round, for a stage that is resumed inside it."""
+    ones = asked.candidates
+    segments = [s for c in ones for s in c.segments]
+    names = json.dumps([c.prompt for c in ones]).encode()
+    save_file(
+        {
+            "counts": np.array([asked.prompts, asked.judged, asked.unjudged, asked.cut, asked.hints], np.int64),
+            "prompts": np.frombuffer(names, np.uint8).copy(),
+            "places": np.array([_place(c) for c in ones], np.int64).reshape(-1, 6),
+            "rewards": np.array([c.reward for c in ones], np.float64),
+            "lengths": np.array([len(s.ids) for s in segments], np.int64),
+            "ids": np.concatenate([np.zeros(0, np.int32), *(s.ids for s in segments)]),
+            "mask": np.concatenate([np.zeros(0, bool), *(s.mask for s in segments)]),
+        },
+        folder / FILE,
+    )
+
+
+def _place(c: Candidate) -> tuple[int, ...]:
+    """What tells a candidate from the others of its prompt, and how many segments it has. 0 steps were kept of an
+    answer where none was regenerated."""
+    return (c.visit, c.sibling, int(c.hinted), *(c.begun or (0, 0)), len(c.segments))
+
+
+def read(folder: Path) -> Asked:
+    """What `write` wrote, bit for bit.
+
+    Raises:
+        RunFolderError: the file is damaged.
+    """
+    path = folder / FILE
+    with read_untrusted.opened(path, RunFolderError):
+        pass
+    try:
+        held = load_file(path)
+        ends = np.cumsum(held["lengths"])
+        parts = [slice(b - n, b) for b, n in zip(ends.tolist(), held["lengths"].tolist(), strict=True)]
+        segments = [_segment(held["ids"][part], held["mask"][part]) for part in parts]
+        names = json.loads(held["prompts"].tobytes())
+        found: list[Candidate] = []
+        at = 0
+        for name, place, reward in zip(names, held["places"].tolist(), held["rewards"].tolist(), strict=True):
+            visit, sibling, hinted, of, kept, count = place
+            begun = (of, kept) if kept else None
+            own = tuple(segments[at : at + count])
+            found.append(Candidate(name, visit, sibling, reward, own, bool(hinted), begun))
+            at += count
+        return Asked(tuple(found), *(int(x) for x in held["counts"]))
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{path} is damaged ({error}). Go on from a checkpoint of another round") from error
+
+
+def _segment(ids: np.ndarray, mask: np.ndarray) -> Segment:
+    logp = np.where(mask, 0.0, np.nan).astype(np.float32)
+    return Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), LIKELIHOOD)

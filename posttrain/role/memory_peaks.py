@@ -1,0 +1,107 @@
+"""How much memory a phase of a step takes at its highest, and what to lower where it does not suffice.
+
+Numbers are bytes of the whole process: what torch's allocator gave out on an accelerator, else resident memory.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.core.batch import Packed
+from posttrain.system.errors import ConfigError
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESIDENT_PEAK = "5"
+"""What makes Linux set the highest resident memory of a process back to that of now."""
+
+
+class PeakMemory:
+    """The most bytes that were in use since the last `reset`.
+
+    Args:
+        device: of the model, as torch names it.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        kind = device.partition(":")[0]
+        self._torch: Any = None if kind in ("cpu", "meta") else torch.get_device_module(kind)
+        self._device = device
+        self._resets = self._torch is not None or _reset_resident()
+
+    @property
+    def what(self) -> str:
+        """What is counted, in words."""
+        if self._torch is not None:
+            return f"allocated on {self._device}"
+        return "resident" if self._resets else "resident, since the process began"
+
+    def reset(self) -> None:
+        if self._torch is not None:
+            self._torch.reset_peak_memory_stats(self._device)
+        elif self._resets:
+            _reset_resident()
+
+    def read(self) -> int:
+        if self._torch is not None:
+            return int(self._torch.max_memory_allocated(self._device))
+        if self._resets:
+            line = next(x for x in STATUS.read_text().splitlines() if x.startswith("VmHWM:"))
+            return int(line.split()[1]) * 1024
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+
+
+def _reset_resident() -> bool:
+    """Whether the highest resident memory could be set back."""
+    try:
+        CLEAR.write_text(RESIDENT_PEAK)
+        return "VmHWM:" in STATUS.read_text()
+    except OSError:
+        return False
+
+
+def mebibytes(count: float) -> str:
+    """
+    >>> mebibytes(3 * 2**20), mebibytes(5_000 * 2**20)
+    ('3 MiB', '5,000 MiB')
+    """
+    return f"{count / 2**20:,.0f} MiB"
+
+
+@contextmanager
+def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
+    """Around a forward and backward pass: out of memory becomes a sentence that says what to lower.
+
+    Raises:
+        ConfigError: torch could not get the memory.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold the activations
+        tokens, longest = len(packed.ids_N), int(packed.lengths_S.max())
+        lower = (
+            f"a sequence is never cut, and this one is longer than micro_tokens={micro_tokens}: lower model.context or"
+            " sampling.max_tokens"
+            if longest > micro_tokens
+            else f"lower micro_tokens={micro_tokens} of the stage"
+        )
+        raise ConfigError(
+            f"out of memory in a forward and backward pass of {tokens:,} tokens ({len(packed.lengths_S)} sequences, the"
+            f" longest of {longest:,}): {lower}, or compute activations again instead of keeping them"
+            f" (model.gradient_checkpointing=full). docs/out-of-memory.md says more. ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,120 @@
+"""Which task comes next: a function of the seed, a cursor and the pass rates, so a checkpoint stores little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from posttrain.core import seeds
+from posttrain.core.ports import TaskSource
+from posttrain.core.types import Group, Task
+from posttrain.ladder.pieces.token_choice import Curriculum
+from posttrain.system.errors import ConfigError, DataError
+
+
+@runtime_checkable
+class RevisitingTasks(Protocol):
+    """A source without end whose tasks come again."""
+
+    def visit(self, index: int) -> int:
+        """How often the task of this index came before."""
+        ...
+
+    def passes(self, draws: int) -> list[tuple[float, int]]:
+        """Of each list of tasks: how often so many draws go through it, and how many tasks it has."""
+        ...
+
+
+@dataclass
+class Prompts:
+    """An endless iterator over the tasks of a source.
+
+    A finite source is shuffled anew every epoch; generated tasks come in order. `visit` counts how often a task was
+    used before. It is part of every random key of the task's episodes (law 8). A curriculum leaves tasks out, or draws
+    them in proportion to a weight (`Curriculum.weight`). It reads raw outcomes only.
+    """
+
+    source: TaskSource
+    seed: int
+    cursor: int = 0
+    """Tasks taken from the source so far, those a curriculum left out included."""
+    curriculum: Curriculum | None = None
+    rates: dict[str, float] = field(default_factory=dict[str, float])
+    """Task id -> pass rate when it was last used. Part of every checkpoint of a stage with a curriculum."""
+    visits: dict[str, int] = field(default_factory=dict[str, int])
+    """Task id -> how often it was used. Kept for a curriculum that draws tasks, since it has no epochs."""
+
+    def __post_init__(self) -> None:
+        if self.source.count == 0:
+            raise DataError(
+                "there are no training tasks: every prompt went to the held-out split, or the source is empty"
+            )
+        if self.curriculum is not None and self.source.count is None:
+            self.curriculum = None
+        self._epoch = -1
+        self._order: list[int] = []
+        self._tasks: list[Task] | None = None
+        self._index = -1
+
+    @property
+    def index(self) -> int:
+        """Index in the source of the task that was taken last."""
+        return self._index
+
+    def __iter__(self) -> Iterator[tuple[Task, int]]:
+        return self
+
+    def __next__(self) -> tuple[Task, int]:
+        """The next task with its visit number."""
+        chosen = self.curriculum
+        if chosen is None:
+            return self._walk()
+        if chosen.drawn:
+            return self._draw(chosen)
+        for _ in range(self.source.count or 1):
+            task, visit = self._walk()
+            if chosen.weight(self.rates.get(task.id, 0.0)) > 0:
+                return task, visit
+        raise ConfigError(
+            f"curriculum: every one of the {self.source.count} tasks {chosen.left_out()}. Stop here, or add harder"
+            " tasks"
+        )
+
+    def _walk(self) -> tuple[Task, int]:
+        count = self.source.count
+        if count is None:
+            index = self.cursor
+            visit = self.source.visit(index) if isinstance(self.source, RevisitingTasks) else 0
+        else:
+            visit, place = divmod(self.cursor, count)
+            if visit != self._epoch:
+                self._order = seeds.generator(self.seed, "prompt-order", visit).permutation(count).tolist()
+                self._epoch = visit
+            index = self._order[place]
+        self.cursor, self._index = self.cursor + 1, index
+        return self.source.task(index), visit
+
+    def _draw(self, chosen: Curriculum) -> tuple[Task, int]:
+        """Draw a task with probability proportional to its weight."""
+        if self._tasks is None:
+            self._tasks = [self.source.task(i) for i in range(self.source.count or 0)]
+        weight = np.array([chosen.weight(self.rates.get(t.id, 0.0)) for t in self._tasks])
+        rng = seeds.generator(self.seed, "prompt-draw", self.cursor)
+        index = int(rng.choice(len(weight), p=weight / weight.sum()))
+        task = self._tasks[index]
+        self.cursor, self._index = self.cursor + 1, index
+        visit = self.visits.get(task.id, 0)
+        self.visits[task.id] = visit + 1
+        return task, visit
+
+    def learn(self, groups: Iterable[Group]) -> None:
+        """Update the pass rates from the raw outcomes of these groups. Without a curriculum this does nothing."""
+        if self.curriculum is None:
+            return
+        for group in groups:
+            own = [e.solved for e in group.judged if not e.shown]
+            if own:
+                self.rates[group.task.id] = sum(own) / len(own)

@@ -1,0 +1,1 @@
+"""Weights on disk and on their way to a sampler."""

@@ -1,0 +1,383 @@
+"""Sessions: programs in pieces, where each piece keeps the definitions of earlier ones, as in a notebook. Made by
+`Sandbox.session`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from posttrain.sandbox.backends import Backend
+from posttrain.sandbox.local_conversation import LocalConversation
+from posttrain.sandbox.remote import RemoteConversation, RemoteWorker
+from posttrain.sandbox.sandbox_types import (
+    NetworkAttempts,
+    ProgramLimits,
+    Ran,
+    SandboxBroken,
+    SandboxUnavailableError,
+)
+from posttrain.sandbox.sandbox_worker import SandboxWorker, begin
+from posttrain.system.errors import ConfigError
+
+RECYCLE = 1000
+"""Sessions of one sandbox before it is replaced by a fresh one."""
+TRIES = 3
+"""Sandboxes that a session without definitions may lose before SandboxBroken is raised."""
+SPARE_SECONDS = 30.0
+"""Seconds after which an unused sandbox is ended."""
+CLOSED = "this session was closed"
+
+
+class PythonSession:
+    """One interpreter of an episode's own, in a sandbox of its own. Use `async with`, or `close` it.
+
+    It takes a sandbox at its first piece, and waits for one if all are taken. It returns the sandbox when it ends: when
+    it is closed or garbage-collected, its call is cancelled, `idle` seconds pass without a piece, or `Sandbox` closes.
+    """
+
+    def __init__(self, sessions: Sessions, limits: ProgramLimits, idle: float) -> None:
+        self._sessions = sessions
+        self._talk = _SharedSession(limits, idle)
+        self._finalizer = weakref.finalize(self, _SharedSession.end, self._talk, CLOSED)
+
+    async def run(self, code: str | bytes) -> Ran:
+        """Run a piece of Python after those before it.
+
+        `stdout` is what it printed, then the repr of its last expression if that has a value. `stderr` ends with the
+        traceback where `why` is `error`. An exception (also `SystemExit` and MemoryError) ends the piece; its
+        definitions are kept. With `timeout`, `output` and `crashed`, and where the program ended itself, the process
+        has ended: `lost` is True, and the next piece begins in a fresh one without the earlier definitions. Every limit
+        is per piece, except `memory`, which is for the whole session. Between pieces the process and its threads are
+        stopped.
+
+        Concurrent calls run in the order they were made. Cancelling one ends the session.
+
+        Raises:
+            SandboxBroken: the sandbox was lost, which is our failure, or the session has ended; the message says which.
+            SandboxUnavailableError: a sandbox could not be started (any more).
+        """
+        answer = self._ask(code)
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            self.end()
+            raise
+
+    def run_sync(self, code: str | bytes) -> Ran:
+        """`run` for callers without an event loop."""
+        answer = self._ask(code)
+        try:
+            return answer.result()
+        except KeyboardInterrupt:
+            self.end()
+            raise
+
+    def _ask(self, code: str | bytes) -> Future[Ran]:
+        text = code if isinstance(code, bytes) else code.encode("utf-8", "surrogatepass")
+        piece = _Piece(text, Future())
+        if self._talk.ask(piece):
+            self._sessions.queue(self._talk)
+        return piece.answer
+
+    @property
+    def ended(self) -> bool:
+        """Whether the session takes no more pieces."""
+        return bool(self._talk.ended)
+
+    def end(self) -> None:
+        """End the session, also during a piece, without waiting for it."""
+        self._finalizer()
+
+    async def close(self) -> None:
+        """End the session and wait until its process is gone."""
+        self.end()
+        await asyncio.wrap_future(self._talk.over())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+@dataclass
+class _Piece:
+    code: bytes
+    answer: Future[Ran]
+
+
+@dataclass
+class _SharedSession:
+    """What a session and its thread share. It has no reference to the session, so an unused session is collected."""
+
+    limits: ProgramLimits
+    idle: float
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    pieces: deque[_Piece] = field(default_factory=deque[_Piece])
+    ended: str = ""
+    """Why it takes no more pieces."""
+    worker: SandboxWorker | None = None
+    begun: bool = False
+    taken: bool = False
+    """Whether a thread has taken it. That thread then calls `leave` at the end."""
+    gone: bool = False
+    """Whether its process has ended."""
+    waits: list[Future[None]] = field(default_factory=list[Future[None]])
+
+    def ask(self, piece: _Piece) -> bool:
+        """Add a piece. Returns whether it is the first, so that the session needs a sandbox now."""
+        with self.changed:
+            if self.ended:
+                raise SandboxBroken(self.ended)
+            self.pieces.append(piece)
+            self.changed.notify()
+            first, self.begun = not self.begun, True
+            return first
+
+    def take(self) -> bool:
+        """Called by the thread that will run the pieces. False if the session has ended already."""
+        with self.changed:
+            self.taken = not self.ended
+            return self.taken
+
+    def use(self, worker: SandboxWorker) -> None:
+        """Set the sandbox that `end` has to stop."""
+        with self.changed:
+            self.worker = worker
+
+    def next(self) -> _Piece | None:
+        """Wait for the next piece. None when the session has ended."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.pieces or self.ended, self.idle):
+                self.ended = f"this session was ended, as nothing was asked of it for {self.idle:g} s"
+            return self.pieces.popleft() if self.pieces and not self.ended else None
+
+    def end(self, why: str) -> None:
+        """End the session: waiting pieces are refused and the running one is stopped."""
+        with self.changed:
+            self.ended = self.ended or why
+            refused = list(self.pieces)
+            self.pieces.clear()
+            worker = self.worker
+            alone = not self.taken
+            if worker is not None:
+                worker.stop()  # under the lock: afterwards the sandbox may belong to another session
+            self.changed.notify()
+        for piece in refused:
+            settle(piece.answer.set_exception, SandboxBroken(self.ended))
+        if alone:
+            self.leave()
+
+    def over(self) -> Future[None]:
+        """A future that is done when the session's process has ended."""
+        done: Future[None] = Future()
+        with self.changed:
+            self.waits.append(done)
+            gone = self.gone
+        if gone:
+            settle(done.set_result, None)
+        return done
+
+    def leave(self) -> None:
+        """Record that the session's process has ended."""
+        with self.changed:
+            self.gone, self.worker = True, None
+            waits = list(self.waits)
+        for done in waits:
+            settle(done.set_result, None)
+
+
+class Sessions:
+    """Runs at most `most` sessions at once, each in its own sandbox and thread. More wait in order."""
+
+    def __init__(self, backend: Backend, most: int, network: NetworkAttempts) -> None:
+        if most < 1:
+            raise ConfigError(f"sandbox: sessions={most} must be 1 or more")
+        self._shared = _SessionState(backend, most, network)
+        self._finalizer = weakref.finalize(self, _SessionState.close, self._shared)
+
+    def session(self, limits: ProgramLimits, idle: float) -> PythonSession:
+        """A new session. It costs nothing before its first piece."""
+        if limits.processes:
+            raise ConfigError("sandbox: a session cannot have processes; set processes=0")
+        if not idle > 0:
+            raise ConfigError(f"sandbox: idle={idle!r} must be more than 0 seconds")
+        return PythonSession(self, limits, idle)
+
+    def queue(self, talk: _SharedSession) -> None:
+        """Queue a session for the next free sandbox."""
+        s = self._shared
+        with s.changed:
+            if s.closed:
+                talk.end(s.closed)
+                return
+            s.waiting.append(talk)
+            more = len(s.waiting) > s.spare and len(s.threads) < s.most
+            if more:
+                thread = threading.Thread(
+                    target=_SessionThread(s), name=f"sandbox session {len(s.threads)}", daemon=True
+                )
+                s.threads.add(thread)
+                thread.start()
+            s.changed.notify()
+
+    @property
+    def alive(self) -> int:
+        """Sessions that have a sandbox now."""
+        return len(self._shared.live)
+
+    @property
+    def waiting(self) -> int:
+        """Sessions that wait for a sandbox."""
+        with self._shared.changed:
+            return sum(not talk.ended for talk in self._shared.waiting)
+
+    @property
+    def begun(self) -> int:
+        """Sessions that have had a sandbox so far."""
+        return self._shared.begun
+
+    def close(self) -> None:
+        """End every session and every sandbox, and wait until they have ended."""
+        self._finalizer()
+
+
+@dataclass
+class _SessionState:
+    """What the threads and `Sessions` share. It has no reference to `Sessions`, so an unused one is collected."""
+
+    backend: Backend
+    most: int
+    network: NetworkAttempts
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    waiting: deque[_SharedSession] = field(default_factory=deque[_SharedSession])
+    live: dict[int, _SharedSession] = field(default_factory=dict[int, _SharedSession])
+    threads: set[threading.Thread] = field(default_factory=set[threading.Thread])
+    spare: int = 0
+    begun: int = 0
+    closed: str = ""
+
+    def next(self) -> _SharedSession | None:
+        """The session that has waited longest. None when this thread is not needed any more."""
+        with self.changed:
+            self.spare += 1
+            self.changed.wait_for(lambda: self.waiting or self.closed, SPARE_SECONDS)
+            self.spare -= 1
+            if not self.waiting or self.closed:
+                self.threads.discard(threading.current_thread())
+                return None
+            talk = self.waiting.popleft()
+            self.live[id(talk)] = talk
+            self.begun += 1
+            return talk
+
+    def left(self, talk: _SharedSession) -> None:
+        """Record that a session's sandbox is free."""
+        with self.changed:
+            del self.live[id(talk)]
+        talk.leave()
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = "the sandbox of this session was closed"
+            waiting, live, threads = list(self.waiting), list(self.live.values()), list(self.threads)
+            self.waiting.clear()
+            self.changed.notify_all()
+        for talk in (*waiting, *live):
+            talk.end(self.closed)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+@dataclass
+class _SessionThread:
+    """One thread: it takes a session, runs its pieces in a sandbox until it ends, and takes the next."""
+
+    shared: _SessionState
+    worker: SandboxWorker | None = None
+    held: LocalConversation | RemoteConversation | None = None
+
+    def __call__(self) -> None:
+        try:
+            while (talk := self.shared.next()) is not None:
+                try:
+                    if talk.take():
+                        self._run_pieces(talk)
+                finally:
+                    self.shared.left(talk)
+        finally:
+            if self.worker is not None:
+                self.worker.close()
+
+    def _run_pieces(self, talk: _SharedSession) -> None:
+        """Run a session's pieces until it ends; then end its process."""
+        try:
+            while (piece := talk.next()) is not None:
+                if not piece.answer.set_running_or_notify_cancel():
+                    continue
+                try:
+                    ran = self._answer(talk, piece.code)
+                except Exception as error:
+                    lost = (
+                        error
+                        if isinstance(error, SandboxBroken | SandboxUnavailableError)
+                        else SandboxBroken(f"{error!r}")
+                    )
+                    talk.end(f"this session was lost: {error}")
+                    settle(piece.answer.set_exception, lost)
+                else:
+                    settle(piece.answer.set_result, ran)
+        finally:
+            if self.held is not None:
+                self.held.end()
+                self._keep_usable()
+                self.held = None
+
+    def _answer(self, talk: _SharedSession, code: bytes) -> Ran:
+        """Run one piece. If a sandbox is lost before anything was defined in it, use another one."""
+        tries = TRIES
+        while True:
+            try:
+                if self.held is None or not self.held.alive:
+                    self.worker = self.worker or begin(self.shared.backend)
+                    talk.use(self.worker)
+                    far = self.worker if isinstance(self.worker, RemoteWorker) else None
+                    self.held = far.converse(talk.limits) if far else LocalConversation(self.worker, talk.limits)
+                if talk.ended:
+                    raise SandboxBroken(talk.ended)
+                return self.shared.network.add(self.held.answer(code))
+            except (SandboxBroken, OSError, ValueError, KeyError):
+                told = self.held.answered if self.held is not None else 0
+                self._lose()
+                tries -= 1
+                if told > 1 or not tries or talk.ended:
+                    raise
+
+    def _lose(self) -> None:
+        if self.held is not None:
+            self.held.abandon()
+        elif self.worker is not None:
+            self.worker.destroy()
+        self.held = self.worker = None
+
+    def _keep_usable(self) -> None:
+        """Keep the sandbox for the next session, if it is still usable."""
+        if self.worker is None or not self.worker.usable:
+            self.worker = None
+        elif self.worker.jobs >= RECYCLE:
+            self.worker.close()
+            self.worker = None
+
+
+def settle(how: Callable[[Any], None], what: object) -> None:
+    """Set a future's outcome, unless it was cancelled in between."""
+    with contextlib.suppress(InvalidStateError):
+        how(what)

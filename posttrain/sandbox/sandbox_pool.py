@@ -1,0 +1,278 @@
+"""A pool of sandboxes, each in its own thread, for many programs at once, from coroutines or from threads.
+
+Thousands of programs may wait. A waiting one costs an entry in a queue and does not block the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import queue
+import threading
+import weakref
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from posttrain.sandbox.backends import Backend
+from posttrain.sandbox.cell.program import encode
+from posttrain.sandbox.program_session import PythonSession, Sessions, settle
+from posttrain.sandbox.sandbox_types import (
+    Call,
+    NetworkAttempts,
+    ProgramLimits,
+    Ran,
+    SandboxBroken,
+    SandboxUnavailableError,
+)
+from posttrain.sandbox.sandbox_worker import Job, SandboxWorker, begin
+from posttrain.system.machine import cores
+
+RECYCLE = 1000
+"""Jobs of one zygote before it is replaced by a fresh one."""
+SESSIONS = 16
+"""Default number of sessions at once. Each is a process with Python and its packages loaded."""
+IDLE = 900.0
+"""Seconds that an idle session is kept; longer than a policy takes for its longest turn."""
+TRIES = 3
+"""Sandboxes that a job may lose before SandboxBroken is raised; the loss may not be its fault."""
+
+
+@dataclass
+class JobCounts:
+    """Counts of a pool: jobs by how they ended, sandboxes started and lost."""
+
+    why: Counter[str] = field(default_factory=Counter)
+    started: int = 0
+    lost: int = 0
+
+
+@dataclass
+class _Waiting:
+    job: Job
+    answer: Future[Ran]
+    worker: SandboxWorker | None = None
+    dropped: bool = False
+
+
+class Sandbox:
+    """A pool of sandboxes of one backend. Use as a context manager, or call `close`.
+
+    `run` is for coroutines, `run_sync` for other code. Cancelling a `run` ends its program. `session` takes programs
+    in pieces.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        workers: int | None = None,
+        limits: ProgramLimits | None = None,
+        sessions: int = SESSIONS,
+    ) -> None:
+        self.backend = backend
+        self.limits = limits or ProgramLimits()
+        self.network = NetworkAttempts()
+        self.sessions = Sessions(backend, sessions, self.network)
+        self.counts = JobCounts()
+        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        count = workers or cores()
+        loop = _Loop(self._queue, backend, self.counts, self._lock, self.network)
+        self._threads = [threading.Thread(target=loop, name=f"sandbox {i}", daemon=True) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+        self._finalizer = weakref.finalize(self, _end, self._queue, self._threads)
+
+    @property
+    def name(self) -> str:
+        """Name of the backend, as records state it."""
+        return self.backend.name
+
+    @property
+    def waiting(self) -> int:
+        """Programs that no sandbox has taken yet."""
+        return self._queue.qsize()
+
+    async def run(
+        self,
+        program: str | bytes,
+        *,
+        stdin: str | bytes = b"",
+        call: Call | None = None,
+        limits: ProgramLimits | None = None,
+    ) -> Ran:
+        """Run one program, or call one of its functions.
+
+        Raises:
+            SandboxBroken: several sandboxes were lost; this is no result of the program.
+            SandboxUnavailableError: a sandbox could not be started (any more).
+        """
+        asked = self._ask(program, stdin, call, limits)
+        try:
+            return await asyncio.wrap_future(asked.answer)
+        except asyncio.CancelledError:
+            self._drop(asked)
+            raise
+
+    def run_sync(
+        self,
+        program: str | bytes,
+        *,
+        stdin: str | bytes = b"",
+        call: Call | bytes | None = None,
+        limits: ProgramLimits | None = None,
+    ) -> Ran:
+        """`run` for callers without an event loop; an interrupt ends the program too. `call` may be encoded already."""
+        asked = self._ask(program, stdin, call, limits)
+        try:
+            return asked.answer.result()
+        except KeyboardInterrupt:
+            self._drop(asked)
+            raise
+
+    def _drop(self, asked: _Waiting) -> None:
+        """End a program that nobody waits for any more, and no other."""
+        with self._lock:
+            asked.dropped = True
+            if asked.worker is not None:
+                asked.worker.stop()
+
+    def session(self, *, limits: ProgramLimits | None = None, idle: float = IDLE) -> PythonSession:
+        """An interpreter for a program in pieces that keeps the definitions of earlier pieces: the Python tool of an
+        episode.
+
+            async with sandbox.session(limits=ProgramLimits(wall=10)) as session:
+                await session.run("x = 6")
+                ran = await session.run("x * 7")      # ran.why == "ok", ran.said == "42\\n"
+
+        It is confined exactly like a program. With the backend `namespaces` it may write 32 MiB of files under /tmp,
+        which are removed with it; elsewhere it can write none. It costs nothing before its first piece, which waits
+        while `sessions` others are open.
+
+        Args:
+            limits: of each piece, but `memory` is of the whole session. None: those of this sandbox.
+            idle: seconds it is kept without a piece; afterwards `run` raises SandboxBroken.
+        """
+        return self.sessions.session(limits or self.limits, idle)
+
+    def _ask(
+        self, program: str | bytes, stdin: str | bytes, call: Call | bytes | None, limits: ProgramLimits | None
+    ) -> _Waiting:
+        what = b"" if call is None else as_json(call) if isinstance(call, Call) else call
+        job = Job(as_bytes(program), as_bytes(stdin), what, limits or self.limits)
+        asked = _Waiting(job, Future())
+        with self._lock:
+            if self._closed:
+                raise SandboxBroken("this sandbox has been closed")
+            self._queue.put(asked)
+        return asked
+
+    def close(self) -> None:
+        """Refuse waiting programs, let running ones reach their end or their limits, then end every sandbox."""
+        with self._lock:
+            self._closed = True
+        self.sessions.close()
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _end(asked: queue.SimpleQueue[_Waiting | None], threads: list[threading.Thread]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            left = asked.get_nowait()
+            if left is not None:
+                settle(
+                    left.answer.set_exception, SandboxBroken("the sandbox was closed before this program had its turn")
+                )
+    for _ in threads:
+        asked.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
+
+
+@dataclass
+class _Loop:
+    """What one thread does: take a program, run it in a sandbox, return the outcome. It does not refer to the pool,
+    so the pool can be collected."""
+
+    asked: queue.SimpleQueue[_Waiting | None]
+    backend: Backend
+    counts: JobCounts
+    lock: threading.Lock
+    network: NetworkAttempts
+
+    def __call__(self) -> None:
+        worker: SandboxWorker | None = None
+        try:
+            while (asked := self.asked.get()) is not None:
+                if asked.dropped or not asked.answer.set_running_or_notify_cancel():
+                    continue
+                worker = self._serve(asked, worker)
+        finally:
+            if worker is not None:
+                worker.close()
+
+    def _serve(self, asked: _Waiting, worker: SandboxWorker | None) -> SandboxWorker | None:
+        """Run one program. Returns the sandbox to use next, if it is still usable.
+
+        A job that may start processes gets a sandbox for itself, which ends with it; the warm one is kept.
+        """
+        lost: Exception | None = None
+        alone = asked.job.limits.processes > 0
+        for _ in range(TRIES):
+            used: SandboxWorker | None = None
+            try:
+                used = asked.worker = self._start(asked.job.limits) if alone else worker or self._start(None)
+                ran = used.run(replace(asked.job, followed=not self.asked.empty()))
+            except (SandboxBroken, SandboxUnavailableError, OSError, ValueError, KeyError) as error:
+                lost = error
+                with self.lock:
+                    self.counts.lost += 1
+                if used is not None:
+                    used.destroy()
+                worker = worker if alone else None
+                if isinstance(error, SandboxUnavailableError) or asked.dropped:
+                    break
+                continue
+            with self.lock:
+                asked.worker = None  # from here on it runs another program
+                self.counts.why[ran.why] += 1
+            if alone:
+                used.destroy()
+            else:
+                worker = used
+            settle(asked.answer.set_result, self.network.add(ran))
+            if worker is not None and worker.jobs >= RECYCLE:
+                worker.close()
+                worker = None
+            return worker
+        if not isinstance(lost, SandboxBroken | SandboxUnavailableError):
+            lost = SandboxBroken(f"{self.backend.name}: {type(lost).__name__}: {lost}")
+        settle(asked.answer.set_exception, lost)
+        return worker
+
+    def _start(self, limits: ProgramLimits | None) -> SandboxWorker:
+        with self.lock:
+            self.counts.started += 1
+        return begin(self.backend, limits)
+
+
+def as_bytes(text: str | bytes) -> bytes:
+    """Text as UTF-8. A lone surrogate gives invalid UTF-8, which is then the program's error, not ours."""
+    return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+
+
+def as_json(call: Call) -> bytes:
+    """A call as JSON; its arguments have exact built-in types."""
+    arguments = {"args": encode(list(call.args)), "kwargs": encode(dict(call.kwargs))}
+    return json.dumps({"function": call.function, **arguments}).encode()

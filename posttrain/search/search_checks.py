@@ -1,0 +1,69 @@
+"""What is checked of every search: its answers were said by one version of the weights, the score by which it chose is
+what was asked for, and what was found in a tree reached every node above."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from posttrain.core.measure.answer_steps import Aggregate
+from posttrain.system.errors import InvariantError
+
+if TYPE_CHECKING:
+    from posttrain.search.puct import TreeNode
+
+APART = 1e-9
+"""Relative rounding of sums and products of scores."""
+
+
+def said_by_one_version(version_T: np.ndarray, version: int, task: str) -> None:
+    """InvariantError where a token was said by other weights than those the search began with."""
+    if len(other := version_T[version_T != version]):
+        raise InvariantError(
+            f"a search for task {task!r} began with weights of version {version}, and weights of version"
+            f" {int(other[0])} went on with a beginning of it: its answer is of no policy, and what it costs of none."
+            " Push weights before a search begins or after it has ended"
+        )
+
+
+def worth_is(scores: Sequence[float], how: Aggregate, found: float, task: str) -> None:
+    """InvariantError where the number by which an answer was chosen is not what its steps' scores make."""
+    ordered, logs = sorted(scores), [math.log(x) if x > 0 else -math.inf for x in scores]
+    wanted = {
+        "min": lambda: ordered[0],
+        "product": lambda: math.exp(sum(logs)) if ordered[0] >= 0 else float(np.prod(np.array(scores))),
+        "mean": lambda: float(np.mean(np.array(scores))),
+        "last": lambda: scores[len(scores) - 1],
+    }[how]()
+    if not math.isclose(found, wanted, rel_tol=APART, abs_tol=1e-300):
+        raise InvariantError(
+            f"a search for task {task!r} chose an answer by {found:.6g}, and the {how} of its steps' scores"
+            f" {[round(x, 4) for x in scores]} is {wanted:.6g}: it goes by another number than the one that was asked"
+            " for. Correct what makes one score of several"
+        )
+
+
+def tree_adds_up(root: TreeNode, task: str) -> None:
+    """Every node has the number and the sum of all that was found at it and below it, counted again from the leaves up.
+
+    Raises:
+        InvariantError: what was found somewhere did not reach a node above it.
+    """
+    _counted(root, task)
+
+
+def _counted(node: TreeNode, task: str) -> tuple[int, float]:
+    """(visits, total) of a node by the values that were found at it and below it."""
+    below = [_counted(c, task) for c in node.children]
+    visits = len(node.found) + sum(n for n, _ in below)
+    total = math.fsum([*node.found, *(t for _, t in below)])
+    if node.visits != visits or not math.isclose(node.total, total, rel_tol=APART, abs_tol=APART):
+        raise InvariantError(
+            f"a tree search for task {task!r}: a beginning of {len(node.beginning.ids)} tokens has {node.visits} visits"
+            f" and a value of {node.total:.6g} in all, and {visits} values of {total:.6g} in all were found at it and"
+            " below it: what a leaf is worth was not told to all above it, so the tree goes on at the wrong places"
+        )
+    return visits, total

@@ -1,0 +1,183 @@
+"""Which checks observe a stage, by its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.checks.data_checks import TaskCheck
+from posttrain.checks.judging.evaluation_checks import EvaluationCheck
+from posttrain.checks.judging.generative_judge_checks import JudgingCheck, VotesCheck
+from posttrain.checks.judging.reward_model_scores import RewardModelCheck
+from posttrain.checks.judging.step_label_checks import StepJudgeCheck, StepLabelCheck
+from posttrain.checks.judging.verdict_checks import VerifierCheck
+from posttrain.checks.learning.credit_checks import CreditCheck
+from posttrain.checks.learning.expert_balance_checks import BalanceCheck
+from posttrain.checks.learning.expert_checks import ExpertsCheck
+from posttrain.checks.learning.frozen_parameters import FrozenCheck
+from posttrain.checks.learning.hint_checks import HintCheck
+from posttrain.checks.learning.implicit_reward_checks import ImplicitCheck
+from posttrain.checks.learning.precision_checks import ScaleCheck, scale_was_checked
+from posttrain.checks.learning.synthetic_loss import LossCheck
+from posttrain.checks.learning.update_checks import UpdateCheck
+from posttrain.checks.live_rules import LiveRules
+from posttrain.checks.resume_checks import OptimizerResumeCheck, RestoreCheck, ResumeCheck
+from posttrain.checks.sampling.policy_change import ChangeGauges
+from posttrain.checks.sampling.probe_round import ProbeCheck
+from posttrain.checks.sampling.sampler_checks import SamplerCheck
+from posttrain.checks.sampling.sampler_draws import Bets, DrawsCheck
+from posttrain.checks.sampling.stale_logprobs import FreshCheck
+from posttrain.checks.sampling.staleness_checks import AheadCheck, ReplayCheck
+from posttrain.checks.stage_history import StageHistory
+from posttrain.config.run import Reinforce, Supervised
+from posttrain.config.stages.preference_settings import OnlinePreference, Preference
+from posttrain.config.stages.rejection import Rejection
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.stage import Stage
+from posttrain.config.stages.step_labels import StepLabeling
+from posttrain.core.gauge import Step
+from posttrain.role.events import Observer, Observers
+from posttrain.stages.preference.online_checks import OnlineLossCheck, OpponentCheck, SampledPairCheck
+from posttrain.stages.preference.preference_data import JudgementCheck
+from posttrain.stages.preference.preference_loss_checks import PreferenceLossCheck
+from posttrain.stages.preference.preference_reference import ReferenceCheck
+from posttrain.stages.rejection.rejection_checks import RejectionCheck, RoundVerifierCheck
+from posttrain.stages.reward_model.reward_model_checks import RankingCheck
+from posttrain.stages.supervised.imitation_checks import ImitationCheck
+
+
+def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a reinforcement stage, in the order in which they get events."""
+    history, bets = StageHistory(steps), Bets.of(kept.get("bets"))
+    return [
+        ResumeCheck(history),
+        LossCheck(),
+        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
+        ScaleCheck(done=scale_was_checked(steps)),
+        FrozenCheck(),
+        CreditCheck(),
+        ImplicitCheck(),
+        SamplerCheck(fresh=not steps),
+        ExpertsCheck(),
+        BalanceCheck(),
+        HintCheck(),
+        TaskCheck(),
+        AheadCheck(kept.get("ahead", {}) if steps else None),
+        ReplayCheck(kept.get("replayed", {}) if steps else None),
+        FreshCheck(bets),
+        DrawsCheck(bets),
+        ProbeCheck(bets),
+        VerifierCheck(history),
+        RewardModelCheck(),
+        JudgingCheck(),
+        VotesCheck(),
+        StepJudgeCheck(),
+        ChangeGauges(),
+        LiveRules(history),
+    ]
+
+
+def imitation(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a supervised stage."""
+    return [
+        UpdateCheck(moved=bool(steps)),
+        ScaleCheck(done=scale_was_checked(steps)),
+        FrozenCheck(),
+        ImitationCheck(first=not steps),
+        JudgingCheck(),
+    ]
+
+
+def ranking(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a stage that trains a reward model."""
+    return [
+        UpdateCheck(moved=bool(steps)),
+        ScaleCheck(done=scale_was_checked(steps)),
+        FrozenCheck(),
+        RankingCheck(first=not steps),
+    ]
+
+
+def labels(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a stage that labels steps of its own answers."""
+    return [StepLabelCheck()]
+
+
+def preference(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a stage that learns from preferences."""
+    return [
+        OptimizerResumeCheck(StageHistory(steps)),
+        JudgementCheck(),
+        ReferenceCheck(first=not steps),
+        PreferenceLossCheck(kept.get("preference", {}) if steps else None),
+        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
+        ScaleCheck(done=scale_was_checked(steps)),
+        FrozenCheck(),
+    ]
+
+
+def online(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a stage that learns from preferences between its own samples."""
+    history = StageHistory(steps)
+    return [
+        OptimizerResumeCheck(history),
+        SampledPairCheck(),
+        OpponentCheck(),
+        ReferenceCheck(first=not steps),
+        OnlineLossCheck(),
+        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
+        ScaleCheck(done=scale_was_checked(steps)),
+        FrozenCheck(),
+        SamplerCheck(fresh=False),
+        TaskCheck(),
+        VerifierCheck(history),
+        LiveRules(history),
+    ]
+
+
+def rejection(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a stage that imitates the best of its own samples."""
+    history = StageHistory(steps)
+    return [
+        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
+        ScaleCheck(done=scale_was_checked(steps)),
+        FrozenCheck(),
+        SamplerCheck(fresh=False),
+        TaskCheck(),
+        RejectionCheck(history, kept.get("rejection", {}).get("start", "") if steps else ""),
+        RoundVerifierCheck(history),
+        LiveRules(history),
+    ]
+
+
+def of_run() -> Observers:
+    """The checks of what happens between steps, over all stages."""
+    return Observers([RestoreCheck(), EvaluationCheck()])
+
+
+OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = {
+    Reinforce: reinforcement,
+    Supervised: imitation,
+    Preference: preference,
+    RewardModel: ranking,
+    OnlinePreference: online,
+    Rejection: rejection,
+    StepLabeling: labels,
+}
+"""By the type of the stage. A type that is not here, and derives from none that is, is not checked."""
+
+
+def checks_of(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of `stage`.
+
+    Args:
+        steps: those the stage has taken already.
+        kept: what a checkpoint stored of all observers.
+    """
+    kind = next((k for k in type(stage).__mro__ if k in OF), None)
+    return [] if kind is None else OF[kind](steps, kept)
+
+
+def observers(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> Observers:
+    """The same as one."""
+    return Observers(checks_of(stage, steps, kept))

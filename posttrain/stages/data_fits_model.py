@@ -1,0 +1,70 @@
+"""Whether the rows of a run's data fit its model: what is refused before the first step, with file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.config.run import Run, Supervised
+from posttrain.config.stages.stage import Stage
+from posttrain.core.abilities import DataRow
+from posttrain.core.ports import Environment
+from posttrain.engine.model.policy_model import Policy
+from posttrain.environment.rows.row_reader import placed
+from posttrain.environment.templates.renderer import Renderer
+from posttrain.role.learning.demonstrations import conversation_of, imitating
+from posttrain.stages.preference.judged_batches import FittingTasks
+from posttrain.system.errors import DataError
+
+
+def check_judgements(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
+    """DataError for a judged completion of the data that does not fit into the context, with file and line."""
+    tokenizer: Any = policy.tokenizer
+    render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
+    for stage in stages:
+        if stage.judged is None:
+            continue
+        fitting = FittingTasks.of(env, stage.judged, render, policy.context)
+        if fitting is None or not fitting.left_out or stage.leaves_out_long:
+            continue
+        raise DataError(
+            f"{fitting.first}, and the context is {policy.context}; it is one of {fitting.left_out} judgements that do"
+            f" not fit. Shorten them, raise model.context, or leave them out with {stage.name}.too_long=skip"
+        )
+
+
+def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
+    """DataError, with file and line, for a row whose prompt or demonstration cannot be encoded or does not fit the
+    context."""
+    if (rows := env.abilities.rows) is None:
+        return
+    known = env.abilities.tools
+    tokenizer: Any = policy.tokenizer
+    render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
+    texts = [t for s in stages if (t := imitating(s)) is not None]
+    for row in rows:
+        task = row.task
+        tools = task.tools if known is None else tuple(known(task))
+        with placed(row.place):
+            if task.tools and not render.offers(task.prompt, task.tools):
+                raise DataError(
+                    "the row offers tools, and this model's chat template writes none: take a model whose template"
+                    " knows tools, or set env.args.tools_column= and write them into the prompt"
+                )
+            if not texts or (row.completion is None and row.conversation is None):
+                render.prompt(task.prompt, task.id, tools)
+            elif (length := max(_length(render, env, t, row, tools) for t in texts)) > policy.context:
+                what = "the prompt and its completion have" if len(task.prompt) else "the text has"
+                raise DataError(
+                    f"{what} {length} tokens, and the context is {policy.context}: shorten it or raise model.context"
+                )
+
+
+def _length(
+    render: Renderer, env: Environment, stage: Supervised, row: DataRow, tools: Sequence[Mapping[str, Any]]
+) -> int:
+    """Tokens of the longest sequence that a stage learns of a row."""
+    task = row.task
+    if (talk := conversation_of(env, stage, task)) is not None:
+        return max(len(ids) for ids, _ in render.conversation(talk, task.id, tools, stage.tool_arguments))
+    return sum(map(len, render.pair(task.prompt, row.completion or "", task.id, tools)))

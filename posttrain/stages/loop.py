@@ -1,0 +1,400 @@
+"""What all kinds of stage share: where they start, evaluation, budgets, checkpoints, results, what is told.
+
+A kind is one file with a settings type (`config.stages.stage.Stage`), a state (`StageState`) and a driver. The driver
+says how the stage opens and takes one step. Defining it makes it the driver of its settings type.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+from posttrain.algorithm.loss.losses import Reads
+from posttrain.config.stages.stage import START, Stage, come_to, starts
+from posttrain.core.abilities import declared
+from posttrain.core.batch import Packed
+from posttrain.core.gauge import Step, merge
+from posttrain.core.measure.heldout_loss import HeldoutLoss
+from posttrain.diagnose.gauges.rollout_gauges import unjudged_words
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.record import run_reader
+from posttrain.role.events import EvaluatedEvent, RestoredEvent
+from posttrain.role.heldout_evaluation import EvaluationReport
+from posttrain.role.memory_peaks import PeakMemory
+from posttrain.role.roles import RoleCosts
+from posttrain.role.trainer import Trainer
+from posttrain.role.weights.saved_weights import load_optimizer, save_optimizer, save_weights
+from posttrain.stages.interrupt import Interrupted, Stopper
+from posttrain.stages.measure_heldout_loss import HeldoutDemonstrations
+from posttrain.stages.preference.judged_batches import AgreementReport
+from posttrain.stages.progress import Progress, Reopening, StageResult, StageState, state_fingerprint
+from posttrain.stages.run_parts import MeasuredReport, RunParts
+from posttrain.stages.stage_result import is_recorded, measured_words, result_of, waited_out
+from posttrain.stages.start_weights import keep, load_kept
+from posttrain.stages.warm_up import largest, warm_up
+from posttrain.system.errors import ConfigError
+from posttrain.system.machine import during_steps
+from posttrain.system.shell import command_line
+
+S = TypeVar("S", bound=Stage)
+T = TypeVar("T", bound=StageState)
+A = TypeVar("A")
+
+DRIVERS: dict[type[Stage], type[Driver[Any, Any, Any]]] = {}
+"""Who takes the steps of a stage, by the type of its settings."""
+
+
+class Driver(ABC, Generic[S, T, A]):
+    """One stage of a run, from where it stands to its end.
+
+    A kind derives `class MyDriver(Driver[MyStage, MyState, Asked], stage=MyStage, state=MyState)`, where `Asked` is
+    what its `ask` returns and its `learn` takes.
+    """
+
+    state_type: ClassVar[type[StageState]]
+    measures_before: ClassVar[bool] = False
+    """Whether held-out tasks are evaluated before the first step; else what was last measured of these weights stands
+    for it. A model that was loaded is measured before the first stage in any case, so that its gain is known."""
+
+    def __init_subclass__(cls, *, stage: type[Stage], state: type[StageState]) -> None:
+        super().__init_subclass__()
+        if stage in DRIVERS:
+            raise ConfigError(
+                f"{stage.__name__} has a driver already, {DRIVERS[stage].__name__}; derive another settings type for"
+                " another one"
+            )
+        cls.state_type, DRIVERS[stage] = state, cls
+
+    def __init__(
+        self, parts: RunParts, progress: Progress, stage: S, stopper: Stopper, checkpoint: Path | None = None
+    ) -> None:
+        """`checkpoint` holds its optimizer where it was cut in its middle."""
+        self.parts, self.progress, self.stage = parts, progress, stage
+        self.stopper, self.checkpoint = stopper, checkpoint
+        progress.running = progress.running or self.state_type()
+        self.state = cast("T", progress.running)
+        self.setting = parts.judged_setting(stage)
+        self.clock = RoleCosts(
+            total=dict(self.state.roles), most=dict(self.state.peaks), peak=PeakMemory(parts.run.model.device)
+        )
+        self.report: EvaluationReport | None = None
+        """Of the evaluation after the last step, where there was one."""
+        self.agreed: AgreementReport | None = None
+        """The same of held-out judgements."""
+        self.heldout_loss: HeldoutLoss | None = None
+        """The same of held-out demonstrations."""
+        env, rollout = self.setting.environment, self.setting.rollout
+        self._shown = HeldoutDemonstrations.of(stage, env, parts.renderer, rollout)
+        self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
+        self._begun, self._carried = time.perf_counter(), self.state.seconds
+        self._files: Callable[[Path], None] = lambda folder: None
+
+    # --- what a kind writes ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def open(
+        self, checkpoint: Path | None
+    ) -> tuple[Callable[[int], Awaitable[A]], Callable[[A], Awaitable[Step]]]:
+        """Before the first step, with weights and optimizer in place. `checkpoint`: of a stage that was cut in its
+        middle.
+
+        Returns `ask` and `learn`: `ask(index)` is what step `index` (from 1) learns from; `learn(asked)` takes the
+        step, by `self.trainer`, and is its line of the record.
+        """
+
+    def reads(self, packed: Packed) -> Reads:
+        """What its loss reads of a forward pass over these sequences."""
+        return Reads()
+
+    def remember(self, asked: A, step: Step) -> Step:
+        """After a step: what later steps need to know of it goes into `self.state`. Returns its line, maybe with
+        another note."""
+        return step
+
+    async def close(self) -> None:
+        """After the last step, or when something stops the stage: cancel what is on its way."""
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the run may be interrupted after this step, and go on later as if it had not been."""
+        return True
+
+    async def catch_up(self) -> None:
+        """Before a checkpoint: roles that a resumed run would bring up to date are brought up to date now."""
+
+    def note(self) -> Callable[[Path], None]:
+        """Before a checkpoint inside the stage: what changes between steps goes into `self.state`. Returns what writes
+        the files that it needs beside weights, optimizer and state."""
+        return lambda folder: None
+
+    def measured_before(self, report: EvaluationReport | None) -> None:
+        """What to say of the evaluation before the first step. None: no task is held out."""
+
+    def agree(self) -> AgreementReport | None:
+        """How well its scores order held-out judgements now. None: this kind of stage does not learn from them."""
+        return None
+
+    def enough(self, report: EvaluationReport | None) -> str:
+        """Why no further step is needed after this one, or ''. `report`: of the evaluation after it, where there was
+        one."""
+        seconds = self.seconds()
+        if self.stage.wall_time is not None and seconds >= self.stage.wall_time:
+            return f"wall time of {self.stage.wall_time:g} s reached at step {self.state.step}"
+        if self.limit is not None and seconds >= self.limit:
+            return f"stopped after the {self.limit:.0f} s that {self.stage.time_of} took"
+        return ""
+
+    # --- what all share ----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """From where the stage stands to its end, or to that of a step that waits when a signal has come."""
+        if not await self.stopper.ended(self._run(), lambda: self.state.step):
+            where = f"in the middle of {self.stage.name} step {self.state.step + 1}"
+            raise self._interrupted(f"{where}, which did not end after the signal, so nothing of it was kept")
+
+    async def _run(self) -> None:
+        checkpoint = self.checkpoint
+        if checkpoint is None:
+            await self._start()
+        self.trainer = self.parts.trainer(self.stage.optimizer, self.stage.micro_tokens)
+        if isinstance(optimizer := self.trainer.optimizer, StageOptimizer) and (words := optimizer.words()):
+            self.parts.say(f"{self.stage.name}: {words}")
+        if checkpoint is not None:
+            self._load_optimizer(checkpoint, self.trainer)
+            self.trainer.skipped = self.state.skipped
+        taken = (
+            []
+            if checkpoint is None
+            else [s for s in run_reader.steps(self.parts.book.folder) if s.stage == self.stage.name]
+        )
+        self.watch = self.parts.observe(self.stage, taken, self.progress.checks)
+        ask, learn = await self.open(checkpoint)
+        self._warm_up()
+        if checkpoint is None and self.stage.eval:
+            agreed, loss = self.agree(), await self.likelihood()
+            self.state.agreement_before = agreed and agreed.accuracy.mean
+            self.state.loss_before = loss and loss.score.mean
+            if loss is not None:
+                self.parts.say(f"{self.stage.name}: {loss.words} before its first step ({len(loss.rows)} rows)")
+        last = 0 if self.state.ended else self.stage.steps
+        try:
+            with during_steps():
+                for index in range(self.state.step + 1, last + 1):
+                    asked = await ask(index)
+                    self.parts.sleep()
+                    if not await self._goes_on(index, self.remember(asked, await learn(asked))):
+                        break
+        finally:
+            await self.close()
+        self.watch.end()
+        if self.stage.eval and self.report is None:
+            self.report = await self.evaluate()
+        if self.stage.eval:
+            self.agreed = self.agreed or self.agree()
+            self.heldout_loss = self.heldout_loss or await self.likelihood()
+        self._finish(self.report)
+
+    def _warm_up(self) -> None:
+        """Where the run asks for it, the largest pass before the first step."""
+        model, parts = self.parts.run.model, self.parts
+        if self.state.ended or not (model.device != "cpu" if model.warm_up is None else model.warm_up):
+            return
+        packed = largest(self.stage, parts.sampler.context, parts.sync.probe_ids)
+        with self.clock.of("warm-up"):
+            said = warm_up(self.trainer, packed, self.reads(packed), PeakMemory(model.device))
+        parts.say(f"{self.stage.name}: {said}")
+
+    async def _start(self) -> None:
+        """The weights it starts from are in place, and what is known of them is noted."""
+        p, parts, s = self.progress, self.parts, self.state
+        start = starts(parts.run.stages, self.stage)
+        s.before, s.reward_before = self._known(start)
+        if start != come_to(parts.run.stages, self.stage):
+            load_kept(parts, p, start)
+            p.version = parts.version = p.version + 1
+            if self._of_the_run:
+                p.accuracy = p.reward = None
+        loaded = start == START and parts.run.model.path is not None  # built weights know nothing
+        if not ((self.measures_before or loaded) and self.stage.eval):
+            return
+        report = await self.evaluate()
+        if report is not None:
+            accuracy, reward = report.accuracy.known, report.reward.known
+            s.before, s.reward_before = (x and x[0] for x in (accuracy, reward))
+            s.proxy_before = report.proxy.mean if report.proxy else None
+            if self._of_the_run:
+                p.accuracy, p.reward = accuracy, reward
+        self.measured_before(report)
+
+    def _known(self, start: str) -> tuple[float | None, float | None]:
+        """Accuracy and mean reward of the weights it starts from, where they were measured on the same held-out
+        tasks."""
+        p, run = self.progress, self.parts.run
+        if start == come_to(run.stages, self.stage) and self._on_its_tasks:
+            return p.accuracy and p.accuracy[0], p.reward and p.reward[0]
+        same = [r for r in p.results if run.env_of(run.stage(r.name)) == run.env_of(self.stage)]
+        measured = [(r.accuracy, r.reward) for r in same if r.name == start and (r.accuracy or r.reward)]
+        ended = [(a and a[0], paid and paid[0]) for a, paid in measured]
+        return next(iter((*ended, *((r.before, r.reward_before) for r in same if r.start == start))), (None, None))
+
+    @property
+    def _of_the_run(self) -> bool:
+        """Whether what is measured of its weights is a measure of the run: they are handed on, and the tasks are the
+        run's."""
+        return self.stage.hands_on and self._on_its_tasks
+
+    @property
+    def _on_its_tasks(self) -> bool:
+        """Whether the stage is measured on the run's held-out tasks."""
+        return self.parts.run.env_of(self.stage) == self.parts.run.env
+
+    async def _goes_on(self, index: int, step: Step) -> bool:
+        """What follows a step: evaluation when due, the record, the border. Whether there is another one."""
+        p, s, stage = self.progress, self.state, self.stage
+        p.checks = {**p.checks, **self.watch.state()}
+        s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
+        self.parts.version = p.version
+        s.optimizer_steps += int(step.gauges["optim/steps"].sum) if "optim/steps" in step.gauges else 0
+        self.report = report = self.agreed = self.heldout_loss = None
+        if stage.eval_every and s.step % stage.eval_every == 0 and s.step < stage.steps:
+            self.report = report = await self.evaluate()
+            self.agreed, self.heldout_loss = self.agree(), await self.likelihood()
+        for measured in (self.agreed, self.heldout_loss):
+            step = step if measured is None else replace(step, gauges=merge(step.gauges, measured.gauges()))
+        if report is not None:
+            step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
+        self.parts.tell(line := self.watch.line(replace(step, memory=self.clock.take_memory())))
+        asked = self.stopper.after(line)
+        s.ended = self.enough(report) or waited_out(self, report) or asked
+        await self._border(report)
+        return not s.ended
+
+    def _finish(self, report: EvaluationReport | None) -> None:
+        """Write down what came of the stage; its weights are kept, and handed on or put back."""
+        p, parts, stage = self.progress, self.parts, self.stage
+        reopening = self._reopening(report) if stage is parts.run.stages[-1] and stage.hands_on else None
+        result = self._result(report)
+        p.results = (*p.results, result)
+        parts.say(f"{stage.name}: done, {result.why}{measured_words(result)}{'' if report is None else report.words}")
+        keep(parts, p, stage.name)
+        if not stage.hands_on:
+            load_kept(parts, p, come_to(parts.run.stages, stage))
+            p.version = parts.version = p.version + 1
+        p.stage, p.running, p.reopening = p.stage + 1, None, reopening
+        self._checkpoint(p.reward[0] if p.reward else self._unjudged_metric)
+
+    def _reopening(self, report: EvaluationReport | None) -> Reopening:
+        """What a checkpoint at this border would say, and the evaluation that belongs to it."""
+        s, stage = self.state, self.stage
+        self._files = self._note_state()
+        due = stage.eval_every and s.step % stage.eval_every == 0
+        measured = [x.gauges() for x in (report, self.agreed, self.heldout_loss) if x is not None and due]
+        gauges = {n: [g.sum, g.count] for n, g in merge(*measured).items()}
+        return Reopening(self.progress.plain(), gauges)
+
+    def _note_state(self) -> Callable[[Path], None]:
+        """Fingerprints and times of now, for a checkpoint; returns what writes its further files."""
+        self.progress.weights = self.parts.learner.fingerprint()
+        s = self.progress.running
+        if s is None:
+            return self._files
+        s.seconds, s.roles, s.peaks = self.seconds(), dict(self.clock.total), dict(self.clock.most)
+        s.optimizer = state_fingerprint(self.trainer.optimizer)
+        return self.note()
+
+    def seconds(self) -> float:
+        """Wall seconds of the stage so far, over all its parts."""
+        return self._carried + time.perf_counter() - self._begun
+
+    async def evaluate(self) -> EvaluationReport | None:
+        """Held-out evaluation, remembered per version so that no weights are evaluated twice. None: no task is held
+        out, or nothing judges the answers."""
+        parts, environment = self.parts, self.setting.environment
+        judges = tuple(j.name for j in self.setting.rollout.judges)
+        if not environment.heldout or not (declared(environment).judges or judges):
+            return None
+        sampling = parts.sampling(self.stage)
+        if (known := parts.known(sampling, environment, judges)) is not None:
+            return known
+        with self.clock.of("evaluate"):
+            report = await parts.evaluate(self.setting, sampling)
+        parts.watch.emit(EvaluatedEvent(report, parts.version))
+        if report.failed and self.state.step:  # before the first step the pass rate says it
+            parts.say(f"{self.stage.name}: held-out samples could not be judged. {unjudged_words(report.groups)}")
+        parts.measured = MeasuredReport(parts.version, sampling, environment, judges, report)
+        if parts.run.record_episodes and not is_recorded(self, judges):
+            parts.book.write_evaluation(self.stage.name, self.state.step, report.groups)
+        return report
+
+    async def likelihood(self) -> HeldoutLoss | None:
+        """The loss of held-out demonstrations now, written down. None: the stage imitates none, or none is held out."""
+        if self._shown is None:
+            return None
+        with self.clock.of("evaluate"):
+            found = await self._shown.loss(self.parts.learner, self.stage.micro_tokens)
+        if found is not None:
+            self.parts.book.write_losses(self.stage.name, self.state.step, found)
+        return found
+
+    @property
+    def _unjudged_metric(self) -> float | None:
+        """By what checkpoints are compared where nothing judges answers: the held-out loss, lower is better."""
+        judges = declared(self.setting.environment).judges or self.setting.rollout.judges
+        return None if self.heldout_loss is None or judges or not self._on_its_tasks else -self.heldout_loss.score.mean
+
+    # --- borders -----------------------------------------------------------------------------------------------------
+
+    async def _border(self, report: EvaluationReport | None) -> None:
+        """Between two steps: checkpoint when due, and end here if somebody asked.
+
+        A stage that hands nothing on is not checkpointed: the run never goes on with its weights, and it is begun anew.
+        """
+        stage, step = self.stage, self.state.step
+        due = stage.checkpoint_every and step % stage.checkpoint_every == 0
+        stopped = bool(self.stopper.number) and self.at_rest
+        if stage.hands_on and (due or stopped):
+            await self.catch_up()
+            known = report.reward.known if self._on_its_tasks and report else None
+            self._checkpoint(known[0] if known else self._unjudged_metric)
+        if stopped:
+            raise self._interrupted(f"at {stage.name} step {step}")
+
+    def _interrupted(self, where: str) -> Interrupted:
+        kept = "it hands nothing on, so it is not checkpointed and begins anew"
+        return Interrupted(
+            self.stopper.number,
+            f"stopped {where}; {'the last checkpoint is complete' if self.stage.hands_on else kept}. Go on with:"
+            f" {command_line('run', '--resume', self.parts.book.folder)}",
+        )
+
+    def _checkpoint(self, metric: float | None) -> None:
+        """All that the run needs to go on from here: in the middle of the stage and at the end of the last one with
+        its optimizer, at the end of another one without."""
+        p, parts, s = self.progress, self.parts, self.progress.running
+        more = self._note_state()
+
+        def write(folder: Path) -> None:
+            save_weights(folder, parts.learner)
+            if s is not None or p.reopening is not None:
+                save_optimizer(folder, self.trainer.optimizer)
+                more(folder)
+
+        with self.clock.of("checkpoint"):
+            name = f"{p.version:08d}-{self.stage.name}-{s.step if s is not None else 0:06d}"
+            parts.book.checkpoint(name, write, p.plain(), metric)
+
+    def _load_optimizer(self, checkpoint: Path, trainer: Trainer) -> None:
+        load_optimizer(checkpoint, trainer.optimizer)
+        now = lambda: state_fingerprint(trainer.optimizer)  # noqa: E731
+        self.parts.watch.emit(RestoredEvent("optimizer state", self.state.optimizer, now))
+
+    def _result(self, report: EvaluationReport | None) -> StageResult:
+        p, stage = self.progress, self.stage
+        accuracy, reward = (report.accuracy.known, report.reward.known) if report else (None, None)
+        if stage.hands_on:  # nothing is known of these weights where they were not measured on the run's own tasks
+            p.accuracy, p.reward = (accuracy, reward) if self._of_the_run else (None, None)
+        return result_of(self, report)

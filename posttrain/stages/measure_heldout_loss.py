@@ -1,0 +1,96 @@
+"""Measures the held-out loss of a stage that imitates: the demonstrations of held-out tasks, the same each time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.config.run import Supervised
+from posttrain.config.stages.stage import Stage
+from posttrain.core import seeds
+from posttrain.core.batch import Packed
+from posttrain.core.measure.heldout_loss import HeldoutLoss
+from posttrain.core.ports import Dialogue, Environment, Learner, PairRenderer
+from posttrain.core.types import Task
+from posttrain.role.learning.demonstrations import Demonstrated, imitating, shown
+from posttrain.role.rollout import Rollout
+from posttrain.system.errors import InvariantError
+
+HELDOUT = 20_261_128
+"""Seed of held-out demonstrations. It is not the run's seed, so that runs of different seeds are measured on the
+same."""
+
+
+@dataclass
+class HeldoutDemonstrations:
+    """The demonstration of each held-out task, as a stage imitates them. They are written once."""
+
+    environment: Environment
+    renderer: PairRenderer
+    dialogue: Callable[[str], Dialogue]
+    stage: Supervised
+    context: int
+    _ones: list[Demonstrated] | None = None
+
+    @staticmethod
+    def of(
+        stage: Stage, environment: Environment, renderer: PairRenderer, rollout: Rollout
+    ) -> HeldoutDemonstrations | None:
+        """Those of a stage; None where it imitates none."""
+        how, context = imitating(stage), rollout.sampler.context
+        return how and HeldoutDemonstrations(environment, renderer, rollout.dialogue, how, context)
+
+    async def loss(self, learner: Learner, tokens: int) -> HeldoutLoss | None:
+        """Their loss under the learner's weights; None where no task is held out.
+
+        Args:
+            tokens: about so many are scored at once.
+        """
+        if self._ones is None:
+            self._ones = [await self._one(task) for task in self.environment.heldout]
+        return heldout_loss(learner, self._ones, tokens) if self._ones else None
+
+    async def _one(self, task: Task) -> Demonstrated:
+        rng = seeds.generator(HELDOUT, f"demonstration/{self.stage.style}/{task.id}", 0)
+        return await shown(self.environment, self.renderer, self.dialogue, self.stage, task, rng, self.context)
+
+
+def heldout_loss(learner: Learner, ones: Sequence[Demonstrated], tokens: int) -> HeldoutLoss:
+    """The loss of demonstrations under the learner's weights, about `tokens` tokens at once."""
+    rows: dict[str, tuple[float, float]] = {}
+    for part in _parts(ones, tokens):
+        logp_M = learner.score(Packed.of([s for d in part for s in d.segments])).astype(np.float64)
+        if wrong := int((~np.isfinite(logp_M)).sum()):
+            raise InvariantError(f"{wrong} tokens of held-out demonstrations have no finite log-prob")
+        at = 0
+        for d in part:
+            mine, at = logp_M[at : at + len(d.weight_M)], at + len(d.weight_M)
+            rows[_key(d)] = (float(-(d.weight_M * mine).sum()), float(d.weight_M.sum()))
+    return HeldoutLoss(rows)
+
+
+def _parts(ones: Sequence[Demonstrated], tokens: int) -> Iterator[list[Demonstrated]]:
+    part: list[Demonstrated] = []
+    size = 0
+    for d in ones:
+        length = sum(len(s.ids) for s in d.segments)
+        if part and size + length > tokens:
+            yield part
+            part, size = [], 0
+        part.append(d)
+        size += length
+    if part:
+        yield part
+
+
+def _key(d: Demonstrated) -> str:
+    """16 hex digits of the tokens and what is learned of them, so that runs share a row only where they score the
+    same."""
+    h = hashlib.blake2b(digest_size=8)
+    for s in d.segments:
+        h.update(s.ids.tobytes() + s.mask.tobytes())
+    h.update(d.weight_M.tobytes())
+    return h.hexdigest()

@@ -1,0 +1,196 @@
+"""Minibatches of judged completions, and how well scores order them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.core import abilities, seeds
+from posttrain.core.batch import Batch
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.judgements import Judgement, Kind, Label, Pair, Ranking, Rating, StepLabels
+from posttrain.core.measure.answer_steps import joined
+from posttrain.core.measure.interval import Score
+from posttrain.core.ports import Environment, PairRenderer, TaskSource
+from posttrain.core.streams import MARGIN, SIDE, WEIGHT
+from posttrain.core.types import Segment, Task
+from posttrain.role.learning.demonstrations import demonstration
+from posttrain.role.prompt_order import Prompts
+from posttrain.system.errors import DataError, InvariantError
+
+COMPARED: tuple[Kind, ...] = ("pair", "label")
+"""The kinds of judgement by which scores are compared, the better one first."""
+HELDOUT = 20_261_123
+"""Seed of held-out judgements. It is not the run's seed, so that runs of different seeds are measured on the same."""
+
+
+def walk(source: TaskSource, *, seed: int, stage: str, first: int, count: int) -> list[tuple[Task, int]]:
+    """`count` tasks with their visit numbers, after the first `first` ones. They are a function of the arguments, so
+    that a resumed run needs no state."""
+    prompts = Prompts(source, seeds.torch_seed(seed, f"judgements/{stage}"), cursor=first)
+    return [next(prompts) for _ in range(count)]
+
+
+def drawn(
+    environment: Environment, tasks: Sequence[tuple[Task, int]], kind: Kind, *, seed: int, stage: str
+) -> list[Judgement]:
+    """One judgement about each task. The random numbers of each are those of its task and visit alone."""
+    offered = abilities.judgements(environment)
+    return [
+        offered.draw(task, kind, seeds.generator(seed, f"judgement/{stage}/{task.id}", visit)) for task, visit in tasks
+    ]
+
+
+def completions(judgement: Judgement) -> tuple[tuple[str, int], ...]:
+    """Each completion of a judgement with its side: 1 chosen or good, 0 rejected or bad, and in a ranking the number of
+    completions that it was preferred to."""
+    match judgement:
+        case Pair(chosen=chosen, rejected=rejected):
+            return (chosen, 1), (rejected, 0)
+        case Label(completion=completion, good=good):
+            return ((completion, int(good)),)
+        case Ranking(completions=texts):
+            return tuple((text, len(texts) - 1 - i) for i, text in enumerate(texts))
+        case Rating(completion=completion):
+            return ((completion, 1),)
+        case StepLabels(steps=steps, labels=labels, separator=separator):
+            return ((joined(steps, separator)[0], int(min(labels) > 0)),)
+        case _:
+            raise InvariantError(f"a {type(judgement).__name__} is not a preference between completions")
+
+
+def segments(judgement: Judgement, renderer: PairRenderer, context: int) -> list[Segment]:
+    """The completions of a judgement as segments, each after its prompt, which is masked.
+
+    Raises:
+        DataError: one is empty, or longer than the model's context. The message has the row's place.
+    """
+    try:
+        return [
+            demonstration(renderer, judgement.task, judgement.task.prompt, text, context)
+            for text, _ in completions(judgement)
+        ]
+    except DataError as error:
+        raise judgement.told(str(error)) if judgement.place else error from error
+
+
+def longest(judgement: Judgement, renderer: PairRenderer) -> int:
+    """Tokens of its longest completion with the prompt."""
+    task = judgement.task
+    return max(
+        sum(len(ids) for ids in renderer.pair(task.prompt, text, task.id, task.tools))
+        for text, _ in completions(judgement)
+    )
+
+
+def misfit(judgement: Judgement, renderer: PairRenderer, context: int) -> str:
+    """What is wrong with a judgement that does not fit into the context, with its place; '' where it fits."""
+    tokens = longest(judgement, renderer)
+    return "" if tokens <= context else str(judgement.told(f"a completion with its prompt has {tokens} tokens"))
+
+
+@dataclass(frozen=True)
+class FittingTasks:
+    """A finite source without the tasks whose judgements do not fit into the context."""
+
+    tasks: tuple[Task, ...]
+    left_out: int
+    """Tasks that do not fit, held-out ones too."""
+    asked: int
+    """All tasks, held-out ones too."""
+    first: str
+    """About the first one that was left out; empty where none was."""
+
+    @property
+    def count(self) -> int | None:
+        return len(self.tasks)
+
+    def task(self, index: int) -> Task:
+        return self.tasks[index]
+
+    @staticmethod
+    def of(environment: Environment, kind: Kind, renderer: PairRenderer, context: int) -> FittingTasks | None:
+        """Those of the training tasks, or None where they are generated without end."""
+        source, held = environment.train, environment.heldout
+        if source.count is None:
+            return None
+        train = [source.task(i) for i in range(source.count)]
+        why = [
+            misfit(drawn(environment, [(task, 0)], kind, seed=0, stage="")[0], renderer, context)
+            for task in (*train, *held)
+        ]
+        fit = tuple(task for task, wrong in zip(train, why[: len(train)], strict=True) if not wrong)
+        return FittingTasks(fit, sum(map(bool, why)), len(why), next(filter(None, why), ""))
+
+
+def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: int) -> Batch:
+    """A minibatch in which each judgement is a unit, its completions in order.
+
+    Streams, the same for all tokens of a completion: SIDE, WEIGHT (the judgement's own, not normalised), and MARGIN
+    where all judgements are pairs with a margin.
+    """
+    parts = [segments(j, renderer, context) for j in judgements]
+    sides = [side for j in judgements for _, side in completions(j)]
+    weights = np.array([j.weight if isinstance(j, Pair) else 1.0 for j in judgements])
+    each_E = np.repeat(weights, [len(p) for p in parts])
+    flat = [s for p in parts for s in p]
+    spoken = [s.spoken for s in flat]
+    streams = {
+        SIDE: np.repeat(np.array(sides, np.int32), spoken),
+        WEIGHT: np.repeat(each_E, spoken),
+    }
+    margins = [j.margin for j in judgements if isinstance(j, Pair) and j.margin is not None]
+    if len(margins) == len(judgements):
+        streams[MARGIN] = np.repeat(np.repeat(np.array(margins, np.float64), [len(p) for p in parts]), spoken)
+    unit_E = np.repeat(np.arange(len(parts), dtype=np.int32), [len(p) for p in parts])
+    return Batch.of(flat, unit_E=unit_E, streams=streams)
+
+
+def heldout_judgements(environment: Environment) -> list[Judgement]:
+    """One judgement about each held-out task, the same in every evaluation and every run: pairs, else labelled
+    completions; none where the environment gives neither."""
+    offered = abilities.judgements(environment)
+    kind: Kind | None = next((k for k in COMPARED if k in offered.kinds), None)
+    if kind is None:
+        return []
+    return [
+        offered.draw(task, kind, seeds.generator(HELDOUT, f"judgement/{task.id}", 0)) for task in environment.heldout
+    ]
+
+
+@dataclass(frozen=True)
+class AgreementReport:
+    """How well scores order held-out pairs as they were judged. Each pair counts once; a tie counts half."""
+
+    accuracy: Score
+    margin: float
+    """Mean score of the chosen completion minus that of the rejected one."""
+
+    @staticmethod
+    def of(chosen: np.ndarray, rejected: np.ndarray) -> AgreementReport:
+        """From the scores of the two sides, one of each a pair. InvariantError where one is not finite."""
+        d = chosen - rejected
+        if not np.all(np.isfinite(d)):
+            raise InvariantError(
+                f"{int((~np.isfinite(d)).sum())} of {len(d)} held-out pairs have a score that is not finite"
+            )
+        ties = np.where(d == 0, 0.5, (d > 0).astype(np.float64))
+        return AgreementReport(Score.of(ties), float(d.mean()) if len(d) else float("nan"))
+
+    @staticmethod
+    def of_labels(score_E: np.ndarray, good_E: np.ndarray) -> AgreementReport | None:
+        """From the scores of labelled completions: for each good one, the share of the bad ones that it is above. None
+        where all have one label."""
+        good, bad = score_E[good_E], score_E[~good_E]
+        if not np.all(np.isfinite(score_E)):
+            raise InvariantError(f"{int((~np.isfinite(score_E)).sum())} held-out completions have no finite score")
+        if not len(good) or not len(bad):
+            return None
+        above = (good[:, None] > bad).mean(1) + 0.5 * (good[:, None] == bad).mean(1)
+        return AgreementReport(Score.of(above), float(good.mean() - bad.mean()))
+
+    def gauges(self) -> Gauges:
+        n = self.accuracy.prompts
+        return {"heldout/agreement": self.accuracy.gauge(), "heldout/margin": Gauge(self.margin * n if n else 0.0, n)}

@@ -1,0 +1,137 @@
+"""The stage that learns from preferences between its own samples: ask, judge, pair, one optimizer step, push."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from posttrain.algorithm.preference.preference_loss import PreferenceLoss
+from posttrain.algorithm.preference.preference_minibatch import prepared
+from posttrain.config.stages.preference_settings import OnlinePreference
+from posttrain.core.abilities import StepNumber
+from posttrain.core.exchange.experience import Experience
+from posttrain.core.gauge import Gauge, Step, merge
+from posttrain.core.ports import Reference
+from posttrain.core.scored import Credit
+from posttrain.core.streams import REFERENCE, START
+from posttrain.diagnose.gauges.rollout_gauges import rollout_gauges
+from posttrain.ladder.rollout_request import RolloutRequest
+from posttrain.role.episode_conversation import Player
+from posttrain.role.events import PlayedEvent
+from posttrain.role.prompt_order import Prompts
+from posttrain.role.roles import OnlineRoles
+from posttrain.stages.loop import Driver
+from posttrain.stages.preference.sampled_pairs import batch_of_pairs, sampled_pairs
+from posttrain.stages.progress import StageState
+from posttrain.stages.role_parts import frozen_start, same_reference, stage_parts
+from posttrain.stages.training_step import DataBatch, learn_from
+
+
+@dataclass
+class OnlineState(StageState):
+    """What the next step needs to know of those before it."""
+
+    cursor: int = 0
+    """Tasks that were asked so far."""
+    running: dict[str, float] = field(default_factory=dict[str, float])
+    """Moving averages of the algorithm."""
+
+
+class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=OnlinePreference, state=OnlineState):
+    """Learns from pairs of its own samples."""
+
+    measures_before = True
+
+    async def open(
+        self, checkpoint: Path | None
+    ) -> tuple[Callable[[int], Awaitable[Experience]], Callable[[Experience], Awaitable[Step]]]:
+        parts, stage, setting = self.parts, self.stage, self.setting
+        parts.say(
+            f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {stage.prompts} prompts x"
+            f" {stage.samples} samples = {stage.prompts * stage.samples} episodes a step, at most {stage.pairs} pairs"
+        )
+        reference, sampling, rollout = self._reference(checkpoint), parts.sampling(stage), setting.rollout
+        opponent = None
+        if stage.share is not None:
+            assert reference is not None  # a draw with an opponent reads it
+            opponent = parts.oppose(reference, stage.share)
+            player = Player(opponent.sampler, rollout.dialogue, sampling)
+            rollout = replace(rollout, opponents=dict.fromkeys(stage.opposed, player))
+        self.roles = OnlineRoles(
+            **stage_parts(self),
+            sampling=sampling,
+            rollout=rollout,
+            prompts=Prompts(setting.environment.train, parts.run.seed, self.state.cursor),
+            reference=reference,
+            opponent=opponent,
+            other_environments=parts.other_environments(stage),
+        )
+        await self._publish()
+        await self.watch.begin(self.roles)
+        return self._ask, self._learn
+
+    async def _publish(self) -> None:
+        """Policy and opponent sample with the learner's weights (the reference alone with its own)."""
+        await self.parts.publish()
+        if self.roles.opponent is not None:
+            await self.roles.opponent.follow(self.parts.version)
+
+    async def _ask(self, index: int) -> Experience:
+        """Play and judge the groups of step `index`."""
+        h, stage, version = self.roles, self.stage, self.trainer.version
+        request = RolloutRequest(
+            groups=stage.prompts, siblings=stage.samples, at=StepNumber(index, stage.steps), most=1
+        )
+        with self.clock.of("rollout"):
+            played, passed = await h.rollout.until(h.prompts, request, h.sampling, f"train/{stage.name}")
+        return Experience(index, version, played, passed, stage.prompts, h.sync.sampler.gauges(), h.prompts.cursor)
+
+    async def _learn(self, e: Experience) -> Step:
+        """One optimizer step on the pairs of an experience. A step without a pair changes nothing."""
+        h, a, stage = self.roles, self.stage.algorithm, self.stage
+        h.watch.emit(PlayedEvent(e))
+        found = sampled_pairs(e.groups, a, h.place)
+        played = merge(rollout_gauges(e, Credit((), 0.0)), e.engine, found.gauges())
+        self._record(e)
+        if not found.pairs:
+            h.sync.forget()  # as if weights had come
+            note = f"no prompt gave a pair: {found.tied} were judged alike, {found.unjudged} not judged"
+            seen = h.watch.take()
+            gauges = merge(played, {"optim/steps": Gauge(0, 1)}, seen.gauges)
+            return await h.watch.after(
+                Step(stage.name, e.index, self.trainer.version, gauges, h.clock.take(), (note, *seen.notes))
+            )
+        batch = batch_of_pairs(found.pairs, a)
+        with self.clock.of("score"):
+            if a.reads_reference:
+                assert h.reference is not None
+                batch = batch.having({REFERENCE: h.reference.score(batch)})
+            if a.reads_start:
+                batch = batch.having({START: h.learner.score(batch)})
+            batch, self.state.running = prepared(a, batch, self.state.running)
+        step = await learn_from(h, DataBatch(e.index, batch), PreferenceLoss(a), "completion", sampled=played)
+        with self.clock.of("sync"):
+            await h.sync.follow(self.trainer.version)
+            if h.opponent is not None:
+                await h.opponent.follow(self.trainer.version)
+        return step
+
+    def _record(self, e: Experience) -> None:
+        """Every sampled episode into the run folder."""
+        if self.parts.run.record_episodes:
+            with self.clock.of("book"):
+                self.parts.book.write_episodes(self.stage.name, e.index, Credit((), 0.0), e.groups)
+
+    def remember(self, asked: Experience, step: Step) -> Step:
+        self.state.cursor = asked.walked
+        return step
+
+    def _reference(self, checkpoint: Path | None) -> Reference | None:
+        """What the policy is compared with: a named model, or the policy as the stage began."""
+        parts, stage = self.parts, self.stage
+        if not stage.algorithm.reads_reference:
+            return None
+        if stage.reference is not None:
+            return same_reference(self, parts.teacher(stage.reference))
+        return frozen_start(self, checkpoint)

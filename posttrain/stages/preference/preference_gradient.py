@@ -1,0 +1,343 @@
+"""The gradient of a preference loss by each log-prob, from the definition, in numpy and float64. It shares no code with
+the loss, and reads none of the streams that are made for the loss over a whole minibatch.
+
+Pieces are known by the name of their class. For an algorithm with any other piece there is no second computation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from posttrain.checks.learning.credit_by_definition import kind, pieces
+from posttrain.checks.learning.gradient_by_definition import Demand
+from posttrain.core.batch import Batch
+from posttrain.core.streams import COLLISION, OPPONENT, REFERENCE, START
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
+
+KNOWN: dict[str, tuple[str, ...]] = {
+    "Total": (),
+    "Average": (),
+    "Desensitized": ("alpha",),
+    "LogOdds": (),
+    "ReverseKL": (),
+    "ForwardKL": (),
+    "JensenShannon": (),
+    "AlphaDivergence": ("alpha",),
+    "LogSigmoid": (),
+    "Hinge": ("delta",),
+    "Square": (),
+    "Exact": ("rate",),
+    "Discovered": ("tau",),
+    "NoiseContrast": (),
+    "Binary": (),
+    "SelfPlay": (),
+    "AnchoredZero": (),
+    "Prospect": (),
+    "AnchoredDown": (),
+    "Nash": (),
+    "Conservative": ("rate",),
+    "Robust": ("rate",),
+    "FixedMargin": ("gamma",),
+    "RatioMargin": ("ratio",),
+    "DataMargin": ("coef",),
+    "ChosenNLL": ("coef", "over"),
+    "GoldNLL": ("coef",),
+    "Optimism": ("coef",),
+}
+"""The pieces covered, each with the settings that are read. Any other setting must have its default."""
+READ = ("statistic", "divergence", "link", "noise", "margin", "add")
+"""The choices that hold pieces of the loss. `draw` says where pairs come from, and no gradient depends on it."""
+NUDGE = 1e-6
+"""How far scores are moved to see how much their rounding matters, relative to the sum of their absolute terms."""
+FLAT = ("AnchoredZero", "AnchoredDown", "Prospect")
+"""Links whose loss is a sigmoid. Where it is flat, the loss is near 1 and its slope is the small difference of two."""
+SAME = 1e-9
+"""Two numbers that are nearer than this may be sorted in either order."""
+
+
+def unknown(a: PreferenceAlgorithm) -> tuple[str, ...]:
+    """The names of its pieces that the definition here does not cover."""
+    found = [p for choice in READ for p in pieces(getattr(a, choice))]
+    return tuple(kind(p) for p in found if not _known(p))
+
+
+def _known(piece: Any) -> bool:
+    read = KNOWN.get(kind(piece))
+    return (
+        read is not None
+        and not piece.absent
+        and all(f.name in read or f.default is MISSING or getattr(piece, f.name) == f.default for f in fields(piece))
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class JudgedRows:
+    """How the completions of a minibatch were judged, as whoever judged them says it."""
+
+    side_E: np.ndarray
+    """1 chosen or good, 0 rejected or bad; in a ranking the number of completions it was preferred to."""
+    unit_E: np.ndarray
+    """The judgement of each completion, counted from 0."""
+    weight_U: np.ndarray
+    """How much each judgement counts, not normalised."""
+    margin_U: np.ndarray | None = None
+
+    @property
+    def weight_E(self) -> np.ndarray:
+        """The share of each completion's judgement in the minibatch."""
+        return (self.weight_U / self.weight_U.sum())[self.unit_E]
+
+    def at(self, side: int) -> np.ndarray:
+        """The completions of one side, in order."""
+        return np.flatnonzero(self.side_E == side)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tokens:
+    """The completions of a minibatch, token by token."""
+
+    sequence_M: np.ndarray
+    unit_E: np.ndarray
+
+    @property
+    def length_E(self) -> np.ndarray:
+        return np.bincount(self.sequence_M, minlength=len(self.unit_E))
+
+    def sum(self, x_M: np.ndarray) -> np.ndarray:
+        return np.bincount(self.sequence_M, x_M, len(self.unit_E))
+
+    def share(self, statistic: Any) -> np.ndarray:
+        """[M]: how much a token counts in the sum that its completion's score is made of."""
+        n_E = self.length_E
+        if kind(statistic) in ("Average", "LogOdds"):
+            return (1 / n_E)[self.sequence_M]
+        if kind(statistic) != "Desensitized":
+            return np.ones(len(self.sequence_M))
+        shortest_E = np.array([n_E[self.unit_E == u].min() for u in self.unit_E])
+        nth_M = np.concatenate([np.zeros(0, np.int64), *(np.arange(n) for n in n_E)])
+        return np.where(nth_M < shortest_E[self.sequence_M], 1.0, statistic.alpha)
+
+    def scores(self, a: PreferenceAlgorithm, l_M: np.ndarray) -> np.ndarray:
+        """[E]: h of each completion."""
+        return _score(a, self.sum(self.share(a.statistic) * l_M))[0]
+
+
+def _score(a: PreferenceAlgorithm, s_E: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """h of each completion, and its derivative by the (weighted) sum of its tokens."""
+    if kind(a.statistic) == "LogOdds":
+        rest = -np.expm1(np.minimum(s_E, -1e-30))
+        return s_E - np.log(rest), 1 / rest
+    match kind(a.divergence):
+        case "ForwardKL":
+            return -np.expm1(-s_E), np.exp(-s_E)
+        case "JensenShannon":
+            return np.log(2) - np.logaddexp(0, -s_E), _sigmoid(-s_E)
+        case "AlphaDivergence":
+            power = a.divergence.alpha - 1  # type: ignore[attr-defined]
+            return np.expm1(power * s_E) / power, np.exp(power * s_E)
+        case _:
+            return s_E, np.ones(len(s_E))
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return np.exp(-np.logaddexp(0, -x))
+
+
+def _bump(x: np.ndarray) -> np.ndarray:
+    """The derivative of the sigmoid."""
+    return _sigmoid(x) * _sigmoid(-x)
+
+
+def _of_difference(link: Any, x: np.ndarray, beta: float) -> np.ndarray:
+    """The derivative of a link of differences."""
+    match kind(link):
+        case "LogSigmoid":
+            return -_sigmoid(-x)
+        case "Hinge":
+            return np.where(x < link.delta, -1.0, 0.0)
+        case "Square":
+            return 2 * (x / beta - 1 / (2 * beta)) / beta
+        case "Exact":
+            return _bump(x) * (x - np.log((1 - link.rate) / link.rate))
+        case _:  # Discovered
+            m = _sigmoid(x / link.tau)
+            far, near = np.exp(-x), np.logaddexp(0, -x)
+            return m * (1 - m) / link.tau * (far - near) - (1 - m) * _sigmoid(-x) - m * far
+
+
+def _noisy(a: PreferenceAlgorithm, x: np.ndarray) -> np.ndarray:
+    """The derivative by x where labels may be wrong."""
+    up, noise = _of_difference(a.link, x, a.beta), a.noise
+    if noise is None:
+        return up
+    rate, down = noise.rate, _of_difference(a.link, -x, a.beta)  # type: ignore[attr-defined]
+    return (
+        (1 - rate) * up - rate * down
+        if kind(noise) == "Conservative"
+        else ((1 - rate) * up + rate * down) / (1 - 2 * rate)
+    )
+
+
+def _of_side(link: Any, u: np.ndarray, good: np.ndarray, beta: float) -> np.ndarray:
+    """The derivative of a link of sides by the reward."""
+    match kind(link):
+        case "NoiseContrast":
+            return 0.5 * _sigmoid(u) - np.where(good, _sigmoid(-u), 0.0)
+        case "Binary":
+            return np.where(good, -_sigmoid(-u), _sigmoid(u))
+        case "SelfPlay":
+            return 2 * (u - np.where(good, 0.5, -0.5)) / beta**2
+        case _:  # AnchoredZero, Prospect
+            return np.where(good, -_bump(u), _bump(u))
+
+
+@dataclass(frozen=True, eq=False)
+class _Constants:
+    """What a minibatch compares with, and what no gradient flows through."""
+
+    shift: float
+    match_E: np.ndarray
+    """What a completion's score (match=rewards), or its pair's margin (match=margins), is compared with."""
+    margin_U: np.ndarray
+    """In units of x."""
+    sure_E: np.ndarray
+    """False where the order of the minibatch is one of rounding."""
+
+
+def preference_demand(
+    a: PreferenceAlgorithm, batch: Batch, logp_M: np.ndarray, rows: JudgedRows, shift: float = 0.0
+) -> Demand | None:
+    """d loss / d logp over a whole minibatch; None if a piece is not covered.
+
+    Args:
+        batch: its tokens, with `REFERENCE`, `START`, `COLLISION` and `OPPONENT` where the algorithm reads them.
+        shift: what is subtracted from each reward (`shift=...`).
+    """
+    if unknown(a):
+        return None
+    tokens = _Tokens(batch.sequence_M, rows.unit_E)
+    weight_M = rows.weight_E[batch.sequence_M]
+    l_M = logp_M - batch[REFERENCE] if a.against == "reference" else logp_M
+    want_M, size_M = _added(a, batch, rows, tokens)
+    if kind(a.link) == "Nash":
+        chosen = (rows.side_E == 1)[batch.sequence_M]
+        assert rows.margin_U is not None
+        p_M = rows.margin_U[rows.unit_E][batch.sequence_M]
+        own_M = a.coef * weight_M * ~batch[OPPONENT]
+        paid = np.where(chosen, p_M, 1 - p_M) - 0.5
+        want_M = want_M + own_M * (a.beta * (logp_M - batch[REFERENCE]) - paid)
+        size_M = size_M + own_M * (a.beta * np.abs(l_M) + 0.5)
+        return Demand(want_M, size_M, np.ones(batch.spoken, bool))
+    fixed, share_M = _constants(a, batch, rows, tokens, shift), tokens.share(a.statistic)
+    # match=margins compares sums of log pi and of log ref apart
+    seen_M = logp_M if a.match == "margins" else l_M
+    sums_E, terms_E = tokens.sum(share_M * seen_M), tokens.sum(share_M * np.abs(seen_M))
+    of_unit_E = np.zeros(len(terms_E)) + (np.abs(fixed.margin_U)[rows.unit_E] + abs(fixed.shift)) / a.beta
+    terms_E = terms_E + of_unit_E + np.abs(fixed.match_E)
+    slope_E = _slope(a, rows, fixed, sums_E)
+    signed_E = NUDGE * terms_E * np.where(rows.side_E == 1, 1.0, -1.0)
+    apart_E = np.maximum(*(np.abs(_slope(a, rows, fixed, sums_E + d) - slope_E) for d in (signed_E, -signed_E)))
+    own_E = _own(batch, tokens, rows) if a.weights == "wpo" else np.ones(len(slope_E))
+    per_M = a.coef * weight_M * own_E[batch.sequence_M] * share_M
+    size_E = np.abs(slope_E) + apart_E / NUDGE
+    if kind(a.link) in FLAT:
+        size_E = size_E + 0.25 * a.beta * np.abs(_score(a, sums_E)[1])
+    return Demand(
+        want_M + per_M * slope_E[batch.sequence_M],
+        size_M + per_M * size_E[batch.sequence_M],
+        fixed.sure_E[batch.sequence_M],
+    )
+
+
+def _slope(a: PreferenceAlgorithm, rows: JudgedRows, fixed: _Constants, sums_E: np.ndarray) -> np.ndarray:
+    """[E]: the derivative of a judgement's loss by the sum of each completion's tokens, before weights."""
+    h_E, by_sum_E = _score(a, sums_E)
+    u_E, good = a.beta * h_E - fixed.shift, rows.side_E == 1
+    out = np.zeros(len(h_E))
+    if a.rows == "label":
+        return a.beta * by_sum_E * np.where(good, a.good, a.bad) * _of_side(a.link, u_E, good, a.beta)
+    c, r = rows.at(1), rows.at(0)
+    if a.match == "rewards":
+        out[c] = _noisy(a, a.beta * (h_E[c] - fixed.match_E[c]))
+        out[r] = -_noisy(a, a.beta * (fixed.match_E[r] - h_E[r]))
+    elif a.link.of == "sides":
+        out[c] = _of_side(a.link, u_E[c], good[c], a.beta)
+        out[r] = _of_side(a.link, u_E[r], good[r], a.beta)
+    elif kind(a.link) == "AnchoredDown":
+        out[r] = _bump(u_E[r] - u_E[c])
+        out[c] = _bump(u_E[c]) - out[r]
+    else:
+        x = u_E[c] - u_E[r] - fixed.margin_U - (a.beta * fixed.match_E[c] if a.match == "margins" else 0.0)
+        out[c] = _noisy(a, x)
+        out[r] = -out[c]
+    return a.beta * by_sum_E * out
+
+
+def _constants(a: PreferenceAlgorithm, batch: Batch, rows: JudgedRows, tokens: _Tokens, shift: float) -> _Constants:
+    units, margin = len(rows.weight_U), a.margin
+    margin_U = np.zeros(units)
+    match kind(margin):
+        case "FixedMargin":
+            margin_U += margin.gamma  # type: ignore[union-attr]
+        case "RatioMargin":
+            margin_U += margin.ratio * a.beta  # type: ignore[union-attr]
+        case "DataMargin":
+            assert rows.margin_U is not None
+            margin_U = margin.coef * rows.margin_U  # type: ignore[union-attr]
+        case _:
+            pass
+    match_E, sure_E = np.zeros(len(rows.unit_E)), np.ones(len(rows.unit_E), bool)
+    if a.match is not None:
+        c, r = rows.at(1), rows.at(0)
+        start_M, reference_M = (batch[s].astype(np.float64) for s in (START, REFERENCE))
+        if a.match == "margins":
+            own, other = (tokens.scores(a, x) for x in (start_M, reference_M))
+            match_E[c], sure = _at_rank(own[c] - own[r], other[c] - other[r])
+            match_E[r], sure_E[c], sure_E[r] = match_E[c], sure, sure
+        else:
+            h_E = tokens.scores(a, start_M - reference_M)
+            match_E[c], sure_E[c] = _at_rank(h_E[c], h_E[r])
+            match_E[r], sure_E[r] = _at_rank(h_E[r], h_E[c])
+    return _Constants(shift, match_E, margin_U, sure_E)
+
+
+def _at_rank(own: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The entry of `other` with the rank of each entry of `own`, and whether that rank is clear."""
+    rank = np.array([int((own < x).sum() + (own[:i] == x).sum()) for i, x in enumerate(own)])
+    near = np.abs(own[:, None] - own[None, :]) <= SAME * (1 + np.abs(own))[:, None]
+    return np.sort(other)[rank], near.sum(1) == 1
+
+
+def _own(batch: Batch, tokens: _Tokens, rows: JudgedRows) -> np.ndarray:
+    """[E]: how likely the policy says both sides of a pair: exp of the mean of log p - log sum p^2, multiplied."""
+    logp_M = batch[START].astype(np.float64)
+    mean_E = tokens.sum(logp_M - np.log(batch[COLLISION].astype(np.float64))) / tokens.length_E
+    return np.exp(np.bincount(rows.unit_E, mean_E))[rows.unit_E]
+
+
+def _added(a: PreferenceAlgorithm, batch: Batch, rows: JudgedRows, tokens: _Tokens) -> tuple[np.ndarray, np.ndarray]:
+    """The gradient of the added terms, and its size."""
+    weight_M, side_M = rows.weight_E[batch.sequence_M], rows.side_E[batch.sequence_M]
+    out = np.zeros(batch.spoken)
+    for term in a.add:
+        coef: float = term.coef  # type: ignore[attr-defined]
+        if kind(term) == "Optimism":
+            out = out + coef * weight_M * batch[OPPONENT]
+            continue
+        on_M = weight_M * (side_M == (2 if kind(term) == "GoldNLL" else 1))
+        whole = 1.0 if getattr(term, "over", "tokens") == "sequences" else on_M.sum()
+        out = out - coef * on_M / (whole or 1.0)
+    return out, np.abs(out)
+
+
+def running_shift(
+    a: PreferenceAlgorithm, batch: Batch, rows: JudgedRows, total: float, count: float
+) -> tuple[float, float]:
+    """(sum, count) of the rewards of all completions so far, this minibatch included, as `shift=running` reads them."""
+    start_M = batch[START].astype(np.float64)
+    l_M = start_M - batch[REFERENCE] if a.against == "reference" else start_M
+    u_E = a.beta * _Tokens(batch.sequence_M, rows.unit_E).scores(a, l_M)
+    return total + float(u_E.sum()), count + len(u_E)

@@ -1,0 +1,119 @@
+"""Whether what a preference loss compares with is the reference: a model that does not move, or its log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from posttrain.checks.check_schedule import due
+from posttrain.checks.sampling.sampler_checks import reference_unmoved
+from posttrain.core.batch import Batch, Packed
+from posttrain.core.gauge import Gauge
+from posttrain.core.streams import REFERENCE, START
+from posttrain.core.types import SHOWN, Segment
+from posttrain.role.events import DifferentiatedEvent, Event, Observer, ObserverReport, PackedEvent
+from posttrain.role.learner_passes import Needs
+from posttrain.role.learning.logprob_tolerance import CEILING, Exact, Gap, allowed, unmeasured
+from posttrain.role.learning.reference_scores import ReferenceScores
+from posttrain.role.roles import PreferenceRoles
+from posttrain.system.errors import InvariantError
+
+REMEMBERED = 4
+"""Units of the first step whose reference log-probs are compared again later."""
+
+
+def segments_of(packed: Packed, episodes: Sequence[int]) -> list[Segment]:
+    """The completions of a minibatch, built from its tokens alone."""
+    out: list[Segment] = []
+    for e in episodes:
+        ids = packed.ids_of(e)
+        mask = np.arange(len(ids)) >= len(ids) - int((packed.sequence_M == e).sum())
+        logp = np.where(mask, 0.0, np.nan).astype(np.float32)
+        out.append(Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), packed.sampling))
+    return out
+
+
+def reference_says(held_M: np.ndarray, now_M: np.ndarray, bound: Gap, what: str) -> None:
+    """The log-probs that a preference loss compares with are those that the reference gives these tokens."""
+    gap = Gap.of(held_M, now_M)
+    if not gap.worst <= bound.worst:
+        raise InvariantError(
+            f"{what} differ from those of the reference by up to {gap.worst:.3g} nats (bound {bound.worst:.2g}): they"
+            " are of another model, other weights, or other tokens. The reference is the policy as the stage began, or"
+            " the model that is named, never the policy of now"
+        )
+
+
+def starts_at_reference(
+    learner_M: np.ndarray, reference_M: np.ndarray, dtype: str, exact: Exact, temperature: float = 1.0
+) -> float:
+    """Before the first step of a stage that compares with its own start, every log-ratio is 0; returns the largest."""
+    gap = Gap.of(reference_M, learner_M)
+    bound = allowed(dtype, gap, learner_M, exact, temperature)
+    if not gap.worst <= bound.worst:
+        raise InvariantError(
+            "the policy is its own reference when the stage begins, so every log-ratio is 0, and one is"
+            f" {gap.worst:.3g} (bound {bound.worst:.2g} in {dtype}). The reference's log-probs are of another model, of"
+            " other tokens (template, padding, tokenizer), or in another order"
+        )
+    return gap.worst
+
+
+class ReferenceCheck(Observer):
+    """The reference is what the stage began with, at every `due` step; before the first one every log-ratio to it is
+    0. What is called the policy's start of a step (`START`) is what its forward pass says."""
+
+    def __init__(self, *, first: bool) -> None:
+        self._first = first
+        """Whether the stage starts here, not from a checkpoint."""
+        self._remembered: Batch | None = None
+
+    def needs(self, roles: PreferenceRoles, event: PackedEvent) -> Needs:
+        return Needs(logp=due(event.index))
+
+    def on_event(self, roles: PreferenceRoles, event: Event) -> ObserverReport | None:
+        match event:
+            case PackedEvent(index=index) if due(index) and roles.stage.algorithm.reads_reference:
+                self._unmoved(roles, event)
+            case DifferentiatedEvent(packed=packed, passes=passes) if due(packed.index):
+                logp_M = passes.joined(packed.batch, passes.logp).astype(np.float32)
+                return self._starts(roles, packed, logp_M)
+            case _:
+                pass
+        return None
+
+    def _unmoved(self, roles: PreferenceRoles, event: PackedEvent) -> None:
+        batch, dtype, reference = event.batch, roles.run.model.dtype, roles.reference
+        assert reference is not None
+        if self._remembered is None:
+            units = [batch.members(u) for u in range(min(REMEMBERED, batch.units))]
+            self._remembered = batch.select(np.concatenate(units))
+        some = self._remembered
+        if isinstance(reference, ReferenceScores):
+            now_M, then_M = (reference.of(segments_of(b, range(b.episodes))) for b in (batch, some))
+            bounds = Gap(0, 0), Gap(0, 0)
+        else:
+            reference_unmoved(reference)
+            now_M, then_M = reference.score(batch), reference.score(some)
+            bounds = unmeasured(dtype, batch.sampling.temperature), CEILING[dtype]
+        reference_says(batch[REFERENCE], now_M, bounds[0], "the reference log-probs in the minibatch")
+        reference_says(some[REFERENCE], then_M, bounds[1], "the reference log-probs of the first step")
+
+    def _starts(self, roles: PreferenceRoles, packed: PackedEvent, logp_M: np.ndarray) -> ObserverReport | None:
+        batch, dtype, gauges = packed.batch, roles.run.model.dtype, dict[str, Gauge]()
+        exact = lambda: roles.learner.exact(batch)  # noqa: E731
+        if START in batch:
+            gap = Gap.of(batch[START], logp_M)
+            if not gap.worst <= allowed(dtype, gap, logp_M, exact, batch.sampling.temperature).worst:
+                raise InvariantError(
+                    f"the policy's log-probs at the start of the step differ from its forward pass by {gap.worst:.3g}:"
+                    " what is made of them over the minibatch would be of other weights or other tokens"
+                )
+        if self._first and packed.index == 1:
+            own = roles.stage.algorithm.reads_reference and roles.stage.reference is None
+            if own:
+                worst = starts_at_reference(logp_M, batch[REFERENCE], dtype, exact, batch.sampling.temperature)
+                gauges["canary/reference_gap"] = Gauge(worst, 1)
+        self._first = False
+        return ObserverReport(gauges)

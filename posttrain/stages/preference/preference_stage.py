@@ -1,0 +1,254 @@
+"""The stage that learns from preferences: one minibatch of judged completions a step, and nothing is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from posttrain.algorithm.preference.preference_loss import PreferenceLoss
+from posttrain.algorithm.preference.preference_minibatch import mismatched, prepared, scores_of
+from posttrain.config.stages.preference_settings import Preference
+from posttrain.config.stages.stage import starts
+from posttrain.core.batch import Packed
+from posttrain.core.gauge import Step
+from posttrain.core.judgements import Judgement, Label
+from posttrain.core.ports import Reference, TaskSource
+from posttrain.core.streams import COLLISION, MARGIN, REFERENCE, START
+from posttrain.core.types import Segment
+from posttrain.role.learning.reference_scores import LogProbs, ReferenceScores
+from posttrain.role.roles import PreferenceRoles
+from posttrain.role.weights.saved_weights import restore, snapshot
+from posttrain.stages.loop import Driver
+from posttrain.stages.preference.judged_batches import (
+    AgreementReport,
+    FittingTasks,
+    batch_of,
+    completions,
+    drawn,
+    heldout_judgements,
+    misfit,
+    segments,
+    walk,
+)
+from posttrain.stages.progress import StageState
+from posttrain.stages.role_parts import data_parts
+from posttrain.stages.start_weights import load_kept
+from posttrain.stages.training_step import DataBatch, learn_from
+from posttrain.system.errors import DataError, InvariantError
+
+HELDOUT_PART = 256
+"""Held-out judgements that are scored at once."""
+
+
+@dataclass
+class PreferenceState(StageState):
+    """A minibatch is a function of (seed, stage, step), so nothing more of the data is remembered."""
+
+    reference: str = ""
+    """Fingerprint of the model that the policy is compared with; empty where there is none."""
+    running: dict[str, float] = field(default_factory=dict[str, float])
+    """Moving averages of the algorithm."""
+
+
+class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Preference, state=PreferenceState):
+    """Learns from judged completions."""
+
+    async def open(
+        self, checkpoint: Path | None
+    ) -> tuple[Callable[[int], Awaitable[DataBatch]], Callable[[DataBatch], Awaitable[Step]]]:
+        parts, stage, setting = self.parts, self.stage, self.setting
+        source = self._source()
+        each = {"pair": "pairs", "label": "labelled completions"}.get(stage.judged, stage.judged)
+        about = f"{stage.algorithm.name} ({stage.algorithm.paper})"
+        parts.say(f"{stage.name}: {about}; {stage.batch} {each} a step, {stage.steps} steps{_passes(source, stage)}")
+        self.roles = PreferenceRoles(
+            **data_parts(self),
+            source=source,
+            reference=None,
+        )
+        self._heldout = self._readable(heldout_judgements(setting.environment))
+        with self.clock.of("score"):
+            self.roles.reference = self._reference(checkpoint)
+        await self.watch.begin(self.roles)
+        return self._ask, self._learn
+
+    async def _ask(self, index: int) -> DataBatch:
+        """The minibatch of a step, with what the algorithm reads of models."""
+        h, a = self.roles, self.stage.algorithm
+        with self.clock.of("data"):
+            judged = self._judged(index)
+            batch = batch_of(judged, h.renderer, h.context)
+        with self.clock.of("score"):
+            if a.reads_reference:
+                batch = batch.having({REFERENCE: self._reference_logp(self._segments(judged))})
+            if a.reads_start:
+                batch = batch.having({START: h.learner.score(batch)})
+            if a.reads_collision:
+                batch = batch.having({COLLISION: h.learner.collision(batch)})
+            if a.reads_margin and MARGIN not in batch:
+                raise next(j for j in judged if getattr(j, "margin", None) is None).told(
+                    f"{a.name} reads a margin of each pair, and not every pair of the minibatch has one: give each row"
+                    " a margin, or set margin=none"
+                )
+            elsewhere = self._mismatched(judged) if a.reads_mismatched else None
+            batch, running = prepared(a, batch, self.state.running, elsewhere)
+        return DataBatch(index, batch, running)
+
+    def _mismatched(self, judged: Sequence[Judgement]) -> np.ndarray:
+        """float64 [E]: log-ratios of the policy to the reference of completions under other prompts."""
+        elsewhere = mismatched(self._segments(judged), self.roles.context)
+        packed = Packed.of(elsewhere)
+        ratio_M = self.roles.learner.score(packed).astype(np.float64) - self._reference_logp(elsewhere)
+        return np.bincount(packed.sequence_M, ratio_M, packed.episodes)
+
+    async def _learn(self, work: DataBatch) -> Step:
+        return await learn_from(self.roles, work, PreferenceLoss(self.stage.algorithm), "completion")
+
+    def remember(self, asked: DataBatch, step: Step) -> Step:
+        self.state.running = dict(asked.running)
+        return step
+
+    def agree(self) -> AgreementReport | None:
+        if not self._heldout:
+            return None
+        h, a = self.roles, self.stage.algorithm
+        scores: list[np.ndarray] = []
+        with self.clock.of("evaluate"):
+            for i in range(0, len(self._heldout), HELDOUT_PART):
+                judged = self._heldout[i : i + HELDOUT_PART]
+                batch = batch_of(judged, h.renderer, h.context)
+                logp_M = h.learner.score(batch).astype(np.float64)
+                if a.reads_reference:
+                    logp_M -= self._reference_logp(self._segments(judged))
+                scores.append(scores_of(a, batch, logp_M))
+        score_E = np.concatenate(scores)
+        if isinstance(self._heldout[0], Label):
+            return AgreementReport.of_labels(
+                score_E, np.array([isinstance(j, Label) and j.good for j in self._heldout])
+            )
+        return AgreementReport.of(score_E[0::2], score_E[1::2])
+
+    # --- data --------------------------------------------------------------------------------------------------------
+
+    def _judged(self, index: int) -> list[Judgement]:
+        """The judgements of step `index`, counted from 1."""
+        stage, h, seed = self.stage, self.roles, self.parts.run.seed
+        tasks = walk(h.source, seed=seed, stage=stage.name, first=(index - 1) * stage.batch, count=stage.batch)
+        return drawn(h.environment, tasks, stage.judged, seed=seed, stage=stage.name)
+
+    def _source(self) -> TaskSource:
+        """The training tasks whose judgements fit into the context.
+
+        Raises:
+            DataError: none does.
+        """
+        parts, environment = self.parts, self.setting.environment
+        if not self.stage.leaves_out_long:  # checked before the run began
+            return environment.train
+        fitting = FittingTasks.of(environment, self.stage.judged, parts.renderer, parts.sampler.context)
+        if fitting is None:
+            return environment.train
+        if not fitting.tasks:
+            raise DataError(
+                f"{self.stage.name}: no judgement fits into {parts.sampler.context} tokens. {fitting.first}"
+            )
+        if fitting.left_out:
+            parts.say(
+                f"{self.stage.name}: {fitting.left_out} of {fitting.asked} judgements are left"
+                f" out, because they do not fit into {parts.sampler.context} tokens, such as: {fitting.first}"
+            )
+        return fitting
+
+    def _readable(self, judged: list[Judgement]) -> list[Judgement]:
+        """Without those that do not fit into the context, where the stage leaves them out."""
+        if not self.stage.leaves_out_long:
+            return judged
+        return [j for j in judged if not misfit(j, self.parts.renderer, self.parts.sampler.context)]
+
+    # --- the reference -----------------------------------------------------------------------------------------------
+
+    def _segments(self, judged: Sequence[Judgement]) -> list[Segment]:
+        return [s for j in judged for s in segments(j, self.roles.renderer, self.roles.context)]
+
+    def _reference_logp(self, of: Sequence[Segment]) -> np.ndarray:
+        """float32 [M]: the reference's log-probs of these segments."""
+        reference = self.roles.reference
+        if reference is None:
+            raise InvariantError(f"{self.stage.name}: {self.stage.algorithm.name} reads a reference, and there is none")
+        return reference.of(of) if isinstance(reference, ReferenceScores) else reference.score(Packed.of(of))
+
+    def _ahead(self) -> bool:
+        """Whether the reference's log-probs are computed before the first step."""
+        if self.stage.ahead is not None:
+            return self.stage.ahead
+        return self.roles.source.count is not None and self.parts.run.model.lora is None
+
+    def _reference(self, checkpoint: Path | None) -> Reference | ReferenceScores | None:
+        """What the policy is compared with: a named model, or the policy as the stage began."""
+        parts, stage, state = self.parts, self.stage, self.state
+        if not stage.algorithm.reads_reference:
+            return None
+        if stage.reference is not None:
+            scorer = parts.teacher(stage.reference)
+            state.reference = self._same(scorer.fingerprint())
+            return self._computed(scorer) if self._ahead() else scorer
+        now = snapshot(parts.learner) if checkpoint is not None else None
+        if now is not None:
+            load_kept(parts, self.progress, starts(parts.run.stages, stage))
+        try:
+            if not self._ahead():
+                frozen = parts.freeze()
+                state.reference = self._same(frozen.digest)
+                return frozen
+            state.reference = self._same(parts.learner.fingerprint())
+            return self._computed(parts.learner)
+        finally:
+            if now is not None:
+                restore(parts.learner, now)
+
+    def _same(self, fingerprint: str) -> str:
+        """The fingerprint of the reference; InvariantError where a resumed run has another one than before."""
+        if self.state.reference not in ("", fingerprint):
+            raise InvariantError(
+                f"{self.stage.name}: the reference is not the model that this stage began with"
+                f" ({fingerprint[:12]}, and it was {self.state.reference[:12]}). Give the same model again, or begin a"
+                " new run"
+            )
+        return fingerprint
+
+    def _computed(self, scorer: LogProbs) -> ReferenceScores:
+        """The log-probs of all completions that the stage will meet. They are kept in the run folder."""
+        stage, parts, folder = self.stage, self.parts, f"reference-{self.stage.name}"
+        scores = ReferenceScores.load(parts.book.folder / folder, self.state.reference)
+        before = len(scores)
+        for met in self._met():  # each step's own pass, so that a longer stage computes the same bits
+            scores.add(scorer, scores.missing(met))
+        if len(scores) > before:
+            parts.book.anew(folder, scores.save)
+            parts.say(
+                f"{stage.name}: reference log-probs of {len(scores) - before:,} completions computed;"
+                f" {scores.tokens:,} tokens are kept in {folder}"
+            )
+        return scores
+
+    def _met(self) -> Iterator[list[Segment]]:
+        """The held-out completions, then those that each step will meet for the first time."""
+        stage, met = self.stage, set[tuple[str, object]]()
+        yield self._segments(self._heldout)
+        for step in range(1, stage.steps + 1):
+            judged = self._judged(step)
+            if stage.algorithm.reads_mismatched:
+                yield mismatched(self._segments(judged), self.roles.context)
+            new = [j for j in judged if (j.task.id, completions(j)) not in met]
+            met.update((j.task.id, completions(j)) for j in new)
+            yield self._segments(new)
+
+
+def _passes(source: TaskSource, stage: Preference) -> str:
+    """How often the stage meets its data, in words; empty where it is generated without end."""
+    if not source.count:
+        return ""
+    return f", {stage.steps * stage.batch / source.count:.2g} passes over {source.count:,} judgements"

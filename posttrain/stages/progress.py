@@ -1,0 +1,135 @@
+"""Where a run stands, as plain data: part of every checkpoint. What one kind of stage remembers is its own type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.core.exchange.sharded_protocols import DividedState
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.role.trainer import WeightOptimizer
+from posttrain.system import dataclass_json
+from posttrain.system.subclass_registry import Open
+
+
+def state_fingerprint(optimizer: WeightOptimizer) -> str:
+    """Exact digest of an optimizer's whole state."""
+    if isinstance(optimizer, DividedState):
+        return optimizer.fingerprint()
+    return fingerprint(optimizer.state_tensors().items())
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What one stage did, in plain numbers (it is part of every later checkpoint's state)."""
+
+    name: str
+    kind: str
+    steps: int
+    optimizer_steps: int
+    seconds: float
+    roles: Mapping[str, float]
+    accuracy: tuple[float, float, float] | None
+    """Share of held-out answers that are right (pass@1) with its 95 % interval; None where nothing was measured,
+    nothing could be judged, or outcomes are grades that tell no such share (`core.measure.right`)."""
+    greedy: float | None
+    """The same of argmax answers."""
+    pass_at: Mapping[str, float]
+    before: float | None
+    """Accuracy the stage started from."""
+    why: str
+    start: str
+    """Name of the kept weights it started from: a stage's, or `start`."""
+    time_of: str | None = None
+    """The earlier stage whose wall time was its own."""
+    hands_on: bool = True
+    """Whether the run went on with its weights."""
+    reward: tuple[float, float, float] | None = None
+    """Mean held-out outcome with its 95 % interval. It leads where outcomes are grades."""
+    reward_before: float | None = None
+    graded: bool = False
+    """Whether held-out outcomes are grades, not pass or fail."""
+    peaks: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Peak bytes of each role."""
+    agreement: tuple[float, float, float] | None = None
+    """Of a stage that learns from judgements: share of held-out pairs that its scores order as they were judged, with
+    its 95 % interval."""
+    agreement_before: float | None = None
+    loss: tuple[float, float, float] | None = None
+    """Of a stage that imitates: the held-out loss with its 95 % interval."""
+    loss_before: float | None = None
+    proxy: tuple[float, float, float] | None = None
+    """Mean of what was paid for held-out answers with its 95 % interval, where accuracy and reward are of what is
+    measured and not paid."""
+    proxy_before: float | None = None
+
+
+@dataclass
+class StageState(Open, begin=True):
+    """Where a stage stands, of whatever kind. Each kind has a subclass with what it remembers beside this."""
+
+    step: int = 0
+    optimizer_steps: int = 0
+    before: float | None = None
+    reward_before: float | None = None
+    proxy_before: float | None = None
+    optimizer: str = ""
+    """Fingerprint of the optimizer's state at the checkpoint."""
+    agreement_before: float | None = None
+    loss_before: float | None = None
+    reference_digest: str = ""
+    """Fingerprint of the reference; '' where the stage reads none."""
+    skipped: int = 0
+    """Optimizer steps in a row that were left out, up to now."""
+    lowest: float | None = None
+    """The best held-out figure up to now, where `patience` counts: the loss, or minus what is better when it rises."""
+    lowest_at: int = 0
+    """The step after which it was measured."""
+    waited: int = 0
+    """Evaluations in a row since then."""
+    ended: str = ""
+    """Why the stage needs no further step, where a stop condition was met."""
+    seconds: float = 0.0
+    roles: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Wall seconds so far, whole and per role."""
+    peaks: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Peak bytes so far, per role."""
+
+
+@dataclass(frozen=True)
+class Reopening:
+    """What lets a finished run go on with its last stage, as if that stage had been longer from the beginning."""
+
+    progress: Mapping[str, Any]
+    """The progress as it was before the stage was ended."""
+    gauges: Mapping[str, Any]
+    """Sum and count of each gauge of the last evaluation, where a longer stage would have evaluated at this step too:
+    they then belong to its last line of the record. Empty: it would not have."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands. Everything here is a function of what was done, except `seconds`, `roles` and
+    `peaks`."""
+
+    stage: int = 0
+    """Stages that are done."""
+    version: int = 0
+    weights: str = ""
+    """Fingerprint of the policy's weights at the checkpoint."""
+    accuracy: tuple[float, float, float] | None = None
+    """Last measured of the weights the run has come to, on its own held-out tasks."""
+    reward: tuple[float, float, float] | None = None
+    checks: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What those who check the run keep of it, over all stages."""
+    results: tuple[StageResult, ...] = ()
+    kept: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Fingerprints of the weights that stay in the run folder, by their names."""
+    running: StageState | None = None
+    """Where the stage stands that was cut in its middle."""
+    reopening: Reopening | None = None
+    """Of a run that is finished, where its last stage can go on."""
+
+    def plain(self) -> dict[str, Any]:
+        return dataclass_json.to_plain(self)

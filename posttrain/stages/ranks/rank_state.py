@@ -1,0 +1,340 @@
+"""What a rank holds, and the work that all ranks do together. Rank 0 orders it (`rank_lead`), the others do what they
+are told (`rank_worker`); each function here runs on every rank at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from posttrain.config.run import Model
+from posttrain.config.stages.stage import Optimizer, Stage
+from posttrain.core.batch import Packed
+from posttrain.core.exchange.expert_choices import Routers
+from posttrain.core.exchange.ranks import ALONE, Ranks, check_same, of_every
+from posttrain.core.exchange.shards import Shard
+from posttrain.core.ports import Reference
+from posttrain.engine.adapters.adapter_modules import switched_off
+from posttrain.engine.files.fingerprint import fingerprint
+from posttrain.engine.files.safetensors_rows import RowFiles
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.engine.parallel.gather import gathered
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
+from posttrain.engine.parallel.sharded_adapter_probe import loud_rows, put_rows
+from posttrain.engine.parallel.sharded_checkpoint import masters_of
+from posttrain.engine.parallel.sharded_cut import first_row
+from posttrain.engine.parallel.sharded_learner import ShardedLearner
+from posttrain.engine.parallel.sharded_reference import Mould, frozen_rows
+from posttrain.engine.parallel.tensor_parallel import TensorLearner
+from posttrain.engine.parallel.tensor_reference import TensorReference
+from posttrain.role.events import Event, Observer
+from posttrain.role.trainer import Trainer
+from posttrain.role.weights.saved_parts import SavedTensors, write_part
+from posttrain.role.weights.saved_weights import OPTIMIZER, REWARD_HEAD, WEIGHTS
+from posttrain.system.errors import DataError, RunFolderError
+
+RankLearner = ShardedLearner | TensorLearner
+Work = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function of this kind and its arguments after the state."""
+
+
+@dataclass(frozen=True)
+class RowProbe:
+    """The fixed sequence that a check scores, where `StageRoles` has its `Sync`."""
+
+    probe_ids: Any
+
+
+@dataclass(frozen=True)
+class RowRun:
+    """The model's settings, where `StageRoles` has its `Run`."""
+
+    model: Model
+
+
+@dataclass
+class RowRoles:
+    """What a check of a rank's own rows reads: a part of `role.roles.StageRoles`."""
+
+    run: RowRun
+    stage: Stage
+    learner: RankLearner
+    trainer: Trainer
+    sync: RowProbe
+
+
+@dataclass
+class RankState:
+    """What a rank holds of a run."""
+
+    ranks: ProcessRanks
+    own: RankLearner | None = None
+    mould: Mould | None = None
+    optimizer: StageOptimizer | None = None
+    trained: Trainer | None = None
+    references: dict[int, Reference] = field(default_factory=dict[int, Reference])
+    copies: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
+    """Weights that are kept in memory, by the number that rank 0 knows them by."""
+    quiet: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """An adapter's own numbers while it is loud."""
+    checks: Sequence[Observer] = ()
+    """The checks of this rank's own rows."""
+    roles: Any = None
+    event: Event | None = None
+    """The event of the step that observers have now."""
+
+    @property
+    def learner(self) -> RankLearner:
+        assert self.own is not None
+        return self.own
+
+    @property
+    def rows(self) -> ShardedLearner:
+        """The learner, where it has rows of every weight."""
+        assert isinstance(self.own, ShardedLearner)
+        return self.own
+
+    @property
+    def sharing(self) -> Ranks:
+        """The ranks that share a minibatch: each computes all of it where its layers are cut by columns and rows."""
+        return ALONE if isinstance(self.own, TensorLearner) else self.ranks
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self.trained is not None
+        return self.trained
+
+    @property
+    def version(self) -> int:
+        """Of this rank's weights."""
+        return 0 if self.trained is None else self.trained.version
+
+
+# --- the learner ------------------------------------------------------------------------------------------------------
+
+
+def ask_learner(state: RankState, method: str, given: tuple[Any, ...]) -> Any:
+    """What a method of the learner returns that reads whole weights."""
+    return getattr(state.learner, method)(*given)
+
+
+def ask_followed(state: RankState, method: str, given: tuple[Any, ...]) -> Any:
+    """The same of the learner whose passes follow the choices of a batch."""
+    return getattr(_routers(state).followed(), method)(*given)
+
+
+def ask_routers(state: RankState, method: str, packed: Packed, replay: bool) -> Any:
+    """What the routers do in a pass of all ranks."""
+    return getattr(_routers(state), method)(packed, replay=replay)
+
+
+def _routers(state: RankState) -> Routers:
+    found = state.learner.routers()
+    assert found is not None
+    return found
+
+
+def freeze(state: RankState, number: int, dropped: Sequence[int]) -> str:
+    """Keep a frozen copy of the weights; returns its digest. Those that nobody reads any more are freed."""
+    for old in dropped:
+        state.references.pop(old, None)
+    assert state.mould is not None
+    learner = state.learner
+    made = (
+        TensorReference(learner, state.mould)
+        if isinstance(learner, TensorLearner)
+        else frozen_rows(learner, state.mould, state.ranks)
+    )
+    state.references[number] = made
+    return made.digest
+
+
+def ask_reference(state: RankState, number: int, method: str, given: tuple[Any, ...]) -> Any:
+    return getattr(state.references[number], method)(*given)
+
+
+def send_weights(state: RankState) -> None:
+    """Send this rank's parts of the weights to rank 0, which reads them from `gathered` itself."""
+    for _ in gathered(state.learner.shards(), state.ranks, state.version):
+        pass
+
+
+def make_loud(state: RankState) -> None:
+    """Let the adapter add random numbers to what its layers compute, until `make_quiet`."""
+    state.quiet = loud_rows(state.rows)
+
+
+def make_quiet(state: RankState) -> None:
+    put_rows(state.learner, state.quiet)
+    state.quiet = {}
+
+
+def score_without_adapter(state: RankState, packed: Packed) -> Any:
+    with switched_off(state.learner.policy.module):
+        return state.learner.packed_score(packed)
+
+
+def see_files(state: RankState, folder: str) -> list[str]:
+    """What each rank sees of a model's files in a folder: a digest, or why it sees none."""
+    try:
+        found = RowFiles(Path(folder)).digest
+    except DataError as error:
+        found = str(error)
+    return state.ranks.every(found)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(state: RankState, config: Optimizer, make: Callable[..., StageOptimizer], given: Any) -> None:
+    """As in one process, master copies begin with the rounded weights."""
+    learner = state.learner
+    if isinstance(learner, TensorLearner):
+        state.optimizer = make(learner.parameters(), config, *given, parts=learner)
+        return
+    learner.round_masters()
+    state.optimizer = make(learner.parameters(), config, *given, ranks=state.ranks)
+
+
+def make_trainer(state: RankState, micro_tokens: int, version: int) -> None:
+    assert state.optimizer is not None
+    state.trained = Trainer(state.learner, state.optimizer, micro_tokens, version, ranks=state.sharing)
+
+
+def watch(state: RankState, model: Model, stage: Stage, checks: Sequence[Observer], probe_ids: Any) -> None:
+    """Take checks of the own rows, which begin now."""
+    state.checks = checks
+    state.roles = RowRoles(RowRun(model), stage, state.learner, state.trainer, RowProbe(probe_ids))
+
+
+def begin_check(state: RankState, number: int) -> None:
+    asyncio.run(state.checks[number].begin(state.roles))
+
+
+def check_rows(state: RankState, number: int) -> Any:
+    """One check observes the event of now on every rank, each with its own rows."""
+    assert state.event is not None
+    return state.checks[number].on_event(state.roles, state.event)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def write_weights(state: RankState, folder: str) -> None:
+    _write(state, Path(folder) / WEIGHTS, state.learner.rounded_rows(), lambda name: name)
+
+
+def write_state(state: RankState, folder: str) -> None:
+    _write(state, Path(folder) / OPTIMIZER, _whole_state(state), _parameter)
+
+
+def _whole_state(state: RankState) -> dict[str, Tensor]:
+    """The optimizer's state as one process has it: with the master copies, which over ranks the learner holds."""
+    assert state.optimizer is not None
+    return masters_of(state.learner, state.optimizer) | state.optimizer.state_tensors()
+
+
+def read_weights(state: RankState, folder: str) -> None:
+    """Take this rank's rows of the weights in a folder, whoever wrote them."""
+    of_every(state.ranks, lambda: _read_weights(state, Path(folder) / WEIGHTS))
+
+
+def _read_weights(state: RankState, path: Path) -> None:
+    saved, own = SavedTensors(path), state.learner.parameters()
+    names = set(saved.shapes)
+    if not any(n.startswith(REWARD_HEAD) for n in own):
+        names = {n for n in names if not n.startswith(REWARD_HEAD)}
+    places = {name: part_of(state.learner, name, p.detach()) for name, p in own.items()}
+    wrong = sorted(names ^ set(own)) or [n for n in own if saved.shapes[n] != places[n].shape]
+    if wrong:
+        raise RunFolderError(
+            f"{path} belong to another model: {', '.join(wrong[:4])} differ. Resume with the model the run was started"
+            " with"
+        )
+    with torch.no_grad():
+        for name, place in places.items():
+            own[name].copy_(saved.box(name, place.offsets, tuple(place.tensor.shape)))
+
+
+def read_state(state: RankState, folder: str) -> None:
+    """Take this rank's part of an optimizer's state."""
+    assert state.optimizer is not None
+    saved, own, optimizer = SavedTensors(Path(folder) / OPTIMIZER), state.learner.parameters(), state.optimizer
+    out: dict[str, Tensor] = {}
+    for name, shape in saved.shapes.items():
+        parameter = own.get(_parameter(name))
+        place = None if parameter is None else part_of(state.learner, _parameter(name), parameter.detach())
+        if place is None or not shape:
+            out[name] = saved.tensor(name)
+        elif place.shape != shape:
+            raise RunFolderError(
+                f"the optimizer state is of other parameters ({name!r} does not fit): resume with the model and stage"
+                " the run was started with"
+            )
+        else:
+            out[name] = saved.box(name, place.offsets, tuple(place.tensor.shape))
+    masters = masters_of(state.learner, optimizer)
+    if missing := sorted(masters.keys() - out.keys()):
+        raise RunFolderError(f"the optimizer state lacks {missing[0]!r}: resume with the model and stage of the run")
+    with torch.no_grad():
+        for name in masters:
+            own[_parameter(name)].copy_(out[name])
+    kept = optimizer.state_tensors().keys()
+    optimizer.load_state_tensors({n: t for n, t in out.items() if n not in masters or n in kept})
+
+
+def state_fingerprint(state: RankState) -> str:
+    """Of the whole state of the optimizer. One tensor is whole at a time."""
+    held = _whole_state(state)
+    check_same(
+        state.ranks, sorted(held), "optimizer state", "A rank left out an update: go on from the last checkpoint"
+    )
+    learner = state.learner
+
+    def whole(name: str, tensor: Tensor) -> Tensor:
+        cut: Any = learner.like(_parameter(name), tensor) if tensor.ndim else tensor
+        return cut.full_tensor() if isinstance(cut, DTensor) else tensor
+
+    return fingerprint((name, whole(name, held[name])) for name in sorted(held))
+
+
+def keep_copy(state: RankState, number: int) -> None:
+    state.copies[number] = {n: p.detach().clone() for n, p in state.learner.parameters().items()}
+
+
+def put_copy(state: RankState, number: int) -> None:
+    put_rows(state.learner, state.copies.pop(number))
+
+
+def part_of(learner: RankLearner, name: str, own: Tensor) -> Shard:
+    """The rank's part of something as large as a parameter, with its place."""
+    if isinstance(learner, TensorLearner):
+        return learner.place(name, own)
+    whole: DTensor = learner.like(name, own)  # type: ignore[assignment]
+    return Shard(name, own, tuple(whole.shape), (first_row(whole), *[0] * (whole.ndim - 1)))
+
+
+def _write(state: RankState, path: Path, own: dict[str, Tensor], parameter: Callable[[str], str]) -> None:
+    """Of copies of the weights the first is written."""
+    first_copy = state.ranks.rank < state.ranks.world // state.ranks.replicas
+
+    def shard(name: str, tensor: Tensor) -> Shard:
+        if not tensor.ndim:
+            return Shard.of(name, tensor)
+        place = part_of(state.learner, parameter(name), tensor)
+        return Shard(name, tensor if first_copy else tensor[:0], place.shape, place.offsets)
+
+    write_part(path, (shard(n, t) for n, t in own.items()), state.ranks.rank, state.ranks.world)
+    state.ranks.every("written")
+
+
+def _parameter(name: str) -> str:
+    """The parameter that a tensor of an optimizer's state belongs to: exp_avg.w -> w."""
+    return name.partition(".")[2]

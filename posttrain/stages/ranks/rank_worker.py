@@ -1,0 +1,136 @@
+"""A rank that is not rank 0: it does what rank 0 orders until there is nothing more.
+
+It keeps no record, samples nothing and asks nobody. In a step of the trainer it stands still wherever observers are
+told of an event, and does there what rank 0's observers ask of all ranks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from posttrain.algorithm.loss.losses import Loss
+from posttrain.core.batch import Batch
+from posttrain.engine.parallel.ranks.rank_orders import OrdersEnded, RankOrders, Store, met
+from posttrain.engine.parallel.ranks.rank_processes import KEY
+from posttrain.role.events import Event, Observers, PackedEvent
+from posttrain.role.learner_passes import Needs
+from posttrain.role.trainer import NonFiniteGradient
+from posttrain.stages.ranks.rank_state import RankState
+from posttrain.system.errors import PosttrainError
+from posttrain.system.terminal_output import tell
+
+EXCHANGE = "an exchange with another rank failed"
+"""Begins the words of a rank that failed because another one did."""
+
+
+@dataclass(frozen=True)
+class Proceed:
+    """Rank 0's observers are through with an event. `value`: what they said."""
+
+    value: Any = None
+
+
+def serve(rank: int, world: int, path: str, seconds: float, replicas: int = 1) -> None:
+    """What a process that the run has started on this machine runs."""
+    store = FileStore(path, -1)
+    sys.exit(work(store, rank, world, seconds, replicas, key=store.get(KEY), local=True))
+
+
+def work(
+    store: Store, rank: int, world: int, seconds: float, replicas: int = 1, *, key: bytes, local: bool = False
+) -> int:
+    """Do what rank 0 orders; returns the exit code of the process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides when the run ends
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    with met(store, rank, world, seconds, replicas, key=key, local=local) as ranks:
+        orders = RankOrders(ranks, store)
+        try:
+            RankWorker(RankState(ranks), orders).until_ended()
+        except OrdersEnded:
+            return 0
+        except BaseException as error:
+            orders.fail(_told(error))
+            if not isinstance(error, PosttrainError):
+                tell(traceback.format_exc().rstrip(), file=sys.stderr)
+            return 1
+    return 0
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError) and of_exchange(error):
+        return f"{EXCHANGE}: {error}"
+    return f"{type(error).__name__}: {error}"
+
+
+def of_exchange(error: BaseException) -> bool:
+    """Whether an error is of torch.distributed: a rank is gone, or did not come in time."""
+    words = ("gloo", "Connection closed", "Connection reset", "Timed out", "timed out", "Broken pipe", "recvBytes")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+class RankWorker:
+    """Takes one order after the other."""
+
+    def __init__(self, state: RankState, orders: RankOrders) -> None:
+        self.state, self.orders = state, orders
+
+    def until_ended(self) -> None:
+        while True:
+            self.until_proceed()
+
+    def until_proceed(self) -> Any:
+        """Do what is ordered until rank 0's observers are through; returns what they said."""
+        while True:
+            order = self.orders.next()
+            if isinstance(order, Proceed):
+                self.orders.done()
+                return order.value
+            if isinstance(order, StepOrder):
+                self._step(order)
+            else:
+                function, given = order
+                function(self.state, *given)
+            self.orders.done()
+
+    def _step(self, order: StepOrder) -> None:
+        try:
+            self.state.trainer.step(
+                order.batch, order.loss, StandingObservers(self), index=order.index, first=order.first
+            )
+        except NonFiniteGradient:
+            self.state.trainer.learner.train_mode(False)  # rank 0 has the same error, and decides
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """A step of the trainer on a minibatch."""
+
+    batch: Batch
+    loss: Loss
+    index: int
+    first: bool
+
+
+class StandingObservers(Observers):
+    """Stands where rank 0's observers are told of an event, until they are through."""
+
+    def __init__(self, worker: RankWorker) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def needs(self, event: PackedEvent) -> Needs:
+        return self._worker.until_proceed()
+
+    def emit(self, event: Event) -> None:
+        self._worker.state.event = event
+        self._worker.until_proceed()
+        self._worker.state.event = None

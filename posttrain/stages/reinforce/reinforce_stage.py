@@ -1,0 +1,323 @@
+"""The stage that learns from reward: `ask` and `learn` of the step, on the six roles."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from posttrain.algorithm.credit.step_credit.step_credit.adaptive_coefficients import AdaptiveState
+from posttrain.algorithm.loss.losses import Reads
+from posttrain.config.run import Reinforce
+from posttrain.core.batch import Packed
+from posttrain.core.exchange.experience import Experience
+from posttrain.core.gauge import Step
+from posttrain.core.measure.interval import number_text
+from posttrain.core.ports import Reference
+from posttrain.core.sampling import Sampling
+from posttrain.ladder.pieces.implicit import ImplicitOthers
+from posttrain.record.queued_groups import QUEUE, REPLAY, QueuedGroup, load_groups, save_groups
+from posttrain.role.events import RestoredEvent
+from posttrain.role.group_queue import GroupQueue, GroupSource, Waves
+from posttrain.role.heldout_evaluation import EvaluationReport
+from posttrain.role.learning.hinted_teacher import Hints
+from posttrain.role.learning.implicit_reward_model import ImplicitModel
+from posttrain.role.learning.replay_buffer import ReplayBuffer
+from posttrain.role.pack import batch_algebra
+from posttrain.role.prompt_order import Prompts
+from posttrain.role.roles import ReinforceRoles, stream_of
+from posttrain.role.trainer import Trainer
+from posttrain.role.weights.saved_weights.saved_weights.saved_weights import (
+    load_optimizer,
+    load_weights,
+    save_optimizer,
+    save_weights,
+)
+from posttrain.stages.loop import Driver
+from posttrain.stages.progress import StageState
+from posttrain.stages.reinforce.teacher_average import AveragePolicy
+from posttrain.stages.role_parts import frozen_start, same_reference, stage_parts
+from posttrain.stages.run_parts import nothing_waits
+from posttrain.stages.start_weights import keep
+from posttrain.stages.training_step import ask, learn
+
+IMPLICIT = "implicit"
+"""The folder of a checkpoint that holds the implicit process reward model."""
+
+
+@dataclass
+class ReinforceState(StageState):
+    """What the next step needs to know of those before it."""
+
+    cursor: int = 0
+    """Tasks that were asked so far."""
+    walked: int = 0
+    """Those of them whose groups a step has taken."""
+    queue: tuple[QueuedGroup, ...] = ()
+    """Groups that were asked ahead, in order. Of those that had ended, the episodes lie beside the weights."""
+    replay: tuple[QueuedGroup, ...] = ()
+    """What the replay buffer held. `begun` is the step."""
+    versions: tuple[int, ...] = ()
+    """Of the weights, at the beginning of the last steps."""
+    memory: AdaptiveState = AdaptiveState()
+    """What the algorithm remembers."""
+    rates: dict[str, float] = field(default_factory=dict[str, float])
+    visits: dict[str, int] = field(default_factory=dict[str, int])
+    """What a curriculum has seen of each task."""
+    reference: str = ""
+    """Name of the kept weights the reference was last refreshed with; '' where it never was."""
+    implicit: str = ""
+    """Fingerprint of the implicit process reward model; '' where the algorithm reads none."""
+
+
+class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinforce, state=ReinforceState):
+    """Learns from reward."""
+
+    measures_before = True
+
+    def measured_before(self, report: EvaluationReport | None) -> None:
+        if report is not None and report.proxy is not None:
+            self.parts.say(
+                f"before RL: held-out answers are worth {report.reward}, and its reward pays {report.proxy} for them"
+            )
+            return
+        self.parts.say(
+            productive_band(report) if report else "no task is held out, so nothing is measured (env.heldout=0)"
+        )
+
+    async def open(
+        self, checkpoint: Path | None
+    ) -> tuple[Callable[[int], Awaitable[Experience]], Callable[[Experience], Awaitable[Step]]]:
+        parts, stage = self.parts, self.stage
+        self.roles = self._roles(self._reference(checkpoint), self._implicit(checkpoint))
+        played, _, learned = batch_algebra(stage).partition(" -> ")
+        parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {played}")
+        parts.say(f"  -> {learned}")
+        for line in staleness_words(stage, parts.run.deterministic):
+            parts.say(line)
+        if stage.algorithm.curriculum is not None and self.roles.prompts.curriculum is None:
+            parts.say(
+                f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has"
+                " nothing to choose from"
+            )
+        await parts.publish()
+        self._resume_queue(checkpoint)
+        await self.watch.begin(self.roles)
+        return partial(ask, self.roles), partial(learn, self.roles)
+
+    async def close(self) -> None:
+        self.parts.sync.ready = self.parts.queue = None
+        await self.roles.groups.close()
+
+    @property
+    def at_rest(self) -> bool:
+        return self.parts.sampler.version == self.trainer.version
+
+    async def catch_up(self) -> None:
+        await self.parts.publish()
+
+    def note(self) -> Callable[[Path], None]:
+        state, prompts, groups = self.state, self.roles.prompts, self.roles.groups
+        state.cursor, state.rates, state.visits = prompts.cursor, dict(prompts.rates), dict(prompts.visits)
+        state.walked, state.versions = groups.cursor, tuple(groups.versions)
+        state.queue, ended = groups.queued() if isinstance(groups, GroupQueue) else ((), ())
+        buffer = self.roles.replay
+        state.replay, kept = (buffer.rows(), [b.group for b in buffer.held]) if buffer else ((), [])
+        implicit = self.roles.implicit
+        state.implicit = implicit.fingerprint() if implicit else ""
+        written = [(name, groups) for name, groups in ((QUEUE, ended), (REPLAY, kept)) if groups]
+
+        def write(folder: Path) -> None:
+            for name, found in written:
+                save_groups(folder / name, found)
+            if implicit is not None:
+                (folder / IMPLICIT).mkdir()
+                save_weights(folder / IMPLICIT, implicit.trainer.learner)
+                save_optimizer(folder / IMPLICIT, implicit.trainer.optimizer)
+
+        return write
+
+    def reads(self, packed: Packed) -> Reads:
+        a = self.stage.algorithm
+        some = np.resize(packed.target_M, (packed.spoken, a.stores_top)) if a.stores_top else None
+        return Reads(a.entropy is not None, a.learns_values is not None, some, heard=a.hears)
+
+    def remember(self, asked: Experience, step: Step) -> Step:
+        self.state.memory = self.roles.adaptive
+        return self._refresh(step)
+
+    def enough(self, report: EvaluationReport | None) -> str:
+        if self.stage.target is not None and report is not None and report.reward.mean >= self.stage.target:
+            return f"target {self.stage.target:g} reached at step {self.state.step}"
+        return super().enough(report)
+
+    def _implicit(self, checkpoint: Path | None) -> ImplicitModel | None:
+        """The implicit process reward model, where the algorithm reads one. It begins as the policy does."""
+        stage, baseline = self.stage, self.stage.algorithm.baseline
+        if not isinstance(baseline, ImplicitOthers):
+            return None
+        own = replace(stage.optimizer, lr=stage.optimizer.lr * baseline.lr_factor)
+        learner, optimizer = self.parts.beside(own)
+        model = ImplicitModel(Trainer(learner, optimizer, stage.micro_tokens), baseline.beta)
+        if checkpoint is not None:
+            load_weights(checkpoint / IMPLICIT, learner)
+            load_optimizer(checkpoint / IMPLICIT, optimizer)
+            what = "implicit process reward model"
+            self.parts.watch.emit(RestoredEvent(what, self.state.implicit, model.fingerprint))
+        return model
+
+    def _roles(self, reference: Reference | None, implicit: ImplicitModel | None) -> ReinforceRoles:
+        parts, stage, state = self.parts, self.stage, self.state
+        source, curriculum = self.setting.environment.train, stage.algorithm.curriculum
+        prompts = Prompts(source, parts.run.seed, state.cursor, curriculum, dict(state.rates), dict(state.visits))
+        sampling = parts.sampling(stage)
+        return ReinforceRoles(
+            **stage_parts(self),
+            sampling=sampling,
+            rollout=self.setting.rollout,
+            prompts=prompts,
+            groups=self._groups(prompts, sampling),
+            replay=ReplayBuffer(stage.replay, parts.run.seed, stage.name) if stage.replay else None,
+            reference=reference,
+            implicit=implicit,
+            adaptive=state.memory,
+            other_environments=parts.other_environments(stage),
+            own_reference=stage.reference is None and stage.algorithm.hint is None,
+            hints=self._hints(),
+        )
+
+    def _hints(self) -> Hints | None:
+        how = self.stage.algorithm.hint
+        if how is None:
+            return None
+        average = AveragePolicy(self.parts.learner, self.trainer.optimizer) if how.weights == "average" else None
+        return Hints(how, self.setting.rollout, average)
+
+    def _groups(self, prompts: Prompts, sampling: Sampling) -> GroupSource:
+        """Groups are played for the step that learns from them, or ahead of it."""
+        stage, state, rollout, stream = self.stage, self.state, self.setting.rollout, stream_of(self.stage)
+        begun = (self.trainer.version,) * stage.most_behind
+        versions = deque(state.versions or begun, maxlen=stage.most_behind + 1)
+        if not stage.staleness:
+            return Waves(rollout, prompts, sampling, stream, versions)
+        request, run = stage.algorithm.request(stage), self.parts.run
+        return GroupQueue(
+            rollout,
+            prompts,
+            sampling,
+            stream,
+            request,
+            state.step + 1,
+            stage.steps,
+            stage.staleness,
+            run.deterministic,
+            stage.unfinished == "ask_again",
+            versions,
+            nothing_waits if stage.unfinished == "pause" else self.parts.idle,
+            state.walked,
+        )
+
+    def _resume_queue(self, checkpoint: Path | None) -> None:
+        """Take up the groups that were asked ahead of a checkpoint, and those of the replay buffer."""
+        groups, buffer, state = self.roles.groups, self.roles.replay, self.state
+        if buffer is not None and checkpoint is not None and state.replay:
+            buffer.restore(state.replay, load_groups(checkpoint / REPLAY, state.replay))
+        if not isinstance(groups, GroupQueue):
+            return
+        self.parts.sync.ready, self.parts.queue = groups.ready, groups
+        if checkpoint is not None and state.queue:
+            groups.restore(state.queue, load_groups(checkpoint / QUEUE, state.queue, groups.prompts.source.task))
+
+    def _reference(self, checkpoint: Path | None) -> Reference | None:
+        """The frozen model the algorithm reads: a named one, or the policy as the stage began or as it was last
+        refreshed with."""
+        parts = self.parts
+        if not self.stage.algorithm.reads & {"reference", "teacher"} or self.stage.algorithm.own_teacher:
+            return None
+        if self.stage.reference is not None and not self.state.reference:
+            return same_reference(self, parts.teacher(self.stage.reference))
+        return frozen_start(self, checkpoint, self.state.reference)
+
+    def _refresh(self, step: Step) -> Step:
+        """The policy becomes its own reference where the algorithm says so; its weights are kept, for a resumed run."""
+        every = self.stage.algorithm.refresh
+        if not every or step.index % every:
+            return step
+        self.roles.reference = reference = self.parts.freeze()
+        self.state.reference_digest = reference.digest
+        self.state.reference = f"{step.stage}-reference-{step.index:06d}"
+        keep(self.parts, self.progress, self.state.reference)
+        return replace(step, notes=(*step.notes, f"the reference is now the policy of step {step.index}"))
+
+
+def staleness_words(stage: Reinforce, deterministic: bool) -> list[str]:
+    """What it means for this stage that samples may be older than the weights that learn from them."""
+    a, most, again = stage.algorithm, stage.most_behind, stage.replay
+    if not most and again is None:
+        return []
+    ahead = f"{stage.name}: staleness={stage.staleness}"
+    waits = "; new weights wait until all that was asked has ended" if stage.staleness and deterministic else ""
+    out = [f"{ahead}: samples may be {most} step{'s' * (most > 1)} older than the learner{waits}"] if most else []
+    if again is not None:
+        out.append(
+            f"{stage.name}: each step learns again from up to {again.groups} groups of the {again.age} steps before it"
+        )
+    if a.anchor == "start" and not a.correction:
+        out.append(
+            f"{stage.name}: {a.name} compares with the learner at the start of a step, so it cannot see that samples"
+            " are older, and learns from them as if they were its own. algorithm=decoupled_ppo,"
+            " algorithm.anchor=behaviour or algorithm.correction=truncate sees it"
+        )
+    return out
+
+
+PRODUCTIVE = (0.1, 0.8)
+"""Pass rates before reinforcement between which most groups have both right and wrong answers."""
+
+
+def productive_band(report: EvaluationReport) -> str:
+    """Whether reinforcement has work to do: the pass rate before it is `PRODUCTIVE`; of grades, whether the answers to
+    one prompt differ in reward. No rate is said where nothing could be judged."""
+    if report.unmeasured:
+        return (
+            f"pass rate before RL: not known, none of {report.unjudged} held-out samples could be judged."
+            f" {report.unmeasured}"
+        )
+    left = (
+        f" ({report.unjudged} of {sum(len(g.episodes) for g in report.groups)} samples could not be judged and are left"
+        " out)"
+        if report.unjudged
+        else ""
+    )
+    if report.graded:
+        return _spread_before(report) + left
+    (low, high), rate = PRODUCTIVE, report.pass_at[1].mean if report.pass_at else 0.0
+    if low <= rate <= high:
+        return f"pass rate before RL: {rate:.1%}, inside the productive band ({low:.0%} to {high:.0%}){left}"
+    advice = (
+        "most groups will be all wrong: teach it more by imitation first"
+        if rate < low
+        else "most groups will be all right: use harder tasks"
+    )
+    return f"pass rate before RL: {rate:.1%}, OUTSIDE the productive band ({low:.0%} to {high:.0%}); {advice}{left}"
+
+
+def _spread_before(report: EvaluationReport) -> str:
+    """The band of rewards that are grades: groups teach where their answers earn differently."""
+    groups = [g for g in report.groups if sum(e.figure is not None for e in g.episodes) > 1]
+    begun = f"mean reward before RL: {number_text(report.reward.mean, '.4g')}"
+    if not groups:
+        return f"{begun}; one sample of a prompt does not tell the spread within a group (evaluation.samples=4 does)"
+    share = sum(g.mixed for g in groups) / len(groups)
+    each = min(len(g.episodes) for g in groups)
+    seen = f"{begun}; the answers to one prompt differ in reward on {share:.0%} of the prompts ({each} samples each)"
+    if share >= PRODUCTIVE[0]:
+        return f"{seen}: groups have a spread to learn from"
+    return (
+        f"{seen}: most groups will have NO SPREAD, and teach nothing. A reward of finer grades, a higher"
+        " sampling.temperature, or prompts of another difficulty give it"
+    )

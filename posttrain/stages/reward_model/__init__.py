@@ -1,0 +1,1 @@
+"""The stage that trains a reward model, its batches and its checks."""

@@ -1,0 +1,253 @@
+"""Minibatches of a reward model, and how well its scores order held-out judgements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.algorithm.preference.reward_model_loss import RankingLoss
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.core import abilities, seeds
+from posttrain.core.batch import Batch
+from posttrain.core.judgements import Judgement, Kind, Label, Rating
+from posttrain.core.measure.interval import Score
+from posttrain.core.ports import Environment, Learner, PairRenderer
+from posttrain.core.streams import RATING, SIDE, STEP, WEIGHT
+from posttrain.core.types import Episode
+from posttrain.diagnose.reward_quality import flattery
+from posttrain.role.judges.step_completion import TokenEnds
+from posttrain.role.judges.step_scores import step_labels, step_scores
+from posttrain.stages.preference.judged_batches import HELDOUT, AgreementReport, batch_of, completions
+from posttrain.system.errors import DataError, InvariantError
+
+PART = 256
+"""Held-out judgements that are scored at once."""
+
+
+def reward_batch(
+    judged: Sequence[Judgement],
+    stage: RewardModel,
+    renderer: PairRenderer,
+    context: int,
+    ends: TokenEnds | None = None,
+) -> Batch:
+    """`batch_of` these judgements, each with its share of the minibatch as WEIGHT; with RATING where they are
+    ratings, and with STEP where they are labels of steps.
+
+    Args:
+        ends: of the tokenizer; labels of steps need it.
+
+    Raises:
+        DataError: all have weight 0; one has no rating of the stage's attributes, or a rating that is no class. The
+            message has its place.
+    """
+    batch = batch_of(judged, renderer, context)
+    first_S = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
+    unit_S = np.arange(len(first_S)) if batch.unit_E is None else batch.unit_E
+    total = float(batch[WEIGHT][first_S[np.searchsorted(unit_S, np.arange(batch.units))]].sum())
+    if not total > 0:
+        raise DataError("every judgement of the minibatch has weight 0: give at least one a weight above 0")
+    batch = batch.having({WEIGHT: batch[WEIGHT] / total})
+    if stage.judgement == "steps":
+        assert ends is not None
+        return batch.having({STEP: step_labels(judged, stage, batch, ends)})
+    if stage.judgement != "rating":
+        return batch
+    rating_SK = np.array([_ratings(j, stage) for j in judged])
+    return batch.having({RATING: rating_SK[batch.segment_M]})
+
+
+def ranking_loss(stage: RewardModel) -> RankingLoss:
+    """The loss that a stage asks for."""
+    return RankingLoss(
+        judged=stage.judgement,
+        shape=stage.shape,
+        margin=stage.margin,
+        centre=stage.centre,
+        pairs=stage.pairs,
+        regularise=stage.regularise,
+        alpha=stage.alpha,
+        beta=stage.beta,
+    )
+
+
+def _ratings(judgement: Judgement, stage: RewardModel) -> list[float]:
+    """Its rating of each attribute, NaN where it has none."""
+    assert isinstance(judgement, Rating)
+    found = [float(judgement.ratings.get(name, math.nan)) for name in stage.attributes]
+    if all(math.isnan(x) for x in found):
+        rated = ", ".join(judgement.ratings) or "nothing"
+        raise judgement.told(
+            f"it rates {rated}, and {stage.name} learns {', '.join(stage.attributes)}: leave the row out, or name other"
+            f" attributes ({stage.name}.attributes)"
+        )
+    if any(math.isinf(x) for x in found):
+        raise judgement.told("a rating is infinite: give a finite number")
+    if stage.classes and not (found[0] == int(found[0]) and 0 <= found[0] < stage.classes):
+        raise judgement.told(
+            f"the rating {found[0]:g} of {stage.attributes[0]} is none of the classes 0 to {stage.classes - 1}: number"
+            f" them from 0, or learn the number ({stage.name}.classes=0)"
+        )
+    return found
+
+
+def heldout_of_kind(environment: Environment, kind: Kind) -> list[Judgement]:
+    """One judgement of this kind about each held-out task, the same in every evaluation and every run."""
+    draw = abilities.judgements(environment).draw
+    return [draw(task, kind, seeds.generator(HELDOUT, f"judgement/{task.id}", 0)) for task in environment.heldout]
+
+
+def heldout_agreement(
+    judged: Sequence[Judgement],
+    stage: RewardModel,
+    learner: Learner,
+    renderer: PairRenderer,
+    context: int,
+    ends: TokenEnds | None = None,
+) -> AgreementReport | None:
+    """How well the scores order held-out judgements; None where these order nothing.
+
+    Of labelled steps each right one is compared with all wrong ones (the area under the ROC curve). Pairs as they
+    are. A ranking counts as the mean over its pairs. Single completions are paired at random, each with one whose label
+    or rating differs, so that the pairs are independent.
+    """
+    score: list[float] = []
+    worth: list[float] = []
+    unit: list[int] = []
+    for i in range(0, len(judged), PART):
+        part = judged[i : i + PART]
+        batch = reward_batch(part, stage, renderer, context, ends)
+        if stage.judgement == "steps":
+            at = np.flatnonzero(~np.isnan(batch[STEP]))
+            score += step_scores(learner, batch)[at].tolist()
+            worth += batch[STEP][at].tolist()
+            continue
+        first = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
+        score += learner.rewards(batch).astype(np.float64).tolist()
+        known = batch[RATING if stage.judgement == "rating" else SIDE][first]
+        worth += (np.nanmean(known, 1) if known.ndim > 1 else known).astype(np.float64).tolist()
+        unit += (i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)).tolist()
+    if stage.judgement == "steps":
+        return AgreementReport.of_labels(np.array(score), np.array(worth) > 0.5)
+    return agreement(np.array(score), np.array(worth), _partners(judged, np.array(worth), np.array(unit)))
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredJudgements:
+    """Judged completions with the scores that a reward model gives them.
+
+    score, worth (how they were judged; more is better), tokens (of the completion) and flattery (phrases of it) are
+    float64 [S]. unit is int64 [S]: completions of one unit are compared with each other; -1: with none.
+    """
+
+    score: np.ndarray
+    worth: np.ndarray
+    tokens: np.ndarray
+    flattery: np.ndarray
+    unit: np.ndarray
+
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of all pairs inside units that were judged differently the (better, worse) completions, int64 [P]."""
+        better: list[int] = []
+        worse: list[int] = []
+        for u in np.unique(self.unit[self.unit >= 0]).tolist():
+            own = np.flatnonzero(self.unit == u)
+            one, other = np.nonzero(self.worth[own][:, None] > self.worth[own][None])
+            better += own[one].tolist()
+            worse += own[other].tolist()
+        return np.array(better, np.int64), np.array(worse, np.int64)
+
+
+def scored_judgements(
+    environment: Environment, kind: Kind, learner: Learner, renderer: PairRenderer, context: int, *, whole: bool
+) -> ScoredJudgements:
+    """Judgements about held-out tasks, or with `whole` about all tasks of a finite source, with their scores."""
+    draw, source = abilities.judgements(environment).draw, environment.train
+    tasks = [*environment.heldout]
+    if whole and source.count is not None:
+        tasks += [source.task(i) for i in range(source.count)]
+    judged = [draw(t, kind, seeds.generator(HELDOUT, f"judgement/{t.id}", 0)) for t in tasks]
+    score: list[float] = []
+    worth: list[float] = []
+    tokens: list[float] = []
+    unit: list[int] = []
+    for i in range(0, len(judged), PART):
+        batch = batch_of(judged[i : i + PART], renderer, context)
+        spoken = np.bincount(batch.segment_M, minlength=len(batch.lengths_S))
+        score += learner.rewards(batch).astype(np.float64).tolist()
+        worth += batch[SIDE][np.cumsum(spoken) - spoken].astype(np.float64).tolist()
+        tokens += spoken.astype(np.float64).tolist()
+        unit += (i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)).tolist()
+    partners = _partners(judged, np.array(worth), np.array(unit))
+    flattering = np.array([float(flattery(text)) for j in judged for text, _ in completions(j)])
+    return ScoredJudgements(np.array(score), np.array(worth), np.array(tokens), flattering, partners)
+
+
+def scored_answers(
+    answers: Sequence[Sequence[Episode]],
+    worth: Callable[[Episode], float | None],
+    learner: Learner,
+    renderer: PairRenderer,
+    context: int,
+) -> ScoredJudgements:
+    """The answers of a policy, prompt by prompt, with their scores; those of one prompt are a unit.
+
+    Args:
+        worth: what an answer is worth, known of all. Values are rounded to 1e-9, so that float noise is no order.
+    """
+    episodes = [e for of_prompt in answers for e in of_prompt]
+    judged = [Label(task=e.task, completion=e.text, good=True) for e in episodes]
+    score: list[float] = []
+    tokens: list[float] = []
+    for i in range(0, len(judged), PART):
+        batch = batch_of(judged[i : i + PART], renderer, context)
+        score += learner.rewards(batch).astype(np.float64).tolist()
+        tokens += np.bincount(batch.segment_M, minlength=len(batch.lengths_S)).astype(np.float64).tolist()
+    values = [value for e in episodes if (value := worth(e)) is not None]
+    return ScoredJudgements(
+        np.array(score),
+        np.round(np.array(values, np.float64), 9),
+        np.array(tokens),
+        np.array([float(flattery(e.text)) for e in episodes]),
+        np.repeat(np.arange(len(answers)), [len(of_prompt) for of_prompt in answers]),
+    )
+
+
+def _partners(judged: Sequence[Judgement], worth: np.ndarray, unit: np.ndarray) -> np.ndarray:
+    """int64 [S]: the unit of each completion, where single ones are joined in pairs; -1 where none is left for it."""
+    if not judged or not isinstance(judged[0], Label | Rating):
+        return unit
+    out, waiting = np.full(len(unit), -1), list[int]()
+    for s in seeds.generator(0, "heldout-pairs", len(unit)).permutation(len(unit)).tolist():
+        other = next((w for w in waiting if worth[w] != worth[s]), None)
+        if other is None:
+            waiting.append(s)
+        else:
+            waiting.remove(other)
+            out[s] = out[other] = s
+    return out
+
+
+def agreement(score: np.ndarray, worth: np.ndarray, unit: np.ndarray) -> AgreementReport | None:
+    """The share of pairs inside units that scores order as their worth does, a tie of scores counting half.
+
+    Raises:
+        InvariantError: a score is not finite.
+    """
+    if not np.all(np.isfinite(score)):
+        raise InvariantError(
+            f"{int((~np.isfinite(score)).sum())} of {len(score)} scores of held-out completions are not finite"
+        )
+    shares, gaps = list[float](), list[float]()
+    for u in np.unique(unit[unit >= 0]).tolist():
+        own = np.flatnonzero(unit == u)
+        better, worse = np.nonzero(worth[own][:, None] > worth[own][None])
+        if not len(better):
+            continue
+        gap = score[own][better] - score[own][worse]
+        shares.append(float(((gap > 0) + (gap == 0) / 2).mean()))
+        gaps.append(float(gap.mean()))
+    return AgreementReport(Score.of(shares), float(np.mean(gaps))) if shares else None

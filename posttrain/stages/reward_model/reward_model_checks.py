@@ -1,0 +1,233 @@
+"""Whether a reward model is trained on what was judged: its head gets a gradient and is read at the end, the sides of a
+judgement are those that were judged and share their prompt, each ends in one stop token, and the loss is its
+definition's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.checks.check_schedule import due
+from posttrain.checks.data_checks import demonstration_ends_once
+from posttrain.checks.judging.step_label_checks import expected_step_loss, steps_are_as_judged
+from posttrain.checks.sampling.sampler_checks import reference_unmoved
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.core.batch import Batch
+from posttrain.core.exchange.row_gradient import held
+from posttrain.core.gauge import Step
+from posttrain.core.judgements import Judgement, Label, Pair
+from posttrain.core.ports import Learner
+from posttrain.core.streams import REFERENCE
+from posttrain.role.events import Event, Observer, ObserverReport, PackedEvent
+from posttrain.role.learning.logprob_tolerance import unmeasured
+from posttrain.role.learning.probe_tokens import packed_text
+from posttrain.role.roles import RewardRoles
+from posttrain.stages.preference.preference_data import (
+    judged_again,
+    rows_of,
+    sides_are_as_judged,
+    tokens_are_as_judged,
+    told,
+)
+from posttrain.stages.preference.preference_reference import reference_says, starts_at_reference
+from posttrain.system.errors import InvariantError
+
+HEAD = "reward_head."
+APART = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
+"""Largest difference of a loss from its definition's, relative to it and at least to 1, by the dtype of the model."""
+FELT = 1e-6
+"""By how much a score must change, relative to its size, where the token changes at which it is read."""
+
+
+def score_reaches(learner: Learner, ids: np.ndarray) -> None:
+    """The reward head and the weights beneath it get a gradient from the score of a fixed text.
+
+    Raises:
+        InvariantError: names those that get none.
+    """
+    learner.train_mode(True)
+    text = packed_text(ids, prompt=len(ids) // 2)
+    rewards = learner.forward(text, entropy=False, value=False, rewards=True, logp=False).rewards
+    assert rewards is not None
+    score: torch.Tensor = rewards.score
+    parameters = dict(learner.parameters())
+    head = {n: p for n, p in parameters.items() if n.startswith(HEAD)}
+    deaf = [n for n, p in head.items() if not p.requires_grad]
+    if not deaf and score.requires_grad:
+        found = torch.autograd.grad(score.sum(), list(parameters.values()), allow_unused=True)
+        heard = {n for n, g in zip(parameters, found, strict=True) if g is not None and bool(held(g).any())}
+        deaf = [n for n in head if n not in heard]
+        beneath = any(n not in head for n in heard)
+    else:
+        deaf, beneath = list(head), True
+    learner.train_mode(False)
+    if deaf or not head:
+        raise InvariantError(
+            f"{', '.join(deaf) or 'the reward head'} gets no gradient from the score that it makes: it would stay as it"
+            " was drawn. Look for a detach, a hook, or requires_grad=False in the reward head"
+        )
+    if not beneath:
+        raise InvariantError(
+            "no weight beneath the reward head gets a gradient from its score: the model would stay as it was loaded."
+            " Look for a detach between the hidden states and the head"
+        )
+
+
+def sides_share_their_prompt(batch: Batch, text: Any) -> None:
+    """The completions of a judgement follow the same prompt, and are not all the same.
+
+    Raises:
+        InvariantError: names the first judgement whose prompts or completions are wrong.
+    """
+    ends = np.cumsum(batch.lengths_S)
+    begin = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
+    for unit in range(batch.units):
+        own = batch.members(unit)
+        prompts = {batch.ids_N[ends[s] - batch.lengths_S[s] : batch.source_M[begin[s]] + 1].tobytes() for s in own}
+        if len(prompts) > 1:
+            s = int(own[-1])
+            raise InvariantError(
+                f"the completions of judgement {unit} of the minibatch follow different prompts, such as"
+                f" {text(batch.ids_N[ends[s] - batch.lengths_S[s] : ends[s]])[:80]!r}: the score would learn to tell"
+                " prompts apart"
+            )
+
+
+def reads_the_end(learner: Learner, batch: Batch) -> None:
+    """A head that reads the last token gives another score where that token is another one, and the same one where only
+    a later sequence is.
+
+    Raises:
+        InvariantError: the score is read elsewhere.
+    """
+    two = batch.select(batch.members(0)) if batch.units < 2 else batch.select(np.r_[batch.members(0), batch.members(1)])
+    ids = two.ids_N.copy()
+    at = int(np.cumsum(two.lengths_S)[0]) - 1
+    ids[at] = ids[at - 1] if ids[at - 1] != ids[at] else ids[0]
+    changed = replace(two, ids_N=ids, target_M=ids[two.source_M + 1])
+    before, after = learner.rewards(two), learner.rewards(changed)
+    if ids[at] != two.ids_N[at] and abs(after[0] - before[0]) <= FELT * max(1.0, abs(float(before[0]))):
+        raise InvariantError(
+            "the score of a completion does not depend on its last token, at which this reward head reads: it is read"
+            " at another token, or after another cut"
+        )
+    if np.abs(after[1:] - before[1:]).max(initial=0.0) > 1e-3 * max(1.0, float(np.abs(before).max())):
+        raise InvariantError("the score of a completion depends on the sequence beside it in the minibatch")
+
+
+def expected_loss(
+    judged: Sequence[Judgement], stage: RewardModel, score_S: np.ndarray, logp_S: np.ndarray | None = None
+) -> float | None:
+    """The loss of a minibatch from its definition, in float64: scores [S] in the order in which `told` has the
+    completions of each judgement. None for ratings, and for a head that reads every token.
+
+    Args:
+        logp_S: of each completion what the language head is trained on where the stage regularises: its log-prob, or
+            with dpo its log-ratio to the reference.
+    """
+    if stage.judgement == "rating" or stage.pool == "token":
+        return None
+    weights = [j.weight if isinstance(j, Pair) else 1.0 for j in judged]
+    total, at = 0.0, 0
+    for j, weight in zip(judged, weights, strict=True):
+        own = told(j)
+        r = [float(x) for x in score_S[at : at + len(own)]]
+        said = None if logp_S is None else [float(x) for x in logp_S[at : at + len(own)]]
+        at += len(own)
+        if isinstance(j, Label):
+            each = _below(r[0] if j.good else -r[0])
+        elif isinstance(j, Pair):
+            each = _below(r[0] - r[1] - ((j.margin or 0.0) if stage.margin else 0.0))
+        elif stage.pairs:
+            gaps = [r[a] - r[b] for a in range(len(r)) for b in range(a + 1, len(r))]
+            each = sum(map(_below, gaps)) / len(gaps)
+        else:
+            each = sum(math.log(math.fsum(math.exp(x - r[k]) for x in r[k:])) for k in range(len(r) - 1))
+        if len(r) > 1:
+            each += stage.centre * (2 / len(r) * sum(r)) ** 2
+        if stage.regularise != "none":
+            assert said is not None
+            x = said[0] if stage.regularise == "sft" else said[0] - said[1]
+            each = (1 - stage.alpha) * each + stage.alpha * _below(stage.beta * x)
+        total += weight * each
+    return total / sum(weights)
+
+
+def _below(x: float) -> float:
+    """-log sigmoid(x)"""
+    return math.log1p(math.exp(-abs(x))) + max(-x, 0.0)
+
+
+def loss_is(said: float, expected: float, dtype: str) -> None:
+    """The loss of a minibatch is that of its definition, with the scores that the reward model gave before the step.
+
+    Raises:
+        InvariantError: it is another number.
+    """
+    if not abs(said - expected) <= APART[dtype] * max(1.0, abs(expected)):
+        raise InvariantError(
+            f"the loss of this minibatch is {said:.6g}, and that of its judgements with the same scores is"
+            f" {expected:.6g} by its definition. Look at the sign of the margin, which of two is the chosen one, the"
+            " weights of the judgements, and what is added (centre, regularise)"
+        )
+
+
+class RankingCheck(Observer):
+    """Before the first step and on every minibatch of a stage that trains a reward model."""
+
+    def __init__(self, *, first: bool) -> None:
+        self._first = first
+        """Whether the stage starts here, not from a checkpoint."""
+        self._expected: float | None = None
+        """The loss of the minibatch, where it is computed a second time."""
+
+    async def begin(self, roles: RewardRoles) -> None:
+        score_reaches(roles.learner, roles.sync.probe_ids)
+
+    def on_event(self, roles: RewardRoles, event: Event) -> ObserverReport | None:
+        if not isinstance(event, PackedEvent):
+            return None
+        demonstration_ends_once(event.batch, roles.stop_ids, roles.text)
+        sides_share_their_prompt(event.batch, roles.text)
+        if roles.stage.judgement != "rating":
+            judged = judged_again(roles, event.index)
+            sides_are_as_judged(event.batch, rows_of(judged))
+            units = range(len(judged)) if due(event.index) else [event.index % len(judged)]
+            tokens_are_as_judged(roles, event.batch, judged, units)
+            if roles.stage.judgement == "steps":
+                steps_are_as_judged(roles, event.batch, judged)
+                if due(event.index):
+                    self._expected = expected_step_loss(roles, event.batch, judged)
+            elif due(event.index):
+                logp_S = None if roles.stage.regularise == "none" else self._language(roles, event.batch)
+                self._expected = expected_loss(judged, roles.stage, roles.learner.rewards(event.batch), logp_S)
+        if self._first:
+            self._first = False
+            if roles.stage.pool == "last":
+                reads_the_end(roles.learner, event.batch)
+        return None
+
+    def _language(self, roles: RewardRoles, batch: Batch) -> np.ndarray:
+        """float64 [S]: log-probs of the completions, or with a reference log-ratios to it. The reference is the model
+        that the stage began with: it did not move, and before the first step every log-ratio is 0."""
+        logp_M, reference, dtype = roles.learner.score(batch), roles.reference, roles.run.model.dtype
+        ratio_M = logp_M.astype(np.float64)
+        if reference is not None:
+            reference_unmoved(reference)
+            now_M, heat = reference.score(batch), batch.sampling.temperature
+            reference_says(batch[REFERENCE], now_M, unmeasured(dtype, heat), "the reference log-probs in the minibatch")
+            if self._first:
+                starts_at_reference(logp_M, now_M, dtype, lambda: roles.learner.exact(batch), heat)
+            ratio_M -= now_M
+        return np.bincount(batch.segment_M, ratio_M, len(batch.lengths_S))
+
+    async def after(self, roles: RewardRoles, step: Step) -> ObserverReport | None:
+        if self._expected is not None and "ranking/loss" in step.gauges and not step.notes:
+            loss_is(step.gauges["ranking/loss"].mean, self._expected, roles.run.model.dtype)
+        self._expected = None
+        return None

@@ -1,0 +1,136 @@
+"""The stage that trains a reward model: one minibatch of judged completions a step, and nothing is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from posttrain.algorithm.loss.losses import Reads
+from posttrain.config.env import Env
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.core.batch import Packed
+from posttrain.core.gauge import Step
+from posttrain.core.ports import Environment, TaskSource
+from posttrain.core.streams import REFERENCE
+from posttrain.environment.make import environment
+from posttrain.role.heldout_evaluation import EvaluationReport
+from posttrain.role.judges.step_completion import TokenEnds
+from posttrain.role.roles import RewardRoles
+from posttrain.stages.loop import Driver
+from posttrain.stages.preference.judged_batches import AgreementReport, FittingTasks, drawn, misfit, walk
+from posttrain.stages.progress import StageState
+from posttrain.stages.reward_model.reward_model_batches import (
+    heldout_agreement,
+    heldout_of_kind,
+    ranking_loss,
+    reward_batch,
+)
+from posttrain.stages.role_parts import data_parts, frozen_start
+from posttrain.stages.run_parts import RunParts
+from posttrain.stages.step_labels.step_label_stage import ROWS, rows_name
+from posttrain.stages.training_step import DataBatch, learn_from
+from posttrain.system.errors import DataError
+
+KINDS = {
+    "pair": "pairs (Bradley-Terry)",
+    "ranking": "rankings (Plackett-Luce)",
+    "rating": "rated completions",
+    "label": "labelled completions",
+    "steps": "labelled steps",
+}
+
+
+@dataclass
+class RewardModelState(StageState):
+    """A minibatch is a function of (seed, stage, step), so nothing more is remembered."""
+
+
+class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=RewardModel, state=RewardModelState):
+    """Learns to score completions as they were judged."""
+
+    async def open(
+        self, checkpoint: Path | None
+    ) -> tuple[Callable[[int], Awaitable[DataBatch]], Callable[[DataBatch], Awaitable[Step]]]:
+        parts, stage = self.parts, self.stage
+        if stage.labels_of is not None:
+            self.setting = replace(self.setting, environment=labelled(parts, stage))
+        setting = self.setting
+        source = self._source()
+        learns = "all pairs of rankings" if stage.pairs else KINDS[stage.judgement]
+        several = "" if len(stage.shape.outputs) == 1 else f", {len(stage.shape.outputs)} outputs"
+        parts.say(
+            f"{stage.name}: a reward model from {learns}; its head reads '{stage.pool}'{several}; {stage.batch} a step,"
+            f" {stage.steps} steps"
+        )
+        self.loss = ranking_loss(stage)
+        self.roles = RewardRoles(
+            **data_parts(self),
+            source=source,
+            reference=frozen_start(self, checkpoint) if stage.regularise == "dpo" else None,
+            ends=TokenEnds(setting.rollout.dialogue("").text),
+        )
+        held = heldout_of_kind(setting.environment, stage.judgement)
+        context = parts.sampler.context
+        skips = stage.leaves_out_long
+        self._heldout = [j for j in held if not (skips and misfit(j, parts.renderer, context))]
+        await self.watch.begin(self.roles)
+        return self._ask, self._learn
+
+    async def _ask(self, index: int) -> DataBatch:
+        h, stage, seed = self.roles, self.stage, self.parts.run.seed
+        with self.clock.of("data"):
+            tasks = walk(h.source, seed=seed, stage=stage.name, first=(index - 1) * stage.batch, count=stage.batch)
+            judged = drawn(h.environment, tasks, stage.judgement, seed=seed, stage=stage.name)
+            batch = reward_batch(judged, stage, h.renderer, h.context, h.ends)
+        if h.reference is not None:
+            with self.clock.of("score"):
+                batch = batch.having({REFERENCE: h.reference.score(batch)})
+        return DataBatch(index, batch)
+
+    async def _learn(self, work: DataBatch) -> Step:
+        return await learn_from(self.roles, work, self.loss, "completion")
+
+    def reads(self, packed: Packed) -> Reads:
+        return Reads(rewards=True, logp=self.stage.regularise != "none")
+
+    async def evaluate(self) -> EvaluationReport | None:
+        """Nothing is sampled from a reward model: it is measured by `agree`."""
+        return None
+
+    def agree(self) -> AgreementReport | None:
+        h = self.roles
+        with self.clock.of("evaluate"):
+            return heldout_agreement(self._heldout, self.stage, h.learner, h.renderer, h.context, h.ends)
+
+    def _source(self) -> TaskSource:
+        """The training tasks whose judgements fit into the context.
+
+        Raises:
+            DataError: none does.
+        """
+        parts, environment, stage = self.parts, self.setting.environment, self.stage
+        if not stage.leaves_out_long:  # checked before the run began
+            return environment.train
+        fitting = FittingTasks.of(environment, stage.judgement, parts.renderer, parts.sampler.context)
+        if fitting is None:
+            return environment.train
+        if not fitting.tasks:
+            raise DataError(f"{stage.name}: no judgement fits into {parts.sampler.context} tokens. {fitting.first}")
+        if fitting.left_out:
+            parts.say(
+                f"{stage.name}: {fitting.left_out} of {fitting.asked} judgements are left out,"
+                f" because they do not fit into {parts.sampler.context} tokens, such as: {fitting.first}"
+            )
+        return fitting
+
+
+def labelled(parts: RunParts, stage: RewardModel) -> Environment:
+    """The rows that an earlier stage of the run labelled, as an environment of judged data."""
+    assert stage.labels_of is not None
+    rows = parts.book.kept(rows_name(stage.labels_of)) / ROWS
+    args = {"judged": "steps", "separator": stage.separator}
+    config = Env(name="prompts", prompts=str(rows), args=args, heldout=parts.run.env_of(stage).heldout)
+    found = environment(config, parts.run.seed)
+    parts.say(f"{stage.name}: {len(found.abilities.rows or ())} answers that {stage.labels_of} labelled")
+    return found

@@ -1,0 +1,192 @@
+"""What a run shares between its stages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from posttrain.config.run import Run
+from posttrain.config.stages.stage import Optimizer as OptimizerConfig
+from posttrain.config.stages.stage import Stage
+from posttrain.core.gauge import Step
+from posttrain.core.ports import Environment, EpisodeJudge, Learner, PairRenderer, Reference, Sampler, Tracker
+from posttrain.core.sampling import Sampling, Spell
+from posttrain.record.run_folder import Book
+from posttrain.role.events import Observers
+from posttrain.role.group_queue import GroupQueue
+from posttrain.role.heldout_evaluation import EvaluationReport, evaluate
+from posttrain.role.learning.reference_opponent import Opponent
+from posttrain.role.rollout import Rollout
+from posttrain.role.sync import Sync
+from posttrain.role.trainer import Trainer, WeightOptimizer
+
+
+def nothing_sleeps() -> None:
+    """Where no engine shall sleep."""
+
+
+ROUNDS = 16
+"""Rounds of the event loop in which a group that was asked reaches its engine: its task, those of its siblings, their
+turns."""
+
+
+async def nothing_waits() -> None:
+    """Nobody waits."""
+
+
+async def turns_reach() -> None:
+    """Turns that were asked of an engine elsewhere reach it. Then it needs nothing from this process, and the learner
+    may compute, which keeps from beginning what has not begun."""
+    for _ in range(ROUNDS):
+        await asyncio.sleep(0)
+
+
+@dataclass(frozen=True)
+class StageSetting:
+    """The environment of a stage, and the rollout role that plays it."""
+
+    environment: Environment
+    rollout: Rollout
+
+    def judged_by(self, judges: tuple[EpisodeJudge, ...]) -> StageSetting:
+        """The same with these reward models."""
+        return replace(self, rollout=replace(self.rollout, judges=judges))
+
+
+@dataclass(frozen=True)
+class MeasuredReport:
+    """A held-out evaluation, with everything it depends on."""
+
+    version: int
+    """Of the weights."""
+    sampling: Sampling
+    environment: Environment
+    judges: tuple[str, ...]
+    """Names of the reward models that judged beside it."""
+    report: EvaluationReport
+
+
+@dataclass
+class RunParts:
+    """What all stages of a run share: learner, engine, environment, record, observers and trackers."""
+
+    run: Run
+    environment: Environment
+    renderer: PairRenderer
+    learner: Learner
+    sampler: Sampler
+    rollout: Rollout
+    sync: Sync
+    book: Book
+    stop_ids: tuple[int, ...]
+    spell: Spell
+    """The token sequences that spell a word."""
+    text: Callable[[np.ndarray], str]
+    freeze: Callable[[], Reference]
+    """A reference that scores as the learner does now and never changes: a copy, or its model without the adapter."""
+    teacher: Callable[[str], Reference]
+    """A frozen model from this directory. It must have the policy's tokenizer."""
+    oppose: Callable[[Reference, float], Opponent]
+    """An opponent drawn from pi^(1 - share) ref^share, of this reference and this share of it."""
+    optimize: Callable[[OptimizerConfig], WeightOptimizer]
+    """A new optimizer for the learner's parameters."""
+    beside: Callable[[OptimizerConfig], tuple[Learner, WeightOptimizer]]
+    """A second model that trains: a copy of the learner as it is now, with an optimizer of its own."""
+    make_trainer: Callable[[Learner, WeightOptimizer, int, int], Trainer] = Trainer
+    """The trainer of a learner and an optimizer; its micro-batches have so many tokens, and it begins at this version
+    of the weights."""
+    settings: Mapping[str, StageSetting] = field(default_factory=dict[str, StageSetting])
+    """For the stages that have an environment of their own, by the stage's name."""
+    trained_judges: Callable[[Stage], tuple[EpisodeJudge, ...]] = lambda stage: ()
+    """The reward models that the run itself has trained before a stage, and that judge in it."""
+    observe: Callable[[Stage, Sequence[Step], Mapping[str, Any]], Observers] = lambda stage, steps, kept: Observers()
+    """The observers of a stage. They get the steps already taken, and what a checkpoint stored of the observers."""
+    watch: Observers = field(default_factory=Observers)
+    """The observers of what happens between steps."""
+    trackers: list[Tracker] = field(default_factory=list[Tracker])
+    close: Callable[[], None] = lambda: None
+    """Stops the engine and frees its threads, processes and memory."""
+    idle: Callable[[], Awaitable[None]] = nothing_waits
+    """Waits until an engine that computes in this process has nothing to say now, or one elsewhere has its turns."""
+    sleep: Callable[[], None] = nothing_sleeps
+    """Called before the learner works: engines in this process that shall sleep then free their caches."""
+    queue: GroupQueue | None = None
+    """What the stage of now asked ahead of the learner."""
+    version: int = 0
+    """Optimizer steps so far, over all stages. It is the version of the learner's weights."""
+    measured: MeasuredReport | None = None
+    """The last held-out evaluation. It is kept so that no weights are evaluated twice."""
+
+    def tell(self, step: Step) -> None:
+        """Write one line of the record and pass it to the trackers."""
+        self.book.write(step)
+        for tracker in self.trackers:
+            tracker.log(step)
+
+    def say(self, line: str) -> None:
+        """Pass a line for people to the trackers."""
+        for tracker in self.trackers:
+            tracker.say(line)
+
+    def setting(self, stage: Stage) -> StageSetting:
+        """The stage's own environment and rollout, or the run's where it has none."""
+        return self.settings.get(stage.name) or StageSetting(self.environment, self.rollout)
+
+    def judged_setting(self, stage: Stage) -> StageSetting:
+        """The same with the reward models that the run itself trained. To be asked for when the stage begins."""
+        found = self.setting(stage)
+        return found.judged_by((*found.rollout.judges, *self.trained_judges(stage)))
+
+    def sampling(self, stage: Stage) -> Sampling:
+        """The sampling settings with which a stage is evaluated, resolved.
+
+        They are the stage's own. A stage in which the policy does not generate takes those of the next stage in which
+        it does.
+        """
+        after = self.run.stages[self.run.stages.index(stage) :]
+        own = [(s.contract, s.stores_top) for s in (*after, *self.run.stages) if s.contract is not None]
+        said, stores = own[0] if own else (Sampling(), 0)
+        contract = said.resolve(self.stop_ids, self.spell)
+        return replace(contract, top=stores) if stores != contract.top else contract
+
+    def other_environments(self, stage: Stage) -> tuple[Environment, ...]:
+        """The environments on which the run is measured during or after this stage, without the stage's own.
+
+        They are the run's environment and those of later stages.
+        """
+        stages = self.run.stages
+        later = [self.setting(s).environment for s in stages[stages.index(stage) + 1 :]]
+        own = self.setting(stage).environment
+        return tuple({id(e): e for e in (self.environment, *later) if e is not own}.values())
+
+    async def publish(self) -> None:
+        """Push the learner's weights to the sampler, unless it serves them already."""
+        if self.sampler.version != self.version:
+            await self.sync.push(self.version)
+
+    def known(self, sampling: Sampling, environment: Environment, judges: tuple[str, ...]) -> EvaluationReport | None:
+        """The last evaluation, where it was made of these weights in the same way."""
+        last = self.measured
+        if last is None or last.environment is not environment:
+            return None
+        same = (last.version, last.sampling, last.judges) == (self.version, sampling, judges)
+        return last.report if same else None
+
+    async def evaluate(self, setting: StageSetting, sampling: Sampling) -> EvaluationReport:
+        """Evaluate the learner's weights on held-out tasks.
+
+        The engine counts nothing of it and keeps nothing: a run that goes on from a checkpoint does not evaluate again,
+        and its record must not tell.
+        """
+        await self.publish()
+        result = await evaluate(setting.rollout, setting.environment.heldout, sampling, self.run.evaluation)
+        self.sampler.gauges()
+        self.sync.forget()
+        return result
+
+    def trainer(self, config: OptimizerConfig, micro_tokens: int) -> Trainer:
+        return self.make_trainer(self.learner, self.optimize(config), micro_tokens, self.version)

@@ -1,0 +1,71 @@
+"""All stages of a run in order, from wherever it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.run import Run
+from posttrain.config.stages.stage import START
+from posttrain.role.events import RestoredEvent
+from posttrain.stages.interrupt import Stopper
+from posttrain.stages.loop import DRIVERS, Driver
+from posttrain.stages.progress import Progress
+from posttrain.stages.run_parts import RunParts
+from posttrain.stages.start_weights import keep
+from posttrain.system import dataclass_json
+from posttrain.system.errors import ConfigError, InvariantError
+
+
+class Stages:
+    """All stages of `parts.run`, from where `progress` stands."""
+
+    def __init__(self, parts: RunParts, progress: Progress, stopper: Stopper) -> None:
+        self.parts, self.progress, self.stopper = parts, progress, stopper
+
+    def left(self, checkpoint: Path | None = None) -> Iterator[Driver[Any, Any, Any]]:
+        """The drivers of the stages that are left, in order; each is to be run to its end before the next one is asked
+        for.
+
+        `checkpoint` holds the optimizer of a stage that was cut in the middle.
+        """
+        p, parts = self.progress, self.parts
+        parts.watch.emit(RestoredEvent("weights", p.weights, parts.learner.fingerprint))
+        parts.version = p.version
+        if not p.stage and p.running is None:
+            keep(parts, p, START)
+        for stage in parts.run.stages[p.stage :]:
+            cut = checkpoint if p.running is not None else None
+            yield DRIVERS[type(stage)](parts, p, stage, self.stopper, cut)
+
+
+def check_drivers(run: Run) -> None:
+    """A run with a kind of stage whose steps nothing takes never starts."""
+    for stage in run.stages:
+        if type(stage) not in DRIVERS:
+            raise ConfigError(
+                f"stage {stage.name!r}: nothing takes the steps of a {type(stage).__name__}; import the file of its"
+                " driver"
+            )
+
+
+def where(run: Run, state: Mapping[str, Any]) -> Progress:
+    """What a checkpoint's state says, read strictly.
+
+    Raises:
+        ConfigError, InvariantError: it is not what a checkpoint of this run says; the message names the place.
+    """
+    p = dataclass_json.from_plain(Progress, dict(state))
+    if not 0 <= p.stage <= len(run.stages) or (p.running is not None and p.stage == len(run.stages)):
+        raise InvariantError(f"it says that {p.stage} of {len(run.stages)} stages are done")
+    if (
+        p.running is not None
+        and (known := DRIVERS.get(type(run.stages[p.stage]))) is not None
+        and type(p.running) is not known.state_type
+    ):
+        raise InvariantError(
+            f"stage {run.stages[p.stage].name!r} remembers a {known.state_type.__name__}, and it holds a"
+            f" {type(p.running).__name__}"
+        )
+    return p

@@ -1,0 +1,96 @@
+"""Optimizer steps that are left out because their gradient is not finite (`Optimizer.skips`).
+
+Nothing of such a step changes weights or optimizer. It is counted and told in the record, and its batch is kept in the
+run folder, so that it can be looked into.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from posttrain.core import streams
+from posttrain.core.batch import Batch
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.sampling import Sampling
+from posttrain.core.streams import Stream
+from posttrain.core.types import Kept
+from posttrain.role.roles import StageRoles
+from posttrain.system import dataclass_json, read_untrusted
+from posttrain.system.errors import InvariantError, PosttrainError, RunFolderError
+
+BATCH = "batch.safetensors"
+ARRAYS = ("ids_N", "lengths_S", "source_M", "target_M", "segment_M", "sequence_S", "in_turn_M", "unit_E")
+STREAM = "stream."
+
+
+def left_out(roles: StageRoles[Any], batch: Batch, index: int, error: InvariantError) -> tuple[Gauges, str]:
+    """Gauges and note of a step that is left out.
+
+    Args:
+        index: the stage's step that the batch belongs to.
+        error: names the episodes whose gradient is not finite.
+
+    Raises:
+        InvariantError: no further step in a row may be left out; it is `error` itself where none may.
+    """
+    stage, trainer = roles.stage, roles.trainer
+    if not stage.optimizer.skips:
+        raise error
+    trainer.skipped += 1
+    folder = f"skipped-{stage.name}-{index:06d}-{trainer.skipped}"
+    roles.book.beside(folder, lambda path: save_batch(batch, path))
+    if trainer.skipped > stage.optimizer.skips:
+        raise InvariantError(
+            f"{error}. It is the {_nth(trainer.skipped)} optimizer step in a row that is not finite, and"
+            f" {stage.name}.optimizer.skips={stage.optimizer.skips}; the batch is in {folder}"
+        ) from error
+    note = f"left out ({trainer.skipped} of at most {stage.optimizer.skips} in a row; batch in {folder}): {error}"
+    return {"optim/skipped": Gauge(1, 1), "optim/steps": Gauge(0, 1)}, note
+
+
+def _nth(count: int) -> str:
+    return f"{count}{'th' if 10 < count % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(count % 10, 'th')}"
+
+
+def save_batch(batch: Batch, folder: Path) -> None:
+    """A minibatch with all its streams, as arrays by name."""
+    arrays = {n: x for n in ARRAYS if (x := getattr(batch, n)) is not None}
+    arrays |= {f"{STREAM}{s.name}": x for s, x in batch.streams.items()}
+    if batch.kept is not None:
+        arrays |= {"kept.offsets": batch.kept.offsets, "kept.ids": batch.kept.ids}
+    said = {"sampling": json.dumps(dataclass_json.to_plain(batch.sampling))}
+    save_file({n: np.ascontiguousarray(x) for n, x in arrays.items()}, folder / BATCH, said)
+
+
+def load_batch(folder: Path, further: Iterable[Stream] = ()) -> Batch:
+    """The minibatch of `save_batch`.
+
+    Args:
+        further: the declarations of streams that are not posttrain's own.
+
+    Raises:
+        RunFolderError: the file is missing or damaged.
+    """
+    path = folder / BATCH
+    declared = {s.name: s for s in (*vars(streams).values(), *further) if isinstance(s, Stream)}
+    with read_untrusted.opened(path, RunFolderError):
+        pass
+    try:
+        with safe_open(path, "numpy") as file:
+            arrays = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+            sampling = dataclass_json.from_plain(Sampling, json.loads(file.metadata()["sampling"]))
+        kept = Kept(arrays["kept.offsets"], arrays["kept.ids"]) if "kept.ids" in arrays else None
+        held = {declared[n.removeprefix(STREAM)]: x for n, x in arrays.items() if n.startswith(STREAM)}
+        fields: dict[str, Any] = {n: arrays.get(n) for n in ARRAYS}
+        whole = Batch(sampling=sampling, kept=kept, **fields)
+        return replace(whole, streams=held)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, PosttrainError) as error:
+        raise RunFolderError(f"{path} is damaged ({error})") from error

@@ -1,0 +1,165 @@
+"""The stage that labels steps of the policy's own answers by completing them. It trains nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.stages.step_labels import StepLabeling
+from posttrain.core.abilities import StepNumber
+from posttrain.core.exchange.experience import Experience
+from posttrain.core.gauge import Gauge, Gauges, Step, merge
+from posttrain.core.scored import Credit
+from posttrain.core.verdict import failed
+from posttrain.diagnose.gauges.rollout_gauges import rollout_gauges
+from posttrain.ladder.rollout_request import RolloutRequest
+from posttrain.role.events import LabelledEvent, PlayedEvent
+from posttrain.role.judges.step_completion import LabelledAnswer, StepLabeler, TokenEnds
+from posttrain.role.prompt_order import Prompts
+from posttrain.role.roles import LabelRoles, stream_of
+from posttrain.stages.loop import Driver
+from posttrain.stages.progress import StageState
+from posttrain.stages.role_parts import stage_parts
+from posttrain.system.errors import DataError
+
+ROWS = "steps.jsonl"
+"""The file of the labelled rows, in the folder that the run keeps under `rows_name`."""
+
+
+def rows_name(stage: str) -> str:
+    """The name under which a run keeps the rows that a stage wrote."""
+    return f"{stage}-rows"
+
+
+@dataclass
+class StepLabelState(StageState):
+    """How far the stage is. The rows are a file of the run folder."""
+
+    cursor: int = 0
+    """Tasks that were asked so far."""
+
+
+@dataclass(frozen=True, eq=False)
+class LabelWork:
+    """The answers of one step, with their labels."""
+
+    index: int
+    experience: Experience
+    answers: tuple[LabelledAnswer, ...]
+    engine: Gauges
+    """The engine's counters, of answers and completions."""
+
+
+class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=StepLabeling, state=StepLabelState):
+    """Samples answers, completes them from the end of each step, and writes rows."""
+
+    async def open(
+        self, checkpoint: Path | None
+    ) -> tuple[Callable[[int], Awaitable[LabelWork]], Callable[[LabelWork], Awaitable[Step]]]:
+        parts, stage, setting = self.parts, self.stage, self.setting
+        parts.say(
+            f"{stage.name}: {stage.prompts} prompts x {stage.siblings} answers a step, {stage.completions} completions"
+            f" from the end of each step (a step ends with {stage.separator!r})"
+            + (", each answer once more as if it had ended before" if stage.early_ends else "")
+            + "; nothing is trained"
+        )
+        sampling, rollout = parts.sampling(stage), setting.rollout
+        ends = TokenEnds(rollout.dialogue("").text)
+        self.roles = LabelRoles(
+            **stage_parts(self),
+            environment=setting.environment,
+            sampling=sampling,
+            rollout=rollout,
+            prompts=Prompts(setting.environment.train, parts.run.seed, self.state.cursor),
+            labeler=StepLabeler(rollout, stage, sampling, ends, stream_of(stage)),
+        )
+        await parts.publish()
+        parts.sampler.gauges()
+        await self.watch.begin(self.roles)
+        return self._ask, self._learn
+
+    async def _ask(self, index: int) -> LabelWork:
+        h, stage = self.roles, self.stage
+        request = RolloutRequest(
+            groups=stage.prompts, siblings=stage.siblings, at=StepNumber(index, stage.steps), most=1
+        )
+        with self.clock.of("rollout"):
+            groups, passed = await h.rollout.until(h.prompts, request, h.sampling, stream_of(stage))
+            answers = await h.labeler.label(groups)
+        engine = h.sync.sampler.gauges()
+        played = Experience(index, self.trainer.version, groups, passed, len(groups), {}, h.prompts.cursor)
+        return LabelWork(index, played, answers, engine)
+
+    async def _learn(self, work: LabelWork) -> Step:
+        """Write the step's rows. The weights stay as they are."""
+        h, stage = self.roles, self.stage
+        h.watch.emit(PlayedEvent(work.experience))
+        h.watch.emit(LabelledEvent(work.index, work.answers))
+        with self.clock.of("book"):
+            if self.parts.run.record_episodes:
+                self.parts.book.write_episodes(stage.name, work.index, Credit((), 0.0), work.experience.played)
+            self._write(work)
+        seen = h.watch.take()
+        gauges = merge(
+            {**rollout_gauges(work.experience, Credit((), 0.0)), **unjudged_gauges(work)},
+            work.engine,
+            label_gauges(work),
+            seen.gauges,
+            {"optim/steps": Gauge(0, 1)},
+        )
+        step = Step(stage.name, work.index, self.trainer.version, gauges, self.clock.take(), seen.notes)
+        return await h.watch.after(step)
+
+    def _write(self, work: LabelWork) -> None:
+        """Add the step's rows to those of the steps before it. Rows of a step that is taken again are replaced."""
+        name = rows_name(self.stage.name)
+        before = [] if work.index == 1 else [r for r in rows_of(self.parts.book.kept(name)) if r["step"] < work.index]
+        rows = [*before, *(a.row(work.index) for a in work.answers)]
+        text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
+        self.parts.book.keep(name, lambda folder: _text(folder / ROWS, text))
+
+    def remember(self, asked: LabelWork, step: Step) -> Step:
+        self.state.cursor = self.roles.prompts.cursor
+        if asked.index == self.stage.steps and not rows_of(self.parts.book.kept(rows_name(self.stage.name))):
+            raise DataError(
+                f"{self.stage.name}: no answer has a label. Answers need a step that ends with {self.stage.separator!r}"
+                f" ({self.stage.name}.separator), and an environment that judges them"
+            )
+        return step
+
+
+def _text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows in a kept folder."""
+    return [json.loads(line) for line in (folder / ROWS).read_text(encoding="utf-8").splitlines()]
+
+
+def unjudged_gauges(work: LabelWork) -> Gauges:
+    """Which answers had no verdict to label them by. What labels them is the truth where it is measured, and a reward
+    that is paid, such as that of a model which a later stage trains, is then not asked for."""
+    episodes = [e for g in work.experience.played for e in g.episodes]
+    return {
+        "rollout/unjudged": Gauge.of([e.figure is None for e in episodes]),
+        "rollout/abstained": Gauge.of([e.figure is None and not failed(e.verdicts) for e in episodes]),
+    }
+
+
+def label_gauges(work: LabelWork) -> Gauges:
+    """What the labels of one step say, and what they cost."""
+    answers = [a for a in work.answers if not a.early]
+    judged = sum(e.figure is not None for g in work.experience.played for e in g.episodes)
+    soft = [x for a in answers for x in a.values.soft]
+    hard = [x for a in answers for x in a.values.hard]
+    return {
+        "label/answers": Gauge(len(answers), judged),
+        "label/steps": Gauge(len(soft), len(answers)),
+        "label/hard": Gauge(sum(hard), len(hard)),
+        "label/soft": Gauge(sum(soft), len(soft)),
+        "label/completions": Gauge(sum(sum(a.values.asked) for a in answers), len(soft)),
+    }

@@ -1,0 +1,1 @@
+"""The stage that imitates demonstrations, and its checks."""

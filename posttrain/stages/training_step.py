@@ -1,0 +1,267 @@
+"""One training step: rollouts, verdicts, scores, credit, minibatches, optimizer steps, weight sync, one record line.
+
+A reinforcement step is two functions with an `Experience` between them. `ask` plays the rollouts and judges them.
+`learn` does the rest. A step that learns from data is `learn_from`. The checks are not called here: they observe the
+events that a step emits (`role.events`).
+
+consumes   groups from `ReinforceRoles.groups`, and the weights of the last push
+waits for  the rollouts of every group of the step, then the learner
+produces   new weights at the sampler, and one `Step` for the record
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState, remember, standing, steered
+from posttrain.algorithm.credit.step_credit import credit_step, without_credit
+from posttrain.algorithm.loss.load_balance_loss import Balanced, to_balance
+from posttrain.algorithm.loss.losses import Loss, PolicyLoss
+from posttrain.core.abilities import StepNumber
+from posttrain.core.batch import Batch, Packed
+from posttrain.core.exchange.experience import Experience
+from posttrain.core.gauge import Gauge, Gauges, Step, merge
+from posttrain.core.ports import Learner
+from posttrain.core.scored import Credit
+from posttrain.core.types import Group
+from posttrain.diagnose.gauges.rollout_gauges import rollout_gauges
+from posttrain.diagnose.rules.step_notes import notes
+from posttrain.ladder.rollout_request import PassRate
+from posttrain.role.events import PlayedEvent, PushedEvent, ScoredEvent
+from posttrain.role.learning.nonfinite_episodes import named
+from posttrain.role.pack import pack
+from posttrain.role.roles import ReinforceRoles, StageRoles
+from posttrain.role.score import score
+from posttrain.role.trainer import NAMED, NonFiniteGradient
+from posttrain.stages.skipped_updates import left_out
+from posttrain.system.errors import InvariantError, PosttrainError, RunFolderError
+
+
+async def ask(roles: ReinforceRoles, index: int) -> Experience:
+    """Play and judge the groups of step `index`, counted from 1, or take those that were played ahead."""
+    asked = roles.stage.algorithm.request(roles.stage)
+    request = replace(asked, at=StepNumber(index, roles.stage.steps))
+    with roles.clock.of("rollout"):
+        taken = await roles.groups.take(index, request, roles.trainer.version, roles.adaptive.rate)
+    with roles.clock.of("score"):
+        replayed = roles.replay.draw(index, partial(moved, roles.learner)) if roles.replay else ()
+    return Experience(
+        index,
+        taken.begun,
+        taken.played,
+        taken.passed,
+        request.groups,
+        taken.engine,
+        roles.groups.cursor,
+        replayed,
+        taken.versions,
+    )
+
+
+def moved(learner: Learner, group: Group) -> float:
+    """The mean of |log(policy / sampler)| over the tokens of a group that were sampled and judged: those of a
+    demonstration have no sampler."""
+    said = [s for e in group.judged if e.own for s in e.segments]
+    mu_M = np.concatenate([s.logp[s.mask] for s in said])
+    return float(np.mean(np.abs(learner.score(Packed.of(said)) - mu_M)))
+
+
+@dataclass
+class UnfinishedStep:
+    """What a step has computed so far. If something stops it, this much still reaches the record."""
+
+    experience: Experience
+    credit: Credit | None = None
+    learned: list[Gauges] = field(default_factory=lambda: [{"optim/steps": Gauge(0, 1)}])
+    skipped: list[str] = field(default_factory=list[str])
+    """What is told of optimizer steps that were left out."""
+    line: Step | None = None
+
+
+async def learn(roles: ReinforceRoles, e: Experience) -> Step:
+    """Take up to `stage.optimizer_steps` optimizer steps on one experience; returns the step's line of the record.
+
+    A step that a check or the loss stops is recorded too, as far as it got. Its note says what stopped it.
+    """
+    stage, version, partial = roles.stage, roles.trainer.version, UnfinishedStep(e)
+    a = steered(stage.algorithm, roles.adaptive)
+    if warming := a.learns_values is not None and e.index <= a.learns_values.warmup:
+        a = standing(a)
+    with stopped_is_recorded(roles, partial):
+        with roles.clock.of("rollout"):
+            roles.watch.emit(PlayedEvent(e))
+        with roles.clock.of("score"):
+            groups = score(
+                e.groups,
+                a,
+                roles.learner,
+                roles.reference,
+                optimizer_steps=stage.optimizer_steps,
+                implicit=roles.implicit,
+                hints=roles.hints,
+                reroute=roles.run.model.router_replay == "start",
+            )
+            roles.watch.emit(ScoredEvent(e, groups))
+            credit = credit_step(
+                a, groups, max_tokens=roles.sampling.max_tokens, ema=roles.adaptive.ema, emas=roles.adaptive.emas
+            )
+            partial.credit = credit = without_credit(credit) if warming else credit
+        with roles.clock.of("learn"):
+            if roles.implicit is not None:
+                partial.learned.append(roles.implicit.learn(e.index, groups, roles.watch))
+            cut = pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version, now=roles.learner.score)
+            for minibatch in cut:
+                if (batch := minibatch.batch) is not None:
+                    try:
+                        with named(batch, credit, f"{stage.name} step {e.index}"):
+                            data, loss = objective_of(roles, batch, PolicyLoss(a, warming))
+                            seen = roles.trainer.step(data, loss, roles.watch, index=e.index, first=minibatch.first)
+                    except InvariantError as error:
+                        if not isinstance(error.__cause__, NonFiniteGradient):
+                            raise
+                        seen, note = left_out(roles, batch, e.index, error)
+                        partial.skipped.append(note)
+                    partial.learned.append(seen)
+        with roles.clock.of("rollout"):
+            await roles.groups.proceed()
+        with roles.clock.of("sync"):
+            if e.index % stage.sync_steps == 0:
+                await roles.sync.follow(roles.trainer.version)
+            roles.watch.emit(PushedEvent(e, credit))
+        if roles.replay is not None:
+            roles.replay.add(e.index, e.fresh)
+        partial.line = _line(roles, partial, notes(e, credit, stage.prompts))
+        roles.adaptive = _adapted(roles, partial, credit)
+        line = await roles.watch.after(partial.line)
+        await roles.groups.learned()
+        return line
+
+
+def objective_of(roles: ReinforceRoles, batch: Batch, loss: PolicyLoss) -> tuple[Batch, Loss]:
+    """The minibatch and its loss, with the load-balance loss of a mixture of experts where the stage has one."""
+    coef, routers = roles.stage.router_aux_loss_coef, roles.learner.routers()
+    if not coef or loss.warming or routers is None:
+        return batch, loss
+    return to_balance(batch, routers.experts), Balanced(loss, coef)
+
+
+def _adapted(roles: ReinforceRoles, partial: UnfinishedStep, credit: Credit) -> AdaptiveState:
+    """The adaptive coefficients and moving averages after the step."""
+    seen, episodes, e = merge(*partial.learned), sum(len(g.episodes) for g in credit.groups), partial.experience
+    before = replace(roles.adaptive, ema=credit.ema, emas=credit.emas)
+    return remember(
+        roles.stage.algorithm, before, seen, episodes=episodes, asked=PassRate(len(e.played), sum(e.passed))
+    )
+
+
+@contextmanager
+def stopped_is_recorded(roles: ReinforceRoles, partial: UnfinishedStep) -> Iterator[None]:
+    """Around a step: when it is stopped, its line is written to the record, with the reason as a note.
+
+    An error of the record itself (`RunFolderError`) is raised as it is, since writing again would fail again.
+    """
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except PosttrainError as error:
+        line = partial.line or _line(roles, partial, ())
+        roles.book.write(replace(line, notes=(*line.notes, f"stopped: {error}")))
+        raise
+
+
+@dataclass(frozen=True, eq=False)
+class DataBatch:
+    """The batch of one step that learns from data."""
+
+    index: int
+    """The step, counted from 1."""
+    batch: Batch
+    running: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the algorithm remembers after this step."""
+
+
+async def learn_from(
+    roles: StageRoles[Any],
+    work: DataBatch,
+    loss: Loss,
+    called: str,
+    sampled: Gauges | None = None,
+    first: bool | None = None,
+) -> Step:
+    """Take one step on a batch of data; returns its line of the record.
+
+    Args:
+        called: what an episode of the batch is called in messages, such as `demonstration`.
+        sampled: gauges of the rollouts that made the batch, where the policy itself said it.
+        first: whether the batch has the sampler's log-probs, of the weights of now. None: where there is `sampled`.
+
+    Raises:
+        InvariantError: the gradient is not finite. The message names the episodes that make it so, and the record's
+            line has it as a note.
+    """
+    index, batch, fresh = work.index, work.batch, sampled is not None if first is None else first
+    with roles.clock.of("learn"):
+        try:
+            gauges, skipped = roles.trainer.step(batch, loss, roles.watch, index=index, first=fresh), ()
+        except NonFiniteGradient as error:
+            names = [f"{called} {e} ({roles.text(batch.ids_of(e))[:60]!r})" for e in error.culprits[:NAMED]]
+            told = error.told(
+                [*names, *[""] * (len(error.culprits) - len(names))], f" ({roles.stage.name} step {index})"
+            )
+            try:
+                gauges, note = left_out(roles, batch, index, InvariantError(told))
+            except InvariantError as stop:
+                roles.book.write(Step(roles.stage.name, index, roles.trainer.version, {}, notes=(f"stopped: {stop}",)))
+                raise stop from error
+            skipped = (note,)
+    seen = roles.watch.take()
+    return await roles.watch.after(
+        Step(
+            roles.stage.name,
+            index,
+            roles.trainer.version,
+            merge(sampled or {}, gauges, seen.gauges),
+            roles.clock.take(),
+            (*skipped, *seen.notes),
+        )
+    )
+
+
+def _write(roles: ReinforceRoles, partial: UnfinishedStep) -> None:
+    """Write the step's episodes to the record. If the step stopped before credit was computed, they have none."""
+    if not roles.run.record_episodes:
+        return
+    credit, index, groups = partial.credit, partial.experience.index, partial.experience.fresh
+    rest = groups if credit is None else _unjudged(groups)
+    again = {id(g) for g in partial.experience.replayed}  # in the file of the step that played them
+    first = credit and replace(credit, groups=tuple(g for g in credit.groups if id(g.group) not in again))
+    roles.book.write_episodes(roles.stage.name, index, first or Credit((), roles.adaptive.ema), rest)
+
+
+def _unjudged(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Groups without a judged episode. They get no credit, but the record keeps them."""
+    return tuple(g for g in groups if not g.judged)
+
+
+def _line(roles: ReinforceRoles, partial: UnfinishedStep, notes: tuple[str, ...]) -> Step:
+    """The step as a line of the record. Its episodes are written to files of their own."""
+    with roles.clock.of("book"):
+        _write(roles, partial)
+    e, credit, seen = partial.experience, partial.credit or Credit((), roles.adaptive.ema), roles.watch.take()
+    replayed = roles.replay.gauges() if roles.replay else {}
+    gauges = merge(rollout_gauges(e, credit), e.engine, replayed, seen.gauges, *partial.learned)
+    timed = dict(roles.rollout.gauges())
+    if roles.stage.staleness:  # what the engine did meanwhile depends on time
+        timed |= {n: g for n, g in roles.sync.sampler.gauges().items() if n not in e.engine}
+    measured = {**roles.clock.take(), **roles.sync.sampler.clock(), **roles.groups.clock()}
+    measured |= roles.rollout.clock()
+    clock = {**measured, **{n: g.mean for n, g in timed.items() if g.count}}
+    said = (*notes, *partial.skipped, *seen.notes)
+    return Step(roles.stage.name, e.index, roles.trainer.version, gauges, clock, said)

@@ -1,0 +1,87 @@
+"""The largest pass that a stage's settings allow, before its first step: memory that does not suffice shows in seconds.
+
+Nothing remains of it: the gradients are thrown away, and weights, optimizer and random numbers are not touched.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from posttrain.algorithm.loss.losses import Reads
+from posttrain.config.stages.stage import Stage
+from posttrain.core.batch import Packed
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Segment
+from posttrain.role.memory_peaks import PeakMemory, mebibytes, memory_suffices
+from posttrain.role.trainer import Trainer
+
+
+def largest(stage: Stage, context: int, ids: np.ndarray) -> Packed:
+    """The largest micro-batch: `micro_tokens` of made-up text in the longest sequences.
+
+    A sequence is never cut. So where an answer alone may be longer than `micro_tokens`, it is one such sequence. A pass
+    of more tokens, some of which are computed once, computes no more positions than this one.
+
+    Args:
+        context: most tokens of a sequence.
+        ids: token ids to make the text of.
+    """
+    said = 0 if stage.contract is None else stage.contract.max_tokens
+    longest = max(2, min(context, max(stage.micro_tokens, said)))
+    full, rest = divmod(max(stage.micro_tokens, longest), longest)
+    rng = np.random.default_rng(0)
+    lengths = [longest] * full + [rest] * (rest >= 2)
+    return Packed.of([_made_up(rng.choice(ids, n).astype(np.int32)) for n in lengths])
+
+
+def warm_up(trainer: Trainer, packed: Packed, reads: Reads, peak: PeakMemory) -> str:
+    """One forward and backward pass, with room held for what the optimizer's first step will add; what it took, in
+    words.
+
+    Raises:
+        ConfigError: memory does not suffice. It says which setting to lower.
+    """
+    learner = trainer.learner
+    parameters = [p for p in (*learner.parameters().values(), *trainer.trained().values()) if p.requires_grad]
+    device = next(iter(learner.parameters().values())).device
+    devices = [device] if device.type != "cpu" else []
+    peak.reset()
+    begun = time.perf_counter()
+    with memory_suffices(packed, trainer.micro_tokens), torch.random.fork_rng(devices, device_type=device.type):
+        held = torch.empty(trainer.optimizer.pending_bytes(), dtype=torch.uint8, device=device)
+        learner.train_mode(True)
+        try:
+            with trainer.frozen():
+                scores = learner.forward(
+                    packed,
+                    entropy=reads.entropy,
+                    value=reads.value,
+                    candidates_MK=reads.candidates_MK,
+                    head_only=reads.head_only,
+                    rewards=reads.rewards,
+                    logp=reads.logp,
+                )
+                given = None if scores.rewards is None else scores.rewards.score
+                found = (scores.logp, scores.entropy, scores.value, scores.candidates, given)
+                torch.stack([x.sum() for x in found if x is not None]).sum().backward()
+                trainer.optimizer.gather()
+        finally:
+            learner.train_mode(False)
+            for p in parameters:
+                p.grad = None
+        del held
+    longest, count = int(packed.lengths_S.max()), len(packed.lengths_S)
+    return (
+        f"warm-up: a pass of {len(packed.ids_N):,} tokens, {count} sequence{'s' * (count > 1)} of up to {longest:,},"
+        f" took {time.perf_counter() - begun:.1f} s and at most {mebibytes(peak.read())} ({peak.what})"
+    )
+
+
+def _made_up(ids: np.ndarray) -> Segment:
+    """A sequence of which all but the first token is spoken."""
+    mask = np.arange(len(ids)) > 0
+    blank = np.where(mask, -1.0, np.nan).astype(np.float32)
+    return Segment(ids, mask, blank, np.where(mask, 0, -1).astype(np.int32), Sampling())

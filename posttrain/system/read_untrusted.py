@@ -1,0 +1,92 @@
+"""Reads files that somebody else may have made: up to a limit of size, without waiting, and parsed without a traceback.
+
+A pipe or a device in place of a file would hang or never end. A huge or deeply nested file would exhaust memory or the
+stack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from posttrain.system.errors import PosttrainError
+
+MiB = 1 << 20
+
+
+@contextmanager
+def opened(path: Path, error: type[PosttrainError]) -> Generator[BinaryIO]:
+    """A regular file, open for reading; `error` for anything else, without waiting for a pipe's other end."""
+    try:
+        require_regular(path, os.stat(path), error)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            require_regular(path, os.fstat(handle), error)
+            yield file
+    except OSError as problem:
+        raise error(f"cannot read {path}: {problem.strerror or problem}") from problem
+
+
+def require_regular(path: Path, about: os.stat_result, error: type[PosttrainError]) -> None:
+    """Raises `error` where there is something else than a regular file, and names what it is."""
+    if not stat.S_ISREG(about.st_mode):
+        kind = "a directory" if stat.S_ISDIR(about.st_mode) else "a pipe, a socket or a device"
+        raise error(f"{path} is {kind}, and a file is wanted there")
+
+
+def private(path: Path, kind: Callable[[int], bool]) -> bool:
+    """Whether a file (or folder, no link) belongs to this user, and nobody else may write it."""
+    s = path.lstat()
+    return kind(s.st_mode) and s.st_uid == os.geteuid() and not s.st_mode & 0o022
+
+
+def read_bytes(path: Path, most: int, error: type[PosttrainError]) -> bytes:
+    """The whole file; `error` where it has more than `most` bytes, which are then not read."""
+    with opened(path, error) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = bytearray()
+        while size <= most and len(data) <= most:  # `read` allocates at once what is asked for
+            if not (piece := file.read(min(max(size - len(data), 1 << 16), most - len(data)) + 1)):
+                break
+            data += piece
+        if size > most or len(data) > most:
+            raise error(f"{path} has {max(size, len(data)):,} bytes; at most {most:,} are read there")
+        return bytes(data)
+
+
+def read_lines(path: Path, most: int, error: type[PosttrainError]) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line with its end) one at a time; `error` with file and line where one has
+    more than `most` bytes."""
+    with opened(path, error) as file:
+        number = 0
+        while line := file.readline(most + 1):
+            number += 1
+            if len(line) > most:
+                raise error(
+                    f"{path}:{number}: the line has more than {most:,} bytes, and no more are read; shorten it or leave"
+                    " it out"
+                )
+            yield number, line
+
+
+def parse(data: bytes | str, place: str, error: type[PosttrainError]) -> Any:
+    """JSON; `error` with its place where it is none, is nested too deeply, or holds a number too long to read."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise error(f"{place} is damaged: its lists and objects are nested too deeply to be read") from None
+    except ValueError as problem:
+        raise error(f"{place} is damaged: {problem}") from problem
+
+
+def parse_object(data: bytes | str, place: str, error: type[PosttrainError]) -> dict[str, Any]:
+    """JSON that is an object."""
+    found = parse(data, place, error)
+    if not isinstance(found, dict):
+        raise error(f"{place} is damaged: an object is wanted there, and it holds {type(found).__name__}")
+    return cast("dict[str, Any]", found)

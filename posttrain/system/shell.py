@@ -1,0 +1,105 @@
+"""Commands that are printed for the user to type next. Each works as printed in the shell that started this program."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+from posttrain.system.terminal_output import visible
+
+NAME = "posttrain"
+
+
+def command_line(*words: str | os.PathLike[str]) -> str:
+    """`posttrain` with these words, quoted where a shell needs it.
+
+    >>> command_line("show", "runs/my run").endswith("posttrain show 'runs/my run'")
+    True
+    """
+    return " ".join([program(), *(_quoted(os.fspath(w)) for w in words)])
+
+
+def _quoted(word: str) -> str:
+    """A word as a shell reads it. What cannot be printed is written out, so that it is never a line of its own."""
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = word.replace("\\", "\\\\").replace("'", "\\'")
+    return f"$'{visible(plain)}'"
+
+
+def with_reasons(rows: Iterable[tuple[str, str]], width: int | None = None) -> list[str]:
+    """Commands under one another, each with what it is for as a comment; above it where the two are wider than `width`.
+
+    >>> with_reasons([("ls", "files"), ("pwd", "this folder")])
+    ['ls   # files', 'pwd  # this folder']
+    """
+    kept = list(rows)
+    beside = max((len(command) for command, _ in kept), default=0)
+    if width is not None and any(beside + len(why) + 4 > width for _, why in kept):
+        return [line for command, why in kept for line in (f"# {why}", command)]
+    return [f"{command:<{beside}}  # {why}" for command, why in kept]
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Text in lines of at most `width` columns; what goes on is set in. A line with a command stays whole, so that it
+    can be copied, and so does a path.
+
+    >>> wrapped("rl: " + "x " * 21, 40)[1]
+    '  x x x'
+    """
+    out: list[str] = []
+    for line in text.split("\n"):
+        if len(line) <= width or f"{program()} " in line:
+            out.append(line)
+            continue
+        lead = line[: len(line) - len(line.lstrip())]
+        out += textwrap.wrap(
+            line.strip(),
+            max(width, 40),
+            initial_indent=lead,
+            subsequent_indent=f"{lead}  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return out
+
+
+def program() -> str:
+    """How this program is called from here: `posttrain` where that is found on the PATH and is of this environment,
+    else the path of its script (`.venv/bin/posttrain`), else `python -m posttrain`."""
+    started = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path()
+    if started.name == "__main__.py" and started.parent.name in (NAME, "cli"):
+        return f"{python()} -m {NAME}"
+    script = started if started.name == NAME and started.is_file() else Path(sys.executable).parent / NAME
+    if not script.is_file():
+        return f"{python()} -m {NAME}"
+    return _short(script)
+
+
+def python() -> str:
+    """The interpreter, named as short as works."""
+    python = Path(sys.executable)
+    return next((n for n in ("python", "python3") if _found(n, python)), shlex.quote(_near(python)))
+
+
+def _short(script: Path) -> str:
+    return NAME if _found(NAME, script) else shlex.quote(_near(script))
+
+
+def _found(name: str, file: Path) -> bool:
+    """Whether the shell finds this very file under the name. Links are not followed: the Python of a virtual
+    environment is a link to another one, which knows none of its packages."""
+    found = shutil.which(name)
+    return found is not None and os.path.abspath(found) == os.path.abspath(file)
+
+
+def _near(file: Path) -> str:
+    """The path from the current folder where the file lies in it, else the whole path."""
+    whole = os.path.abspath(file)
+    near = os.path.relpath(whole)
+    return whole if near.startswith(os.pardir) else near if os.sep in near else os.path.join(os.curdir, near)

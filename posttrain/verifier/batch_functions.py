@@ -1,0 +1,190 @@
+"""The batch form of reward functions, as TRL's trainers call it: keyword arguments, one list entry for each answer.
+
+A call has all answers to one prompt that the policy gave in a step. Every argument of TRL but `environments` is there:
+
+    prompts, completions      text, or lists of messages where the prompt is one
+    completion_ids            ids of the tokens that the policy said
+    COLUMN                    each further column of the data, repeated for each answer
+    trainer_state             global_step and max_steps of the stage; outside training both are the last step's
+    log_metric(name, value)   a number for the step's record, as the gauge metric/NAME
+    log_extra(name, values)   one value for each answer; `posttrain show` prints it with the verdict
+
+and `state`, what a tool environment left behind (`Talk.leave`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from posttrain.core.abilities import StepNumber, Together
+from posttrain.core.content import plain
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.ports import Attempt
+from posttrain.core.types import Message, Task
+from posttrain.core.verdict import Judged, State, Verdict
+from posttrain.verifier.returned_value import as_verdict
+
+ALWAYS = ("prompts", "completions")
+LISTS = (*ALWAYS, "completion_ids", "state")
+SINGLE = ("trainer_state", "log_metric", "log_extra")
+GIVEN = (*LISTS, *SINGLE)
+"""Arguments that every call offers, beside the columns of the data."""
+
+
+MOST_NAMES = 100
+"""Most different names that one call may log."""
+NAME = re.compile(r"[^\W_][\w .:/%@+\-]{0,63}")
+"""A name that can be logged: it becomes the name of a gauge, a column of a tracker, a key of the record."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The fields of a trainer's state that a reward can use here."""
+
+    global_step: int
+    max_steps: int
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has global_step and max_steps here, and no {name!r}")
+
+
+@dataclass
+class Log:
+    """What a batch function logs in one call."""
+
+    count: int
+    """Answers of the call."""
+    gauges: Gauges = field(default_factory=dict[str, Gauge])
+    extras: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
+
+    def metric(self, name: str, value: float) -> None:
+        """TRL's `log_metric`: the mean of a step's calls is recorded. NaN and infinite values are left out: a mean with
+        one of them says nothing.
+
+        Raises:
+            ValueError: the name is no word, or there are too many names.
+        """
+        key, x = f"metric/{_word('log_metric', name)}", float(value)
+        if key not in self.gauges and len(self.gauges) >= MOST_NAMES:
+            raise ValueError(f"log_metric({name!r:.80}): a call may log at most {MOST_NAMES} different names")
+        if math.isfinite(x):
+            self.gauges[key] = self.gauges.get(key, Gauge(0.0, 0.0)) + Gauge(x, 1.0)
+
+    def extra(self, column: str, values: Iterable[Any]) -> None:
+        """TRL's `log_extra`: one value for each answer. Raises ValueError for another number of them, or a name that is
+        no word."""
+        _word("log_extra", column)
+        found = list(values)
+        if len(found) != self.count:
+            raise ValueError(f"log_extra({column!r}) has {len(found)} values for {self.count} completions")
+        self.extras[str(column)] = found
+
+    def written(self, index: int, verdict: Verdict) -> Verdict:
+        """A verdict with the extras of its answer in its reason."""
+        said = [f"{name}: {str(values[index])[:200]}" for name, values in self.extras.items()]
+        return replace(verdict, why="; ".join(x for x in (verdict.why, *said) if x)) if said else verdict
+
+    def all_written(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+        """The verdicts on all answers of the call."""
+        return [self.written(i, verdict) for i, verdict in enumerate(verdicts)]
+
+
+def _word(what: str, name: object) -> str:
+    """A name that a function logs by; ValueError says what names may be."""
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"{what}({name!r:.80}, ...): a name is 1 to 64 letters, digits, spaces or signs of _.:/%@+- and begins with"
+            " a letter or a digit"
+        )
+    return name
+
+
+def keywords(function: Callable[..., Any], attempts: Sequence[Attempt], at: StepNumber, log: Log) -> dict[str, Any]:
+    """The keyword arguments of one call. Without `**kwargs` the function gets those that it names."""
+    names = list(dict.fromkeys(n for a in attempts for n in columns(a.task)))
+    given: dict[str, Any] = {
+        **{n: [columns(a.task).get(n) for a in attempts] for n in names},
+        "prompts": [_prompt(a.task) for a in attempts],
+        "completions": [_completion(a) for a in attempts],
+        "completion_ids": [list(a.ids) for a in attempts],
+        "state": [a.state for a in attempts],
+        "trainer_state": TrainerState(at.step, at.steps),
+        "log_metric": log.metric,
+        "log_extra": log.extra,
+    }
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return given
+    return {p.name: given[p.name] for p in parameters if p.name in given}
+
+
+def columns(task: Task) -> Mapping[str, Any]:
+    """A task's columns by name: its id, its answer if it has one, and its info."""
+    answer = {} if task.answer is None else {"answer": task.answer}
+    return {"id": task.id, **answer, **task.info}
+
+
+def _prompt(task: Task) -> str | list[dict[str, Any]]:
+    return task.prompt if isinstance(task.prompt, str) else [{**m, "content": plain(m["content"])} for m in task.prompt]
+
+
+def _completion(attempt: Attempt) -> str | list[Message]:
+    """Text for a text prompt; for a conversation, one assistant message for each turn, as in TRL."""
+    if isinstance(attempt.task.prompt, str):
+        return attempt.text
+    return [Message(role="assistant", content=t) for t in attempt.turns]
+
+
+def verdicts(returned: Any, count: int) -> list[Verdict]:
+    """One verdict for each answer, from what a batch function returned. Another number of them fails them all."""
+    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
+        wrong = f"returned {type(returned).__name__}, wanted a list of one number or None per completion"
+        return [Verdict.failed("type", wrong)] * count
+    try:
+        values = list(returned)
+    except TypeError as error:
+        return [Verdict.failed("type", f"returned {type(returned).__name__}, which is not a list: {error}")] * count
+    if len(values) != count:
+        completions = "1 completion" if count == 1 else f"{count} completions"
+        return [Verdict.failed("count", f"returned {len(values)} rewards for {completions}")] * count
+    return [as_verdict(v) for v in values]
+
+
+async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNumber, seed: int) -> str:
+    """`siblings` where a group's scores are those that its answers have alone, and at other places; `order` where they
+    depend on the order of the group; else ''."""
+    order = Random(seed).sample(range(len(attempts)), len(attempts))
+    first, _ = await together(attempts, at)
+    other, _ = await together([attempts[i] for i in order], at)
+    moved = not all(same_scores(first[i], told) for i, told in zip(order, other, strict=True))
+    if not moved and len(attempts) > 2:  # of two, every order of the scores looks like one of the answers
+        return ""
+    alone = [(await together([a], at))[0][0] for a in attempts]
+    each = [[str({j.source: j.verdict.score for j in x}) for x in verdicts] for verdicts in (first, alone)]
+    return "siblings" if each[0] != each[1] and sorted(each[0]) == sorted(each[1]) else "order" * moved
+
+
+def same_scores(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
+    """Whether all sources that could judge both times gave the same score.
+
+    Sources of weight 0 are not compared: they only report a number, such as a time.
+    """
+    was, now = (
+        {j.source: j for j in x if (j.counts or j.measured) and j.weight and j.verdict.state is not State.FAILED}
+        for x in (one, two)
+    )
+    return all(_equal(was[s], now[s]) for s in was.keys() & now.keys())
+
+
+def _equal(one: Judged, two: Judged) -> bool:
+    """Whether two scores are equal up to rounding, and up to the resolution of a source that is a model."""
+    a, b = one.verdict.score, two.verdict.score
+    if a is None or b is None:
+        return a == b
+    return abs(a - b) <= max(1e-9 * max(1.0, abs(a)), one.resolution * max(abs(a), abs(b)))

@@ -1,0 +1,314 @@
+"""Programs judged by tests. Each test runs in a fresh process in the sandbox, and its result is compared outside.
+
+Expected values never enter the sandbox. So no program can find them, change the comparison, or end before it. Tests
+that can only run in the program's process are `weak`. They must be accepted explicitly, and the verdict mentions them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+import time
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from posttrain.core.gauge import Gauge, Gauges, merge
+from posttrain.core.ports import Attempt
+from posttrain.core.redact_secrets import redacted
+from posttrain.core.types import Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.sandbox.cell.program import encode
+from posttrain.sandbox.comparison import Unheard, heard, same, shown
+from posttrain.sandbox.open_sandbox import open_sandbox
+from posttrain.sandbox.sandbox_pool import Sandbox
+from posttrain.sandbox.sandbox_types import (
+    MOST_SAID,
+    Call,
+    ProgramLimits,
+    Ran,
+    SandboxBroken,
+    SandboxUnavailableError,
+)
+from posttrain.system.errors import ConfigError
+from posttrain.verifier.code.fences import LONGEST, blocks_of, last_of
+from posttrain.verifier.code.program_tests import SPARE, CallTest, InputTest, Test, WeakTest, tests_of, wanted_names
+
+Scoring = Literal["all", "fraction"]
+ASSEMBLE = (Path(__file__).parent / "assemble.py").read_text(encoding="utf-8")
+"""The source of `assemble`, which finds the program among several blocks and runs in the sandbox."""
+MOST_BLOCKS = 64
+"""The number of last blocks of a response that are searched for the program."""
+MOST_SECONDS = 2.0
+"""The most seconds of that search. If it takes longer, the last block is the program."""
+_STATEMENT = re.compile(
+    r"\s|[#@)\]}'\"]|$|(?:def|class|async def)\s+\w+\s*[(:]|import\s[\w., ]+$"
+    r"|from\s+[\w.]+\s+import\b|(?:if|elif|for|while|with|match)\b.*:"
+    r"|(?:else|try|finally|except)\b.*:|(?:return|pass|break|raise|assert|del|global)\b|[\w.]+\("
+    r"|[A-Za-z_][\w.,* \[\]'\"]*+(?::[^=]*)?[-+*/%&|^<>@]*="
+)
+"""Matches how a line of a program begins. Lines of prose rarely match."""
+
+_TYPED = re.compile(rf"\b(?:{'|'.join(typing.__all__)})\b")
+_NUMBER = re.compile(r"((?<![\w.])[-+]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?+(?!\w|\.\d))")
+"""A number that stands alone, so that no part of a version or of a word is one."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one test: `kind` is '' if it passed, else the kind of failure."""
+
+    kind: str = ""
+    why: str = ""
+    seconds: float = 0.0
+    """The seconds for which the program ran."""
+
+
+class Code:
+    """A reward source: 1 if the response's program passes every test, else 0. With `scoring="fraction"`, the share of
+    tests that it passes.
+
+    The program is the block that defines what the tests call, with what it needs of the other blocks (`fences`,
+    `assemble`).
+
+    Args:
+        sandbox: where programs run. None opens `auto`, which raises here if this machine has no sandbox.
+        weak: accept tests that run in the program's process.
+        seconds: that a program may run in all its tests together. Tests after that count as timed out.
+        owned: close `sandbox` with this source. One that was opened here is always closed.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox | None = None,
+        *,
+        scoring: Scoring = "all",
+        weak: bool = False,
+        seconds: float = 60.0,
+        name: str = "code",
+        weight: float = 1.0,
+        owned: bool = False,
+    ) -> None:
+        if scoring not in ("all", "fraction"):
+            raise ConfigError(f"reward code: scoring={scoring!r} is neither all nor fraction")
+        self.name = name
+        self.weight = weight
+        self.scoring: Scoring = scoring
+        self.weak = weak
+        self.seconds = seconds
+        self._owned = owned or sandbox is None
+        self._taken: Gauges = {}
+        self.sandbox = sandbox or open_sandbox()
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """DataError if a task has no tests, or tests that cannot be read."""
+        for task in tasks:
+            tests_of(task, weak=self.weak)
+
+    async def __call__(self, attempt: Attempt) -> Judged:
+        return Judged(self.name, self.weight, redacted(await self.verdict(attempt.task, attempt.text)))
+
+    def gauges(self) -> Gauges:
+        """Since the last call: seconds to judge a response, overall and by kind of verdict; tests that wait for the
+        sandbox at each new test; and attempts of a program to reach a network, all refused."""
+        taken, self._taken = self._taken, {}
+        return {
+            f"verifier/{self.name}/{name}": gauge
+            for name, gauge in merge(taken, {"network": Gauge(*self.sandbox.network.take())}).items()
+        }
+
+    async def verdict(self, task: Task, text: str) -> Verdict:
+        """The verdict about one response. If the sandbox is lost, the verdict is `failed`."""
+        begun = time.monotonic()
+        try:
+            tests = tests_of(task, weak=self.weak)
+            verdict = await self._judged(tests, await self.program(tests, text))
+        except (SandboxBroken, SandboxUnavailableError) as error:
+            verdict = Verdict.failed("sandbox", str(error))
+        took = Gauge(time.monotonic() - begun, 1)
+        self._taken = merge(self._taken, {"seconds": took, f"kind/{verdict.kind or 'passed'}": took})
+        return verdict
+
+    async def program(self, tests: Sequence[Test], text: str) -> str:
+        """The program of a response. If it could be one of several blocks, or has words around it, `assemble` finds it
+        in the sandbox."""
+        blocks = blocks_of(text)
+        only, plain = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
+        if plain and (only.kind != "bare" or not _worded(only.body)):
+            return only.body
+        if len(text) > LONGEST:
+            return last_of(blocks)
+        asked = {
+            "blocks": [(b.python, b.body) for b in blocks[-MOST_BLOCKS:]],
+            "bare": only.kind == "bare",
+            "wanted": sorted(wanted_names(tests)),
+        }
+        own = self.sandbox.limits
+        limits = replace(
+            own,
+            cpu=min(own.cpu, MOST_SECONDS),
+            wall=min(own.wall, MOST_SECONDS),
+            output=min(MOST_SAID, SPARE + 8 * len(text)),
+        )
+        ran = await self.sandbox.run(ASSEMBLE, stdin=json.dumps(asked), limits=limits)
+        try:
+            found = json.loads(ran.stdout) if ran.why == "ok" else None
+        except ValueError:
+            found = None
+        return found if isinstance(found, str) else last_of(blocks)
+
+    async def _judged(self, tests: Sequence[Test], program: str) -> Verdict:
+        """Each test in its turn. What counts against the time of all is how long the program ran, not how long it
+        waited for us."""
+        outcomes: list[Outcome] = []
+        spent = 0.0
+        for test in tests:
+            if spent > self.seconds:
+                outcomes.append(Outcome("timeout", f"the tests together took longer than {self.seconds:g} s"))
+            else:
+                self._taken = merge(self._taken, {"queue": Gauge(self.sandbox.waiting, 1)})
+                outcomes.append(await self.outcome(program, test))
+                spent += outcomes[-1].seconds
+            if outcomes[-1].kind and self.scoring == "all":
+                break
+        return self._score(tests, outcomes)
+
+    def _score(self, tests: Sequence[Test], outcomes: Sequence[Outcome]) -> Verdict:
+        notes = [f"sandbox={self.sandbox.name}"] if self.sandbox.name == "none" else []
+        notes += (
+            [f"{sum(isinstance(t, WeakTest) for t in tests)} weak tests"]
+            if any(isinstance(t, WeakTest) for t in tests)
+            else []
+        )
+        bad = next(((i, o) for i, o in enumerate(outcomes) if o.kind), None)
+        if bad is None:
+            return Verdict.value(1.0, why="; ".join(notes))
+        passed = sum(not o.kind for o in outcomes)
+        score = passed / len(tests) if self.scoring == "fraction" else 0.0
+        why = f"test {bad[0] + 1} of {len(tests)}: {bad[1].why}"
+        return Verdict.value(score, bad[1].kind, "; ".join([why, *notes]))
+
+    async def outcome(self, program: str, test: Test) -> Outcome:
+        """Run one test in a fresh process, whose output limit is large enough for the expected output."""
+        limits, room = self.sandbox.limits, test.room
+        limits = replace(limits, output=max(limits.output, room)) if isinstance(test, InputTest) else limits
+        limits = replace(limits, result=max(limits.result, room)) if isinstance(test, CallTest) else limits
+        if isinstance(test, InputTest):
+            ran = await self.sandbox.run(program, stdin=test.stdin, limits=limits)
+            found = _printed(ran, test, limits)
+        elif isinstance(test, CallTest):
+            ran = await self.sandbox.run(_typed(program), call=_called(program, test), limits=limits)
+            found = _returned(ran, test)
+        else:
+            ran, found = await self._weak(program, test)
+        return replace(found, seconds=ran.seconds)
+
+    async def _weak(self, program: str, test: WeakTest) -> tuple[Ran, Outcome]:
+        """Run the test's statements after the program, then call a function whose name the program cannot know."""
+        name, nonce = f"passed_{secrets.token_hex(8)}", secrets.token_hex(8)
+        whole = f"{program}\n\n{test.source}\n\ndef {name}():\n    return {nonce!r}\n"
+        ran = await self.sandbox.run(whole, call=Call(name))
+        if ran.why != "ok":
+            return ran, _ended(ran)
+        try:
+            return ran, (
+                Outcome() if same(heard(ran.result), nonce) else Outcome("wrong", "the tests did not come to their end")
+            )
+        except Unheard as error:
+            return ran, Outcome(error.kind, str(error))
+
+    async def lint(self, tasks: Sequence[Task]) -> list[str]:
+        """One line for each task in which an empty program scores above 0, so that its tests prove nothing."""
+        found: list[str] = []
+        for task in tasks:
+            verdict = await self.verdict(task, "")
+            if verdict.score:
+                found.append(f"task {task.id!r}: an empty program scores {verdict.score:g}")
+        return found
+
+    @property
+    def contained(self) -> str:
+        """Name of the sandbox in which programs run."""
+        return self.sandbox.name
+
+    def close(self) -> None:
+        """Close the sandbox if this source owns it."""
+        if self._owned:
+            self.sandbox.close()
+
+
+def _worded(text: str) -> bool:
+    """Whether some line of a text does not begin like a line of a program."""
+    return any(_STATEMENT.match(line) is None for line in text.split("\n"))
+
+
+def _ended(ran: Ran) -> Outcome:
+    """The outcome of a run that failed. The text has no raw control characters."""
+    said = f": {ran.complaint}" if ran.complaint else ""
+    return Outcome(ran.why, f"{ran.why} (exit {ran.exit}, {ran.seconds:.2f} s){said}")
+
+
+def _returned(ran: Ran, test: CallTest) -> Outcome:
+    if ran.why != "ok":
+        return _ended(ran)
+    try:
+        said = heard(ran.result)
+    except Unheard as error:
+        return Outcome(error.kind, str(error))
+    right = any(same(said, wanted, test.how) for wanted in (test.wanted, *test.also))
+    return Outcome() if right else _differs(said, test)
+
+
+def _printed(ran: Ran, test: InputTest, limits: ProgramLimits) -> Outcome:
+    if ran.why != "ok":
+        return _ended(ran)
+    if ran.cut and len(ran.stdout) >= limits.output:
+        return Outcome("output", "printed more than is kept")
+    said, expected = _lines(ran.said), _lines(test.wanted)
+    if len(said) == len(expected) and all(_alike(*lines, test.tolerance) for lines in zip(said, expected, strict=True)):
+        return Outcome()
+    wanted = f", wanted {test.wanted[:80]!r}" if test.public else ""
+    return Outcome("wrong", f"printed {ran.said[:80]!r}{wanted}")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _alike(said: str, wanted: str, tolerance: float) -> bool:
+    """Whether two lines are equal, numbers with a decimal point or an exponent up to the tolerance.
+
+    >>> _alike("Case #1: 0.3333333", "Case #1: 0.33333333", 1e-6), _alike("v1.2.30", "v1.2.3", 1e-6)
+    (True, False)
+    """
+    if said == wanted or not tolerance:
+        return said == wanted
+    one, other = _NUMBER.split(said), _NUMBER.split(wanted)
+    return len(one) == len(other) and all(
+        a == b
+        or (
+            i % 2 == 1  # numbers stand between the parts
+            and not b.lstrip("+-").isdecimal()
+            and math.isclose(float(a), float(b), rel_tol=tolerance, abs_tol=tolerance)
+        )
+        for i, (a, b) in enumerate(zip(one, other, strict=True))
+    )
+
+
+def _typed(program: str) -> str:
+    """The program with the names of `typing` that starter code takes for granted."""
+    return f"from typing import *\n{program}" if _TYPED.search(program) and "__future__" not in program else program
+
+
+def _called(program: str, test: CallTest) -> Call:
+    method = test.method and re.search(r"^class Solution\b", program, re.MULTILINE)
+    return replace(test.call, function=f"Solution.{test.call.function}") if method else test.call
+
+
+def _differs(said: object, test: CallTest) -> Outcome:
+    wanted = f", wanted {shown(encode(test.wanted))}" if test.public else ""
+    return Outcome("wrong", f"returned {shown(said)}{wanted}")

@@ -1,0 +1,329 @@
+"""Tests of programs as data. Inputs and expected values are separate, because only the inputs enter a sandbox.
+
+A task has them in `info["tests"]`: a list (or its JSON) of
+
+- `{"function": "f", "args": [1, 2], "expected": 3}`, also `kwargs`, `tolerance`, `any_sequence`; a method is
+  `Solution.f`
+- `{"stdin": "1 2\\n", "stdout": "3\\n"}`, also `tolerance`
+- `"assert f(1, 2) == 3"`: text of asserts. If all of them are calls with literal arguments, they become the first
+  form. Otherwise the text is a weak test and needs `weak=True`: it has to enter the sandbox, where the program could
+  find the answer or deceive the test.
+
+The forms of public data sets are read too: `{"inputs": [...], "outputs": [...]}`, with `fn_name` where a function is
+called (APPS, TACO), and lists of `{"input", "output", "testtype"}` (LiveCodeBench). A task without `info["tests"]` has
+its tests in its answer.
+
+With `"public": true` the verdict may show what was wanted. By default tests are hidden.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from posttrain.core.types import Task
+from posttrain.sandbox.cell.program import NotPlain, encode
+from posttrain.sandbox.comparison import Comparison
+from posttrain.sandbox.sandbox_types import KIB, MOST_SAID, Call
+from posttrain.system.errors import DataError, nearest
+
+TOLERANCE = 1e-6
+"""How far a printed number with a decimal point may be from the wanted one, absolute or relative."""
+
+
+@dataclass(frozen=True)
+class CallTest:
+    """The function of `call` is called and has to return `wanted`."""
+
+    call: Call
+    wanted: Any
+    how: Comparison = Comparison()
+    public: bool = False
+    also: tuple[Any, ...] = ()
+    """Other values that are as right."""
+    method: bool = False
+    """Whether the function may be a method of a class `Solution` instead."""
+
+    @cached_property
+    def room(self) -> int:
+        """The output limit in bytes: enough for a right answer."""
+        return SPARE + 2 * len(json.dumps(encode(self.wanted)))
+
+
+@dataclass(frozen=True)
+class InputTest:
+    """The program reads `stdin` and has to print `wanted`. White space at the ends of lines and of the text does not
+    matter, and numbers with a decimal point may differ by `tolerance`, absolute or relative."""
+
+    stdin: str
+    wanted: str
+    public: bool = False
+    tolerance: float = TOLERANCE
+
+    @cached_property
+    def room(self) -> int:
+        """The output limit in bytes: enough for a right answer, with as much white space again."""
+        return SPARE + 2 * len(self.wanted.encode("utf-8", "surrogatepass"))
+
+
+@dataclass(frozen=True)
+class WeakTest:
+    """Statements that raise if the program is wrong. They run in its process, so the program could deceive them."""
+
+    source: str
+    public: bool = False
+    room: int = 0
+
+
+Test = CallTest | InputTest | WeakTest
+
+CALL_KEYS = ("function", "args", "kwargs", "expected", "tolerance", "any_sequence", "public")
+INPUT_KEYS = ("stdin", "stdout", "tolerance", "public")
+LOOSE = Comparison(TOLERANCE, any_sequence=True)
+"""How values are compared that were written as JSON, which has no tuples."""
+SPARE = 4 * KIB
+
+
+def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
+    """A task's tests, the public ones first. DataError if there are none or if one cannot be read."""
+    said, where = task.info.get("tests"), f"task {task.id!r}: info['tests']"
+    if said is None and task.answer is not None:
+        said, where = task.answer, f"task {task.id!r}: the answer"
+    if isinstance(said, str) and said.lstrip()[:1] in ("[", "{"):
+        said = _json(said, where)
+    said = [said] if isinstance(said, str) else _of_field(said, _object(task.info.get("metadata")), where)
+    if not isinstance(said, Sequence) or not said:
+        raise DataError(
+            f"{where} must be a list of at least one test, or {{'inputs', 'outputs'}}; without tests every program"
+            " would pass. Where another column holds them, name it: env.args.answer_column"
+        )
+    tests = [t for i, entry in enumerate(said) for t in _understood(entry, f"{where}[{i}]")]
+    if not tests:
+        raise DataError(f"{where} holds no assert and no test; without tests every program would pass")
+    large = next((t for t in tests if t.room > MOST_SAID), None)
+    if large is not None:
+        raise DataError(
+            f"{where} wants an answer of {large.room // 2} bytes; no program may say more than {MOST_SAID // 2}: ask"
+            " for less"
+        )
+    bad = next((t for t in tests if isinstance(t, WeakTest)), None)
+    if bad is not None and not weak:
+        raise DataError(
+            f"{where}: {bad.source.strip()[:80]!r} does not read as `assert f(literals) == literal`, so it would run"
+            " where the program can deceive it; rewrite it as {'function', 'args', 'expected'}, or accept such tests"
+            " with weak=True"
+        )
+    return tuple(sorted(tests, key=lambda t: not t.public))
+
+
+def wanted_names(tests: Sequence[Test]) -> set[str]:
+    """The names of functions and classes that the tests use. Empty for tests that only give input.
+
+    >>> sorted(wanted_names(rewritten("assert f(1) == 2\\nassert len(Solution().g(2)) == 1", "")))
+    ['Solution', 'f']
+    """
+    names: set[str] = set()
+    for test in tests:
+        if isinstance(test, CallTest):
+            names |= {test.call.function.partition(".")[0], *(["Solution"] if test.method else [])}
+        elif isinstance(test, WeakTest):
+            found = [n for n in ast.walk(ast.parse(test.source)) if isinstance(n, ast.Name)]
+            own = {n.id for n in found if not isinstance(n.ctx, ast.Load)} | {
+                n.name for n in ast.walk(ast.parse(test.source)) if isinstance(n, ast.FunctionDef | ast.ClassDef)
+            }
+            names |= {n.id for n in found if isinstance(n.ctx, ast.Load)} - own - set(dir(builtins))
+    return names
+
+
+def _json(text: Any, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{where} is no JSON: {error}") from error
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    """An object, or one as JSON text; empty for anything else."""
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, Mapping) else {}
+
+
+def _of_field(said: Any, beside: Mapping[str, Any], where: str) -> Any:
+    """Tests in the forms of public data sets as tests; anything else as it is."""
+    one = False
+    if isinstance(said, Mapping) and "inputs" in said and "outputs" in said:
+        given, wanted = said["inputs"], said["outputs"]
+        if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted):
+            count = [len(x) if isinstance(x, list) else "no list of" for x in (given, wanted)]
+            raise DataError(f"{where} has {count[0]} inputs and {count[1]} outputs: give one output for each input")
+        one = all(isinstance(o, list) and len(o) == 1 for o in wanted)  # APPS writes a value v as [v]
+        beside, said = {**beside, **said}, [{"input": i, "output": o} for i, o in zip(given, wanted, strict=True)]
+    if not isinstance(said, list) or not all(isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in said):
+        return said
+    return [_field_test(t, {**beside, **_object(t.get("metadata")), **t}, one, where) for t in said]
+
+
+def _field_test(test: Mapping[str, Any], about: Mapping[str, Any], one: bool, where: str) -> CallTest | dict[str, str]:
+    """One input and output. `about`: with what is said of all; `one`: whether an output may be a list around it."""
+    name = about.get("fn_name") or about.get("func_name")
+    if (about.get("testtype") or ("functional" if name else "stdin")) != "functional":
+        return {"stdin": _lines(test["input"]), "stdout": _lines(test["output"])}
+    if not name:
+        raise DataError(f"{where} has a functional test and no name: give fn_name, the function that is called")
+    return _called(name, test["input"], test["output"], one, where)
+
+
+def _lines(text: Any) -> str:
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def _called(name: Any, given: Any, wanted: Any, one: bool, where: str) -> CallTest:
+    """A call with arguments in a list, or as text with the JSON of one in each line; the output is then JSON too."""
+    if isinstance(given, str):
+        given = [_json(line, where) for line in given.split("\n") if line.strip()]
+        wanted = _json(wanted, where) if isinstance(wanted, str) else wanted
+    if not isinstance(given, list):
+        raise DataError(f"{where}: the input of {name} is {type(given).__name__}, wanted a list of its arguments")
+    also = (wanted[0],) if one else ()
+    return _plain(CallTest(Call(str(name), tuple(given)), wanted, LOOSE, also=also, method=True), where)
+
+
+def _understood(entry: Any, where: str) -> list[Test]:
+    if isinstance(entry, CallTest):
+        return [entry]
+    if isinstance(entry, str):
+        return rewritten(entry, where)
+    if not isinstance(entry, Mapping):
+        raise DataError(f"{where} is {type(entry).__name__}; a test is an object or a text of asserts")
+    keys = INPUT_KEYS if "stdin" in entry else CALL_KEYS
+    unknown = [k for k in entry if k not in keys]
+    if unknown:
+        raise DataError(f"{where}: unknown key {unknown[0]!r}: {nearest(str(unknown[0]), keys)}")
+    missing = [k for k in (("stdout",) if "stdin" in entry else ("function", "expected")) if k not in entry]
+    if missing:
+        raise DataError(f"{where} lacks {missing[0]!r}")
+    public = bool(entry.get("public", False))
+    if "stdin" in entry:
+        if not str(entry["stdout"]).strip():
+            raise DataError(f"{where} wants empty output, which a program that does nothing gives too")
+        tolerance = float(entry.get("tolerance", TOLERANCE))
+        return [InputTest(str(entry["stdin"]), str(entry["stdout"]), public, tolerance)]
+    call = Call(str(entry["function"]), tuple(entry.get("args", ())), tuple(dict(entry.get("kwargs", {})).items()))
+    how = Comparison(float(entry.get("tolerance", 0.0)), bool(entry.get("any_sequence", False)))
+    return [_plain(CallTest(call, entry["expected"], how, public), where)]
+
+
+def _plain(test: CallTest, where: str) -> CallTest:
+    try:
+        encode([list(test.call.args), dict(test.call.kwargs), test.wanted])
+    except NotPlain as error:
+        raise DataError(f"{where}: arguments and expected values are plain built-in values: {error}") from None
+    return test
+
+
+def rewritten(source: str, where: str) -> list[Test]:
+    """The asserts of a text as tests: `CallTest`s if all are calls with literal arguments, else one weak test of the
+    whole text.
+
+    >>> rewritten("assert f(1, k=[2]) == {'a': 3}", "")[0].wanted
+    {'a': 3}
+    """
+    try:
+        body = ast.parse(source).body
+    except SyntaxError as error:
+        raise DataError(f"{where} is neither JSON nor Python: {error.msg} in line {error.lineno}") from error
+    tests = [_from_assert(s) for s in body if not isinstance(s, ast.Import | ast.ImportFrom)]
+    found = [t for t in tests if t is not None]
+    if len(found) == len(tests):
+        return [_plain(t, where) for t in found]
+    if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(ast.parse(source))):
+        raise DataError(f"{where} contains no assert")
+    if all(isinstance(s, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign) for s in body):
+        raise DataError(
+            f"{where} defines its checks and never calls them, so every program would pass; add the call, such as"
+            " check(f)"
+        )
+    return [WeakTest(source)]
+
+
+def _from_assert(statement: ast.stmt) -> CallTest | None:
+    if not isinstance(statement, ast.Assert):
+        return None
+    test = statement.test
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return None
+    left, right, op = test.left, test.comparators[0], test.ops[0]
+    if isinstance(op, ast.Lt | ast.LtE):
+        return _from_difference(left, right, less=isinstance(op, ast.Lt))
+    if not isinstance(op, ast.Eq | ast.Is):
+        return None
+    for call, value in ((left, right), (right, left)):
+        made, wanted = _call(call), _literal(value)
+        if made is not None and wanted is not None:
+            return CallTest(made, wanted[0])
+    return None
+
+
+def _from_difference(left: ast.expr, right: ast.expr, *, less: bool) -> CallTest | None:
+    """A test from `abs(f(x) - literal) < bound`. With `<` the tolerance is the next smaller float."""
+    bound = _literal(right)
+    if not (
+        isinstance(left, ast.Call) and isinstance(left.func, ast.Name) and left.func.id == "abs" and len(left.args) == 1
+    ):
+        return None
+    inner = left.args[0]
+    if (
+        not (isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub))
+        or bound is None
+        or not isinstance(bound[0], float)
+        or bound[0] <= 0
+    ):
+        return None
+    made, wanted = _call(inner.left), _literal(inner.right)
+    if made is None or wanted is None or not isinstance(wanted[0], int | float):
+        return None
+    within = math.nextafter(bound[0], 0.0) if less else bound[0]
+    return CallTest(made, float(wanted[0]), Comparison(tolerance=within, relative=False)) if within else None
+
+
+def _call(node: ast.expr) -> Call | None:
+    if not isinstance(node, ast.Call):
+        return None
+    name = _name(node.func)
+    args = [_literal(a) for a in node.args]
+    kwargs = [(k.arg, _literal(k.value)) for k in node.keywords]
+    if not name or None in args or any(k is None or v is None for k, v in kwargs):
+        return None
+    return Call(name, tuple(a[0] for a in args if a), tuple((k, v[0]) for k, v in kwargs if k and v))
+
+
+def _name(node: ast.expr) -> str:
+    """`f`, or `Solution.f` for `Solution().f`; '' for anything else, and for built-ins that only wrap the real call."""
+    if isinstance(node, ast.Name):
+        return "" if hasattr(builtins, node.id) else node.id
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Call)
+        and not node.value.args
+        and not node.value.keywords
+    ):
+        owner = _name(node.value.func)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def _literal(node: ast.expr) -> tuple[Any] | None:
+    """A literal's value in a tuple, or None if it is not a literal. So the literal None is not taken for no literal."""
+    try:
+        return (ast.literal_eval(node),)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None

@@ -1,0 +1,308 @@
+"""HTTP to an engine that runs elsewhere: bounded retries, a time limit for every call, and errors
+that name the endpoint.
+
+An `Endpoint` is a base address with a role ("rollout", "judge") and a key. An environment variable holds the key. It is
+sent as a bearer token, and appears in no message, repr or record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from posttrain.core.redact_secrets import scrubbed
+from posttrain.system.errors import ConfigError, EndpointError
+from posttrain.system.hostile_callers import in_the_clear, loopback
+
+RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
+"""Statuses of temporary failures: overload, a restart, a proxy that lost its server."""
+MAX_ANSWER = 256 << 20
+"""Most bytes of an answer. A longer one is not read to its end."""
+MAX_QUOTED = 400
+"""Most characters of a server's own message that an error quotes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a call may take and how often it is tried. Between tries it waits `first` seconds, doubled each time up
+    to `longest`, and multiplied by a random number in [0.5, 1]. A `Retry-After` header is followed up to `longest`."""
+
+    connect: float = 10.0
+    """Seconds to get a connection."""
+    answer: float = 600.0
+    """Seconds for one whole try."""
+    tries: int = 6
+    first: float = 0.5
+    longest: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.tries < 1 or min(self.connect, self.answer) <= 0 or not 0 <= self.first <= self.longest:
+            raise ConfigError(f"{self}: tries >= 1, connect and answer > 0 seconds, 0 <= first <= longest")
+
+    def pause(self, failed: int, asked: float | None) -> float:
+        """Seconds to wait after `failed` failed tries; `asked` are those of the server's `Retry-After`."""
+        own = min(self.longest, self.first * 2 ** (failed - 1)) * random.uniform(0.5, 1)
+        return own if asked is None else min(self.longest, max(own, asked))
+
+
+class Endpoint:
+    """JSON calls below one base address, in the event loop that makes the first call. Use it with
+    `async with`, or call `close`.
+
+    Args:
+        url: base address, such as http://127.0.0.1:8000/v1; paths are appended to it.
+        role: the endpoint's role in the run; every message begins with it.
+        key_env: name of the environment variable with the bearer token; None: no token is sent.
+        connections: most requests at once. Further ones wait, and this wait does not count for their time limit.
+
+    Raises:
+        ConfigError: the address is not http(s) or holds a key, the environment variable is empty, or its key would be
+            sent to another machine in the clear.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        role: str,
+        *,
+        key_env: str | None = None,
+        patience: Patience | None = None,
+        connections: int = 1024,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{role}: {url!r} is no address of a server; write it like http://127.0.0.1:8000/v1")
+        if parts.username is not None or parts.password is not None or parts.query:
+            raise ConfigError(
+                f"{role}: the address holds a password or query, which would be recorded; put keys into environment"
+                " variables"
+            )
+        self.url, self.role, self.patience = url.rstrip("/"), role, patience or Patience()
+        self.key_env = key_env
+        self._key = os.environ.get(key_env, "").strip() if key_env else ""
+        if key_env and not self._key:
+            raise ConfigError(f"{role}: environment variable {key_env} is empty; put the key of {self.url} there")
+        if key_env and in_the_clear(url):
+            raise ConfigError(
+                f"{role}: {url!r} would send the key in {key_env} in the clear; use https, or a tunnel to 127.0.0.1"
+            )
+        self._proxied = not (loopback(parts.hostname) or parts.hostname.endswith(".localhost"))
+        self._connections = connections
+        self._client: httpx2.AsyncClient | None = None
+        self._places = asyncio.Semaphore(connections)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.retried = 0
+        """Failed tries that were repeated, since construction."""
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.url!r}, role={self.role!r}, key_env={self.key_env!r})"
+
+    async def __aenter__(self) -> Endpoint:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections. The next call opens new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    async def get(self, path: str, *, patience: Patience | None = None) -> Any:
+        """The JSON at `path`."""
+        return await self.call("GET", path, None, patience=patience)
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        again: bool = True,
+        patience: Patience | None = None,
+        plain: bool = False,
+    ) -> Any:
+        """The JSON answer to `body`. Use `again=False` for a call that changes the server and must not be repeated, and
+        `plain` where the answer is a plain text."""
+        return await self.call("POST", path, body, again=again, patience=patience, plain=plain)
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        *,
+        again: bool = True,
+        patience: Patience | None = None,
+        plain: bool = False,
+    ) -> Any:
+        """One request and its JSON answer. Temporary failures are tried again.
+
+        Raises:
+            EndpointError: refused, unreadable, or still failing after the last try. Its `status` is None
+                where there was no answer.
+        """
+        patience = patience or self.patience
+        client = self._open()
+        failed = 0
+        async with self._places:
+            while True:
+                try:
+                    return await self._once(client, method, path, body, patience, plain)
+                except _TransientError as error:
+                    failed += 1
+                    if not again or failed >= patience.tries:
+                        times = f" (tried {failed} times)" if failed > 1 else ""
+                        raise EndpointError(
+                            self._message(f"{method} {path}: {error}{times}. {_ADVICE}"), self.role, error.status
+                        ) from error
+                    self.retried += 1
+                    pause = patience.pause(failed, error.after)
+                await asyncio.sleep(pause)
+
+    async def _once(
+        self,
+        client: httpx2.AsyncClient,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        patience: Patience,
+        plain: bool,
+    ) -> Any:
+        limits = httpx2.Timeout(None, connect=patience.connect)
+        try:
+            async with asyncio.timeout(patience.answer):
+                async with client.stream(method, self.url + path, json=body, timeout=limits) as response:
+                    said = await _read_answer(response)
+        except TimeoutError:
+            raise _TransientError(f"no answer in {patience.answer:g} s") from None
+        except httpx2.TimeoutException:
+            raise _TransientError(f"no connection in {patience.connect:g} s") from None
+        except httpx2.RequestError as error:  # includes bytes that cannot be decompressed
+            raise _TransientError(f"the connection failed ({type(error).__name__}: {error})") from error
+        status = said.status
+        if said.body is None:
+            raise EndpointError(
+                self._message(f"{method} {path}: the answer is longer than {MAX_ANSWER >> 20} MiB"), self.role, status
+            )
+        if status in RETRIED:
+            raise _TransientError(
+                f"status {status}: {_server_message(said)}", status, _seconds(said.headers.get("retry-after"))
+            )
+        if not 200 <= status < 300:
+            raise EndpointError(
+                self._message(f"{method} {path}: status {status}: {self._refusal(said)}"), self.role, status
+            )
+        if not said.body:
+            return None
+        if plain:
+            return said.body.decode("utf-8", errors="replace")
+        try:
+            return said.json()
+        except ValueError as error:
+            raise EndpointError(
+                self._message(f"{method} {path}: the answer is no JSON: {_server_message(said)}"), self.role, status
+            ) from error
+
+    def _refusal(self, said: _Answer) -> str:
+        if 300 <= said.status < 400:
+            return f"it redirects to {said.headers.get('location', '?')[:MAX_QUOTED]}; give that address"
+        if said.status in (401, 403):
+            name = (
+                f"the key in {self.key_env}"
+                if self.key_env
+                else "no key was sent; name an environment variable that holds one"
+            )
+            return f"{_server_message(said)} ({name})"
+        return _server_message(said)
+
+    def _open(self) -> httpx2.AsyncClient:
+        """The client of the running loop. A client of a closed loop is replaced."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            if (
+                self._loop is not None
+                and self._loop is not loop
+                and not self._loop.is_closed()
+                and self._client is not None
+            ):
+                raise EndpointError(
+                    f"{self.role} ({self.url}): in use in another event loop; close it there first", self.role
+                )
+            self._loop, self._places = loop, asyncio.Semaphore(self._connections)
+            self._client = httpx2.AsyncClient(
+                headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+                limits=httpx2.Limits(max_connections=self._connections, max_keepalive_connections=64),
+                trust_env=self._proxied,
+            )
+        return self._client
+
+    def _message(self, text: str) -> str:
+        """An error message with role and address, and with the key removed."""
+        text = f"{self.role} ({self.url}): {text}"
+        return scrubbed(text.replace(self._key, f"[{self.key_env}]") if self._key else text)
+
+
+class _TransientError(Exception):
+    """A temporary failure: another try may succeed."""
+
+    def __init__(self, why: str, status: int | None = None, after: float | None = None) -> None:
+        super().__init__(why)
+        self.status, self.after = status, after
+
+
+_ADVICE = "See whether the server runs, and what it logged"
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A server's answer. `body` is None where it was too long."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes | None
+
+    def json(self) -> Any:
+        """The parsed body; ValueError where it is not JSON."""
+        try:
+            return json.loads(self.body or b"")
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
+
+
+async def _read_answer(response: httpx2.Response) -> _Answer:
+    body = bytearray()
+    async for piece in response.aiter_bytes():
+        body += piece
+        if len(body) > MAX_ANSWER:
+            return _Answer(response.status_code, response.headers, None)
+    return _Answer(response.status_code, response.headers, bytes(body))
+
+
+def _server_message(answer: _Answer) -> str:
+    """The server's error message: the one inside an OpenAI-shaped error, else the text."""
+    try:
+        said: Any = answer.json()
+        while isinstance(said, dict) and (inner := said.get("error") or said.get("message") or said.get("detail")):
+            said = inner
+        text = said if isinstance(said, str) else json.dumps(said)
+    except ValueError:
+        text = (answer.body or b"").decode(errors="replace")
+    text = " ".join(text[: 10 * MAX_QUOTED].split())
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}..."
+
+
+def _seconds(header: str | None) -> float | None:
+    """Seconds of a Retry-After header. Its form with a date is ignored."""
+    try:
+        return max(0.0, float(header)) if header is not None else None
+    except ValueError:
+        return None

@@ -1,0 +1,124 @@
+"""The `math` reward. Our own rules run here. What they cannot decide is compared in a worker process."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from posttrain.core.gauge import Gauges
+from posttrain.core.ports import Attempt
+from posttrain.core.redact_secrets import redacted
+from posttrain.core.types import Task
+from posttrain.core.verdict import Judged, State, Verdict
+from posttrain.system.errors import ConfigError, DataError
+from posttrain.verifier.math.grade import Gold, Grade, gold_of, grade
+from posttrain.verifier.workers.worker_pool import WorkerAnswer, WorkerPool
+from posttrain.verifier.workers.worker_process import Spec
+
+SECONDS = 2.0
+"""Most processor time of one comparison by the algebra. Beyond it the answer is wrong, with kind `timeout`."""
+WORKERS = 2
+SHOWN = 5
+"""The most refused tasks that a message names."""
+WITNESS = ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}")
+"""A pair (gold, response) that a working algebra answers."""
+
+
+@dataclass(frozen=True)
+class MathSource:
+    """1 if the response's final answer equals the task's answer, else 0.
+
+    A task whose answer cannot be read is refused when the run is built. If the tasks are endless, its verdict is
+    `failed`.
+    """
+
+    weight: float
+    pool: WorkerPool = field(repr=False)
+    name: str = "math"
+
+    async def __call__(self, attempt: Attempt) -> Judged:
+        settled = self._here(attempt.task, attempt.text)
+        if isinstance(settled, Verdict):
+            return Judged(self.name, self.weight, settled)
+        try:
+            verdict = (await asyncio.wrap_future(self._ask(settled, attempt.text))).one
+        except RuntimeError as error:
+            verdict = Verdict.failed("worker", str(error))
+        return Judged(self.name, self.weight, redacted(verdict))
+
+    def verdict(self, task: Task, text: str) -> Verdict:
+        """The verdict, for scripts without an event loop. It blocks."""
+        settled = self._here(task, text)
+        return settled if isinstance(settled, Verdict) else self._ask(settled, text).result().one
+
+    def _here(self, task: Task, text: str) -> Verdict | Gold:
+        """The verdict if our own rules give one, else the gold answer."""
+        if task.answer is None:
+            return Verdict.failed("gold", f"task {task.id!r} has no answer to compare with")
+        gold = gold_of(str(task.answer))
+        if gold is None:
+            return Verdict.failed("gold", f"the answer {str(task.answer)[:80]!r} of task {task.id!r} says nothing")
+        graded: Grade | None = grade(gold, text)
+        return gold if graded is None else graded.verdict
+
+    def _ask(self, gold: Gold, text: str | None) -> Future[WorkerAnswer]:
+        return self.pool.submit((gold.raw, text))
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Read every gold answer, once.
+
+        Raises:
+            ConfigError: a task has no answer.
+            DataError: an answer cannot be read; names the first few tasks and what is wrong with each.
+        """
+        bad: list[tuple[Task, str]] = []
+        doubtful: dict[str, tuple[Task, Future[WorkerAnswer]]] = {}
+        for task in tasks:
+            if task.answer is None:
+                raise ConfigError(
+                    f"reward {self.name!r} requires column 'answer', which task {task.id!r} does not have"
+                )
+            gold = gold_of(str(task.answer))
+            if gold is None:
+                bad.append((task, "says nothing"))
+            elif not gold.certain and gold.raw not in doubtful:
+                doubtful[gold.raw] = (task, self._ask(gold, None))
+        for task, future in doubtful.values():
+            verdict = future.result().one
+            if verdict.kind == "worker":
+                raise ConfigError(f"reward {self.name!r} cannot start its algebra: {verdict.why}")
+            if verdict.state is State.FAILED or verdict.score != 1.0:
+                bad.append((task, verdict.why))
+        if bad:
+            named = "; ".join(f"task {t.id!r}: {str(t.answer)[:60]!r} {why}" for t, why in itertools.islice(bad, SHOWN))
+            raise DataError(
+                f"reward {self.name!r} cannot read the answers of {len(bad)} of {len(tasks)} tasks, so no response to"
+                f" them could be right: {named}. Correct or drop these rows, or judge them with another reward"
+            )
+
+    def gauges(self) -> Gauges:
+        return self.pool.gauges()
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def math_source(weight: float = 1.0, workers: int = 0, timeout: float | None = None) -> MathSource:
+    """The reward with its pool. Its processes start with the first comparison that needs them.
+
+    Raises:
+        ConfigError: math-verify is not installed.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            "reward 'math' needs the package math-verify: pip install math-verify (or use last_integer or exact)"
+        )
+    cpu = max(1, round(timeout or SECONDS))
+    spec = Spec(
+        "posttrain.verifier.math.algebra:handler", cpu=cpu, wall=4.0 * cpu + 30, memory=2048, preload=True, quiet=True
+    )
+    return MathSource(weight, WorkerPool(spec, workers or WORKERS, "math", witness=WITNESS))

@@ -1,0 +1,367 @@
+"""Reads an answer by our own rules: exact numbers with percent and unit; lists, sets and intervals; words.
+
+An answer that the rules cannot read becomes an `Other`, which the algebra compares. Nothing is evaluated: numbers are
+read digit by digit.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from posttrain.verifier.math.answer_values import (
+    ChoiceAnswer,
+    Items,
+    Named,
+    Number,
+    Other,
+    TooLarge,
+    Union,
+    Value,
+    WordAnswer,
+    parts,
+)
+from posttrain.verifier.math.equation_chains import contradicts, exact, roundings, sides
+from posttrain.verifier.math.number_words import worded
+from posttrain.verifier.math.numerals import based, clock, constant, number, vast
+from posttrain.verifier.math.spelling import closing
+from posttrain.verifier.math.units import changing, tail
+
+MOST_ITEMS = 64
+DEPTH = 4
+"""The deepest nesting of lists."""
+
+_SIMPLE = re.compile(
+    r"[A-Za-z](?:_(?:\w|\{\w+\}))?'?|\\[A-Za-z]+(?:_\w)?|\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z]{1,3}\([^()=]{0,30}\)"
+    r"|[A-Za-z]_\{?\\text\{[^{}=]*\}\}?|\\text\{[^{}=]*\}(?:_\w)?|[A-Z]{2,3}|(?:m ?)?\\(?:angle|triangle)"
+    r" ?[A-Z]{1,3}|\\binom\{\d+\}\{\d+\}"
+)
+_WORDS = re.compile(r"[^\W\d_]{4,}|(?:[^\W\d_]+[ '-]){1,8}[^\W\d_]{2,}|yes|no|odd|one|two|six|ten|all", re.IGNORECASE)
+_RELATION = re.compile(r"(?:([^<>=]+?)(<|>|\\le|\\ge) ?)?(?<![A-Za-z\\])([A-Za-z])(?: ?(<|>|\\le|\\ge) ?([^<>=]+))?")
+_SUCH_THAT = re.compile(r"\\\{[A-Za-z](?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid ?|\||:)(.+)\\\}")
+_OPTION = re.compile(r"(?:option|choice|answer)(?:[: ]{1,2}\(?|\()([A-Ja-j])\)?\.?", re.IGNORECASE)
+_CHOICE = re.compile(r"\(?(?:\\text\{ ?\(?)?([A-Za-z])(?:\)? ?\})?[).]?")
+_RELATING = re.compile(r"(?:[<>:]|(?<![\d)])!)\Z")
+_RELATED = re.compile(r"\\[lgn]e(?![A-Za-z])")
+_INFINITE = (Other("-\\infty"), Other("\\infty"))
+_OR = r"\\text\{ ?,? ?or ?\} ?| ?(?<![A-Za-z\\{])or(?![A-Za-z}]) ?| ?\\(?:lor|vee)(?![A-Za-z]) ?"
+_AND = re.compile(
+    _OR + r"|\\text\{ ?,? ?and ?\} ?| ?(?<![A-Za-z\\{])and(?![A-Za-z}]) ?| ?\\(?:land|wedge)(?![A-Za-z]) ?"
+)
+_EITHER = re.compile(_OR + r"| ?\\cup(?![A-Za-z]) ?")
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_WRITTEN_UNIT = re.compile(r"(.+?) ?(\\text\{[^{}]*\}(?:\\text\{[^{}]*\}|\^\{?-?\d\}?|/)*)")
+_BARE_UNIT = re.compile(
+    r"((?:[-+*/^(){}\[\]\d.,!: ]|\\(?:times|cdot|frac|sqrt|div|pi|ln|log)(?![A-Za-z]))+)"
+    r"((?:cm|mm|km|kg|ft|yd|in|mi|hr|[A-Za-z]{3,}).*)"
+)
+_LETTER = re.compile(r"(?:\\text\{ ?\(([A-J])\)[.:]? ?\}|\(([A-J])\)|\(\\text\{([A-J])\}\))[.:]? ?(.+)")
+_BARE_LETTER = re.compile(
+    r"(?:\\text\{ ?([A-J])\)?[.:]? ?\}[).:]? ?(?=[-$\d\\])|([A-J])(?:\)|\. |:(?=[-$\d\\]|[A-Za-z]{3}))) ?(.+)"
+)
+_PRODUCT_OR_UNIT = re.compile(
+    r"([-+\d./]+|[-+]?\\frac\{\d+\}\{\d+\}) ?(?:\\text\{)?([A-Za-z](?:[-+]\d+|\^\d|/[A-Za-z](?:\^\d)?)?)\}?"
+)
+"""`2 h` is 2 hours or a product, and `2e-1` is 0.2 or Euler's number twice without 1."""
+_PRODUCT = re.compile(r"^-|(?<![\\A-Za-z])[a-z](?![A-Za-z])")
+_OPERATION = re.compile(
+    r"[+*/^_=<>!|,;:)\]}&']|\\(?:times|cdot|div|cup|cap|in|le|ge|ne|lor|land|to|sim|cong)(?![A-Za-z])|(?:\\text\{"
+    r" ?)?(?:and|or)\b"
+)
+
+
+def read(text: str, depth: int = 0) -> tuple[Value, ...]:
+    """All values that a spelled answer may mean, most likely first; empty if it means nothing.
+
+    >>> read("1,000")
+    (Number(value=Fraction(1000, 1), decimals=None, percent=False, unit=''),)
+    >>> read("100,200")[1].items[0].value, read("50%")[0].percent, read("x=3")[0].name
+    (Fraction(100, 1), True, 'x')
+    """
+    text = text.strip()
+    if (inside := _TEXT.fullmatch(text)) is not None and (
+        any(c.isdigit() for c in text)
+        or re.fullmatch(r"\(?[A-J]\)?(?:(?:,| and| or) ?\(?[A-J]\)?)+", inside[1].strip())
+    ):
+        text = inside[1].strip()
+    if (rule := _SUCH_THAT.fullmatch(text)) is not None and (known := _between(rule[1].strip(), depth)):
+        return known
+    if not text or not any(c.isalnum() or c in "\\$" for c in text):
+        return ()
+    if (choice := _choice(text, depth)) is not None:
+        return choice
+    if (said := _said(text)) is not None:
+        return (said,)
+    if (told := clock(text) or based(text)) is not None:
+        return (told,)
+    found = number(text)
+    if isinstance(found, TooLarge) or (found is not None and "," not in text):
+        product = _PRODUCT_OR_UNIT.fullmatch(text)
+        return (found, Other(f"{product[1]} {product[2]}")) if product else (found,)
+    if ("\\approx" in text or (text.endswith(")") and "(" in text)) and (about := _about(text, depth)):
+        return about
+    if named := _between(text, depth) or _named(text, depth):
+        return named
+    items = _both(text, depth) or _union(text, depth) or _items(text, depth)
+    return (
+        tuple(v for v in (found, items) if v is not None)
+        or _measured(text, depth)
+        or (_words(text) or (TooLarge(text) if vast(text) else Other(text)),)
+    )
+
+
+def _said(text: str) -> Number | WordAnswer | None:
+    """A number in words, alone or before a noun or a unit, and `option C`; None for anything else."""
+    plain = _TEXT.sub(r"\1", text).strip()
+    if "\\" in plain or not plain[:1].isalpha():
+        return None
+    if (option := _OPTION.fullmatch(plain)) is not None:
+        return WordAnswer(option[1].upper())
+    words = plain.split()
+    for end in range(min(len(words), 12), 0, -1):
+        value, rest = worded(" ".join(words[:end])), " ".join(words[end:])
+        if value is None:
+            continue
+        if not rest:
+            return Number(value)
+        told = tail(rest) if rest == rest.lower() and not changing(rest) else None
+        return None if told is None else Number(value * told[0], None, False, told[1])
+    return None
+
+
+def _about(text: str, depth: int) -> tuple[Value, ...]:
+    """The first side of `12\\pi\\approx 37.7`, or of `12\\pi (\\approx 37.7)`; the other side if the first is a name
+    or empty."""
+    pieces = roundings(text)
+    if len(pieces) < 2 or depth >= DEPTH:
+        return ()
+    if contradicts([p for piece in pieces for p in sides(piece, _equals(piece))]):
+        return (WordAnswer(text),)
+    if not pieces[0]:
+        return read(pieces[1], depth + 1)
+    if _SIMPLE.fullmatch(pieces[0]):
+        return tuple(Named(pieces[0], True, v) for v in read(pieces[1], depth + 1))
+    return read(pieces[0], depth + 1)
+
+
+def _choice(text: str, depth: int) -> tuple[Value, ...] | None:
+    """`(C) 12`, `\\textbf{(C)}\\ 12`, `C) 12`: the letter of a choice and its value, or a product. None if it is
+    neither."""
+    match = _LETTER.fullmatch(text) or _BARE_LETTER.fullmatch(text)
+    if match is None or depth >= DEPTH or _OPERATION.match(match[match.lastindex or 0]):
+        return None
+    *letters, said = (g for g in match.groups() if g)
+    if any(_LETTER.fullmatch(p) or _BARE_LETTER.fullmatch(p) for p in _parts(said)[1:]):
+        return None
+    values = read(said.strip("$"), depth + 1)
+    if (
+        not values
+        or (said.startswith("(") and not isinstance(values[0], Items))
+        or re.fullmatch(r"[A-Z]|\([A-Z]\)", said)
+    ):
+        return None
+    other = (Other(text),) if _PRODUCT.search(said) else ()
+    return (*(ChoiceAnswer(letters[0], v) for v in values), *other)
+
+
+def _measured(text: str, depth: int) -> tuple[Value, ...]:
+    """A value that only the algebra understands, and its unit: `12\\pi\\text{ cm}^2`,
+    `\\frac{\\pi}{2} radians`."""
+    if depth >= DEPTH:
+        return ()
+    written = _WRITTEN_UNIT.fullmatch(text)
+    match = written or _BARE_UNIT.fullmatch(text)
+    words = _TEXT.sub(r"\1", match[2]).strip() if match else ""
+    if match is None or not any(c.isalpha() for c in words):
+        return ()
+    told = tail(words)
+    if told is None:
+        return (WordAnswer(text),) if changing(words) else ()
+    if any(c in "+-" and _outside(match[1], i) for i, c in enumerate(match[1]) if i) and (
+        not written or len(words) == 1
+    ):
+        return ()
+    factor, name = told
+    if factor == 1 and not name and not (written and _BARE_UNIT.fullmatch(f"{match[1]}cm")):
+        return ()
+    return tuple(_with(v, factor, name) for v in read(match[1], depth + 1))
+
+
+def _with(value: Value, factor: Fraction, name: str) -> Value:
+    if isinstance(value, Number) and not value.percent:
+        return Number(value.value * factor, value.decimals if factor == 1 else None, False, value.unit or name)
+    if isinstance(value, Other):
+        return Other(value.text if factor == 1 else rf"{factor}\cdot({value.text})", value.unit or name)
+    return value
+
+
+def _named(text: str, depth: int) -> tuple[Named | WordAnswer, ...]:
+    """`x=3`, `x=1,2`, `x\\in(1,2)`, and the last equals sign of a chain; nothing for a list of equations."""
+    pieces = [p for p in _parts(text) if _equals(p)]
+    at = _equals(text)
+    if len(pieces) > 1 or (at and _equals(_parts(text)[0]) != at) or depth >= DEPTH:
+        return ()
+    split = (text[: at[-1]], text[at[-1] + 1 :]) if at else _member(text)
+    if split is None or not split[0].strip():
+        return ()
+    chain = sides(text, at)
+    if at and contradicts(chain):
+        return (WordAnswer(text),)
+    name, first = split[0].strip(), split[0].partition("=")[0].strip()
+    variable = _SIMPLE.fullmatch(first) is not None
+    simple = variable or constant(name) or based(name) is not None
+    said = (*read(split[1], depth + 1), *(read(more, depth + 1) if at and (more := exact(chain)) else ()))
+    return tuple(Named(first if variable else name, simple, v) for v in said)
+
+
+def _between(text: str, depth: int) -> tuple[Named, ...]:
+    """`x<3`, `3>x`, `1<x\\le 2`, `x>1 and x<2` and `x<1 or x>2` as intervals."""
+    pieces = [p.strip(" ,") for p in _EITHER.split(text)]
+    if depth >= DEPTH or len(pieces) > MOST_ITEMS:
+        return ()
+    if len(pieces) == 1:
+        one = _within(text, depth) or _relation(text, depth)
+        return (one,) if one else ()
+    named = [_relation(p, depth) or _point(p, depth) for p in pieces]
+    known = [n for n in named if n is not None]
+    if len(known) < len(pieces) or len({n.name for n in known}) > 1 or all(len(parts(n.value)) == 1 for n in known):
+        return ()
+    joined = [
+        i for n in known for i in (n.value.items if isinstance(n.value, Union) else (n.value,)) if isinstance(i, Items)
+    ]
+    return (Named(known[0].name, True, Union(tuple(joined))),)
+
+
+def _relation(text: str, depth: int) -> Named | None:
+    match = _RELATION.fullmatch(text)
+    if match is None:
+        return None
+    low, below, name, above, high = match.groups()
+    down = {below, above} & {">", "\\ge"}
+    if _RELATED.search(f"{low} {high}") or (down and {below, above} & {"<", "\\le"}):
+        return None
+    if down:
+        low, below, above, high = high, above, below, low
+    ends = [read(low or "-\\infty", depth + 1), read(high or "\\infty", depth + 1)]
+    if not all(ends) or not (low or high):
+        return None
+    left, right = ("[" if below in ("\\le", "\\ge") else "("), ("]" if above in ("\\le", "\\ge") else ")")
+    return Named(name, True, Items(left, right, (ends[0][0], ends[1][0])))
+
+
+def _within(text: str, depth: int) -> Named | None:
+    """`x>1 and x<2`, if both ends are numbers and in this order."""
+    pieces = _AND.split(text)
+    named = [_relation(p.strip(" ,"), depth) for p in pieces]
+    if len(pieces) != 2 or named[0] is None or named[1] is None or named[0].name != named[1].name:
+        return None
+    ends = [n.value for n in named if n is not None and isinstance(n.value, Items)]
+    ends.sort(key=lambda i: i.items[0] == _INFINITE[0])
+    low, high = ends[0].items[0], ends[1].items[1]
+    if (ends[0].items[1], ends[1].items[0]) != (_INFINITE[1], _INFINITE[0]) or not (
+        isinstance(low, Number) and isinstance(high, Number)
+    ):
+        return None
+    return (
+        Named(named[0].name, True, Items(ends[0].left, ends[1].right, (low, high))) if low.value < high.value else None
+    )
+
+
+def _point(text: str, depth: int) -> Named | None:
+    """`x=3` or `x\\in(1,2)` next to an inequality."""
+    if (member := _member(text)) is not None:
+        inside = read(member[1], depth + 1)
+        bracketed = inside and (isinstance(inside[0], Union) or (isinstance(inside[0], Items) and inside[0].left))
+        return Named(member[0], True, inside[0]) if bracketed else None
+    name, equals, said = text.partition("=")
+    values = read(said, depth + 1) if equals and re.fullmatch(r"[A-Za-z] ?", name) else ()
+    return (
+        Named(name.strip(), True, Items("{", "}", (values[0],)))
+        if values and not isinstance(values[0], Items)
+        else None
+    )
+
+
+def _union(text: str, depth: int) -> Union | None:
+    """Intervals and sets joined by `\\cup`."""
+    if "\\cup" not in text or depth >= DEPTH:
+        return None
+    pieces = re.split(r" ?\\cup(?![A-Za-z]) ?", text)
+    items = [_items(p, depth + 1) if p and _brackets(p)[0] else None for p in pieces]
+    known = tuple(i for i in items if i is not None)
+    return Union(known) if len(known) == len(pieces) > 1 else None
+
+
+def _equals(text: str) -> list[int]:
+    """Positions of the equals signs outside brackets that are not part of another relation."""
+    return [i for i, c in enumerate(text) if c == "=" and not _RELATING.search(text, 0, i) and _outside(text, i)]
+
+
+def _member(text: str) -> tuple[str, str] | None:
+    match = re.match(r"([A-Za-z]) ?\\in ?(?=[(\[\\])", text)
+    return (match[1], text[match.end() :]) if match else None
+
+
+def _outside(text: str, at: int) -> bool:
+    """Whether a position is outside all brackets. The brackets of half-open intervals count too."""
+    depth = 0
+    for c in text[:at]:
+        depth += (c in "([{") - (c in ")]}")
+    return depth == 0
+
+
+def _parts(text: str) -> list[str]:
+    """Split at commas and semicolons outside of brackets, and at `and` and `or`."""
+    out, depth, start = [], 0, 0
+    text = _AND.sub(",", text)
+    for i, c in enumerate(text):
+        depth += (c in "([{") - (c in ")]}")
+        if depth == 0 and c in ",;":
+            out.append(text[start:i])
+            start = i + 1
+    return [p.strip() for p in [*out, text[start:]] if p.strip()]
+
+
+def _items(text: str, depth: int) -> Items | None:
+    """A set, a bracketed list, an interval, or a bare list of two or more."""
+    if depth >= DEPTH:
+        return None
+    left, inner, right = _brackets(text)
+    if not left and len(_parts(text)) < 2:
+        return None
+    pieces = _parts(inner)
+    if len(pieces) > MOST_ITEMS or (left in ("(", "[") and len(pieces) < 2 and left + right != "[]"):
+        return None
+    if any(re.fullmatch(r"0\d\d", p) for p in pieces):
+        return None
+    values = [read(p, depth + 1) for p in pieces]
+    return Items(left, right, tuple(v[0] for v in values)) if all(values) and values else None
+
+
+def _both(text: str, depth: int) -> Items | None:
+    """`a\\pm b` as the list of its two values."""
+    if text.count("\\pm") != 1 or len(_parts(text)) != 1 or depth >= DEPTH or _WRITTEN_UNIT.fullmatch(text):
+        return None
+    values = [read(text.replace("\\pm ", "\\pm").replace("\\pm", sign).removeprefix("+"), depth + 1) for sign in "+-"]
+    return Items("", "", (values[0][0], values[1][0])) if all(values) else None
+
+
+def _brackets(text: str) -> tuple[str, str, str]:
+    """(left, inside, right) if one pair of brackets encloses everything, else ('', text, '')."""
+    if text.startswith("\\{") and text.endswith("\\}") and closing(text, 1) == len(text) - 1:
+        return "{", text[2:-2], "}"
+    if text[0] in "([" and closing(text, 0) == len(text) - 1:
+        return text[0], text[1:-1], text[-1]
+    return "", text, ""
+
+
+def _words(text: str) -> WordAnswer | None:
+    """A word, a phrase, or a choice such as `(B)`: compared as text."""
+    if (match := _CHOICE.fullmatch(text)) is not None and len(text) > 1:
+        return WordAnswer(match[1])
+    plain = _TEXT.sub(r"\1", text).strip()
+    if (
+        plain != text and "\\" not in plain and not any(c.isdigit() or c in "+*/^=<>" for c in plain)
+    ) or _WORDS.fullmatch(plain):
+        return WordAnswer(plain if len(plain) == 1 else " ".join(plain.casefold().split()))
+    return None

@@ -1,0 +1,55 @@
+"""The visible text of a response, in which an answer is searched: without thoughts, comments, struck-out or invisible
+text."""
+
+from __future__ import annotations
+
+import re
+
+from posttrain.verifier.thoughts import spoken
+
+_COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
+_LATEX_COMMENT = re.compile(r"^[ \t]*%[^\n]*$", re.MULTILINE)
+_ODD = re.compile(r"(?<!\\)(?:\\\\)*\\(?!\\)")
+"""A backslash that is not doubled: the text is not the escaped form of another."""
+_STRUCK = re.compile(r"~~(?=\S)[^~\n]{1,200}~~")
+_UNSEEN = re.compile(r"\\(?:[hv]?phantom|[bx]?cancel|sout|st)(?![A-Za-z])\s*\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}?")
+"""Commands that print nothing or strike out what they print."""
+_TAGS = re.compile(
+    r"</?(?:b|i|u|p|em|strong|span|div|br|center|mark|small|big)(?:\s[^<>\n]{0,100})?\s?/?>", re.IGNORECASE
+)
+_LABEL = re.compile(
+    r"(\$\$|\$|\\\[|\\\()?[ \t]{0,4}\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}\n]{1,60}:)\s*\}"
+)
+_ELLIPSIS = re.compile(r"(?<![\w.])(\d{1,20}\.\d{0,20}?)(\d)\2{2,}(?:\.\.\.|…|\\ldots(?![A-Za-z])|\\dots(?![A-Za-z]))")
+
+
+def seen(text: str) -> str:
+    """The text that counts. If there are `<answer>` tags, the text between the last ones.
+
+    >>> seen("<think>3</think>~~41~~ 42 <!-- 43 -->"), seen(r"$\\text{Answer: }42$"), seen("<answer>4</answer> or 5")
+    (' 42 ', 'Answer: $42$', '4')
+    >>> seen("0.333...")
+    '0.\\\\overline{3}'
+    """
+    text = spoken(text)
+    if "\\\\" in text and _ODD.search(text) is None:
+        text = text.replace("\\\\", "\\")
+    if "<!--" in text:
+        text = _COMMENT.sub("", text)
+    if "</answer>" in text and (tagged := _tagged(text)) is not None:
+        text = tagged
+    if "%" in text:
+        text = _LATEX_COMMENT.sub("", text)
+    if "~~" in text:
+        text = _STRUCK.sub("", text)
+    if "<" in text:
+        text = _TAGS.sub("", text)
+    if "\\" in text:
+        text = _LABEL.sub(lambda m: f"{m[2]} {m[1] or ''}", _UNSEEN.sub("", text))
+    return _ELLIPSIS.sub(r"\1\\overline{\2}", text) if "." in text or "…" in text else text
+
+
+def _tagged(text: str) -> str | None:
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, end)
+    return None if begin < 0 or text[begin - 1 : begin] in ("'", '"', "`") else text[begin + len("<answer>") : end]

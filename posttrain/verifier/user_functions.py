@@ -1,0 +1,174 @@
+"""Users' reward functions as sources of verdicts. A function that fails cannot stop the run or count as a low score.
+
+Two signatures are accepted. They are told apart by their parameters when the run is built:
+
+- ours: `def reward(task: Task, text: str) -> float | Verdict | None`
+- TRL's: `def reward(prompts, completions, **columns) -> list[float | None]`, called by keyword with lists that hold all
+  answers to one prompt (`verifier.batch_functions`)
+
+None abstains. An error (an exception, a NaN, a wrong count, a timeout) gives a `failed` verdict: the sample leaves the
+batch and is never counted as a wrong answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from posttrain.core.abilities import StepNumber
+from posttrain.core.gauge import Gauges
+from posttrain.core.measure.equal_numbers import RESOLUTION
+from posttrain.core.ports import Attempt
+from posttrain.core.redact_secrets import redacted
+from posttrain.core.types import Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.system.errors import ConfigError, nearest
+from posttrain.verifier import batch_functions
+from posttrain.verifier.batch_functions import columns
+from posttrain.verifier.builtin import ANSWERED, BUILTIN
+from posttrain.verifier.format_rewards import gold_calls
+from posttrain.verifier.returned_value import as_verdict
+from posttrain.verifier.timed_calls import TimedOut, call
+from posttrain.verifier.user_code import where
+
+Form = Literal["ours", "trl"]
+RewardFunction = Callable[..., Any]
+
+TIMEOUT = 30.0
+"""Default for the seconds that one call of a reward function may take."""
+
+
+@dataclass(frozen=True)
+class FunctionSource:
+    """A reward function with its name, weight and form.
+
+    `timeout`: the seconds one call may run, after which the verdict is failed("timeout"). A synchronous function that
+    hangs keeps its thread, so a verifier that can hang should have worker processes (`Reward.workers`). `resolution`:
+    `Reward.resolution`, for a function that asks a model.
+    """
+
+    name: str
+    function: RewardFunction
+    weight: float
+    form: Form
+    timeout: float = TIMEOUT
+    resolution: float = RESOLUTION
+
+    async def __call__(self, attempt: Attempt) -> Judged:
+        return Judged(self.name, self.weight, redacted(await self.verdict(attempt)), resolution=self.resolution)
+
+    async def verdict(self, attempt: Attempt) -> Verdict:
+        """The function's verdict about one attempt. Does not raise an Exception."""
+        try:
+            args, kwargs = self.arguments(attempt)
+            return self.read(await call(self.function, self.timeout, *args, **kwargs))
+        except TimedOut:
+            return Verdict.failed("timeout", f"no result within {self.timeout:g} s")
+        except Exception as error:
+            return Verdict.failed("raised", where(error, self.function))
+
+    def arguments(self, attempt: Attempt) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and the keyword arguments of the call."""
+        if self.form == "ours":
+            return (attempt.task, attempt.text), {}
+        return (), batch_functions.keywords(self.function, [attempt], StepNumber(), batch_functions.Log(1))
+
+    def read(self, returned: Any) -> Verdict:
+        """The function's return value as a verdict."""
+        return as_verdict(returned) if self.form == "ours" else batch_functions.verdicts(returned, 1)[0]
+
+    @property
+    def batched(self) -> bool:
+        """Whether it judges all answers to a prompt in one call."""
+        return self.form == "trl"
+
+    async def batch(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[Judged], Gauges]:
+        """One verdict for each attempt, from one call. Where the call fails, all of them failed."""
+        log = batch_functions.Log(len(attempts))
+        try:
+            kwargs = batch_functions.keywords(self.function, attempts, at, log)
+            found = log.all_written(
+                batch_functions.verdicts(await call(self.function, self.timeout, **kwargs), len(attempts))
+            )
+        except TimedOut:
+            found = [Verdict.failed("timeout", f"no result within {self.timeout:g} s")] * len(attempts)
+        except Exception as error:
+            found = [Verdict.failed("raised", where(error, self.function))] * len(attempts)
+        judged = [Judged(self.name, self.weight, redacted(v), resolution=self.resolution) for v in found]
+        return judged, log.gauges
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Check that the tasks have what the function requires.
+
+        Raises:
+            ConfigError: a task lacks a column that the function requires, or the answer that a built-in requires.
+            DataError: a built-in cannot read the answer, or `tool_call` the calls that a task wants.
+        """
+        read = ANSWERED.get(self.name) if self.function is BUILTIN.get(self.name) else None
+        required = _required(self.function) if self.form == "trl" else [] if read is None else ["answer"]
+        for task in tasks:
+            if self.function is BUILTIN["tool_call"]:
+                gold_calls(task)
+            have = {*columns(task), *batch_functions.GIVEN}
+            missing = [p for p in required if p not in have]
+            if missing:
+                raise ConfigError(
+                    f"reward {self.name!r} requires column {missing[0]!r}, which task {task.id!r} does not have:"
+                    f" {nearest(missing[0], sorted(have))}"
+                )
+            if read is not None:
+                read(task)
+
+
+def source(
+    function: RewardFunction, *, name: str | None = None, weight: float = 1.0, timeout: float = TIMEOUT
+) -> FunctionSource:
+    """A Python function as a reward source. Raises ConfigError if its signature has neither form."""
+    called = name or getattr(function, "__name__", type(function).__name__)
+    return FunctionSource(called, function, weight, form(function, called), timeout)
+
+
+def form(function: RewardFunction, name: str) -> Form:
+    """Which of the two signatures a function has."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"reward {name!r} has no readable signature ({error}); wrap it in a function (task, text)"
+        ) from error
+    if "environments" in _required(function):
+        raise ConfigError(
+            f"reward {name!r} requires 'environments', which is not available here: an environment judges its own"
+            " episodes. What it left behind is in 'state'"
+        )
+    kinds = {p.kind for p in parameters.values()}
+    keywords = inspect.Parameter.VAR_KEYWORD in kinds
+    if set(parameters) & set(batch_functions.ALWAYS):
+        if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
+            raise ConfigError(
+                f"reward {name!r}: a batch reward is called by keyword, so no parameter may be positional-only"
+            )
+        return "trl"
+    if inspect.Parameter.VAR_POSITIONAL not in kinds and _takes_two(function):
+        return "ours"
+    if keywords and not _takes_two(function):
+        return "trl"
+    raise ConfigError(
+        f"reward {name!r} has the signature {inspect.signature(function)}, which is neither of the two understood: "
+        "(task, text) -> float | Verdict | None, or (prompts, completions, **columns) -> list[float | None]"
+    )
+
+
+def _takes_two(function: RewardFunction) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    return True
+
+
+def _required(function: RewardFunction) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

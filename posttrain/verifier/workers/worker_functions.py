@@ -1,0 +1,136 @@
+"""Reward functions in worker processes. They have the same signatures and meaning as in a thread, but can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from posttrain.core.abilities import StepNumber
+from posttrain.core.gauge import Gauges
+from posttrain.core.ports import Attempt
+from posttrain.core.redact_secrets import redacted
+from posttrain.core.types import Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.verifier import batch_functions
+from posttrain.verifier.user_code import load, where
+from posttrain.verifier.user_functions import FunctionSource, source
+from posttrain.verifier.workers.worker_pool import WorkerAnswer, WorkerPool, reply_of, reply_of_all
+from posttrain.verifier.workers.worker_process import Spec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PooledSource:
+    """A reward function of a file, called in worker processes. `local` is the same function in this process. It is
+    inspected but never called."""
+
+    local: FunctionSource
+    pool: WorkerPool = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.local.name
+
+    @property
+    def weight(self) -> float:
+        return self.local.weight
+
+    @property
+    def batched(self) -> bool:
+        """Whether it judges all answers to a prompt in one call."""
+        return self.local.batched
+
+    async def __call__(self, attempt: Attempt) -> Judged:
+        try:
+            verdict = await self.pool.ask(([_sent(attempt)], None))
+        except Exception as error:  # a column that cannot be pickled, a pool that was closed
+            verdict = Verdict.failed("worker", f"{type(error).__name__}: {error}")
+        return self._judged(verdict)
+
+    async def batch(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[Judged], Gauges]:
+        """One verdict for each attempt, from one call in one worker. Where the call fails, all of them failed: it is
+        not known which answer made it fail."""
+        try:
+            answer = await self.pool.ask_all(([_sent(a) for a in attempts], (at.step, at.steps)))
+        except Exception as error:
+            answer = WorkerAnswer((Verdict.failed("worker", f"{type(error).__name__}: {error}"),))
+        found = list(answer.verdicts)
+        if len(found) != len(attempts):
+            why = f"{found[0].why} (one call for {len(attempts)} answers)"
+            found = [Verdict.failed(found[0].kind or "worker", why)] * len(attempts)
+        return [self._judged(v) for v in found], dict(answer.logged)
+
+    def _judged(self, verdict: Verdict) -> Judged:
+        return Judged(self.name, self.weight, redacted(verdict), resolution=self.local.resolution)
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        self.local.check(tasks)
+
+    def gauges(self) -> Gauges:
+        return self.pool.gauges()
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def pooled(local: FunctionSource, file: Path, attribute: str, workers: int, timeout: float) -> PooledSource:
+    """`file:attribute` in a pool. `timeout`: most seconds of processor time of a call. Its limit in wall-clock time is
+    twice that and 20 s more."""
+    spec = Spec(
+        f"{__name__}:handler", f"{file.resolve()}:{attribute}", cpu=max(1, round(timeout)), wall=2 * timeout + 20
+    )
+    return PooledSource(local, WorkerPool(spec, workers, local.name))
+
+
+def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
+    """Runs in the worker: the function of `path.py:name` as a handler of (attempts, step and steps). Without the latter
+    there is one attempt."""
+    path, _, attribute = argument.rpartition(":")
+    judge = source(load(Path(path), attribute))
+
+    def answer(request: Any) -> dict[str, Any]:
+        sent, at = request
+        attempts = [Attempt(task=a, turns=b, stop=c, state=d, ids=e) for a, b, c, d, e in sent]
+        return reply_of(_verdict(judge, attempts[0])) if at is None else _together(judge, attempts, StepNumber(*at))
+
+    return answer
+
+
+def _sent(a: Attempt) -> tuple[Any, ...]:
+    """What the worker gets of an attempt."""
+    return (a.task, a.turns, a.stop, a.state, a.ids)
+
+
+def _verdict(judge: FunctionSource, attempt: Attempt) -> Verdict:
+    """Runs in the main thread of the worker."""
+    args, kwargs = judge.arguments(attempt)
+    return _called(judge, args, kwargs, judge.read)
+
+
+def _together(judge: FunctionSource, attempts: Sequence[Attempt], at: StepNumber) -> dict[str, Any]:
+    """Runs in the main thread of the worker: one call for all attempts."""
+    log, count = batch_functions.Log(len(attempts)), len(attempts)
+    kwargs = batch_functions.keywords(judge.function, attempts, at, log)
+    found = _called(judge, (), kwargs, lambda returned: log.all_written(batch_functions.verdicts(returned, count)))
+    return reply_of_all([found] * count if isinstance(found, Verdict) else found, log.gauges)
+
+
+def _called(judge: FunctionSource, args: Any, kwargs: Any, read: Callable[[Any], T]) -> T | Verdict:
+    """What the function returns, read; a failed verdict where it raises. SystemExit is handled like other exceptions.
+    MemoryError is raised to the caller."""
+    try:
+        returned = judge.function(*args, **kwargs)
+        return read(asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned)
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        return Verdict.failed("raised", where(error, judge.function))
+
+
+async def _awaited(work: Any) -> Any:
+    return await work

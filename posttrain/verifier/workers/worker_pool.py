@@ -1,0 +1,321 @@
+"""A pool of workers that can be killed. It decides by experiment who is to blame if a request gets no answer.
+
+A request that hangs or kills its worker proves nothing by itself, because the machine may be overloaded or the worker
+broken. So there are three cases:
+
+- The request used up its processor time. The candidate is to blame if the verifier still answers (see below).
+- The worker crashed or ran out of memory. The request is tried again in a fresh worker. If it fails twice, the
+  candidate is to blame if the verifier still answers.
+- The request exceeded its wall-clock time (a lock, a network, an overloaded machine), or the worker did not start. The
+  verdict is `failed`, and the rollout asks again. The same holds where two workers on other machines were lost with it.
+
+A verifier *still answers* if a fresh worker answers the last request that had an answer. If the verifier never answered
+or no longer does, that is an outage: the verdict is `failed` and never a wrong answer, whatever the text was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.verdict import State, Verdict
+from posttrain.verifier.workers.worker_process import BeginWorker, Spec, Worker, WorkerError, WorkerProcess, packed
+
+RETRY_SECONDS = 1.0
+"""Seconds after a failed start in which requests get that failure. Then a new start is tried."""
+KINDS = {
+    "cpu": "timeout",
+    "wall": "timeout",
+    "memory": "memory",
+    "crash": "crash",
+    "start": "worker",
+    "lost": "worker",
+}
+"""How a worker ended -> the kind of verdict."""
+
+
+_begin: list[BeginWorker] = [WorkerProcess]
+"""How workers are begun now: the last one."""
+
+
+def begin_workers(begin: BeginWorker) -> Callable[[], None]:
+    """From now on the pools of this program begin their workers so. Those that they have are replaced before they are
+    asked again. Returns what ends it."""
+    _begin.append(begin)
+    return lambda: _begin.remove(begin) if begin in _begin else None
+
+
+@dataclass(frozen=True)
+class WorkerAnswer:
+    """The answer to a request: a verdict on each attempt that it holds, and what the function logged.
+
+    Where the worker did not answer there is one verdict, whatever the request holds.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    logged: Gauges = field(default_factory=dict[str, Gauge])
+
+    @property
+    def one(self) -> Verdict:
+        """The verdict on a request's only attempt."""
+        return self.verdicts[0]
+
+    @property
+    def failed(self) -> Verdict | None:
+        """The first verdict that failed."""
+        return next((v for v in self.verdicts if v.state is State.FAILED), None)
+
+
+@dataclass
+class _Call:
+    request: bytes
+    future: Future[WorkerAnswer]
+    asked: float
+
+
+@dataclass
+class _PoolState:
+    """The state that the pool shares with its threads. It does not refer to the pool, so that an unused pool is
+    garbage-collected and closed."""
+
+    spec: Spec
+    size: int
+    owner: int = field(default_factory=os.getpid)
+    lock: threading.Condition = field(default_factory=threading.Condition)
+    calls: deque[_Call] = field(default_factory=deque[_Call])
+    threads: int = 0
+    idle: int = 0
+    workers: dict[Worker, BeginWorker] = field(default_factory=dict[Worker, BeginWorker])
+    """All of now, and how each was begun."""
+    witness: bytes | None = None
+    failed_start: tuple[float, WorkerError] | None = None
+    closed: bool = False
+    counts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+
+    def count(self, name: str, value: float) -> None:
+        with self.lock:
+            entry = self.counts.setdefault(name, [0.0, 0.0])
+            entry[0] += value
+            entry[1] += 1
+
+    def close(self) -> None:
+        """Answer waiting requests with a failure and kill the workers. In a forked child this does nothing, because the
+        workers belong to the parent."""
+        if os.getpid() != self.owner:
+            return
+        with self.lock:
+            self.closed = True
+            waiting, running = list(self.calls), list(self.workers)
+            self.calls.clear()
+            self.lock.notify_all()
+        for call in waiting:
+            _settle(call.future, _failed("worker", "the pool was closed"))
+        for worker in running:
+            worker.end()
+
+
+class WorkerPool:
+    """At most `size` workers of one `spec`. They start when needed, and all event loops and threads share them.
+
+    `name`: the name of the verifier in gauges and messages. `witness`: a request that a working verifier is known to
+    answer.
+    """
+
+    def __init__(self, spec: Spec, size: int, name: str, witness: Any = None) -> None:
+        self.name = name
+        self._shared = _PoolState(spec, size, witness=None if witness is None else packed(witness))
+        self._finalizer = weakref.finalize(self, _PoolState.close, self._shared)
+
+    def submit(self, request: Any) -> Future[WorkerAnswer]:
+        """A future of the answer. Raises here if the request cannot be pickled."""
+        call = _Call(packed(request), Future(), time.monotonic())
+        s = self._shared
+        with s.lock:
+            if s.closed:
+                raise RuntimeError(f"the workers of {self.name!r} were closed")
+            s.calls.append(call)
+            waiting = max(0, len(s.calls) - s.idle)
+            more = waiting > 0 and s.threads < s.size
+            s.threads += more
+            s.lock.notify()
+        s.count("queue", waiting)
+        if more:
+            threading.Thread(target=_serve, args=(s,), name=f"verifier {self.name}", daemon=True).start()
+        return call.future
+
+    async def ask(self, request: Any) -> Verdict:
+        """The verdict on the one attempt of a request, without blocking the event loop. A request that is cancelled
+        while it waits is never run."""
+        return (await self.ask_all(request)).one
+
+    async def ask_all(self, request: Any) -> WorkerAnswer:
+        """The same for a request that holds several attempts."""
+        return await asyncio.wrap_future(self.submit(request))
+
+    def gauges(self) -> Gauges:
+        """Since the last call: waiting requests at each new request, seconds of waiting and of work, starts of workers,
+        and seconds by kind of verdict."""
+        s = self._shared
+        with s.lock:
+            taken, s.counts = s.counts, {}
+        return {f"verifier/{self.name}/{name}": Gauge(*entry) for name, entry in taken.items()}
+
+    def processes(self) -> tuple[int, ...]:
+        """Ids of the current processes of each worker."""
+        with self._shared.lock:
+            return tuple(p for w in self._shared.workers for p in w.processes)
+
+    def close(self) -> None:
+        """Kill every worker. This also happens when the pool is garbage-collected and when the program ends."""
+        self._finalizer()
+
+
+def _serve(s: _PoolState) -> None:
+    """The loop of a thread with one worker: take a request, answer it, and keep the worker as long as it works."""
+    held: list[Worker] = []
+    try:
+        while (call := _next(s)) is not None:
+            if not call.future.set_running_or_notify_cancel():
+                continue
+            began = time.monotonic()
+            s.count("wait_s", began - call.asked)
+            try:
+                answer = _answer(s, held, call.request)
+            except BaseException as error:  # otherwise this call would never be answered
+                answer = _failed("worker", f"{type(error).__name__}: {error}")
+            s.count("work_s", time.monotonic() - began)
+            kind = (answer.failed or answer.one).kind
+            s.count(f"kind/{kind or 'answered'}", time.monotonic() - began)
+            _settle(call.future, answer)
+    finally:
+        while held:
+            _drop(s, held)
+
+
+def _next(s: _PoolState) -> _Call | None:
+    """The next request; None once the pool is closed."""
+    with s.lock:
+        s.idle += 1
+        while not s.calls and not s.closed:
+            s.lock.wait()
+        s.idle -= 1
+        return None if s.closed else s.calls.popleft()
+
+
+def _failed(kind: str, why: str) -> WorkerAnswer:
+    return WorkerAnswer((Verdict.failed(kind, why),))
+
+
+def _answer(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
+    """Ask, ask again if that can help, and decide who is to blame for a missing answer."""
+    try:
+        return _ask(s, held, request)
+    except WorkerError as error:
+        fault = error
+    if fault.kind in ("crash", "memory", "lost"):
+        try:
+            return _ask(s, held, request)
+        except WorkerError as error:
+            fault = error
+    if s.closed:
+        return _failed("worker", "the pool was closed")
+    kind = KINDS[fault.kind]
+    if fault.kind in ("start", "wall", "lost"):
+        return _failed(kind, fault.why)
+    if s.witness is None:
+        return _failed(kind, f"{fault.why}, and the verifier has not answered anything yet")
+    try:
+        if _ask(s, held, s.witness).failed is None:
+            return WorkerAnswer((Verdict.value(0.0, kind, fault.why),))
+    except WorkerError:
+        pass
+    return _failed(kind, f"{fault.why}, and the verifier no longer answers what it answered before")
+
+
+def _ask(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
+    """One request to this thread's worker. The worker is started if there is none, and dropped if it has ended or
+    workers are begun in another way now."""
+    if held and s.workers.get(held[0]) is not _begin[-1]:
+        _drop(s, held)
+    if not held:
+        _start(s, held)
+    try:
+        answer = _understood(held[0].ask(request))
+    except BaseException:
+        if not held[0].usable:
+            _drop(s, held)
+        raise
+    if answer.failed is None:
+        s.witness = request
+    return answer
+
+
+def _start(s: _PoolState, held: list[Worker]) -> None:
+    if s.closed:
+        raise WorkerError("start", "the pool was closed")
+    if s.failed_start is not None and time.monotonic() - s.failed_start[0] < RETRY_SECONDS:
+        raise s.failed_start[1]
+    began, begin = time.monotonic(), _begin[-1]
+    try:
+        worker = begin(s.spec)
+    except WorkerError as error:
+        if not error.killed:  # else the next one may well start
+            s.failed_start = (time.monotonic(), error)
+        raise
+    except OSError as error:
+        raise WorkerError("start", f"no process can be started: {error}") from error
+    s.count("start_s", time.monotonic() - began)
+    held.append(worker)
+    with s.lock:
+        s.workers[worker] = begin
+        late = s.closed
+    if late:
+        _drop(s, held)
+        raise WorkerError("start", "the pool was closed")
+
+
+def _drop(s: _PoolState, held: list[Worker]) -> None:
+    worker = held.pop()
+    worker.kill()
+    with s.lock:
+        s.workers.pop(worker, None)
+
+
+def _understood(reply: dict[str, Any]) -> WorkerAnswer:
+    """A worker's reply; `failed` if it is no verdict and no list of verdicts."""
+    try:
+        several = [_verdict(one) for one in reply.get("several", [reply])]
+        logged = {str(name): Gauge(float(total), float(n)) for name, (total, n) in reply.get("logged", {}).items()}
+        return WorkerAnswer((several[0], *several[1:]), logged)
+    except Exception as error:
+        return _failed("worker", f"the worker's reply is no verdict ({type(error).__name__}: {error})")
+
+
+def _verdict(reply: dict[str, Any]) -> Verdict:
+    return Verdict(State(reply["state"]), reply["score"], str(reply["kind"]), str(reply["why"]))
+
+
+def reply_of(verdict: Verdict) -> dict[str, Any]:
+    """A verdict in the form of a worker's reply."""
+    return {"state": verdict.state.value, "score": verdict.score, "kind": verdict.kind, "why": verdict.why}
+
+
+def reply_of_all(verdicts: Sequence[Verdict], logged: Gauges) -> dict[str, Any]:
+    """The verdicts on all attempts of a request in that form, with what the function logged."""
+    gauges = {name: [g.sum, g.count] for name, g in logged.items()}
+    return {"several": [reply_of(v) for v in verdicts], "logged": gauges}
+
+
+def _settle(future: Future[WorkerAnswer], answer: WorkerAnswer) -> None:
+    with contextlib.suppress(Exception):  # cancelled meanwhile
+        future.set_result(answer)
