@@ -28,8 +28,8 @@ from posttrain.core.measure.right import FULL
 from posttrain.core.ports import Environment, Tracker
 from posttrain.diagnose.learning_verdict import PROMPTS, judged
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.learner.learner.learner.learner import HFLearner
-from posttrain.engine.learner.learner.learner.torch_settings import use_deterministic, use_threads
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.learner.torch_settings import use_deterministic, use_threads
 from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.record import run_reader
@@ -41,7 +41,7 @@ from posttrain.record.runtime_objects import DATA
 from posttrain.report.live.live_terminal import Terminal
 from posttrain.report.live.role_table import RoleWatch
 from posttrain.report.run_summary import conclude, planted_lines
-from posttrain.role.weights.saved_weights.saved_weights.saved_weights import load_weights
+from posttrain.role.weights.saved_weights import load_weights
 from posttrain.stages import Progress, Stages, check_drivers, where
 from posttrain.stages.interrupt import Interrupted, Stopper
 from posttrain.stages.progress import StageResult

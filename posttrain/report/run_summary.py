@@ -17,10 +17,10 @@ from posttrain.config.run import Run
 from posttrain.core.gauge import Gauge, merge
 from posttrain.core.measure.heldout_loss import perplexity
 from posttrain.core.measure.interval import Gain, Score, number_text
-from posttrain.diagnose.gauges.registry.registry.rollout_gauges import unjudged_words
+from posttrain.diagnose.gauges.rollout_gauges import unjudged_words
 from posttrain.diagnose.learning_verdict import Learning, learned
 from posttrain.diagnose.next_steps import next_steps
-from posttrain.diagnose.rules.all_rules.all_rules.notes_once import findings_of
+from posttrain.diagnose.rules.notes_once import findings_of
 from posttrain.diagnose.run_outcome import RunOutcome, StageOutcome, read_outcome
 from posttrain.faults import find
 from posttrain.record import run_reader

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.algorithm.preference.preference_loss.preference_loss.preference_loss import PreferenceLoss
-from posttrain.algorithm.preference.preference_loss.preference_loss.preference_minibatch import prepared
+from posttrain.algorithm.preference.preference_loss import PreferenceLoss
+from posttrain.algorithm.preference.preference_minibatch import prepared
 from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.judgements import Pair
 from posttrain.core.types import Task

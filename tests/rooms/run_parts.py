@@ -25,7 +25,7 @@ from posttrain.ladder.pieces.shape import Shaping
 from posttrain.ladder.pieces.trust_region import TrustRegion
 from posttrain.record import run_reader
 from posttrain.record.checkpoint import find
-from posttrain.role.weights.saved_weights.saved_weights.saved_weights import WEIGHTS
+from posttrain.role.weights.saved_weights import WEIGHTS
 from posttrain.system.subclass_registry import alternatives
 from tests.vocabularies import train_bpe, train_byte_level, train_unigram
 

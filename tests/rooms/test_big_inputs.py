@@ -14,10 +14,10 @@ import pytest
 from run_parts import mine
 
 from posttrain.engine.model.built_tokenizers import characters, raw_bytes
-from posttrain.environment.rows.row_reader.row_reader import data_files
-from posttrain.environment.rows.row_reader.row_reader.data_rows import read
-from posttrain.environment.templates.template_process.template_process.chat_template import SHIELD
-from posttrain.environment.templates.template_process.template_process.renderer import PIECE, Renderer
+from posttrain.environment.rows import data_files
+from posttrain.environment.rows.data_rows import read
+from posttrain.environment.templates.chat_template import SHIELD
+from posttrain.environment.templates.renderer import PIECE, Renderer
 from posttrain.system.errors import DataError
 from tests.vocabularies import train_bpe, train_byte_level, train_unigram
 

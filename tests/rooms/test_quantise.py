@@ -23,7 +23,7 @@ from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.adapters.quantise import Int8Linear, is_quantised, make_float, rounded
 from posttrain.engine.adapters.saved_adapter import write_adapter
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.learner.learner.learner.learner import HFLearner
+from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import Policy, base_digest, load_policy
 from posttrain.recipe.recipes import recipe
 from posttrain.record.run_reader import run_file

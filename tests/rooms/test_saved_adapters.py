@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.config.adapter import Lora
 from posttrain.engine.adapters.saved_adapter import CONFIG, WEIGHTS, saved_adapter, write_adapter
-from posttrain.engine.learner.learner.learner.learner import HFLearner
+from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.locate_model import check_source
 from posttrain.engine.model.policy_model import load_policy
 from posttrain.role.learning.probe_tokens import packed_text

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from posttrain.core.types import Stop
 from posttrain.engine.embedded.schedule.stop_strings import completes
 from posttrain.engine.model.built_tokenizers import characters, raw_bytes
-from posttrain.environment.templates.template_process.template_process.renderer import Renderer
+from posttrain.environment.templates.renderer import Renderer
 from posttrain.system.errors import ConfigError, EngineError
 from tests.vocabularies import train_bpe, train_byte_level, train_unigram
 

@@ -19,7 +19,7 @@ from posttrain.config.run import Env
 from posttrain.core.types import Message
 from posttrain.engine.model.built_tokenizers import characters, raw_bytes, wrap
 from posttrain.environment.encodable_text import Writable
-from posttrain.environment.templates.template_process.template_process.renderer import RenderedDialogue, Renderer
+from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
 from posttrain.record import run_reader
 from posttrain.system.errors import DataError
 from tests.tiny import only_rl, tiny_run

@@ -19,8 +19,8 @@ from posttrain.build.request.rows_in_memory import jsonl
 from posttrain.config.env import Env, Reward
 from posttrain.config.run import Run
 from posttrain.config.trl_names import our_name
-from posttrain.environment.rows.row_reader.row_reader.columns import Columns, JudgedColumns
-from posttrain.environment.rows.row_reader.row_reader.own_prompts import PromptsEnv
+from posttrain.environment.rows.columns import Columns, JudgedColumns
+from posttrain.environment.rows.own_prompts import PromptsEnv
 from posttrain.environment.single import SingleTurn
 from posttrain.ladder.both_ladders import AnyAlgorithm, algorithm_type, learns_from
 from posttrain.record.run_reader import run_file

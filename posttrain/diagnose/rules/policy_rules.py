@@ -6,18 +6,7 @@ from collections.abc import Sequence
 
 from posttrain.config.run import Reinforce
 from posttrain.core.gauge import Step
-from posttrain.diagnose.rules.all_rules.all_rules.rule import (
-    average,
-    first,
-    graded,
-    known,
-    last,
-    mean,
-    reward_text,
-    rounded,
-    rule,
-    trend,
-)
+from posttrain.diagnose.rules.rule import average, first, graded, known, last, mean, reward_text, rounded, rule, trend
 
 FAR = 0.75
 """Nats a token by which a step may change the policy. Healthy steps lie below 0.3, at ten times the usual learning

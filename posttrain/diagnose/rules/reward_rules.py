@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from posttrain.config.run import Reinforce
 from posttrain.config.stages.stage import Stage
 from posttrain.core.gauge import Step
-from posttrain.diagnose.rules.all_rules.all_rules.policy_rules import NEAR, better_lr, broken, collapse
-from posttrain.diagnose.rules.all_rules.all_rules.rule import (
+from posttrain.diagnose.rules.policy_rules import NEAR, better_lr, broken, collapse
+from posttrain.diagnose.rules.rule import (
     Trend,
     average,
     ends,

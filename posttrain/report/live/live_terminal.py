@@ -15,7 +15,7 @@ from posttrain.config.run import Run
 from posttrain.core.gauge import Step
 from posttrain.core.measure.heldout_loss import loss_words
 from posttrain.core.measure.interval import number_text
-from posttrain.diagnose.rules.all_rules.all_rules.notes_once import RULE, SaidOnce
+from posttrain.diagnose.rules.notes_once import RULE, SaidOnce
 from posttrain.diagnose.run_outcome import LOSSES
 from posttrain.report.console import PlainConsole
 from posttrain.report.live.notebook import NotebookLine, in_kernel

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from posttrain.algorithm.credit.step_credit.step_credit.adaptive_coefficients import AdaptiveState
+from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState
 from posttrain.algorithm.loss.losses import Reads
 from posttrain.config.run import Reinforce
 from posttrain.core.batch import Packed
@@ -31,12 +31,7 @@ from posttrain.role.pack import batch_algebra
 from posttrain.role.prompt_order import Prompts
 from posttrain.role.roles import ReinforceRoles, stream_of
 from posttrain.role.trainer import Trainer
-from posttrain.role.weights.saved_weights.saved_weights.saved_weights import (
-    load_optimizer,
-    load_weights,
-    save_optimizer,
-    save_weights,
-)
+from posttrain.role.weights.saved_weights import load_optimizer, load_weights, save_optimizer, save_weights
 from posttrain.stages.loop import Driver
 from posttrain.stages.progress import StageState
 from posttrain.stages.reinforce.teacher_average import AveragePolicy
