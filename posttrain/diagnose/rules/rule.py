@@ -67,7 +67,7 @@ def known(steps: Sequence[Step], name: str) -> list[float]:
 
 
 def graded(history: Sequence[Step]) -> bool:
-    """Whether the rewards of these steps are grades: no share of right answers is told of some (`core.measure.right`)."""
+    """Whether the rewards of these steps are grades: some have no share of right answers (`core.measure.right`)."""
     return any(mean(s, "rollout/reward") is not None and mean(s, "rollout/solved") is None for s in history)
 
 
