@@ -54,7 +54,7 @@ class Case:
     def recipe(self) -> str:
         return self.kind
 
-    def overrides(self, model: str, data: str, steps: int = 3) -> list[str]:
+    def overrides(self, model: str, data: str, steps: int = 2) -> list[str]:
         s, out = self.stage, [f"model={model}", f"env.prompts={data}", "env.heldout=0", f"{self.stage}.eval=false"]
         out += [f"{s}.steps={steps}", f"{s}.eval_every=0", f"{s}.micro_tokens={self.micro}", "threads=1"]
         out += [f"{s}.checkpoint_every=0", f"{s}.optimizer.lr=1e-5"]
@@ -86,7 +86,7 @@ def write_rows(path: Path, case: Case, rows: int) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")
 
 
-def played(case: Case, folder: Path, steps: int = 3) -> dict[str, float]:
+def played(case: Case, folder: Path, steps: int = 2) -> dict[str, float]:
     """The highest resident MiB of each role of a run."""
     import posttrain
 

@@ -32,11 +32,9 @@ MAP = ("00", "map")
 """Number and name of the map, which is no lesson."""
 PLANNED = {
     "19": "Topologies: who waits for whom",
-    "22": "Memory: does it fit?",
     "22a": "Throughput: which term rules a step",
     "22c": "Asynchrony: how far may it run ahead?",
     "25": "Kernels: what each one saves",
-    "26": "Three forces: signal, estimator, cost",
     "28": "Bottlenecks: what to make faster first",
 }
 """Pages that are not there, because they compute with the planner."""
