@@ -31,11 +31,9 @@ WAYS = {
 MAP = ("00", "map")
 """Number and name of the map, which is no lesson."""
 PLANNED = {
-    "19": "Topologies: who waits for whom",
     "22a": "Throughput: which term rules a step",
     "22c": "Asynchrony: how far may it run ahead?",
     "25": "Kernels: what each one saves",
-    "28": "Bottlenecks: what to make faster first",
 }
 """Pages that are not there, because they compute with the planner."""
 NOT_THERE = "comes with the planner"

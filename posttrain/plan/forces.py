@@ -63,7 +63,7 @@ CELLS: Sequence[Cell] = (
          "the judge's own generation costs as much as the rollout, so it has engines of its own",
          "posttrain run judge", (0.4, 0.8, 0.7)),
     Cell("a right answer's text", "none", "one device", "demonstrations", "sft", "nothing is sampled",
-         "the first stage of all of them", "imitation needs no reward; RL begins where 10 to 80 % are right",
+         "SFT, the first stage of all of them", "imitation needs no reward; RL begins where 10 to 80 % are right",
          "posttrain run sft", (0.5, 0.0, 0.0)),
 )  # fmt: skip
 MIDDLE = (

@@ -56,11 +56,11 @@ def compute(k: Values) -> Readout:
     return Readout(
         pictures=(
             Bars("Memory of the fullest H100 at each instant of a step, GB", INSTANTS,
-                 {"GB": [place.total(i) / 1e9 for i in INSTANTS]}, low=0, marks={"80 GB": ROOM / 1e9}),
+                 {"GB": [place.total(i) / 1e9 for i in INSTANTS]}, low=0, marks={"an H100:": ROOM / 1e9}),
             Bars(f"What is there at its highest ({place.peak}), GB", [t.name for t in held],
                  {"GB": [t.bytes / 1e9 for t in held]}, low=0),
         ),
-        sentence=f"The peak is **{place.most / 1e9:.3g} GB**, at *{place.peak}*; the largest part is the "
+        sentence=f"The peak is **{place.most / 1e9:.3g} GB**, at **{place.peak}**; the largest part is the "
         f"{held[0].name}, **{held[0].bytes / 1e9:.3g} GB**. {said} The usual count of 18 bytes a parameter says "
         f"{whole / 1e9:.3g} GB, and knows no activations, engine or reference.",
         values={"peak, GB": place.most / 1e9, "18 bytes a parameter, GB": whole / 1e9,

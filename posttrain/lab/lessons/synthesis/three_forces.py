@@ -24,7 +24,12 @@ def compute(k: Values) -> Readout:
     return Readout(
         pictures=(
             Tiles("The table: reward, algorithm, topology of each recipe", rows),
-            Bars("How far your case lies from each", [c.algorithm for c in CELLS], {"distance": away}, low=0),
+            Bars(
+                "How far your case lies from each",
+                [c.recipe.split()[0].strip(",") for c in CELLS],
+                {"distance": away},
+                low=0,
+            ),
         ),
         sentence=f"**{found.signal}; {found.estimator}; {found.cost}**: reward from {found.reward}, algorithm "
         f"**{found.algorithm}**, {found.topology}, as {found.recipe}. Because {found.why}. Here: `{found.command}`.",

@@ -1,0 +1,128 @@
+"""Page 19: three ways to place engines and learner, and who waits for whom."""
+
+from __future__ import annotations
+
+from posttrain.core.ladder import GRPO
+from posttrain.core.run import Reinforce
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Claim,
+    Lesson,
+    Options,
+    Readout,
+    Slider,
+    Values,
+    refusal,
+)
+from posttrain.plan.throughput import Times, Topology
+from posttrain.web.picture import Bars, Gantt
+
+WAYS: tuple[Topology, ...] = ("colocated", "disaggregated", "asynchronous")
+STEPS = 3
+
+
+def times(k: Values) -> Times:
+    return Times(float(k["rollout"]), 0.0, 0.0, float(k["learn"]), float(k["sync"]))
+
+
+def lanes(t: Times, way: str) -> dict[str, list[tuple[float, float, str, str]]]:
+    """When engines sample, the learner learns and weights are sent, over the first steps."""
+    out: dict[str, list[tuple[float, float, str, str]]] = {"engines": [], "learner": [], "weights": []}
+    at, pace = 0.0, t.step("asynchronous")
+    for s in range(1, STEPS + 1):
+        begun = at if way != "asynchronous" else (s - 1) * pace
+        sampled = begun + t.rollout
+        learns = sampled if way != "asynchronous" else s * pace
+        out["engines"].append((begun, sampled, f"{s}", "one"))
+        out["learner"].append((learns, learns + t.learn, f"{s}", "two"))
+        sent = learns + t.learn
+        out["weights"].append((sent, sent + t.sync, f"{s}", "three"))
+        at = sent + t.sync
+    return out
+
+
+def compute(k: Values) -> Readout:
+    t = times(k)
+    each = {w: t.step(w) for w in WAYS}
+    now = str(k["way"])
+    step = each[now]
+    idle = {"engines": 1 - t.rollout / step, "learner": 1 - t.learn / step}
+    idle = dict.fromkeys(idle, t.sync / step) if now == "colocated" else idle
+    said = {"colocated": "All devices sample, then all learn: nobody waits, and both need room for both.",
+            "disaggregated": "Engines and learner have devices of their own and take turns: each waits for the other.",
+            "asynchronous": "Both work at once, and samples are one step older."}[now]  # fmt: skip
+    return Readout(
+        pictures=(
+            Gantt(f"The first {STEPS} steps, {now}", lanes(t, now)),  # pyright: ignore[reportArgumentType]
+            Bars("Steps an hour", WAYS, {"steps": [3600 / s for s in each.values()]}, low=0),
+            Bars("Share of a step in which the devices of a role wait", list(idle), {"waits": list(idle.values())},
+                 low=0, high=1),
+        ),
+        sentence=f"{said} A step takes **{step:.0f} s**, that is **{3600 / step:.0f}** an hour; asynchronous it would "
+        f"take {each['asynchronous']:.0f} s, the longer of {t.rollout:.0f} and {t.learn:.0f} and the sync.",
+        values={"steps an hour": 3600 / step, "seconds of a step": step, "engines wait": idle["engines"],
+                "learner waits": idle["learner"]},
+        says=refusal(lambda: Reinforce(name="rl", algorithm=GRPO, staleness=0, unfinished="pause"), "staleness=0")
+        if now != "asynchronous" and k["unfinished"] == "pause" else (),
+    )  # fmt: skip
+
+
+LESSON = Lesson(
+    number="19",
+    name="topology",
+    title="Topologies: who waits for whom",
+    part="production",
+    force="cost",
+    minutes=6,
+    question="Should sampling and learning share their devices, or have their own?",
+    idea="""
+        A step samples answers, learns from them, and sends the new weights to the engines. There are three ways to
+        place this.
+
+        *Colocated*: the same devices do one after the other. Nobody waits, but memory must hold what both need, and
+        everything adds up. *Disaggregated*: engines and learner have devices of their own. Each fits its work, and each
+        waits while the other one works. *Asynchronous*: the engines go on while the learner learns. A step then takes
+        as long as the slower of the two, and samples come from weights that are one step older.
+
+        Overlap hides only the shorter side. Where sampling is nearly everything, it brings nearly nothing.
+    """,
+    formula="in turn: R + T + S        at once: max(R, T) + S",
+    knobs=(
+        Options("way", "placement", "colocated", WAYS),
+        Slider("rollout", "R: sampling, s", 20, 1, 120, 1),
+        Slider("learn", "T: learning, s", 15, 1, 120, 1),
+        Slider("sync", "S: sending weights, s", 2, 0, 30, 1),
+        Options("unfinished", "answers that have not ended", "go_on", ("go_on", "pause")),
+    ),
+    compute=compute,
+    breaks=(
+        Break({"way": "asynchronous", "rollout": 100, "learn": 5},
+              "Sampling is nearly everything: at once is as slow as in turn, and the learner waits.", None,
+              "overlap brings nothing"),
+        Break({"way": "disaggregated", "unfinished": "pause"},
+              "Answers can only be paused while somebody else works: in turn every answer has ended.", "staleness=0",
+              "pause without overlap"),
+    ),
+    claims=(
+        Claim("R 20, T 8, S 3 in turn, s", "curriculum 22c", 31, lambda: Times(20, 0, 0, 8, 3).step("colocated")),
+        Claim("at once, s", "curriculum 22c", 23, lambda: Times(20, 0, 0, 8, 3).step("asynchronous")),
+        Claim("at once, weights sent meanwhile, s", "curriculum 22c", 20,
+              lambda: Times(20, 0, 0, 8, 3).step("asynchronous", hidden_sync=True)),
+    ),
+    exercises=(
+        AskNumber("R = 30 s, T = 20 s, S = 2 s, asynchronous: how many seconds takes a step?", 32,
+                  why="The longer of 30 and 20, and 2 to send the weights."),
+        AskKnobs("With R = 20 and T = 15, reach 160 steps an hour.", "steps an hour", 160, None,
+                 {"way": "asynchronous"}),
+        AskChoice("When does asynchronous sampling nearly double the speed?",
+                  ("When R and T are about equal", "When R is much longer", "When S is long"), 0,
+                  why="Then R + T becomes max(R, T), about half."),
+    ),
+    code=("posttrain.plan.throughput.Times", "posttrain.plan.staleness.capacity"),
+    docs="placement.md",
+    command="posttrain run arithmetic rl.staleness=1",
+    grid=("rollout", "learn"),
+)  # fmt: skip
