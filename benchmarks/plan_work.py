@@ -20,6 +20,10 @@ import numpy as np
 from grpo_work import SYMBOLS, Size, memory_mb, save_checkpoint
 
 
+REWARD = "import zlib\n\n\ndef worth(task, text):\n    return zlib.crc32(text.encode()) % 8 / 8\n"
+"""A reward that differs among siblings, so that a step learns something."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A configuration."""
@@ -60,6 +64,7 @@ class Case:
         out += [f"{s}.checkpoint_every=0", f"{s}.optimizer.lr=1e-5"]
         if self.kind == "grpo":
             out += [f"rl.prompts={self.batch // 4}", "rl.siblings=4", f"rl.sampling.max_tokens={self.answer}"]
+            out += [f"env.rewards={Path(data).parent / 'reward.py'}:worth"]
         else:
             out += [f"{s}.batch={self.batch}"]
         if self.kind == "dpo":
@@ -94,6 +99,7 @@ def played(case: Case, folder: Path, steps: int = 2) -> dict[str, float]:
     save_checkpoint(case.size, folder / "model", positions=8192, rows=case.vocabulary)
     write_rows(folder / "rows.jsonl", case, 64)
     before = memory_mb()["now_mb"]
+    (folder / "reward.py").write_text(REWARD)
     words = case.overrides(str(folder / "model"), str(folder / "rows.jsonl"), steps)
     posttrain.run(case.recipe, *words, out=folder / "run", quiet=True)
     lines = [json.loads(line) for line in (folder / "run" / "steps.jsonl").read_text().splitlines()]

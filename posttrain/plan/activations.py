@@ -62,9 +62,14 @@ def again(work: Work) -> float:
 
 
 def backward(work: Work) -> float:
-    """Bytes of a token that the backward of a layer needs at once beside what is kept: gradients of gate and up, and
-    two of the hidden state."""
-    return work.width * (2 * inner(work) + 2 * work.shape.hidden)
+    """Bytes of a token that the backward of a layer needs at once beside what is kept: gradients of gate and up, less
+    their product, which is no longer needed, and one of the hidden state."""
+    return work.width * (inner(work) + work.shape.hidden)
+
+
+def unread(work: Work) -> float:
+    """Bytes that the last of the compiled layers does not keep of a token whose hidden state nobody reads."""
+    return work.width * (2 * work.shape.hidden + 3 * inner(work)) if work.fused else 0.0
 
 
 def ends(work: Work) -> float:

@@ -23,19 +23,34 @@ from posttrain.plan import activations
 from posttrain.plan.work import FUSED, QUANTISED, Work
 
 Instant = Literal[
-    "first scoring", "first update", "rollout", "scoring", "forward", "backward", "gradients", "update", "sync"
+    "first scoring",
+    "first norm",
+    "first update",
+    "rollout",
+    "scoring",
+    "forward",
+    "backward",
+    "gradients",
+    "update",
+    "sync",
 ]
-"""first scoring, first update: what a run proves in its first step. forward: the end of a forward pass. backward: its
-beginning. gradients: the end of the last backward pass."""
+"""first scoring, first norm, first update: what a run proves in its first step. forward: the end of a forward pass.
+backward: its beginning. gradients: the end of the last backward pass."""
 INSTANTS: tuple[Instant, ...] = get_args(Instant)
-ONCE: tuple[Instant, ...] = ("first scoring", "first update")
+ONCE: tuple[Instant, ...] = ("first scoring", "first norm", "first update")
 EVERY: tuple[Instant, ...] = tuple(i for i in INSTANTS if i not in ONCE)
-LEARNING: tuple[Instant, ...] = ("first update", "forward", "backward", "gradients", "update")
+MOVED: tuple[Instant, ...] = ("first update", *EVERY)
+"""When the optimizer has its state."""
+FIRST: tuple[Instant, ...] = ("first scoring", "forward", "backward", "gradients", "first norm", "first update")
+"""The instants of the first step, in their order."""
 SMALL = 32 << 20
 """Bytes of a block that glibc keeps, at most."""
-BETWEEN = 1.2
-"""Resident bytes of kept blocks for each byte that was in use at once. Measured (docs/planning.md)."""
-LIBRARIES = 40 << 20
+BETWEEN = {"none": 1.15, "selective": 1.3, "full": 2.2}
+SEVERAL, ADAPTED = 1.3, 2.0
+"""Resident bytes of kept blocks for each byte that was in use at once, by what is computed again: where layers are,
+blocks of many sizes come and go. SEVERAL: at least, with several passes, and where a first update is checked. ADAPTED: with an adapter. Measured
+(docs/planning.md)."""
+LIBRARIES = 33 << 20
 """What oneDNN, torch and the tokenizer keep for themselves once a run has worked with its sizes. Measured."""
 STATE = {
     "adamw": (8.0, "{} T: two moments in float32"),
@@ -44,6 +59,8 @@ STATE = {
     "sgd": (4.0, "{} T: momentum"),
 }
 """Bytes of an optimizer's state for each number that trains."""
+SAMPLED = 1 << 20
+"""Most numbers of a weight whose first update is checked in full (`checks.update`)."""
 RESERVED = 0.05
 """Of what is allocated for an instant on an accelerator: what its allocator holds and cannot use. Assumed."""
 
@@ -72,6 +89,8 @@ class Place:
     name: str
     terms: tuple[Term, ...]
     accelerator: bool
+    between: float = 1.0
+    """Resident bytes for each byte in use of small blocks."""
 
     def held(self, at: Instant) -> list[Term]:
         """What is there at this instant, the largest first."""
@@ -81,11 +100,16 @@ class Place:
         """Bytes that the allocator holds beyond what is in use."""
         if self.accelerator:
             return RESERVED * sum(t.bytes for t in self.held(at) if not t.lasts)
-        small = {i: sum(t.small for t in self.held(i)) for i in INSTANTS}
-        before = {"first scoring": ONCE[:1], "first update": (*ONCE, "forward", "backward", "gradients")}
-        later = sum(t.small for t in self.terms if "update" in t.instants and at not in t.instants)
-        most = max(small[i] - (0 if i in ONCE else later) for i in before.get(at, INSTANTS))
-        return BETWEEN * most - small[at]
+        if at in ONCE:
+            most = max(self._small(i, first=True) for i in FIRST[: FIRST.index(at) + 1])
+            between = max(self.between, SEVERAL) if at == "first update" else self.between
+            return between * most - self._small(at, first=True)
+        return self.between * max(self._small(i) for i in INSTANTS) - self._small(at)
+
+    def _small(self, at: Instant, first: bool = False) -> float:
+        """Bytes in small blocks; `first`: in the first step, before the optimizer has its state."""
+        there = (t for t in self.held(at) if not (first and at in EVERY and t.instants == MOVED))
+        return sum(t.small for t in there)
 
     def total(self, at: Instant) -> float:
         """Bytes at this instant."""
@@ -106,8 +130,11 @@ def places(work: Work) -> tuple[Place, ...]:
     """The learner's process with what works in it, and an engine's where it has its own."""
     apart = work.engines > 0 and work.samples
     beside = () if apart else tuple(_engine(work))
-    learner = Place("learner" if apart else "learner and engine", (*_learner(work), *beside), work.accelerator)
-    return (learner, Place("each engine", tuple(_engine(work)), work.accelerator)) if apart else (learner,)
+    between = max(BETWEEN[work.checkpointing], SEVERAL if work.passes > 1 else 1.0, ADAPTED if work.adapter else 1.0)
+    name = "learner" if apart else "learner and engine"
+    learner = Place(name, (*_learner(work), *beside), work.accelerator, between)
+    engine = Place("each engine", tuple(_engine(work)), work.accelerator, BETWEEN["none"])
+    return (learner, engine) if apart else (learner,)
 
 
 # --- the learner ------------------------------------------------------------------------------------------------------
@@ -126,7 +153,7 @@ def _learner(work: Work) -> Iterator[Term]:
         sent = work.shape.parameters * work.width * copies
         yield Term("weights on their way", sent, f"{copies * work.width} P: a block that engines read", ("sync",))
     if not work.accelerator:
-        yield Term("libraries", LIBRARIES, "measured; kernels by shape", small=LIBRARIES / BETWEEN)
+        yield Term("libraries", LIBRARIES, "measured; kernels by shape", small=float(LIBRARIES))
 
 
 def _weights(work: Work) -> Iterator[Term]:
@@ -153,7 +180,7 @@ def _weights(work: Work) -> Iterator[Term]:
 def _training(work: Work) -> Iterator[Term]:
     narrow = work.width < 4 and not work.adapter and not _rows(work)
     several = work.passes > 1
-    yield _trained(work, "gradients", 4, "{} T", ("first update", "gradients", "update"))
+    yield _trained(work, "gradients", 4, "{} T", ("first norm", "first update", "gradients", "update"))
     if several:
         yield _trained(work, "gradients of earlier passes", 4, "{} T", ("forward", "backward"))
     if narrow:
@@ -162,15 +189,23 @@ def _training(work: Work) -> Iterator[Term]:
     if work.offload_optimizer:
         yield Term("optimizer state", min(each * work.trained, 16e6 * each), "one group at a time", ("update",))
     else:
-        yield _trained(work, "optimizer state", each, said, EVERY)
+        yield _trained(work, "optimizer state", each, said, MOVED)
     if work.ema:
         yield _trained(work, "average of the weights", 4, "{} T", INSTANTS)
+    yield from _proofs(work)
+
+
+def _proofs(work: Work) -> Iterator[Term]:
+    """What a run proves in its first step: the norm of the gradient in float64; of every weight of at most `SAMPLED`
+    numbers its update, its moments and a copy; and that shared beginnings change nothing."""
+    moved = [(work.adapter // 64, 64)] if work.adapter else [*tensors(work)]
+    checked = sum(size * count for size, count in moved if size * _share(work) <= SAMPLED) * _share(work)
+    yield _small("check of the first update", 28.0 * checked, "28 bytes x numbers of small weights", ("first update",))
     if not work.adapter:
-        largest = work.shape.vocabulary * work.shape.hidden * _share(work)
-        proved = 16 * largest
-        yield Term("check of the first update", proved, "16 V h: the largest gradient in float64", ONCE[1:])
+        largest = 16 * work.shape.vocabulary * work.shape.hidden * _share(work)
+        yield Term("norm in float64", largest, "16 V h: the largest gradient", ("first norm",))
         if work.share and work.siblings > 1 and work.parallel == "rows" and work.ranks == 1:
-            both = 2 * work.width * work.shape.parameters + proved
+            both = 2 * work.width * work.shape.parameters + largest
             yield Term("proof of shared beginnings", both, f"{2 * work.width} P + 16 V h: two gradients", ONCE[:1])
 
 
@@ -179,7 +214,8 @@ def _passes(work: Work) -> Iterator[Term]:
     cut = _heads(work)
     if not work.offload_activations:
         each = activations.kept(work) * cut
-        yield _small("activations", n * each, f"{each:,.0f} bytes x {said}", ("forward", "backward"))
+        unread = (n - work.spoken) * activations.unread(work)
+        yield _small("activations", n * each - unread, f"{each:,.0f} bytes x {said}", ("forward", "backward"))
         outside = n * activations.ends(work) + 2 * work.spoken * 4 * work.shape.hidden
         yield _small(
             "hidden states outside the layers", outside, "first, last, and for the head", ("forward", "backward")
