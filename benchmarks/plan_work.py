@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from grpo_work import SYMBOLS, Size, memory_mb, save_checkpoint
 
+from benchmarks.grpo_work import SYMBOLS, Size, memory_mb, save_checkpoint
 
 REWARD = "import zlib\n\n\ndef worth(task, text):\n    return zlib.crc32(text.encode()) % 8 / 8\n"
 """A reward that differs among siblings, so that a step learns something."""
@@ -98,8 +98,10 @@ def played(case: Case, folder: Path, steps: int = 2) -> dict[str, float]:
     folder.mkdir()
     save_checkpoint(case.size, folder / "model", positions=8192, rows=case.vocabulary)
     write_rows(folder / "rows.jsonl", case, 64)
-    before = memory_mb()["now_mb"]
     (folder / "reward.py").write_text(REWARD)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = memory_mb()["now_mb"]
     words = case.overrides(str(folder / "model"), str(folder / "rows.jsonl"), steps)
     posttrain.run(case.recipe, *words, out=folder / "run", quiet=True)
     lines = [json.loads(line) for line in (folder / "run" / "steps.jsonl").read_text().splitlines()]
@@ -114,12 +116,9 @@ def measured(case: Case) -> dict[str, float]:
     """MiB of each role above what the process holds after its imports and an empty run."""
     with tempfile.TemporaryDirectory() as folder:
         small = replace(case, hidden=32, layers=1, vocabulary=1024, ffn=64, heads=4, kv=4, prompt=8, answer=16)
-        small = replace(small, batch=8)
-        played(small, Path(folder) / "small")
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        empty = memory_mb()["now_mb"]
+        played(replace(small, batch=8), Path(folder) / "small")
         found = played(case, Path(folder) / "whole")
+    empty = found.pop("before")
     return {role: round(used - empty, 1) for role, used in found.items()} | {"empty": round(empty, 1)}
 
 

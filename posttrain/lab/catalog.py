@@ -31,7 +31,6 @@ WAYS = {
 MAP = ("00", "map")
 """Number and name of the map, which is no lesson."""
 PLANNED = {
-    "22a": "Throughput: which term rules a step",
     "22c": "Asynchrony: how far may it run ahead?",
     "25": "Kernels: what each one saves",
 }
