@@ -32,7 +32,6 @@ MAP = ("00", "map")
 """Number and name of the map, which is no lesson."""
 PLANNED = {
     "22c": "Asynchrony: how far may it run ahead?",
-    "25": "Kernels: what each one saves",
 }
 """Pages that are not there, because they compute with the planner."""
 NOT_THERE = "comes with the planner"
