@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.plan_work import Case
 from benchmarks.side import machine
-from posttrain.api import overrides
+from posttrain.config import overrides
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.memory import Place, places
 from posttrain.plan.shapes import shape_of

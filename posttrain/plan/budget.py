@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from posttrain.core.errors import ConfigError, nearest
 from posttrain.plan.throughput import ROLES, Times
+from posttrain.system.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,10 @@ FIRST: tuple[Instant, ...] = ("first scoring", "forward", "backward", "gradients
 SMALL = 32 << 20
 """Bytes of a block that glibc keeps, at most."""
 BETWEEN = {"none": 1.15, "selective": 1.3, "full": 2.2}
-SEVERAL, ADAPTED = 1.3, 2.0
+SEVERAL, ADAPTED = 1.3, 1.86
 """Resident bytes of kept blocks for each byte that was in use at once, by what is computed again: where layers are,
-blocks of many sizes come and go. SEVERAL: at least, with several passes, and where a first update is checked. ADAPTED: with an adapter. Measured
-(docs/planning.md)."""
+blocks of many sizes come and go. SEVERAL: at least, with several passes, and where a first update is checked. ADAPTED:
+with an adapter. Measured (docs/planning.md)."""
 LIBRARIES = 33 << 20
 """What oneDNN, torch and the tokenizer keep for themselves once a run has worked with its sizes. Measured."""
 STATE = {
@@ -59,8 +59,10 @@ STATE = {
     "sgd": (4.0, "{} T: momentum"),
 }
 """Bytes of an optimizer's state for each number that trains."""
+WORTH = 1 << 22
+"""Numbers of an embedding from which on a gradient of rows is made (`engine.layers.embedding_gradient`)."""
 SAMPLED = 1 << 20
-"""Most numbers of a weight whose first update is checked in full (`checks.update`)."""
+"""Most numbers of a weight whose first update is checked in full (`checks.learning.update_checks`)."""
 RESERVED = 0.05
 """Of what is allocated for an instant on an accelerator: what its allocator holds and cannot use. Assumed."""
 
@@ -202,7 +204,7 @@ def _proofs(work: Work) -> Iterator[Term]:
     checked = sum(size * count for size, count in moved if size * _share(work) <= SAMPLED) * _share(work)
     yield _small("check of the first update", 28.0 * checked, "28 bytes x numbers of small weights", ("first update",))
     if not work.adapter:
-        largest = 16 * work.shape.vocabulary * work.shape.hidden * _share(work)
+        largest = 16 * (work.shape.vocabulary * work.shape.hidden * _share(work) if not _by_rows(work) else SAMPLED)
         yield Term("norm in float64", largest, "16 V h: the largest gradient", ("first norm",))
         if work.share and work.siblings > 1 and work.parallel == "rows" and work.ranks == 1:
             both = 2 * work.width * work.shape.parameters + largest
@@ -293,6 +295,8 @@ def _of_tensors(work: Work, name: str, each: float, formula: str, divided: bool 
     """Bytes for each number of a model, those of small tensors apart; they are in `parts` tensors of equal size."""
     share = _share(work) if divided else 1.0
     held = work.shape.parameters * each * share
+    if name.startswith("gradients") and _by_rows(work):
+        held -= each * (work.shape.vocabulary - min(work.tokens, work.shape.vocabulary / 4)) * work.shape.hidden
     small = sum(size * count * each for size, count in tensors(work) if size * each * share / parts < SMALL)
     said = formula.format(f"{each:g}") + (_over(work) if divided else "")
     return Term(name, held, said, small=min(small * share, held))
@@ -318,6 +322,12 @@ def _kept_small(held: float) -> float:
 def _cut(work: Work) -> int:
     """Over how many ranks one copy of the weights is cut."""
     return work.ranks // work.replicas
+
+
+def _by_rows(work: Work) -> bool:
+    """Whether the gradient of the embedding holds the rows that were read alone: where no head reads the weight, and it
+    is large."""
+    return not work.head and work.ranks == 1 and work.shape.vocabulary * work.shape.hidden >= WORTH
 
 
 def _rows(work: Work) -> bool:

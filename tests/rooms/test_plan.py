@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from posttrain.checks.learning import update_checks
 from posttrain.cli import main
 from posttrain.config.adapter import Lora
 from posttrain.engine.head import logprob
+from posttrain.engine.layers import embedding_gradient
 from posttrain.engine.learner import packed_reader
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.ladder.preference_rows import PREFERENCES
-from posttrain.plan import activations
+from posttrain.plan import activations, memory
 from posttrain.plan.changes import fixes, largest, most
 from posttrain.plan.counted import ours, quoted
 from posttrain.plan.forces import CELLS
@@ -143,6 +145,7 @@ def test_the_heads_numbers_are_those_of_the_engine() -> None:
         assert (own[False], own[True]) == (theirs["cpu"], theirs["accelerator"])
     assert (activations.CHUNK_ROWS, activations.CHUNK_IDS) == (logprob.CHUNK_ROWS, logprob.CHUNK_IDS)
     assert activations.SCORE_TOKENS == packed_reader.SCORE_TOKENS
+    assert (memory.SAMPLED, memory.WORTH) == (update_checks.SAMPLED, embedding_gradient.WORTH)
 
 
 @pytest.mark.parametrize(("how", "mebibytes"), [("none", 798), ("selective", 466), ("full", 153)])
@@ -191,18 +194,18 @@ def test_what_lowers_memory_lowers_the_plan() -> None:
 
 
 def test_changes_make_it_fit_and_the_largest_fits_just_so() -> None:
-    memory = machine("H100").device.memory
-    assert most(SEVEN) > memory
-    for change in fixes(SEVEN, "rl", memory):
-        assert most(change.work) <= memory and change.words and change.price
+    room = machine("H100").device.memory
+    assert most(SEVEN) > room
+    for change in fixes(SEVEN, "rl", room):
+        assert most(change.work) <= room and change.words and change.price
     small = replace(SEVEN, shape=shape_by_name("Qwen2.5-0.5B"))
     assert fixes(small, "rl", 1e9) == []
     for what in ("context", "siblings", "batch", "model"):
-        found = largest(what, small, memory, "rl")
-        assert found is not None and most(found.work) <= memory
+        found = largest(what, small, room, "rl")
+        assert found is not None and most(found.work) <= room
     assert largest("context", small, 1e9, "rl") is None
     with pytest.raises(ConfigError, match="did you mean 'context'"):
-        largest("contxt", small, memory, "rl")
+        largest("contxt", small, room, "rl")
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

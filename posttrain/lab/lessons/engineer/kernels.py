@@ -118,7 +118,7 @@ LESSON = Lesson(
                   ("Keeping them would take the memory that tiles save", "They have changed", "They are more exact"), 0,
                   why="All scores of a pass are what does not fit."),
     ),
-    code=("posttrain.engine.tiled_head.TiledHead", "posttrain.plan.activations.tile"),
+    code=("posttrain.engine.head.tiled_head.TiledHead", "posttrain.plan.activations.tile"),
     docs="planning.md",
     command="posttrain run arithmetic model.share_prefixes=false",
     grid=("siblings", "answer"),

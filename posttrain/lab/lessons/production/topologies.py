@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.core.ladder import GRPO
-from posttrain.core.run import Reinforce
+from posttrain.config.run import Reinforce
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -17,6 +16,7 @@ from posttrain.lab.lesson import (
     Values,
     refusal,
 )
+from posttrain.ladder.policy_rows import GRPO
 from posttrain.plan.throughput import Times, Topology
 from posttrain.web.picture import Bars, Gantt
 
