@@ -124,7 +124,7 @@ def more_heldout(c: Case) -> str:
     wanted = c.wanted()
     least = WORTH * c.width
     size = "more" if c.gain is None else f"a gain of {number_text(max(abs(c.gain.mean), least), '.2g')}"
-    size += f", a {1 / WORTH:.0f}th of its range" if c.gain is not None and abs(c.gain.mean) < least else ""
+    size += f", a {1 / WORTH:.0f}th of the range of rewards" if c.gain is not None and abs(c.gain.mean) < least else ""
     told = f"hold more prompts out: about {wanted:,} would tell {size}"
     if c.most_heldout is not None and c.most_heldout < wanted:
         return f"{told}, and its data lets {c.most_heldout:,} be held out ({c.env}.heldout={c.most_heldout})"

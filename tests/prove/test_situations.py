@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import taught
+from benchmarks import graded_situations, taught
 from benchmarks.situations import SENTENCES, SITUATIONS, fresh, play, tuned
 
 pytestmark = pytest.mark.prove
@@ -31,6 +31,15 @@ def test_it_ends_with_the_right_sentence(name: str, seed: int, stages: Path) -> 
     print(f'python -m benchmarks.situations --only "{name}" --seed {seed}')
     outcome = play(name, fresh(seed), stages / str(seed))
     assert outcome.right, f"said {outcome.said}\n{outcome.output}"
+
+
+@pytest.mark.parametrize("seed", [1 + s for s in SEEDS])
+@pytest.mark.parametrize("name", graded_situations.SITUATIONS)
+def test_with_grades_it_ends_with_the_right_sentence(name: str, seed: int, stages: Path) -> None:
+    """And no other sentence, nor a word of right and wrong."""
+    print(f'python -m benchmarks.graded_situations --only "{name}" --seed {seed}')
+    outcome = graded_situations.play(name, seed, stages / f"graded-{seed}")
+    assert outcome.right, f"said {outcome.said}, wrong {outcome.wrong}\n{outcome.output}"
 
 
 def test_fresh_settings_share_nothing_with_the_tuned_one() -> None:
