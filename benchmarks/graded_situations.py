@@ -103,9 +103,7 @@ def flat(s: Stage) -> str:
 def reward_raising(s: Stage) -> str:
     """One source pays the nearness to another digit than the right one, whose own grade is only reported."""
     own = Stage.reward(s, "right")
-    return s.rl(
-        f"env.rewards={s.reward('exploit')},{own}", "env.rewards.1.weight=0", "rl.steps=44", "rl.prompts=24", lr=3
-    )
+    return s.rl(f"env.rewards={s.reward('exploit')},{own}", "env.rewards.1.weight=0", "rl.steps=44", "rl.prompts=24")
 
 
 def dead_tool(s: Stage) -> str:

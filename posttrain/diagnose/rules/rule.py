@@ -95,7 +95,8 @@ def scale(history: Sequence[Step], name: str, was: float) -> float:
     if shares and not graded(history):
         return abs(was)
     measured = known(history, f"{name}_std")
-    count = average([s.gauges[name].count for s in history if mean(s, name) is not None])
+    groups = known(history, "rollout/groups")  # siblings are alike: a step has as many values that differ
+    count = average(groups or [s.gauges[name].count for s in history if mean(s, name) is not None])
     spread = average(measured) if measured else (scatter(running_values(history, name)) * count) ** 0.5
     return min(abs(was), spread) if shares else spread
 
