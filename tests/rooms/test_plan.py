@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.plan_memory import RESULTS, of_row, plan
 from posttrain.checks.learning import update_checks
 from posttrain.cli import main
 from posttrain.config.adapter import Lora
@@ -159,6 +162,16 @@ def test_checkpointing_takes_what_was_measured(how: Any, mebibytes: float) -> No
     plain = replace(work, shape=replace(shape, family="olmo2"))  # no compiled layers
     found = 2048 * (activations.kept(plain) + activations.again(plain) + activations.ends(plain)) / 2**20
     assert found == pytest.approx(mebibytes, rel=0.1)
+
+
+def test_plans_are_what_was_measured() -> None:
+    """Configurations that ran (`python -m benchmarks.plan_memory`): within 10 % each and 5 % at the median, and never
+    under by more than 3 %."""
+    rows = [of_row(row) for row in json.loads(RESULTS.read_text())["rows"]]
+    ratios = [plan(case).most / 2**20 / mebibytes for case, mebibytes in rows]
+    assert len(rows) >= 15 and all(mebibytes >= 150 for _, mebibytes in rows)
+    assert min(ratios) >= 0.97 and max(ratios) <= 1.1
+    assert abs(statistics.median(ratios) - 1) <= 0.05
 
 
 def test_training_and_sampling_are_added_only_where_both_are_there() -> None:
