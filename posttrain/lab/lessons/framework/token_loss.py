@@ -111,8 +111,9 @@ LESSON = Lesson(
         policy of now with the one that sampled; the clip silences a token that has gone far enough. The KL term pulls
         each token towards the reference, whatever was paid.
 
-        The trainer is the only place with a backward pass. It takes any loss as a function: it cuts gradients at norm
-        1, and splits a batch without changing the sum, because weights were normalised before the split.
+        The trainer is the only place with a backward pass. It takes any loss as a function, and it limits the size of
+        the whole gradient. A batch may be computed in parts: each token has its weight before that, so the sum is the
+        same.
     """,
     formula="""loss = sum_t w_t ( -sg[push_t] A log pi_t + beta ( ref/pi - 1 - log ref/pi ) )
 w_t weight of a token, A credit, push_t the clipped ratio, sg: no gradient flows through it""",
