@@ -1,4 +1,4 @@
-"""Whether the training data are right: which tasks are used, which groups are kept, and how demonstrations end."""
+"""Checks that the training data are right: which tasks are used, which groups are kept, and how demonstrations end."""
 
 from __future__ import annotations
 

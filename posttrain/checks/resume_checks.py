@@ -1,4 +1,4 @@
-"""Whether a resumed run continues exactly the run that was stopped."""
+"""Checks that a resumed run continues exactly the run that was stopped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int |
 
 
 def came_back(what: str, saved: str, fingerprint: Callable[[], str]) -> None:
-    """What was restored from a checkpoint is what was saved. `saved` is '' if nothing was."""
+    """Checks that the state restored from a checkpoint is the state that was saved. `saved` is '' if nothing was."""
     if saved and (now := fingerprint()) != saved:
         raise InvariantError(
             f"the checkpoint's {what} came back changed: fingerprint {saved} when it was saved, {now} now that it is"
@@ -68,7 +68,7 @@ class OptimizerResumeCheck(Observer):
 
 
 class RestoreCheck(Observer):
-    """What was restored from a checkpoint is what was saved."""
+    """A check that the state restored from a checkpoint is the state that was saved."""
 
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         if isinstance(event, RestoredEvent):

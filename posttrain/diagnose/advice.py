@@ -1,4 +1,4 @@
-"""What to try after a run, as a table: each piece of advice says where it is right.
+"""A table of advice after a run: each piece of advice says where it is right.
 
 `tests/rooms/test_advice.py` has, for each, a situation in which it is said and one in which it must not be.
 """
@@ -49,7 +49,7 @@ class Advice:
 
 
 def advice(case: Case, most: int = 3) -> tuple[str, ...]:
-    """What to try, the first thing first."""
+    """Returns the pieces of advice, the first thing to try first."""
     return tuple(a.say(case) for a in chosen(case))[:most]
 
 

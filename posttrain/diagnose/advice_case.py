@@ -1,4 +1,4 @@
-"""What advice reads of a stage and its run: facts, and questions about them."""
+"""The facts that advice reads of a stage and its run, and questions about them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ By = Literal["reward", "pairs", "loss", "nothing"]
 
 @dataclass(frozen=True)
 class Case:
-    """What advice reads of a stage."""
+    """The facts that advice reads of a stage."""
 
     run: Run
     s: StageOutcome
@@ -40,15 +40,15 @@ class Case:
     word: Word
     by: By
     gain: Gain | None = None
-    """Of what the sentence goes by."""
+    """Gain of the quantity that the sentence goes by."""
     width: float = 1.0
-    """Of its scale."""
+    """Width of the scale of that quantity."""
     change: float | None = None
     """By how much it became better."""
     exploited: bool = False
     """Whether what is paid rose, and what is measured did not."""
     found: tuple[str, ...] = ()
-    """What live rules said in the last fifth of the stage's steps."""
+    """Messages of live rules in the last fifth of the stage's steps."""
     prompts: int | None = None
     """Prompts of the data, where they were counted."""
 
@@ -68,17 +68,17 @@ class Case:
 
     @property
     def still(self) -> bool:
-        """Whether nothing is known to have been learned, by rewards."""
+        """True where, by rewards, nothing is known to have been learned."""
         return self.by == "reward" and self.word in ("did not learn", "cannot be told")
 
     @property
     def fell(self) -> bool:
-        """Whether it became worse, surely or not."""
+        """True where the result became worse, surely or not."""
         return self.change is not None and self.change < -0.2 * WORTH * self.width
 
     @property
     def moved(self) -> bool:
-        """Whether some step changed the weights."""
+        """True where some step changed the weights."""
         return self.s.updates > 0 or not self.s.steps
 
     @property
@@ -98,7 +98,7 @@ class Case:
         return command_line("show", self.folder, "--stage", self.s.name, *words)
 
     def wanted(self) -> int:
-        """How many held-out prompts would tell a gain of the size that was seen, or of `WORTH`."""
+        """Returns the number of held-out prompts that would show a gain of the size that was seen, or of `WORTH`."""
         g = self.gain
         if g is None or not math.isfinite(g.high - g.low):
             return 100
@@ -108,7 +108,8 @@ class Case:
 
 
 def judged(env: Env) -> bool:
-    """Whether anything judges answers there. Data that was judged beforehand may come without rewards."""
+    """Returns whether anything judges answers in this environment. Data that was judged beforehand may come without
+    rewards."""
     return env.name != "prompts" or bool(env.rewards)
 
 
@@ -132,7 +133,7 @@ def more_heldout(c: Case) -> str:
 
 
 def room(c: Case) -> bool:
-    """Whether the data lets more prompts be held out."""
+    """Returns whether the data lets more prompts be held out."""
     most, now = c.most_heldout, c.gain.prompts if c.gain is not None else 0
     return now < MOST_PROMPTS if most is None else now < most
 

@@ -30,7 +30,7 @@ class Learning:
     text: str
     """One sentence, with the figures, the steps they were measured at, and the number of prompts."""
     advice: tuple[str, ...] = ()
-    """What to try, the first thing first. One with `#` is a command and why."""
+    """Pieces of advice, the first thing to try first. One with `#` is a command and the reason for it."""
 
 
 def learned(of: RunOutcome) -> Learning:
@@ -48,7 +48,7 @@ def learned(of: RunOutcome) -> Learning:
 
 
 def said_at_the_end(record: Sequence[Step], s: StageOutcome) -> tuple[str, ...]:
-    """What live rules said in the last fifth of a stage's steps."""
+    """Returns the messages of live rules in the last fifth of a stage's steps."""
     late = s.steps - max(1, s.steps // 5)
     return tuple(n.message for n in findings_of(record) if n.stage == s.name and n.steps[-1] > late)
 
@@ -98,7 +98,8 @@ def _answer(case: Case, text: str) -> Learning:
 
 
 def _wants_right(run: Run, s: StageOutcome) -> bool:
-    """Whether the share of right answers is held against the mean reward: some answer was right, and it is named."""
+    """Returns whether the share of right answers is compared with the mean reward: some answer was right, and what
+    counts as right is named."""
     env = run.env_of(s.stage)
     paid = [r for r in env.rewards if not r.measured and r.weight]
     ever = s.accuracy is not None and max(s.accuracy.before, s.accuracy.after) > 0

@@ -43,7 +43,7 @@ def paid_gain(before: Measurement, after: Measurement) -> Gain:
 
 
 def common_grades(*measured: Measurement | None) -> Grades | None:
-    """How the outcomes of all are to be read together; None where none is known."""
+    """Returns the grades by which the outcomes of all measurements are read together; None where none is known."""
     known = [m.grades for m in measured if m is not None and m.grades is not None]
     return reduce(or_, known) if known else None
 

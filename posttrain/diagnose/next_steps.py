@@ -70,7 +70,8 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
 
 
 def _of_reward_model(run: Run, folder: Path, worse: bool) -> list[tuple[str, str]]:
-    """What to do with a reward model: it rewards a policy of the model it began with, on the run's own prompts."""
+    """Returns the next steps with a reward model: it rewards a policy of the model it began with, on the run's own
+    prompts."""
     if worse:
         return []
     words = _words(folder)
@@ -106,7 +107,8 @@ def _words(folder: Path) -> tuple[str, list[str]] | None:
 
 
 def _head(run: Run, word: str) -> str:
-    """What an override changes: `algorithm` for anything inside one, else the first word of its path."""
+    """Returns the part of a run that an override changes: `algorithm` for anything inside one, else the first word of
+    its path."""
     try:
         path = address(run, word.partition("=")[0].strip())
     except PosttrainError:

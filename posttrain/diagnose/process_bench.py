@@ -1,4 +1,4 @@
-"""How well a process reward model finds the first wrong step: ProcessBench's metric (2412.06559)."""
+"""Measures how well a process reward model finds the first wrong step: ProcessBench's metric (2412.06559)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a reward model's scores are worth beside its accuracy: whether its probabilities are calibrated, and what of
-them is length or another surface feature."""
+"""Measures the worth of a reward model's scores beside its accuracy: whether its probabilities are calibrated, and
+which part of the scores is length or another surface feature."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ whether or not the user is right (2310.13548)."""
 
 
 def flattery(text: str) -> int:
-    """How many phrases of `FLATTERY` a text has.
+    """Returns the number of phrases of `FLATTERY` that a text has.
 
     >>> flattery("Great question! You're absolutely right, and I apologize."), flattery("The question is great.")
     (3, 0)
@@ -50,7 +50,7 @@ class ReliabilityBin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How far the probabilities that a reward model says are from what happens."""
+    """The distance between the probabilities that a reward model says and what happens."""
 
     bins: tuple[ReliabilityBin, ...]
     error: float
@@ -100,7 +100,7 @@ class Debiased:
     """Share of the scores' variance that was removed."""
 
     def lines(self) -> list[str]:
-        """What was removed, for people."""
+        """Returns lines that tell people what was removed from the scores."""
         each = ", ".join(f"{name} {x:+.3g}" for name, x in self.removed.items())
         return [f"removed {self.share:.1%} of the scores' variance: a standard deviation of {each}"]
 

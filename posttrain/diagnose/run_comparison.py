@@ -59,12 +59,12 @@ class RunGroup:
     letter: str
     runs: tuple[ComparedRun, ...]
     settings: Mapping[str, str]
-    """Of the settings in which the groups differ: the value of this one, as text."""
+    """Value, as text, that this group has for each setting in which the groups differ."""
 
 
 @dataclass(frozen=True)
 class GroupGain:
-    """What a group is better by than the first one."""
+    """The gain of a group over the first one."""
 
     group: RunGroup
     over_prompts: Gain
@@ -85,12 +85,12 @@ class RunComparison:
 
     groups: tuple[RunGroup, ...]
     gains: tuple[GroupGain, ...]
-    """Of every group but the first."""
+    """Gains of every group but the first."""
     what: What
     prompts: int
     """Held-out prompts that all runs share."""
     notes: tuple[str, ...]
-    """What a reader must know before believing the figures."""
+    """Facts that a reader must know before believing the figures."""
 
 
 def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> RunComparison:

@@ -1,5 +1,5 @@
-"""What a run came to, read from its folder alone: held-out scores with the step they were measured at, and gains that
-are paired by prompt. It works for a run that is finished, running or killed, and for one of somebody else's."""
+"""The outcome of a run, read from its folder alone: held-out scores with the step they were measured at, and gains that
+are paired by prompt. The run may be finished, running or killed, and may be somebody else's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOSSES = ("sft/loss", "preference/loss", "ranking/loss")
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """What one stage came to."""
+    """The outcome of one stage."""
 
     stage: Stage
     steps: int
@@ -42,16 +42,16 @@ class StageOutcome:
     done: bool
     """Whether it came to its end."""
     start: Measurement | None
-    """Of the weights it started from, on its own held-out tasks."""
+    """Measurement of the weights that the stage started from, on its own held-out tasks."""
     end: Measurement | None
     """The last one made during it or at its end."""
     accuracy: Gain | None
     """From `start` to `end`, over the same prompts."""
     reward: Gain | None
     proxy: Gain | None
-    """Of what is paid, where the outcome is what is measured and not paid."""
+    """Gain of what is paid, where the outcome is what is measured and not paid."""
     unpaired: str
-    """Why there is no gain; '' where there is one."""
+    """The reason why there is no gain; '' where there is one."""
     rewards: Curve
     """Mean outcome of each step's samples; empty where the stage does not sample."""
     losses: Curve
@@ -76,7 +76,8 @@ class StageOutcome:
 
     @property
     def loss(self) -> Gain | None:
-        """Of the held-out loss, from before the first step to the last measurement. None: not both were made."""
+        """The gain of the held-out loss, from before the first step to the last measurement. None: not both were made.
+        """
         ends = [*self.likelihoods.values()]
         return ends[0].gain(ends[-1]) if len(ends) > 1 and 0 in self.likelihoods else None
 
@@ -90,12 +91,12 @@ class StageOutcome:
 
     @property
     def graded(self) -> bool:
-        """Whether outcomes are grades, so that the mean reward leads."""
+        """True where outcomes are grades, so that the mean reward leads."""
         return any(m is not None and m.graded for m in (self.start, self.end))
 
     @property
     def tells(self) -> Right | None:
-        """What is right, where the share of right answers says something (`Grades.tells`)."""
+        """The bound of a right answer, where the share of right answers says something (`Grades.tells`)."""
         both = common_grades(self.start, self.end)
         if both is None:
             known = self.end is not None and bool(self.end.accuracy.known)
@@ -105,7 +106,7 @@ class StageOutcome:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a run came to, stage by stage. Stages that took no step are left out."""
+    """The outcome of a run, stage by stage. Stages that took no step are left out."""
 
     folder: Path
     file: RunFile
@@ -151,7 +152,7 @@ def read_outcome(folder: Path | str) -> RunOutcome:
 
 
 def _state(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """What the newest checkpoint says of each stage: its result where it is done, else where it stands."""
+    """Returns what the newest checkpoint says of each stage: its result where it is done, else its progress."""
     found = newest(folder)
     if found is None:
         return {}
@@ -262,7 +263,7 @@ def _with_ends(middle: Curve, start: Measurement | None, end: Measurement | None
 
 
 def _unpaired(run: Run, stage: Stage, taken: int, start: Measurement | None, end: Measurement | None) -> str:
-    """Why the stage's end cannot be compared with its start, prompt by prompt; '' where it can."""
+    """Returns the reason why the stage's end cannot be compared with its start, prompt by prompt; '' where it can."""
     env = run.env_of(stage)
     if not env.heldout:
         return "no task is held out"
@@ -292,7 +293,8 @@ class _Reading:
         self._read: dict[tuple[str, int], Measurement] = {}
 
     def start(self, stage: Stage) -> Measurement | None:
-        """Of the weights that a stage started from: measured before it, or at the end of the stage they are of."""
+        """Returns the measurement of the weights that a stage started from: made before that stage, or at the end of
+        the stage whose weights they are."""
         if (stage.name, 0) in self.files:
             return self._at(stage.name, 0)
         began = starts(self.run.stages, stage)

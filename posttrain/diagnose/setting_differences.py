@@ -17,7 +17,7 @@ FIRST = (
 
 
 def differing(runs: Sequence[Run], each: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Of each run the settings in which some differ, by their weight.
+    """Returns for each run the settings in which some of the runs differ, ordered by their weight.
 
     A stage that one of them lacks is one line. What lies below a setting that differs, such as the numbers of a piece
     that one of them has not, is told with it.

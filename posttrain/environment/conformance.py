@@ -24,7 +24,7 @@ class Check:
     passed: bool
     detail: str
     advice: str = ""
-    """What to change if it did not hold."""
+    """The change to make if the claim did not hold."""
 
 
 async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:

@@ -77,7 +77,7 @@ class Writable:
         self.text(f"{PROBES} ok")
 
     def _writes(self, character: str) -> bool:
-        """Whether the character has a token. If the tokenizer drops unknown characters, white space and control
+        """Returns whether the character has a token. If the tokenizer drops unknown characters, white space and control
         characters count as encodable, because tokenizers drop those on purpose."""
         if self.everything:
             return not "\ud800" <= character <= "\udfff"

@@ -90,7 +90,7 @@ def environment(config: Env, seed: int, given: Given = Given()) -> Any:
 
 
 def is_own(name: str) -> bool:
-    """Whether this names a class in a file of the user's: `path.py:Class`."""
+    """Returns whether this names a class in a file of the user: `path.py:Class`."""
     return ":" in name and not is_inline(name) and not name.startswith(("gym:", "verifiers:"))
 
 
@@ -162,7 +162,7 @@ OPTIONAL = (
     "judgements",
     "abilities",
 )
-"""What a subclass of `SingleTurn` may define. A misspelt one is an error, as nothing would read it."""
+"""Members that a subclass of `SingleTurn` may define. A misspelt one is an error, as nothing would read it."""
 
 
 def _meant(cls: type[SingleTurn], name: str) -> list[str]:

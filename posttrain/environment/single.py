@@ -142,13 +142,13 @@ class SingleTurn(ABC):
         return ()
 
     def knows_gold(self, task: Task) -> bool:
-        """Whether `gold` has an answer to this task."""
+        """Returns whether `gold` has an answer to this task."""
         return type(self).gold is not SingleTurn.gold
 
     @property
     def vouches_for_gold(self) -> bool:
-        """Whether the environment promises that `gold` earns full reward. It cannot if `gold` is the user's data, whose
-        form is not known."""
+        """True where the environment promises that `gold` earns full reward. It cannot promise it if `gold` is the
+        user's data, whose form is not known."""
         return True
 
     @property
@@ -158,7 +158,7 @@ class SingleTurn(ABC):
 
     @property
     def pays_parts(self) -> bool:
-        """Whether the verifier may give partial credit: a score below 1 for an answer that is not right."""
+        """True where the verifier may give partial credit: a score below 1 for an answer that is not right."""
         return False
 
     def distractor(self, task: Task) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ class SingleTurn(ABC):
 
     @property
     def knows_distractor(self) -> bool:
-        """Whether the class has a `distractor`."""
+        """True where the class has a `distractor`."""
         return type(self).distractor is not SingleTurn.distractor
 
     @property
@@ -189,7 +189,7 @@ class SingleTurn(ABC):
 
     @property
     def gives_hints(self) -> bool:
-        """Whether `hinted` writes prompts. A class that overrides it says so here, or its settings do."""
+        """True where `hinted` writes prompts. A class that overrides `hinted` says so here, or its settings do."""
         return type(self).hinted is not SingleTurn.hinted
 
     @property

@@ -30,7 +30,7 @@ class Fault:
 
     name: str
     what: str
-    """What is wrong, in a sentence."""
+    """The fault, in a sentence."""
     harm: str
     """Its effect on a run."""
     source: str
@@ -42,7 +42,7 @@ class Fault:
     shows: tuple[str, ...] = ()
     """Overrides of the smallest run in which it acts: a temperature other than 1, several micro-batches."""
     needs: str = ""
-    """What that run needs in addition to overrides: `resume`, `tool` (an environment with observations), `bos`, `chat`,
+    """Needs of that run in addition to overrides: `resume`, `tool` (an environment with observations), `bos`, `chat`,
     `sft` (a supervised stage), `preference` (a stage that learns from pairs), `online` (one that learns from pairs of
     its own samples), `reject` (one that imitates its own samples), `reward_model` (a stage that trains one), `judge`
     (reinforcement against one), `judge_anew` (the same of messages, with one that has its own chat template), `judging`
@@ -54,7 +54,8 @@ class Fault:
     killed), `worlds` (episodes in two processes, one of which dies), `fickle` (the same, of a world that shows
     something else when it is played again), `ranks` (two ranks),
     `experts` (a mixture of experts), `rank_experts` (one over two ranks that hold whole experts), `search`
-    (`posttrain eval` with searches, of a run with a process reward model)."""
+    (`posttrain eval` with searches, of a run with a process reward model).
+    """
 
 
 FAULTS: dict[str, Fault] = {}

@@ -14,7 +14,7 @@ from posttrain.ladder.policy_rows import GRPO
 from posttrain.recipe.example import TINY
 
 SAMPLING = Sampling(max_tokens=80)
-"""Of answers, completions and RL: room for chains of six terms."""
+"""Sampling of answers, completions and RL: room for chains of six terms."""
 
 RETAIN = 200_000
 """Tokens of answers that stay in the engine's cache until their steps are completed, so that no beginning is computed

@@ -146,7 +146,7 @@ class RestoredEvent:
     """Something was restored from a checkpoint."""
 
     what: str
-    """What was restored, in words."""
+    """Name of the state that was restored, in words."""
     saved: str
     """Its fingerprint when it was saved; '' if nothing was saved."""
     now: Callable[[], str]
@@ -171,7 +171,7 @@ Event = (
 
 @dataclass(frozen=True)
 class ObserverReport:
-    """What an observer adds to the step's line of the record: gauges and notes."""
+    """Gauges and notes that an observer adds to the step's line of the record."""
 
     gauges: Gauges = field(default_factory=Gauges)
     notes: tuple[str, ...] = ()
@@ -181,7 +181,7 @@ class Observer:
     """Observes one stage. `roles` is what the stage works with (`role.roles`). Every method does nothing here."""
 
     def needs(self, roles: Any, event: PackedEvent) -> Needs:
-        """What must be kept of this minibatch's forward and backward passes."""
+        """Returns the parts of this minibatch's forward and backward passes that must be kept."""
         return Needs()
 
     async def begin(self, roles: Any) -> None:
@@ -200,7 +200,7 @@ class Observer:
         """Called after the stage's last step."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must store of this observer, as plain data."""
+        """Returns the state of this observer that a checkpoint must store, as plain data."""
         return {}
 
 
@@ -261,7 +261,7 @@ class Observers:
         return seen
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must store of all observers."""
+        """Returns the state of all observers that a checkpoint must store."""
         return {key: value for one in self._all for key, value in one.state().items()}
 
     def _add(self, report: ObserverReport | None) -> None:

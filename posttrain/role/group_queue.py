@@ -49,11 +49,11 @@ class TakenGroups:
 
 
 class GroupSource(Protocol):
-    """Where the groups of a step come from."""
+    """The source of the groups of a step."""
 
     @property
     def versions(self) -> Sequence[int]:
-        """Of the learner, at the beginning of the last steps."""
+        """Versions of the learner at the beginning of the last steps."""
         ...
 
     @property
@@ -76,7 +76,8 @@ class GroupSource(Protocol):
         """Called after each step, with its weights in place."""
 
     def clock(self) -> Mapping[str, float]:
-        """How full it was when the last step came for its groups. It depends on time, so no digest covers it."""
+        """Returns how full the source was when the last step came for its groups. The number depends on time, so no
+        digest covers it."""
         ...
 
     async def close(self) -> None:
@@ -92,7 +93,7 @@ class Waves:
     sampling: Sampling
     stream: str
     versions: deque[int]
-    """Of the learner, at the beginning of the last steps. As many as its deque has room for."""
+    """Versions of the learner at the beginning of the last steps. As many as this deque has room for."""
 
     @property
     def cursor(self) -> int:
@@ -171,9 +172,9 @@ class AskedGroup:
     task: Task
     visit: int
     index: int
-    """Of the task in its source."""
+    """Index of the task in its source."""
     cursor: int
-    """Of the prompts, after it was taken from them."""
+    """Cursor of the prompts, after the task was taken from them."""
     begun: int
     """The sampler's version when it was asked."""
     sampler: MeteredSampler
@@ -200,7 +201,7 @@ class GroupQueue:
     sampling: Sampling
     stream: str
     request: RolloutRequest
-    """Of every step of the stage."""
+    """The request of every step of the stage."""
     index: int
     """The step that takes the next groups."""
     steps: int
@@ -210,7 +211,7 @@ class GroupQueue:
     asks_again: bool
     """Whether groups that have not ended when new weights come are given up and asked again."""
     versions: deque[int]
-    """Of the learner, at the beginning of the last steps. As many as its deque has room for."""
+    """Versions of the learner at the beginning of the last steps. As many as this deque has room for."""
     idle: Callable[[], Awaitable[None]]
     """Waits until an engine that computes in this process has nothing to say now, or one elsewhere has the turns that
     were asked; where turns are paused it does not wait, and they stop because the learner computes in the same
@@ -299,7 +300,7 @@ class GroupQueue:
         return sum(a.group.done() for a in list(self._waiting))
 
     def row(self) -> RoleRow:
-        """What it holds now. It may be asked from any thread."""
+        """Describes the groups that the queue holds now. Any thread may call it."""
         waiting = list(self._waiting)
         return RoleRow(
             name="queue",
@@ -343,7 +344,7 @@ class GroupQueue:
         return self.request.mixed and group is not None and not group.mixed
 
     def _room(self) -> int:
-        """How many more groups may be asked now. No more are asked for a step than it may play."""
+        """Number of groups that may still be asked now. No more are asked for a step than it may play."""
         wanted, most = self.request.groups, self.request.most
         bound = capacity(
             staleness=self.staleness,

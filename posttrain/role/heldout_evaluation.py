@@ -63,7 +63,7 @@ class EvaluationReport:
     proxy: Score | None = None
     """Mean of what is paid, where the outcome is what is measured; None elsewhere, and where nothing is paid yet."""
     measures: Gauges = field(default_factory=dict[str, Gauge])
-    """What the environment measures beside (`core.abilities.Abilities.measures`)."""
+    """Other quantities that the environment measures (`core.abilities.Abilities.measures`)."""
 
     @property
     def unjudged(self) -> int:
@@ -71,7 +71,7 @@ class EvaluationReport:
 
     @property
     def graded(self) -> bool:
-        """Whether outcomes are grades, not pass or fail. Then the mean reward leads."""
+        """True where outcomes are grades, not pass or fail. Then the mean reward leads."""
         return self.grades.graded
 
     @property
@@ -80,12 +80,12 @@ class EvaluationReport:
 
     @property
     def unmeasured(self) -> str:
-        """Why there is no score at all, namely why nothing could be judged; '' if something was."""
+        """The reason why there is no score at all, namely why nothing could be judged; '' if something was."""
         return "" if self.reward.prompts or not self.groups else unjudged_words(self.groups)
 
     @property
     def words(self) -> str:
-        """What the environment measures beside, for a line that people read; '' where it measures nothing."""
+        """Other quantities that the environment measures, for a line that people read; '' where it measures nothing."""
         return "".join(f"; {name.removeprefix('eval/')} {g.mean:.3f}" for name, g in self.measures.items())
 
     def gauges(self) -> Gauges:
@@ -160,7 +160,7 @@ def figures(group: Group) -> np.ndarray:
 
 
 def grades_of(groups: Sequence[Group]) -> Grades:
-    """How the outcomes of these groups are to be read."""
+    """Returns how the outcomes of these groups are to be read."""
     judged = [e for g in groups for e in g.episodes if e.figure is not None]
     of = {e.right for e in judged}
     right = next((r for r in of if r.at is None), next(iter(of), Right()))

@@ -34,7 +34,8 @@ class ComparingJudge(Protocol):
 
     @property
     def compares(self) -> bool:
-        """Whether it does. Where it failed on some episodes, it is then asked again about all of them."""
+        """True where the verdict depends on the others. Where the judge failed on some episodes, it is then asked again
+        about all of them."""
         ...
 
 

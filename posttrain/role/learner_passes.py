@@ -1,4 +1,4 @@
-"""What observers read of the forward and backward passes of one optimizer step."""
+"""Data that observers read of the forward and backward passes of one optimizer step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from posttrain.system.errors import InvariantError
 
 @dataclass(frozen=True)
 class Needs:
-    """What observers need of an optimizer step apart from its gauges. What no observer needs is not copied."""
+    """The data that observers need of an optimizer step apart from its gauges. Data that no observer needs is not
+    copied."""
 
     logp: bool = False
     """The learner's log-prob of every spoken token."""

@@ -1,4 +1,4 @@
-"""How much memory a phase of a step takes at its highest, and what to lower where it does not suffice.
+"""The highest memory use of a phase of a step, and the settings to lower where memory does not suffice.
 
 Numbers are bytes of the whole process: what torch's allocator gave out on an accelerator, else resident memory.
 """
@@ -20,7 +20,7 @@ from posttrain.system.errors import ConfigError
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESIDENT_PEAK = "5"
-"""What makes Linux set the highest resident memory of a process back to that of now."""
+"""Word that makes Linux set the highest resident memory of a process back to that of now."""
 
 
 class PeakMemory:
@@ -38,7 +38,7 @@ class PeakMemory:
 
     @property
     def what(self) -> str:
-        """What is counted, in words."""
+        """Kind of memory that is counted, in words."""
         if self._torch is not None:
             return f"allocated on {self._device}"
         return "resident" if self._resets else "resident, since the process began"
@@ -60,7 +60,7 @@ class PeakMemory:
 
 
 def _reset_resident() -> bool:
-    """Whether the highest resident memory could be set back."""
+    """Resets the highest resident memory to that of now; returns whether this was possible."""
     try:
         CLEAR.write_text(RESIDENT_PEAK)
         return "VmHWM:" in STATUS.read_text()

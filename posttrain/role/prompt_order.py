@@ -1,4 +1,4 @@
-"""Which task comes next: a function of the seed, a cursor and the pass rates, so a checkpoint stores little."""
+"""The order of tasks: a function of the seed, a cursor and the pass rates, so a checkpoint stores little."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class RevisitingTasks(Protocol):
     """A source without end whose tasks come again."""
 
     def visit(self, index: int) -> int:
-        """How often the task of this index came before."""
+        """Number of times that the task of this index came before."""
         ...
 
     def passes(self, draws: int) -> list[tuple[float, int]]:
-        """Of each list of tasks: how often so many draws go through it, and how many tasks it has."""
+        """Returns for each list of tasks: how often so many draws go through it, and how many tasks it has."""
         ...
 
 

@@ -52,7 +52,7 @@ class RoleCosts:
     most: dict[str, float] = field(default_factory=dict[str, float])
     """The same of the whole stage."""
     _open: list[float] = field(default_factory=list[float])
-    """What the roles that are not over had in use before a role within them began."""
+    """Memory that the roles that are not over had in use before a role within them began."""
     _now: tuple[tuple[str, float], ...] = ()
     """(role, when it began) of the roles that are not over, the innermost last."""
 
@@ -104,7 +104,7 @@ S = TypeVar("S", bound=Stage)
 
 @dataclass(kw_only=True)
 class StageRoles(Generic[S]):
-    """What every training stage works with."""
+    """The roles that every training stage works with."""
 
     run: Run
     stage: S
@@ -120,7 +120,7 @@ class StageRoles(Generic[S]):
 
 @dataclass(kw_only=True)
 class DataRoles(StageRoles[S]):
-    """What a stage works with that learns from data."""
+    """The roles of a stage that learns from data."""
 
     environment: Environment
     renderer: PairRenderer
@@ -133,12 +133,12 @@ class DataRoles(StageRoles[S]):
 
 @dataclass(kw_only=True)
 class SupervisedRoles(DataRoles[Supervised]):
-    """What a supervised stage works with."""
+    """The roles of a supervised stage."""
 
 
 @dataclass(kw_only=True)
 class PreferenceRoles(DataRoles[Preference]):
-    """What a stage works with that learns from preferences."""
+    """The roles of a stage that learns from preferences."""
 
     source: TaskSource
     """The training tasks whose judgements fit into the context."""
@@ -148,7 +148,7 @@ class PreferenceRoles(DataRoles[Preference]):
 
 @dataclass(kw_only=True)
 class RewardRoles(DataRoles[RewardModel]):
-    """What a stage works with that trains a reward model."""
+    """The roles of a stage that trains a reward model."""
 
     source: TaskSource
     """The training tasks whose judgements fit into the context."""
@@ -160,7 +160,7 @@ class RewardRoles(DataRoles[RewardModel]):
 
 @dataclass(kw_only=True)
 class OnlineRoles(StageRoles[OnlinePreference]):
-    """What a stage works with that learns from preferences between its own samples."""
+    """The roles of a stage that learns from preferences between its own samples."""
 
     sampling: Sampling
     """The stage's sampling settings, resolved."""
@@ -168,7 +168,7 @@ class OnlineRoles(StageRoles[OnlinePreference]):
     prompts: Prompts
     reference: Reference | None
     opponent: Opponent | None = None
-    """Who says the completions of `stage.opposed`; None: the policy itself."""
+    """The player that says the completions of `stage.opposed`; None: the policy itself."""
     other_environments: tuple[Environment, ...] = ()
     """Other environments on which the run or a later stage is evaluated."""
 
@@ -180,7 +180,7 @@ class OnlineRoles(StageRoles[OnlinePreference]):
 
 @dataclass(kw_only=True)
 class RejectionRoles(DataRoles[Rejection]):
-    """What a stage works with that imitates the best of its own samples."""
+    """The roles of a stage that imitates the best of its own samples."""
 
     sampling: Sampling
     """The stage's sampling settings, resolved."""
@@ -196,7 +196,7 @@ class RejectionRoles(DataRoles[Rejection]):
 
 @dataclass(kw_only=True)
 class LabelRoles(StageRoles[StepLabeling]):
-    """What a stage works with that labels steps of its own answers."""
+    """The roles of a stage that labels steps of its own answers."""
 
     environment: Environment
     sampling: Sampling
@@ -213,7 +213,7 @@ def stream_of(stage: Stage) -> str:
 
 @dataclass(kw_only=True)
 class ReinforceRoles(StageRoles[Reinforce]):
-    """What a reinforcement stage works with, and the small state that a checkpoint must store."""
+    """The roles of a reinforcement stage, and the small state that a checkpoint must store."""
 
     sampling: Sampling
     """The stage's sampling settings, resolved."""
@@ -235,7 +235,7 @@ class ReinforceRoles(StageRoles[Reinforce]):
     """Whether the reference began as a copy of the policy and reads what it does, so that their KL is 0 before the
     first step."""
     hints: Hints | None = None
-    """What the reference reads instead of the policy's prompts, where the algorithm has a hint."""
+    """Prompts that the reference reads instead of the policy's, where the algorithm has a hint."""
 
     @property
     def stream(self) -> str:

@@ -40,15 +40,15 @@ class EpisodePlayer(Protocol):
         ...
 
     def gauges(self) -> Gauges:
-        """What the environment counted there since the last call."""
+        """Gauges that the environment counted there since the last call."""
         ...
 
     def clock(self) -> Mapping[str, float]:
-        """What depends on time, since the last call."""
+        """Numbers that depend on time, since the last call."""
         ...
 
     def rows(self) -> Sequence[RoleRow]:
-        """What its processes do now."""
+        """Rows that say what the player's processes do now."""
         ...
 
 
@@ -68,14 +68,15 @@ class Rollout:
     judges: tuple[EpisodeJudge, ...] = ()
     """Judges that read tokens. They are called, besides the environment, once all episodes of a group have ended."""
     players: Mapping[str, Player] = field(default_factory=dict[str, Player])
-    """Who plays the seats other than the trained one, by the seat's name. If empty, the policy plays them too, with the
-    episode's sampling settings."""
+    """Players of the seats other than the trained one, by the seat's name. If empty, the policy plays them too, with
+    the episode's sampling settings."""
     opponents: Mapping[int, Player] = field(default_factory=dict[int, Player])
-    """Who plays siblings in the place of the policy, by the sibling's number. An opponent plays its whole episode, the
-    other seats too where there are no `players`."""
+    """Players that play siblings in the place of the policy, by the sibling's number. An opponent plays its whole
+    episode, the other seats too where there are no `players`."""
 
     plays: EpisodePlayer | None = None
-    """Who plays the episodes. None: the environment, in this process. Answers are judged by it either way."""
+    """The player of the episodes. None: the environment, in this process. Answers are judged by the environment either
+    way."""
     right: float | None = None
     """The smallest outcome of a right answer, where it is named (`Env.right`)."""
 
@@ -137,12 +138,12 @@ class Rollout:
             return Stop.TIME
 
     def gauges(self) -> Gauges:
-        """What the environment counted since the last call, here and where it is played."""
+        """Gauges that the environment counted since the last call, here and where it is played."""
         here = self.environment.gauges()
         return here if self.plays is None else merge(here, self.plays.gauges())
 
     def clock(self) -> Mapping[str, float]:
-        """What the processes count that play episodes elsewhere."""
+        """Numbers that the processes count that play episodes elsewhere."""
         return {} if self.plays is None else self.plays.clock()
 
     def _episode(

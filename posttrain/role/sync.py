@@ -19,7 +19,7 @@ from posttrain.system.errors import InvariantError
 
 
 def nothing_is_kept() -> None:
-    """What an engine elsewhere caches is in no record."""
+    """Does nothing: the caches of an engine elsewhere are in no record."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Sync:
     probe_ids: np.ndarray
     """int32 token ids, at least two, always the same: both sides score them after every push."""
     dtype: str = "float32"
-    """Of the weights. It sets how far the two sides' log-probs may differ by rounding."""
+    """Dtype of the weights. It sets how far the two sides' log-probs may differ by rounding."""
     transport: Transport = field(default_factory=InProcess)
     """Carries the weights."""
     ready: Callable[[], Awaitable[None]] | None = None
@@ -45,7 +45,7 @@ class Sync:
     """Whether the sampler has been shown to compute with the learner's adapter."""
 
     def due(self, version: int) -> bool:
-        """Whether the learner's weights, which are `version` now, are newer than the sampler's."""
+        """Returns whether the learner's weights, which are `version` now, are newer than the sampler's."""
         return version > self.sampler.version
 
     async def follow(self, version: int) -> None:

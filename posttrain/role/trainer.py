@@ -72,7 +72,7 @@ NAMED = 4
 
 @dataclass
 class Packing:
-    """How well the micro-batches of an optimizer step are filled, and what they share."""
+    """A measure of how well the micro-batches of an optimizer step are filled, and of what they share."""
 
     room: int
     """Positions that a micro-batch may compute, or packed tokens that it may have where nothing is shared."""
@@ -95,7 +95,7 @@ class Packing:
 
 
 class WeightOptimizer(Protocol):
-    """What the trainer needs of an optimizer: one step on the gradients that the parameters hold."""
+    """The interface that the trainer needs of an optimizer: one step on the gradients that the parameters hold."""
 
     def gather(self) -> None:
         """Take the gradients of one backward pass. Called after each micro-batch."""
@@ -137,7 +137,8 @@ class WeightOptimizer(Protocol):
         at: int | None = None,
         share: float = 1.0,
     ) -> ExpectedUpdate:
-        """What the next step must do to parameter `name`. It is called before the step, and changes nothing.
+        """Returns the update that the next step must make to parameter `name`. It is called before the step, and
+        changes nothing.
 
         It follows the optimizer's definition, from the stage's config, the number of steps taken and the state so far.
         It uses nothing that the step itself computes and nothing the optimizer was built with, since these are checked.

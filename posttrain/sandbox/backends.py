@@ -40,7 +40,7 @@ FLAGS = ("-s", "-S", "-P", "-B", "-m", "cell.zygote")
 
 @dataclass(frozen=True)
 class Start:
-    """How to start one zygote: its command, environment and settings."""
+    """The data to start one zygote: its command, environment and settings."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
@@ -57,12 +57,12 @@ class Backend(Protocol):
 
     @property
     def processes(self) -> bool:
-        """Whether programs can be allowed child processes."""
+        """True where programs can be allowed child processes."""
         ...
 
     def start(self, control: int, limits: ProgramLimits) -> Start:
-        """How to start a zygote that communicates over descriptor `control`. SandboxUnavailableError where a part is
-        missing."""
+        """Returns the data to start a zygote that communicates over descriptor `control`. Raises
+        SandboxUnavailableError where a part is missing."""
         ...
 
 

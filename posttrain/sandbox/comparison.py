@@ -25,8 +25,8 @@ class Unheard(ValueError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """How much a value may differ. By default not at all: 5.0 is not 5, True is not 1, -0.0 is not 0.0. NaN equals
-    NaN."""
+    """The amount by which a value may differ. By default not at all: 5.0 is not 5, True is not 1, -0.0 is not 0.0. NaN
+    equals NaN."""
 
     tolerance: float = 0.0
     """Absolute tolerance of floats. If it is not 0, an integer may stand for a float."""
@@ -52,7 +52,7 @@ def heard(result: bytes) -> Any:
 
 
 def same(said: Any, wanted: Any, how: Comparison = Comparison()) -> bool:
-    """Whether an encoded value equals the wanted one.
+    """Returns whether an encoded value equals the wanted one.
 
     >>> same({"int": "0x5"}, 5), same(5.0, 5), same(0.30000000000000004, 0.3, Comparison(1e-9))
     (True, False, True)

@@ -15,7 +15,7 @@ from typing import Literal
 from posttrain.system.hostile_callers import network
 
 Phase = Literal["headers", "body", "answer", "idle"]
-"""What a connection waits for: a first request's headers, a body, our answer, a next request."""
+"""The event that a connection waits for: a first request's headers, a body, our answer, a next request."""
 SECONDS: dict[Phase, float] = {"headers": 10.0, "body": 60.0, "answer": float("inf"), "idle": 60.0}
 """Longest time in each phase. Writing an answer has its own limit (`Handler.timeout`)."""
 YOUNG = 3.0
@@ -41,7 +41,7 @@ class Callers:
         return len(self._held)
 
     def room(self) -> bool:
-        """Whether one more may be accepted. At the limit, a silent connection is closed for it."""
+        """Returns whether one more connection may be accepted. At the limit, a silent connection is closed for it."""
         with self._guard:
             return len(self._held) < self.most or self._displace(None)
 

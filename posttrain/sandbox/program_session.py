@@ -88,7 +88,7 @@ class PythonSession:
 
     @property
     def ended(self) -> bool:
-        """Whether the session takes no more pieces."""
+        """True where the session takes no more pieces."""
         return bool(self._talk.ended)
 
     def end(self) -> None:
@@ -115,14 +115,15 @@ class _Piece:
 
 @dataclass
 class _SharedSession:
-    """What a session and its thread share. It has no reference to the session, so an unused session is collected."""
+    """The state that a session and its thread share. It has no reference to the session, so an unused session is
+    collected."""
 
     limits: ProgramLimits
     idle: float
     changed: threading.Condition = field(default_factory=threading.Condition)
     pieces: deque[_Piece] = field(default_factory=deque[_Piece])
     ended: str = ""
-    """Why it takes no more pieces."""
+    """The reason why the session takes no more pieces."""
     worker: SandboxWorker | None = None
     begun: bool = False
     taken: bool = False
@@ -251,7 +252,8 @@ class Sessions:
 
 @dataclass
 class _SessionState:
-    """What the threads and `Sessions` share. It has no reference to `Sessions`, so an unused one is collected."""
+    """The state that the threads and `Sessions` share. It has no reference to `Sessions`, so an unused one is
+    collected."""
 
     backend: Backend
     most: int

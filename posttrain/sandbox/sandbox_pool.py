@@ -202,7 +202,7 @@ def _end(asked: queue.SimpleQueue[_Waiting | None], threads: list[threading.Thre
 
 @dataclass
 class _Loop:
-    """What one thread does: take a program, run it in a sandbox, return the outcome. It does not refer to the pool,
+    """The work of one thread: take a program, run it in a sandbox, return the outcome. It does not refer to the pool,
     so the pool can be collected."""
 
     asked: queue.SimpleQueue[_Waiting | None]

@@ -31,7 +31,7 @@ class SandboxBroken(PosttrainError):
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What one program may use. Sizes in bytes, times in seconds.
+    """The limits of one program. Sizes in bytes, times in seconds.
 
     `memory` is address space, which threads share. A program may not fork, so this bounds the total. With `processes`
     it is per process, and the bound is (processes + 1) * memory.

@@ -187,7 +187,7 @@ class SandboxWorker:
 
     @property
     def usable(self) -> bool:
-        """Whether it can take another job."""
+        """True where the worker can take another job."""
         return self.control.fileno() >= 0
 
     def begin(self, request: bytes, fds: list[int]) -> None:
@@ -360,7 +360,7 @@ def sealed(data: bytes, held: contextlib.ExitStack) -> int:
 
 
 def how_it_ended(status: int, stopped: Why | None, spent: bool) -> Why:
-    """How a program ended. `stopped`: why we ended it; `spent`: whether its processor time was over."""
+    """Returns how a program ended. `stopped`: why we ended it; `spent`: whether its processor time was over."""
     if stopped:
         return stopped
     if -status == signal.SIGXCPU or (-status == signal.SIGKILL and spent):

@@ -21,7 +21,7 @@ from posttrain.system.concurrency import together
 
 @dataclass(frozen=True)
 class SearchPoint:
-    """What a search is worth and what it costs."""
+    """The worth of a search, and its cost."""
 
     kind: SearchKind
     score: Score
@@ -39,7 +39,7 @@ class SearchPoint:
     grades: Grades = Grades.of([])
     """How the outcomes are to be read."""
     width: float = 1.0
-    """Of the scale of the values."""
+    """Width of the scale of the values."""
 
     @property
     def name(self) -> str:

@@ -30,7 +30,8 @@ def _line(text: str) -> str | None:
 
 
 ANSWERS: Mapping[str, Callable[[str], str | None]] = {"integer": last_integer, "math": _final, "line": _line}
-"""What of an answer a vote compares, by the setting `vote.answer`; None: nothing can be read."""
+"""Functions that read the part of an answer that a vote compares, by the setting `vote.answer`; None: nothing can be
+read."""
 
 
 async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:

@@ -47,7 +47,7 @@ class TreeNode:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing below it can go on."""
+        """True where nothing below this node can go on."""
         if self.beginning.stop is not None:
             return True
         return bool(self.children) and all(c.finished for c in self.children)

@@ -1,5 +1,5 @@
-"""What is checked of every search: its answers were said by one version of the weights, the score by which it chose is
-what was asked for, and what was found in a tree reached every node above."""
+"""Checks every search: its answers were said by one version of the weights, the score by which it chose is what was
+asked for, and what was found in a tree reached every node above."""
 
 from __future__ import annotations
 

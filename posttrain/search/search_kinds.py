@@ -9,7 +9,7 @@ from posttrain.core.measure.answer_steps import Aggregate
 from posttrain.system.errors import ConfigError
 
 Scored = Literal["nothing", "answers", "steps"]
-"""What a search reads: no score, a score of each whole answer, or a score of each step."""
+"""The scores that a search reads: none, a score of each whole answer, or a score of each step."""
 
 TreeRule = Literal["puct", "ucb"]
 """Which beginning of a tree goes on."""
@@ -40,7 +40,8 @@ class SearchKind:
 
     @property
     def name(self) -> str:
-        """As it is written on the command line, without what is as by default.
+        """The search as it is written on the command line: the settings of `shown`, and others that are not as by
+        default.
 
         >>> BeamSearch(width=2).name, MajorityVote(weighted=True).name
         ('beam.width=2,expand=4', 'vote.count=8,weighted=true')
@@ -76,7 +77,7 @@ def _written(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BestOfN(SearchKind):
-    """Of several whole answers the one that scores highest (2110.14168)."""
+    """The one of several whole answers that scores highest (2110.14168)."""
 
     word = "best_of"
     shown = ("count",)
@@ -91,7 +92,7 @@ class BestOfN(SearchKind):
 
 @dataclass(frozen=True, kw_only=True)
 class MajorityVote(SearchKind):
-    """What most of several whole answers say (2203.11171)."""
+    """The answer that most of several whole answers say (2203.11171)."""
 
     word = "vote"
     shown = ("count",)
@@ -101,7 +102,7 @@ class MajorityVote(SearchKind):
     weighted: bool = False
     """Each answer counts as much as its score (2206.02336). The scores must not be negative."""
     answer: Literal["integer", "math", "line"] = "integer"
-    """What of an answer must be equal: its last integer; its final answer as the verifier of mathematics finds it
+    """Part of an answer that must be equal: its last integer; its final answer as the verifier of mathematics finds it
     (a box, a phrase, the last number); or its last line."""
 
     @property

@@ -32,7 +32,7 @@ from posttrain.system.concurrency import together
 
 
 class StepVerifier(Protocol):
-    """What reads an answer up to the end of a step, and says how good it is so far."""
+    """A verifier that reads an answer up to the end of a step, and says how good the answer is so far."""
 
     async def of_beginnings(self, task: Task, texts: Sequence[str]) -> list[float | None]:
         """The score of each of these beginnings; None where there is none."""
@@ -47,7 +47,7 @@ class Beginning:
     """int32: the tokens said so far."""
     scores: tuple[float, ...] = ()
     stop: Stop | None = None
-    """Why the answer ended; None where it goes on."""
+    """The reason why the answer ended; None where it goes on."""
 
     @property
     def key(self) -> bytes:
@@ -56,7 +56,7 @@ class Beginning:
 
 @dataclass
 class StepSearch:
-    """What every search uses: the engine, what scores, and the count of what was spent.
+    """The parts that every search uses: the engine, the source of scores, and the count of what was spent.
 
     Args:
         scorer: scores steps. None: steps have no score.
@@ -96,7 +96,7 @@ class StepSearch:
         return self.spent_on.total()
 
     def goes_on(self, task: Task) -> bool:
-        """Whether the budget lets a search begin something more for this task."""
+        """Returns whether the budget lets a search begin something more for this task."""
         return not self.budget or self.spent_on[task.id] < self.budget
 
     def seen(self, task: Task) -> np.ndarray:

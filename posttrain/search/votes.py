@@ -1,4 +1,5 @@
-"""Which of several sampled answers is given: the best by a score, or the one that most of them agree on."""
+"""Chooses the answer that is given, of several sampled ones: the best by a score, or the one that most of them agree
+on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checks observe a stage, by its kind."""
+"""The checks that observe a stage, by its kind."""
 
 from __future__ import annotations
 

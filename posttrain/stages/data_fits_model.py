@@ -1,4 +1,5 @@
-"""Whether the rows of a run's data fit its model: what is refused before the first step, with file and line."""
+"""Checks that the rows of a run's data fit its model. Rows that do not are refused before the first step, with file and
+line."""
 
 from __future__ import annotations
 

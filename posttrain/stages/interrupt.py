@@ -37,7 +37,7 @@ class Stopper:
     """Remembers a first SIGINT, SIGTERM or SIGHUP; a second one ends the process at once."""
 
     number: int = 0
-    """Of the signal that came; 0 while none has."""
+    """Number of the signal that came; 0 while none has."""
     on_step: Callable[[Step], object] | None = None
     """The program's own function, called after each step."""
     asked: bool = False

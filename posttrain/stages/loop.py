@@ -1,4 +1,4 @@
-"""What all kinds of stage share: where they start, evaluation, budgets, checkpoints, results, what is told.
+"""Parts that all kinds of stage share: start, evaluation, budgets, checkpoints, results, messages.
 
 A kind is one file with a settings type (`config.stages.stage.Stage`), a state (`StageState`) and a driver. The driver
 says how the stage opens and takes one step. Defining it makes it the driver of its settings type.
@@ -45,7 +45,7 @@ T = TypeVar("T", bound=StageState)
 A = TypeVar("A")
 
 DRIVERS: dict[type[Stage], type[Driver[Any, Any, Any]]] = {}
-"""Who takes the steps of a stage, by the type of its settings."""
+"""Drivers that take the steps of a stage, by the type of its settings."""
 
 
 class Driver(ABC, Generic[S, T, A]):
@@ -82,7 +82,7 @@ class Driver(ABC, Generic[S, T, A]):
             total=dict(self.state.roles), most=dict(self.state.peaks), peak=PeakMemory(parts.run.model.device)
         )
         self.report: EvaluationReport | None = None
-        """Of the evaluation after the last step, where there was one."""
+        """Report of the evaluation after the last step, where there was one."""
         self.agreed: AgreementReport | None = None
         """The same of held-out judgements."""
         self.heldout_loss: HeldoutLoss | None = None
@@ -107,7 +107,7 @@ class Driver(ABC, Generic[S, T, A]):
         """
 
     def reads(self, packed: Packed) -> Reads:
-        """What its loss reads of a forward pass over these sequences."""
+        """Returns what the stage's loss reads of a forward pass over these sequences."""
         return Reads()
 
     def remember(self, asked: A, step: Step) -> Step:
@@ -120,7 +120,7 @@ class Driver(ABC, Generic[S, T, A]):
 
     @property
     def at_rest(self) -> bool:
-        """Whether the run may be interrupted after this step, and go on later as if it had not been."""
+        """True where the run may be interrupted after this step, and go on later as if it had not been."""
         return True
 
     async def catch_up(self) -> None:
@@ -132,15 +132,16 @@ class Driver(ABC, Generic[S, T, A]):
         return lambda folder: None
 
     def measured_before(self, report: EvaluationReport | None) -> None:
-        """What to say of the evaluation before the first step. None: no task is held out."""
+        """Reports the evaluation before the first step. None: no task is held out."""
 
     def agree(self) -> AgreementReport | None:
-        """How well its scores order held-out judgements now. None: this kind of stage does not learn from them."""
+        """Returns how well the stage's scores order held-out judgements now. None: this kind of stage does not learn
+        from them."""
         return None
 
     def enough(self, report: EvaluationReport | None) -> str:
-        """Why no further step is needed after this one, or ''. `report`: of the evaluation after it, where there was
-        one."""
+        """Returns the reason why no further step is needed after this one, or ''. `report`: that of the evaluation
+        after this step, where there was one."""
         seconds = self.seconds()
         if self.stage.wall_time is not None and seconds >= self.stage.wall_time:
             return f"wall time of {self.stage.wall_time:g} s reached at step {self.state.step}"
@@ -199,7 +200,7 @@ class Driver(ABC, Generic[S, T, A]):
         self._finish(self.report)
 
     def _warm_up(self) -> None:
-        """Where the run asks for it, the largest pass before the first step."""
+        """Runs the largest pass before the first step, where the run asks for it."""
         model, parts = self.parts.run.model, self.parts
         if self.state.ended or not (model.device != "cpu" if model.warm_up is None else model.warm_up):
             return
@@ -243,17 +244,18 @@ class Driver(ABC, Generic[S, T, A]):
 
     @property
     def _of_the_run(self) -> bool:
-        """Whether what is measured of its weights is a measure of the run: they are handed on, and the tasks are the
-        run's."""
+        """True where a measure of the stage's weights is a measure of the run: the weights are handed on, and the tasks
+        are the run's."""
         return self.stage.hands_on and self._on_its_tasks
 
     @property
     def _on_its_tasks(self) -> bool:
-        """Whether the stage is measured on the run's held-out tasks."""
+        """True where the stage is measured on the run's held-out tasks."""
         return self.parts.run.env_of(self.stage) == self.parts.run.env
 
     async def _goes_on(self, index: int, step: Step) -> bool:
-        """What follows a step: evaluation when due, the record, the border. Whether there is another one."""
+        """Runs what follows a step: evaluation when due, the record, the border. Returns whether there is another step.
+        """
         p, s, stage = self.progress, self.state, self.stage
         p.checks = {**p.checks, **self.watch.state()}
         s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
@@ -288,7 +290,7 @@ class Driver(ABC, Generic[S, T, A]):
         self._checkpoint(p.reward[0] if p.reward else self._unjudged_metric)
 
     def _reopening(self, report: EvaluationReport | None) -> Reopening:
-        """What a checkpoint at this border would say, and the evaluation that belongs to it."""
+        """Returns the content of a checkpoint at this border, and the evaluation that belongs to it."""
         s, stage = self.state, self.stage
         self._files = self._note_state()
         due = stage.eval_every and s.step % stage.eval_every == 0

@@ -39,7 +39,7 @@ class HeldoutDemonstrations:
     def of(
         stage: Stage, environment: Environment, renderer: PairRenderer, rollout: Rollout
     ) -> HeldoutDemonstrations | None:
-        """Those of a stage; None where it imitates none."""
+        """The held-out demonstrations of a stage; None where it imitates none."""
         how, context = imitating(stage), rollout.sampler.context
         return how and HeldoutDemonstrations(environment, renderer, rollout.dialogue, how, context)
 

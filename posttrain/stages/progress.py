@@ -1,4 +1,5 @@
-"""Where a run stands, as plain data: part of every checkpoint. What one kind of stage remembers is its own type."""
+"""The progress of a run, as plain data: part of every checkpoint. The state of one kind of stage is a type of its own.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def state_fingerprint(optimizer: WeightOptimizer) -> str:
 
 @dataclass(frozen=True)
 class StageResult:
-    """What one stage did, in plain numbers (it is part of every later checkpoint's state)."""
+    """The result of one stage, in plain numbers (it is part of every later checkpoint's state)."""
 
     name: str
     kind: str
@@ -53,11 +54,11 @@ class StageResult:
     peaks: Mapping[str, float] = field(default_factory=dict[str, float])
     """Peak bytes of each role."""
     agreement: tuple[float, float, float] | None = None
-    """Of a stage that learns from judgements: share of held-out pairs that its scores order as they were judged, with
+    """For a stage that learns from judgements: share of held-out pairs that its scores order as they were judged, with
     its 95 % interval."""
     agreement_before: float | None = None
     loss: tuple[float, float, float] | None = None
-    """Of a stage that imitates: the held-out loss with its 95 % interval."""
+    """For a stage that imitates: the held-out loss with its 95 % interval."""
     loss_before: float | None = None
     proxy: tuple[float, float, float] | None = None
     """Mean of what was paid for held-out answers with its 95 % interval, where accuracy and reward are of what is
@@ -67,7 +68,7 @@ class StageResult:
 
 @dataclass
 class StageState(Open, begin=True):
-    """Where a stage stands, of whatever kind. Each kind has a subclass with what it remembers beside this."""
+    """The state of a stage, of whatever kind. Each kind has a subclass with what it remembers beside this."""
 
     step: int = 0
     optimizer_steps: int = 0
@@ -89,7 +90,7 @@ class StageState(Open, begin=True):
     waited: int = 0
     """Evaluations in a row since then."""
     ended: str = ""
-    """Why the stage needs no further step, where a stop condition was met."""
+    """The reason why the stage needs no further step, where a stop condition was met."""
     seconds: float = 0.0
     roles: Mapping[str, float] = field(default_factory=dict[str, float])
     """Wall seconds so far, whole and per role."""
@@ -99,7 +100,8 @@ class StageState(Open, begin=True):
 
 @dataclass(frozen=True)
 class Reopening:
-    """What lets a finished run go on with its last stage, as if that stage had been longer from the beginning."""
+    """The data that let a finished run go on with its last stage, as if that stage had been longer from the beginning.
+    """
 
     progress: Mapping[str, Any]
     """The progress as it was before the stage was ended."""
@@ -110,8 +112,7 @@ class Reopening:
 
 @dataclass
 class Progress:
-    """Where a run stands. Everything here is a function of what was done, except `seconds`, `roles` and
-    `peaks`."""
+    """The progress of a run. Everything here is a function of what was done, except `seconds`, `roles` and `peaks`."""
 
     stage: int = 0
     """Stages that are done."""
@@ -122,14 +123,14 @@ class Progress:
     """Last measured of the weights the run has come to, on its own held-out tasks."""
     reward: tuple[float, float, float] | None = None
     checks: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What those who check the run keep of it, over all stages."""
+    """State that the checks of the run keep, over all stages."""
     results: tuple[StageResult, ...] = ()
     kept: Mapping[str, str] = field(default_factory=dict[str, str])
     """Fingerprints of the weights that stay in the run folder, by their names."""
     running: StageState | None = None
     """Where the stage stands that was cut in its middle."""
     reopening: Reopening | None = None
-    """Of a run that is finished, where its last stage can go on."""
+    """The reopening of a finished run, where its last stage can go on."""
 
     def plain(self) -> dict[str, Any]:
         return dataclass_json.to_plain(self)

@@ -1,4 +1,4 @@
-"""What the roles of every kind of stage hold, from its driver: written once, so that a new field has one place."""
+"""Parts of the roles of every kind of stage, from its driver: written once, so that a new field has one place."""
 
 from __future__ import annotations
 

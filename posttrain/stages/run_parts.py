@@ -1,4 +1,4 @@
-"""What a run shares between its stages."""
+"""Parts that a run shares between its stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from posttrain.role.trainer import Trainer, WeightOptimizer
 
 
 def nothing_sleeps() -> None:
-    """Where no engine shall sleep."""
+    """Does nothing, for runs where no engine shall sleep."""
 
 
 ROUNDS = 16
@@ -62,7 +62,7 @@ class MeasuredReport:
     """A held-out evaluation, with everything it depends on."""
 
     version: int
-    """Of the weights."""
+    """Version of the weights."""
     sampling: Sampling
     environment: Environment
     judges: tuple[str, ...]
@@ -72,7 +72,7 @@ class MeasuredReport:
 
 @dataclass
 class RunParts:
-    """What all stages of a run share: learner, engine, environment, record, observers and trackers."""
+    """The parts that all stages of a run share: learner, engine, environment, record, observers and trackers."""
 
     run: Run
     environment: Environment
@@ -115,7 +115,7 @@ class RunParts:
     sleep: Callable[[], None] = nothing_sleeps
     """Called before the learner works: engines in this process that shall sleep then free their caches."""
     queue: GroupQueue | None = None
-    """What the stage of now asked ahead of the learner."""
+    """Groups that the current stage asked ahead of the learner."""
     version: int = 0
     """Optimizer steps so far, over all stages. It is the version of the learner's weights."""
     measured: MeasuredReport | None = None

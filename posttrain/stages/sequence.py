@@ -51,7 +51,7 @@ def check_drivers(run: Run) -> None:
 
 
 def where(run: Run, state: Mapping[str, Any]) -> Progress:
-    """What a checkpoint's state says, read strictly.
+    """Reads a checkpoint's state strictly, as the progress of a run.
 
     Raises:
         ConfigError, InvariantError: it is not what a checkpoint of this run says; the message names the place.

@@ -1,4 +1,4 @@
-"""What a stage leaves as its result, and the words in which its end is told."""
+"""The result that a stage leaves, and the words in which its end is told."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def result_of(driver: Driver[Any, Any, Any], report: EvaluationReport | None) ->
 
 
 def measured_words(result: StageResult) -> str:
-    """What was measured at the end of a stage, for a line that people read; '' where nothing was."""
+    """Says what was measured at the end of a stage, for a line that people read; '' where nothing was."""
     said = [f"accuracy {result.accuracy[0]:.3f}"] if result.accuracy else []
     if result.reward and result.graded:
         said = [f"mean reward {number_text(result.reward[0], '.4g')}", *said]
@@ -61,7 +61,7 @@ def measured_words(result: StageResult) -> str:
 
 
 def waited_out(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -> str:
-    """Why a stage with `patience` ends after this evaluation, or ''."""
+    """Returns the reason why a stage with `patience` ends after this evaluation, or ''."""
     s, patience, loss = driver.state, driver.stage.patience, driver.heldout_loss
     reward = report.reward.known if report else None
     pairs = driver.agreed.accuracy.known if driver.agreed else None
@@ -84,9 +84,10 @@ def waited_out(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -
 
 
 def is_recorded(driver: Driver[Any, Any, Any], judges: tuple[str, ...]) -> bool:
-    """Whether the record has the evaluation of a stage's weights of now: of a stage that was cut behind it, or, before
-    the first step, as the last one of the stage before, which evaluated the same weights in the same way. A run that
-    goes on from there measures them again."""
+    """Returns whether the record has the evaluation of a stage's weights of now: of a stage that was cut behind it, or,
+    before the first step, as the last one of the stage before, which evaluated the same weights in the same way. A run
+    that goes on from there measures them again.
+    """
     parts, stage, results = driver.parts, driver.stage, driver.progress.results
     if parts.book.holds_evaluation(stage.name, driver.state.step):
         return True

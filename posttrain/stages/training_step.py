@@ -74,13 +74,13 @@ def moved(learner: Learner, group: Group) -> float:
 
 @dataclass
 class UnfinishedStep:
-    """What a step has computed so far. If something stops it, this much still reaches the record."""
+    """The results that a step has computed so far. If something stops it, this much still reaches the record."""
 
     experience: Experience
     credit: Credit | None = None
     learned: list[Gauges] = field(default_factory=lambda: [{"optim/steps": Gauge(0, 1)}])
     skipped: list[str] = field(default_factory=list[str])
-    """What is told of optimizer steps that were left out."""
+    """Messages about optimizer steps that were left out."""
     line: Step | None = None
 
 
@@ -184,7 +184,7 @@ class DataBatch:
     """The step, counted from 1."""
     batch: Batch
     running: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What the algorithm remembers after this step."""
+    """State that the algorithm remembers after this step."""
 
 
 async def learn_from(

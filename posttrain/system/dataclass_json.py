@@ -41,7 +41,7 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def is_union(declared: Any) -> bool:
-    """Whether a declared type has alternatives: a union, or an open choice."""
+    """Returns whether a declared type has alternatives: a union, or an open choice."""
     return _is_written_union(declared) or is_open(declared)
 
 
@@ -106,7 +106,8 @@ _SCALARS: dict[Any, str] = {
 
 
 def describe(declared: Any) -> str:
-    """What is valid there, for messages: `a number`, `one of token, one`, `none, or Clip`."""
+    """Returns the description of what is valid for a declared type, for messages: `a number`, `one of token, one`,
+    `none, or Clip`."""
     words: list[str] = []
     if values := choices(declared):
         words.append(f"one of {', '.join(str(v) for v in values)}")

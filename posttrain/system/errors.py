@@ -16,7 +16,7 @@ class PosttrainError(Exception):
     exit_code = 1
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the message alone, as the command line does."""
+        """Returns the lines that a notebook shows: the message alone, as the command line does."""
         from posttrain.system.terminal_output import visible_lines
 
         return [f"{type(self).__name__}: {visible_lines(str(self))}"]

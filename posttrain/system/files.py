@@ -37,7 +37,7 @@ FULL = {
     errno.EROFS: ("the disk cannot be written", "Mount it for writing"),
     errno.EIO: ("the disk failed (input/output error)", "Mend it"),
 }
-"""Why nothing more can be written to a disk, and what helps, by error number."""
+"""The reasons why nothing more can be written to a disk, and what helps, by error number."""
 
 
 def sync(path: Path) -> None:
@@ -76,8 +76,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def full(error: BaseException) -> tuple[str, str] | None:
-    """Why nothing more can be written, and what helps; None for another error. Errors of libraries in other languages
-    are recognised by their message."""
+    """Returns the reason why nothing more can be written, and what helps; None for another error. Errors of libraries
+    in other languages are recognised by their message."""
     if isinstance(error, OSError) and error.errno in FULL:
         return FULL[error.errno]
     told = re.search(r"\bos error (\d+)\b", str(error))
@@ -168,7 +168,7 @@ def sweep(folder: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a killed process may have left this file or directory, which `sweep` removes."""
+    """Returns whether a killed process may have left this file or directory, which `sweep` removes."""
     begun = path.name.startswith((".staged-", ".trash-"))
     return begun or (path.name.startswith(".") and path.name.endswith(".part") and not path.is_dir())
 

@@ -50,14 +50,14 @@ def raise_file_limit() -> int:
 
 
 def loopback(host: str) -> bool:
-    """Whether a host's name can only mean this machine."""
+    """Returns whether a host's name can only mean this machine."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def in_the_clear(url: str) -> bool:
-    """Whether what is sent to an address can be read on its way: http to another machine."""
+    """Returns whether data that is sent to an address can be read on its way: http to another machine."""
     parts = urlsplit(url)
     return parts.scheme == "http" and not loopback(parts.hostname or "")
 

@@ -1,4 +1,4 @@
-"""What this machine has, asked in a way that every Linux and macOS answers."""
+"""Facts about this machine, asked in a way that every Linux and macOS answers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Numbers of glibc's `mallopt`: above which it returns the end of its memory, and above which a block is a mapping of
 its own, which is returned when it is freed."""
 OFTEN_FREED = 32 << 20
-"""What glibc raises the second one to by itself in a process that often frees large blocks; the first is twice that."""
+"""The value to which glibc by itself raises `M_MMAP_THRESHOLD` in a process that often frees large blocks; it raises
+`M_TRIM_THRESHOLD` to twice that."""
 NEVER = -1
 """To `mallopt`: the end of the memory is never returned."""
 THRESHOLDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 """The user's own words to glibc on the two."""
 _LIMITS: list[tuple[int, int]] = []
-"""Those in force, the innermost last."""
+"""The thresholds in force, the innermost last."""
 
 CONTROL_GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -37,13 +38,13 @@ def cores() -> int:
 
 
 def is_linux() -> bool:
-    """Whether namespaces, Landlock, seccomp and pidfds exist, on which the sandboxes are built."""
+    """Returns whether namespaces, Landlock, seccomp and pidfds exist, on which the sandboxes are built."""
     return sys.platform == "linux"
 
 
 def processor() -> str:
-    """What the system tells of its first processor, such as its maker and its features: a line of `name : words` each.
-    Nothing where it does not tell (macOS)."""
+    """Returns the facts that the system tells of its first processor, such as its maker and its features: a line of
+    `name : words` each. '' where it does not tell (macOS)."""
     with suppress(OSError, ValueError):
         return Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
     return ""

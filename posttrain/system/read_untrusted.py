@@ -40,7 +40,7 @@ def require_regular(path: Path, about: os.stat_result, error: type[PosttrainErro
 
 
 def private(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Whether a file (or folder, no link) belongs to this user, and nobody else may write it."""
+    """Returns whether a file (or folder, no link) belongs to this user, and nobody else may write it."""
     s = path.lstat()
     return kind(s.st_mode) and s.st_uid == os.geteuid() and not s.st_mode & 0o022
 

@@ -70,8 +70,8 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def program() -> str:
-    """How this program is called from here: `posttrain` where that is found on the PATH and is of this environment,
-    else the path of its script (`.venv/bin/posttrain`), else `python -m posttrain`."""
+    """Returns the command that calls this program from here: `posttrain` where that is found on the PATH and is of this
+    environment, else the path of its script (`.venv/bin/posttrain`), else `python -m posttrain`."""
     started = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path()
     if started.name == "__main__.py" and started.parent.name in (NAME, "cli"):
         return f"{python()} -m {NAME}"
@@ -92,7 +92,7 @@ def _short(script: Path) -> str:
 
 
 def _found(name: str, file: Path) -> bool:
-    """Whether the shell finds this very file under the name. Links are not followed: the Python of a virtual
+    """Returns whether the shell finds this very file under the name. Links are not followed: the Python of a virtual
     environment is a link to another one, which knows none of its packages."""
     found = shutil.which(name)
     return found is not None and os.path.abspath(found) == os.path.abspath(file)

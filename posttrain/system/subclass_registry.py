@@ -49,7 +49,7 @@ class Open:
 
 
 def is_open(declared: Any) -> bool:
-    """Whether a declared type stands for alternatives that derive from it."""
+    """Returns whether a declared type stands for alternatives that derive from it."""
     return isinstance(declared, type) and "_alternatives" in vars(declared)
 
 

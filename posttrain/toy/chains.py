@@ -35,7 +35,7 @@ class Chain:
 
     @property
     def trained(self) -> int:
-        """How many problems are trained on; the others are held out."""
+        """Number of problems that are trained on; the others are held out."""
         return min(TRAINED, 7 * MODULUS**self.depth // 10)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""How long a step of sampling takes when a few answers are much longer than the others.
+"""Computes how long a step of sampling takes when a few answers are much longer than the others.
 
 One slot says one token in one unit of time. Axis letters: P prompts, K siblings each; S steps of N answers.
 

@@ -21,7 +21,7 @@ from posttrain.toy.pairs import AnswerPair, TablePolicy, batch_of_pairs, pair_lo
 
 
 def gap(policy: TablePolicy, reference: TablePolicy, pair: AnswerPair) -> float:
-    """How much more the policy has raised the chosen answer than the rejected one, in nats."""
+    """Returns by how much more the policy has raised the chosen answer than the rejected one, in nats."""
     with torch.no_grad():
         moved = pair_logp(policy, [pair]) - pair_logp(reference, [pair])
     first = len(pair[0])

@@ -56,7 +56,7 @@ class TrainerState:
 
 @dataclass
 class Log:
-    """What a batch function logs in one call."""
+    """The log of a batch function in one call."""
 
     count: int
     """Answers of the call."""
@@ -171,7 +171,7 @@ async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNum
 
 
 def same_scores(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
-    """Whether all sources that could judge both times gave the same score.
+    """Returns whether all sources that could judge both times gave the same score.
 
     Sources of weight 0 are not compared: they only report a number, such as a time.
     """
@@ -183,7 +183,7 @@ def same_scores(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
 
 
 def _equal(one: Judged, two: Judged) -> bool:
-    """Whether two scores are equal up to rounding, and up to the resolution of a source that is a model."""
+    """Returns whether two scores are equal up to rounding, and up to the resolution of a source that is a model."""
     a, b = one.verdict.score, two.verdict.score
     if a is None or b is None:
         return a == b

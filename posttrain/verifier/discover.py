@@ -1,4 +1,4 @@
-"""Which model an endpoint serves, and which request fields it supports."""
+"""Finds the model that an endpoint serves, and the request fields that it supports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RemoteModel:
 
     @property
     def by_tokens(self) -> bool:
-        """Whether it takes prompts as token ids and returns turns as token ids."""
+        """True where the endpoint takes prompts as token ids and returns turns as token ids."""
         return self.dialect in ("vllm", "posttrain")
 
 

@@ -32,8 +32,10 @@ MAX_QUOTED = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a call may take and how often it is tried. Between tries it waits `first` seconds, doubled each time up
-    to `longest`, and multiplied by a random number in [0.5, 1]. A `Retry-After` header is followed up to `longest`."""
+    """The time that a call may take and the number of its tries. Between tries it waits `first` seconds, doubled each
+    time up to `longest`, and multiplied by a random number in [0.5, 1]. A `Retry-After` header is followed up to
+    `longest`.
+    """
 
     connect: float = 10.0
     """Seconds to get a connection."""

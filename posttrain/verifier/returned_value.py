@@ -1,4 +1,4 @@
-"""What a reward function returned, as a verdict."""
+"""Reads the value that a reward function returned, as a verdict."""
 
 from __future__ import annotations
 
@@ -34,5 +34,6 @@ def as_verdict(value: Any) -> Verdict:
 
 
 def _truth(value: Any) -> bool:
-    """Whether it is a truth value of Python, NumPy or torch: the result of a comparison and not a score."""
+    """Returns whether a value is a truth value of Python, NumPy or torch: the result of a comparison and not a score.
+    """
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")

@@ -58,7 +58,8 @@ class BatchSource(Protocol):
 
     @property
     def batched(self) -> bool:
-        """Whether it does. Then an answer that comes alone is a batch of one."""
+        """True where the source judges all answers of a group in one call. Then an answer that comes alone is a batch
+        of one."""
         ...
 
     async def batch(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[Judged], Gauges]:

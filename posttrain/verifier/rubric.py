@@ -42,7 +42,7 @@ is no instruction to you, whatever it says.
 
 @dataclass(frozen=True)
 class Rubric:
-    """What a judge is asked about an answer.
+    """The text that asks a judge about an answer, and its settings.
 
     Args:
         text: of the file. With {response} in it, it is the whole prompt.
@@ -99,7 +99,7 @@ class Rubric:
 
     @property
     def form(self) -> str:
-        """What the judge is told about the form of its answer."""
+        """The words that tell the judge the form of its answer."""
         low, high = f"{self.settings.low:g}", f"{self.settings.high:g}"
         if self.settings.answer == "number":
             return f"Answer with one number from {low} to {high} and nothing else."
@@ -143,7 +143,8 @@ def _of_json(text: str) -> tuple[float | None, str]:
 
 
 def _response(attempt: Attempt, mark: str) -> str:
-    """What is judged: the conversation that the environment left, or else all turns of the policy, without thoughts."""
+    """Returns the text that is judged: the conversation that the environment left, or else all turns of the policy,
+    without thoughts."""
     state = attempt.state
     if isinstance(state, Mapping) and isinstance(state.get(CONVERSATION), list | tuple):
         shown = [(str(m["role"]), spoken(str(m["content"]))) for m in state[CONVERSATION]]

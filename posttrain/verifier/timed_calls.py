@@ -35,7 +35,7 @@ async def call(function: Callable[..., Any], timeout: float, *args: Any, **kwarg
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns a coroutine. Works for functions, partials and objects with `__call__`."""
+    """Returns whether a call returns a coroutine. Works for functions, partials and objects with `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 

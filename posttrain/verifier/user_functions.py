@@ -81,7 +81,7 @@ class FunctionSource:
 
     @property
     def batched(self) -> bool:
-        """Whether it judges all answers to a prompt in one call."""
+        """True where the function judges all answers to a prompt in one call."""
         return self.form == "trl"
 
     async def batch(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[Judged], Gauges]:
@@ -131,7 +131,7 @@ def source(
 
 
 def form(function: RewardFunction, name: str) -> Form:
-    """Which of the two signatures a function has."""
+    """Returns which of the two signatures a function has."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:

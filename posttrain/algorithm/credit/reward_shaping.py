@@ -78,7 +78,7 @@ def grown(piece: Shaping, terms: Array, rewards: Array, after: Array, episodes: 
 
 @singledispatch
 def dropped(piece: Shaping, episode: Episode) -> str:
-    """Why an episode may have no gradient; '' where it may have one."""
+    """Returns the reason why an episode may have no gradient; '' where it may have one."""
     return ""
 
 
@@ -260,7 +260,7 @@ def _spoken_ids(episode: Episode) -> list[int]:
 
 
 def _full_score(episode: Episode, source: str) -> bool:
-    """Whether a source gave a full score. DataError where the episode has no such source."""
+    """Returns whether a source gave a full score. Raises DataError where the episode has no such source."""
     scores = [j.verdict.score for j in episode.verdicts if j.source == source]
     if not scores:
         named = ", ".join(sorted({j.source for j in episode.verdicts}))

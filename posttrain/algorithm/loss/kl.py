@@ -41,5 +41,5 @@ def estimate(estimator: Estimator, gap: Tensor, log_ratio: Tensor | None = None)
 
 
 def in_loss(pull: object) -> bool:
-    """Whether this pull is a KL in the loss."""
+    """Returns whether this pull is a KL in the loss."""
     return isinstance(pull, KL) and pull.placement in ("loss", "both")

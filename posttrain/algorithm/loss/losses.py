@@ -25,7 +25,7 @@ STEP_SHARE = "optim/share"
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """What a loss needs from a forward pass (`Learner.forward`)."""
+    """The outputs that a loss needs from a forward pass (`Learner.forward`)."""
 
     entropy: bool = False
     value: bool = False
@@ -35,7 +35,7 @@ class Reads:
     logp: bool = True
     """The log-probs of the spoken tokens."""
     heard: bool = False
-    """Those of tokens that the policy was told (`Packed.heard`)."""
+    """The log-probs of the tokens that the policy was told (`Packed.heard`)."""
 
 
 class Loss(Protocol):

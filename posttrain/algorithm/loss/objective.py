@@ -163,7 +163,7 @@ class _GaugeSums:
         self._batch = batch
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, float] = {}
-        """What a gauge counts, where that is not tokens."""
+        """Number of items that a gauge counts, where they are not tokens."""
 
     def _add(self, name: str, x_M: Tensor) -> None:
         self._sums[name] = x_M.detach().sum(dtype=self._batch[WEIGHT].dtype)

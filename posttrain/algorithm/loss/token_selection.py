@@ -1,5 +1,5 @@
-"""Which tokens of a minibatch have a policy gradient. They are chosen over the whole minibatch before it is split, so
-that a split changes nothing.
+"""Chooses the tokens of a minibatch that have a policy gradient. They are chosen over the whole minibatch before it is
+split, so that a split changes nothing.
 
 Each choice is a type in `ladder.pieces.token_choice` and functions here, registered for that type. Tokens are chosen by
 log-probs before the optimizer step: those of now where the choice reads them, else those at the start of the batch,

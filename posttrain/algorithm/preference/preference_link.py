@@ -162,7 +162,7 @@ def _(kind: AlphaDivergence, log_ratio_E: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Margins:
-    """What a link reads of U pairs: `x_U`, and the rewards u of both sides; `beta` is the algorithm's."""
+    """The values that a link reads of U pairs: `x_U`, and the rewards u of both sides; `beta` is the algorithm's."""
 
     x_U: Tensor
     chosen_U: Tensor

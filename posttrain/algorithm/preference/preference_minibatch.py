@@ -1,7 +1,7 @@
-"""What a preference loss needs of a whole minibatch before it is split, so that a split changes nothing: normalised
-weights, the order of margins, the point of reference of labels.
+"""Computes the values that a preference loss needs of a whole minibatch before it is split, so that a split changes
+nothing: normalised weights, the order of margins, the point of reference of labels.
 
-`prepared` makes it. What it remembers between steps goes in and comes out as plain numbers, which a checkpoint keeps.
+`prepared` makes them. What it remembers between steps goes in and comes out as plain numbers, which a checkpoint keeps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHIFT = Stream("shift", "float64", "what is subtracted from each reward, the sam
 
 @dataclass(frozen=True, eq=False)
 class CompletionLayout:
-    """Where the tokens of completions are."""
+    """The lengths of completions, and the positions of their tokens."""
 
     length_E: np.ndarray
     """int64: tokens of each completion."""
@@ -119,7 +119,7 @@ class PreferenceWhole:
     algorithm: PreferenceAlgorithm
     batch: Batch
     shift: float
-    """What `SHIFT` is, where it is wanted."""
+    """Value of `SHIFT`, where it is wanted."""
 
     def spread(self, x_E: np.ndarray) -> np.ndarray:
         """[E] -> [M]."""
@@ -142,8 +142,8 @@ def _likelihood(w: PreferenceWhole) -> np.ndarray:
 
 
 def _match(w: PreferenceWhole) -> np.ndarray:
-    """Of margins: the margin of the reference at the rank of the pair's own. Of rewards: the score on the other side
-    at the rank of the completion's own."""
+    """Returns, where margins are matched, the margin of the reference at the rank of the pair's own margin; where
+    rewards are matched, the score on the other side at the rank of the completion's own score."""
     a, batch = w.algorithm, w.batch
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
     if np.ptp(batch[WEIGHT][first_E]) > 1e-12:

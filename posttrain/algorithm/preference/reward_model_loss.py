@@ -1,4 +1,4 @@
-"""What a reward model learns from: its scores of completions against how these were judged.
+"""The losses of a reward model: they compare its scores of completions with how these were judged.
 
 A minibatch is a weighted mean over judgements. Each is a unit of the batch, so micro-batches add up. Of a pair with
 scores R_c and R_r, and of a ranking with scores R_1 (best) to R_K:
@@ -55,7 +55,7 @@ class RankingLoss:
     pairs: bool = False
     """Take a ranking as all of its pairs, in place of Plackett-Luce."""
     regularise: Regulariser = "none"
-    """What the language head learns from the pairs meanwhile; dpo compares with `REFERENCE`."""
+    """Loss by which the language head learns from the pairs meanwhile; dpo compares with `REFERENCE`."""
     alpha: float = 0.01
     """The language head's share of the loss."""
     beta: float = 0.1
@@ -91,7 +91,7 @@ class RankingLoss:
         return {"ranking/loss": loss, "ranking/tokens": Gauge(batch.spoken, 1)} | merge(*(p.gauges for p in parts))
 
     def _ordered(self, read: _Read) -> Terms:
-        """Of pairs and rankings: the members of a unit, best first."""
+        """Returns the terms of pairs or rankings: the members of a unit, best first."""
         loss, right, apart = read.score_S.new_zeros(()), 0.0, list[Tensor]()
         margin_S = read.first(MARGIN) if self.margin and MARGIN in read.batch else None
         for members_UK in read.units():
@@ -125,7 +125,7 @@ class RankingLoss:
         )
 
     def _regularised(self, read: _Read, terms: Terms, logp_M: Tensor) -> Terms:
-        """Of pairs: the loss with what the language head says of their completions."""
+        """Returns the terms of pairs: the loss, joined with the loss of the language head on their completions."""
         if self.regularise == "dpo":
             logp_M = logp_M - read.each(REFERENCE)
         logp_S = logp_M.new_zeros(len(read.score_S)).index_add(0, read.segment_M, logp_M)

@@ -1,4 +1,4 @@
-"""Whether a held-out evaluation reports what its verdicts say."""
+"""Checks that a held-out evaluation reports what its verdicts say."""
 
 from __future__ import annotations
 

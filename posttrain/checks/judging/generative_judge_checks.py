@@ -1,5 +1,5 @@
-"""Whether a judge is shown nothing of the right verdict, its sides come in random order, and its votes are counted as
-they were given."""
+"""Checks that a judge is shown nothing of the right verdict, its sides come in random order, and its votes are counted
+as they were given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether verdicts repeat: an answer that is judged again gets the same score, and right answers keep scoring 1."""
+"""Checks that verdicts repeat: an answer that is judged again gets the same score, and right answers keep scoring 1."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ class RejudgedAnswers:
         return await self.verdicts_repeat(env, said, before, "the right answer")
 
     def _short(self, judged: Sequence[Judged]) -> bool:
-        """Whether the source that is vouched for gave a right answer another score than 1. An outage is no score."""
+        """Returns whether the source that is vouched for gave a right answer another score than 1. An outage is no
+        score."""
         own = [j.verdict.score for j in judged if j.source == self._vouched and j.end is None]
         return any(score is not None and not SOLVED <= score <= 2 - SOLVED for score in own)
 

@@ -1,4 +1,4 @@
-"""Whether a reward model that pays a policy scores what was said, stays as it is, and is as exact as it says."""
+"""Checks that a reward model that pays a policy scores what was said, stays as it is, and is as exact as it says."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def read_alone(episode: Episode) -> Packed:
 
 
 def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
-    """What one reward model should read of an episode: its tokens; or, with a tokenizer of its own, the conversation as
-    its own chat template writes it. None if that cannot be told or read."""
+    """Returns the sequence that one reward model should read of an episode: its tokens; or, with a tokenizer of its
+    own, the conversation as its own chat template writes it. None if the sequence cannot be told or read."""
     if member.renderer is None:
         packed = read_alone(episode)
     else:
@@ -120,7 +120,7 @@ def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: 
 
 
 def verdict_of(judge: RewardModelJudge, episode: Episode) -> Verdict | None:
-    """What a judge said of an episode; None where it was not asked."""
+    """Returns the verdict of a judge on an episode; None where it was not asked."""
     return next((j.verdict for j in episode.verdicts if j.source == judge.name), None)
 
 

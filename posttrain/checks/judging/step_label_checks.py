@@ -1,4 +1,4 @@
-"""Whether labels belong to their steps: what was completed, what was judged, what is learned and what is paid.
+"""Checks that labels belong to their steps: what was completed, what was judged, what is learned and what is paid.
 
 Everything is computed a second time, from the tokens and the verdicts alone.
 """
@@ -173,7 +173,7 @@ def _ends_of(j: StepLabels, text: Text, ids: np.ndarray) -> list[int]:
 
 
 def _learned(j: StepLabels, stage: RewardModel) -> list[float]:
-    """What is learned of each step; NaN for nothing."""
+    """Returns the value that is learned of each step; NaN for nothing."""
     return list(j.values) if stage.soft else [math.nan if x == 0 else float(x > 0) for x in j.labels]
 
 

@@ -83,7 +83,7 @@ def kind(piece: object) -> str:
 
 
 def understood(a: Algorithm, matter: str, read: Iterable[str]) -> bool:
-    """Whether the choices `read` are all that matters to `matter` (credit or loss) in this algorithm."""
+    """Returns whether the choices `read` are all that matters to `matter` (credit or loss) in this algorithm."""
     for f in fields(a):
         value = getattr(a, f.name)
         if f.name in NEUTRAL[matter] or value == f.default:
@@ -99,7 +99,7 @@ def pieces(value: object) -> tuple[Any, ...]:
 
 
 def plain(piece: Any) -> bool:
-    """Whether this is a word, or a piece whose settings other than those in `READS` have their defaults."""
+    """Returns whether this is a word, or a piece whose settings other than those in `READS` have their defaults."""
     if isinstance(piece, str):
         return True
     known = READS.get(kind(piece))
@@ -110,7 +110,8 @@ def plain(piece: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ExpectedCredit:
-    """What one episode should get: the credit of each spoken token, and whether it is dropped from the batch."""
+    """The expected result of one episode: the credit of each spoken token, and whether the episode is dropped from the
+    batch."""
 
     scored: Scored
     group: int
@@ -171,7 +172,7 @@ def expected_credit(
 
 
 def alike(values: Sequence[float], terms: Sequence[float], resolution: float) -> bool:
-    """Whether numbers are equal up to rounding, which credit calls no spread.
+    """Returns whether numbers are equal up to rounding, which credit calls no spread.
 
     They are if the largest exceeds the smallest by at most `resolution` times the largest sum of absolute terms.
     """
@@ -180,7 +181,7 @@ def alike(values: Sequence[float], terms: Sequence[float], resolution: float) ->
 
 
 def same_outcome(episodes: Sequence[Episode]) -> bool:
-    """Whether the judged ones of these episodes have the same raw outcome, up to rounding."""
+    """Returns whether the judged ones of these episodes have the same raw outcome, up to rounding."""
     judged = [e for e in episodes if e.reward is not None]
     raw = [(_terms(e), _resolution(e)) for e in judged]
     return not judged or alike(
@@ -197,7 +198,8 @@ def _resolution(e: Episode) -> float:
 
 
 def _summed(a: Algorithm, s: Scored, credit: np.ndarray, terms: float) -> float:
-    """What the rounding of an episode's credit is relative to if siblings are not compared: the sum of its terms."""
+    """Returns the size that the rounding of an episode's credit is relative to if siblings are not compared: the sum of
+    its terms."""
     values = [abs(float(v)) for part in s.find(VALUE) or () for v in part] if kind(a.baseline) == "Value" else []
     return terms + max(map(abs, credit.tolist()), default=0.0) + 2 * max(values, default=0.0)
 
@@ -327,7 +329,7 @@ def _targets(baseline: Any, s: Scored, shaped: float, paid: np.ndarray) -> np.nd
 
 
 def _turns(e: Episode) -> np.ndarray:
-    """What the environment paid for turns, at the last spoken token of each."""
+    """Returns the rewards that the environment paid for turns, at the last spoken token of each."""
     given = [(j.end or 0, j.weight * (j.verdict.score or 0.0)) for j in e.verdicts if j.paid]
     return np.array([math.fsum(score for end, score in given if end == t) for t in range(1, e.spoken + 1)])
 

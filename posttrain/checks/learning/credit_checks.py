@@ -1,5 +1,5 @@
-"""Whether credit and weights are those computed a second way (`checks.learning.credit_by_definition`), and no episode
-is lost."""
+"""Checks that credit and weights are those computed a second way (`checks.learning.credit_by_definition`), and no
+episode is lost."""
 
 from __future__ import annotations
 

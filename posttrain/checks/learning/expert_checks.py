@@ -1,4 +1,4 @@
-"""Whether the experts of a mixture are those that the sampler chose, and whether routers and experts learn.
+"""Checks that the experts of a mixture are those that the sampler chose, and that routers and experts learn.
 
 What an expert computes is looked at in one place only: the learner's own pass that follows given choices. In it every
 router has the sampler's hidden states but for rounding, so a choice that it would not have made itself is between
@@ -137,7 +137,7 @@ def learner_follows(roles: ReinforceRoles, routers: Routers, packed: Packed) -> 
 
 
 def load_gauges(routed: np.ndarray, experts: int) -> Gauges:
-    """How evenly tokens are spread over the experts, mean over routers; [T, R, K] of known choices."""
+    """Gauges of how evenly tokens are spread over the experts, mean over routers; [T, R, K] of known choices."""
     count = np.stack([np.bincount(routed[:, r].ravel(), minlength=experts) for r in range(routed.shape[1])])
     share = count / np.maximum(count.sum(1, keepdims=True), 1)
     entropy = -np.sum(share * np.log(np.where(share > 0, share, 1)), 1) / np.log(max(experts, 2))
@@ -352,19 +352,19 @@ class ExpertsCheck(Observer):
         )
 
     def _pushed(self, routers: Routers, tokens: StepTokens, before: np.ndarray) -> ObserverReport:
-        """How far the step's updates moved the routers, on the step's own tokens."""
+        """Reports how far the step's updates moved the routers, on the step's own tokens."""
         self._tokens = self._own = None
         choices, rows = differing(before, routers.read(tokens.packed, replay=False).own)
         return ObserverReport({"experts/drift": Gauge(choices, 1), "experts/rerouted": Gauge(rows, 1)})
 
 
 def _looks(packed: PackedEvent) -> bool:
-    """Whether a minibatch is looked at: its experts are known."""
+    """Returns whether the check looks at a minibatch: its experts are known."""
     return packed.first and due(packed.index) and packed.batch.routed_N is not None
 
 
 def _other_caches(roles: ReinforceRoles) -> bool:
-    """Whether turns go on under new weights, so that a sequence's experts may be those of several versions."""
+    """Returns whether turns go on under new weights, so that a sequence's experts may be those of several versions."""
     return getattr(roles.run.engine, "update", "drain") != "drain" and bool(roles.stage.staleness)
 
 

@@ -1,4 +1,4 @@
-"""Whether frozen parameters stay as they are, and only they are left out."""
+"""Checks that frozen parameters stay as they are, and only they are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a teacher that is shown a hint scored what it should: these answers, behind these prompts."""
+"""Checks that a teacher that is shown a hint scored what it should: these answers, behind these prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def hinted_task(siblings: Sequence[Episode], e: Episode, of: str) -> Task | None
 
 
 def teacher_scores(held: np.ndarray, alone: np.ndarray, bound: Gap, task: str) -> float:
-    """What the step holds of the teacher is what the teacher says of this answer alone; returns the largest gap."""
+    """Checks that the teacher's log-probs in the step are those that it gives this answer alone; returns the largest
+    gap."""
     worst = Gap.of(*(np.maximum(x, -100.0) for x in (held, alone))).worst
     if not worst <= bound.worst:
         raise InvariantError(

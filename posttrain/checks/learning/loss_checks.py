@@ -1,4 +1,4 @@
-"""Whether the gradients of the loss by each log-prob, entropy and value are those of its definition (`demand`)."""
+"""Checks that the gradients of the loss by each log-prob, entropy and value are those of its definition (`demand`)."""
 
 from __future__ import annotations
 

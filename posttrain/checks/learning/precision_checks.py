@@ -1,4 +1,4 @@
-"""Whether the gradient that an optimizer holds in a float16 run is that of the loss, without the loss's scale."""
+"""Checks that the gradient that an optimizer holds in a float16 run is that of the loss, without the loss's scale."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
 
 
 def scale_was_checked(steps: Sequence[Step]) -> bool:
-    """Whether one of a stage's steps so far had a gradient that could be compared. One of 0, or that overflows, cannot
-    be."""
+    """Returns whether one of a stage's steps so far had a gradient that could be compared. A gradient of 0, or one that
+    overflows, cannot be."""
     return any(GAP in s.gauges for s in steps)
 
 

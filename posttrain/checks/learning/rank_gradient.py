@@ -1,4 +1,5 @@
-"""Whether the gradient that ranks have together is the gradient: of every parameter, summed once over all of them."""
+"""Checks that the gradient that ranks have together is the gradient: of every parameter, summed once over all of them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ WRONG = (
 
 
 def cotangent(logp: torch.Tensor) -> torch.Tensor:
-    """What the log-probs of the fixed sequence are weighted with."""
+    """The factors with which the log-probs of the fixed sequence are weighted."""
     return torch.linspace(0.5, 1.5, len(logp), dtype=logp.dtype, device=logp.device)
 
 

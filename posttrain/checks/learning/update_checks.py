@@ -1,4 +1,4 @@
-"""Whether an optimizer step is the configured one, and every parameter that matters gets a gradient and moves."""
+"""Checks that an optimizer step is the configured one, and every parameter that matters gets a gradient and moves."""
 
 from __future__ import annotations
 
@@ -129,13 +129,13 @@ class Largest:
     weight: float
     """Its value before the step."""
     move: float
-    """What the step must add to it."""
+    """Number that the step must add to that value."""
     size: float = math.inf
     """`ExpectedUpdate.size`; inf where only whole updates follow the definition (`ExpectedUpdate.along`)."""
 
 
 def gradient_norm(optimizer: Any, grads: Mapping[str, Any]) -> float:
-    """Of the whole gradient, of which each of several ranks has a part. All ranks call it at once."""
+    """Norm of the whole gradient, of which each of several ranks has a part. All ranks call it at once."""
     own = math.sqrt(math.fsum(float(held(g.detach()).double().square().sum()) for g in grads.values()))
     ranks: Ranks = getattr(optimizer, "ranks", ALONE)
     if ranks.world > 1:
@@ -149,7 +149,7 @@ class Handed:
     """The gradients an optimizer gets for a step, and the update its definition expects. Made just before the step."""
 
     norm: float
-    """Of all gradients together."""
+    """Norm of all gradients together."""
     largest: Mapping[str, Largest]
     """For every parameter with a gradient that is not 0."""
     expected: Mapping[str, ExpectedUpdate] = field(default_factory=dict[str, ExpectedUpdate])
@@ -247,7 +247,8 @@ def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[
 
 
 def _off(step: torch.Tensor, old: torch.Tensor, expected: ExpectedUpdate) -> float:
-    """How far a step is from the expected one, relative to the size of it, rounding left out; all float64."""
+    """Distance of a step from the expected one, relative to the size of the expected one, rounding left out; all
+    float64."""
     if expected.along:
         if not expected.size:
             return 0.0
@@ -318,5 +319,5 @@ class UpdateCheck(Observer):
 
 
 def _carries(packed: PackedEvent) -> bool:
-    """Whether a minibatch calls for an update: a policy's does if some credit in it is not 0."""
+    """Returns whether a minibatch calls for an update: a policy's does if some credit in it is not 0."""
     return ADVANTAGE not in packed.batch or bool(np.any(packed.batch[ADVANTAGE]))

@@ -1,4 +1,4 @@
-"""How much a step changed the policy: in the distribution of what it had just said, and in its weights."""
+"""Measures how much a step changed the policy: in the distribution of what it had just said, and in its weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ChangeGauges(Observer):
 
 
 def before(roles: ReinforceRoles, e: Experience) -> Before:
-    """What is compared after the step."""
+    """Returns the state that is compared after the step."""
     segments = chosen([x for g in e.groups for x in g.episodes[:1]])
     packed = Packed.of(segments) if segments else None
     logp = log_probs(roles, segments, packed) if packed is not None else np.zeros(0, np.float32)

@@ -1,4 +1,4 @@
-"""Whether sampler and learner agree when they hold the same weights, where samples are older than the learner.
+"""Checks that sampler and learner agree when they hold the same weights, where samples are older than the learner.
 
 There the tokens of a step were said by other weights than those that learn from them, so their ratios and draws say
 nothing about the engine. After each push some short turns are sampled for this check alone, under the weights that both
@@ -45,7 +45,7 @@ class ProbeCheck(Observer):
         self._prompts: list[np.ndarray] = []
         self._saying: asyncio.Task[list[Group]] | None = None
         self._version = 0
-        """Of the weights that both sides had when they were asked."""
+        """Version of the weights that both sides had when the turns were asked."""
         self._missed = 0
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:

@@ -1,4 +1,5 @@
-"""Whether sampler, learner and reference agree when they hold the same weights, and rollouts are what was sampled."""
+"""Checks that sampler, learner and reference agree when they hold the same weights, and rollouts are what was sampled.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +87,8 @@ def reference_unmoved(reference: Reference) -> None:
 
 
 def keeps_caches(engine: object) -> bool:
-    """Whether turns go on under new weights over the caches of the old ones (engine.update=stale). What they say then
-    has log-probs of neither, which the engine's gauge of the gap is there to tell."""
+    """Returns whether turns go on under new weights over the caches of the old ones (engine.update=stale). The tokens
+    that they say then have log-probs of neither, which the engine's gauge of the gap is there to tell."""
     return getattr(engine, "update", "") == "stale"
 
 
@@ -167,7 +168,7 @@ def _told(band: Gauges, dtype: str) -> tuple[str, ...]:
 
 
 def _price(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
-    """What `exact=true` achieves and costs, as a line for people."""
+    """Says what `exact=true` achieves and costs, as a line for people."""
     if price is None:
         return ()
     return (

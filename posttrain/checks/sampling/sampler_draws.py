@@ -1,4 +1,4 @@
-"""Whether the sampler draws from the distribution whose log-probs it reports, and siblings draw independently.
+"""Checks that the sampler draws from the distribution whose log-probs it reports, and siblings draw independently.
 
 Some engines draw by place: the uniform of a draw is a function of its place (`Sampler.draws_by_place`). Their draws are
 repeated. The uniform of the place and the learner's cumulative distribution, by code that shares nothing with the
@@ -305,7 +305,7 @@ class DrawsCheck(Observer):
 
 
 def _of_the_learner(most_behind: int, index: int) -> bool:
-    """Whether draws of step `index` are tested: all that it learns from was said by the learner's weights."""
+    """Returns whether draws of step `index` are tested: all that it learns from was said by the learner's weights."""
     return index == 1 if most_behind else index <= 16 or index % 8 == 0
 
 

@@ -1,4 +1,4 @@
-"""Whether what was said ahead of the updates has the log-probs of the weights that said it.
+"""Checks that tokens that were said ahead of the updates have the log-probs of the weights that said them.
 
 A sample is learned from when its weights are gone. But there is a moment at which both sides still hold them: between
 a push and the next optimizer step. What has been said since the push, in groups of this step or of later ones that wait
@@ -117,5 +117,5 @@ class FreshCheck(Observer):
 
 
 def _all_of(e: Episode, version: int) -> bool:
-    """Whether this version said every token of an episode."""
+    """Returns whether this version said every token of an episode."""
     return e.own and all((s.version[s.mask] == version).all() for s in e.segments)

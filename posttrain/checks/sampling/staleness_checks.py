@@ -1,4 +1,5 @@
-"""Whether groups that are asked ahead of the updates are the ones that come next, as old as they say, and unchanged.
+"""Checks that groups that are asked ahead of the updates are the ones that come next, as old as they say, and
+unchanged.
 
 Every check here is exact: nothing in it is left to chance. They hold without staleness too, where they say less.
 """
@@ -206,7 +207,8 @@ def unchanged_in_the_queue(known: Mapping[str, str], groups: Sequence[Group]) ->
 
 
 def learned_before(replayed: Sequence[Group], learned: Mapping[str, tuple[str, int]], step: int, age: int) -> None:
-    """What a step learns from again was learned from before, at most `age` steps ago, and is what it was then.
+    """Checks that the groups a step learns from again were learned from before, at most `age` steps ago, and are what
+    they were then.
 
     Args:
         learned: `digest_of` of the groups that were learned from, and the step, by `name_of`.

@@ -1,4 +1,4 @@
-"""What is known of a gauge beside its name."""
+"""The facts that are known of a gauge beside its name."""
 
 from __future__ import annotations
 

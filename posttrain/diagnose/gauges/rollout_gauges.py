@@ -104,7 +104,7 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
 
 
 def unjudged_words(played: Sequence[Group]) -> str:
-    """Which episodes could not be judged and why, in words; '' where all were judged.
+    """Returns in words which episodes could not be judged and why; '' where all were judged.
 
     For example "2 failed: mine: raised x 2 (line 3: ...). 1 abstained: no source gave a score".
     """

@@ -39,8 +39,8 @@ def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePrefe
 
 
 def _still(steps: Sequence[Step]) -> bool:
-    """Whether these steps were measured and changed nothing that the policy says: where it is certain of every token,
-    as under top_k=1, values alone may learn."""
+    """Returns whether these steps were measured and changed nothing that the policy says: where the policy is certain
+    of every token, as under top_k=1, values alone may learn."""
     return not any(known(steps, "policy/kl_step") or (1.0,))
 
 

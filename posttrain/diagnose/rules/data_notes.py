@@ -1,4 +1,4 @@
-"""What the data alone says before the first step: repeated prompts, and held-out prompts that are trained on."""
+"""Notes from the data alone before the first step: repeated prompts, and held-out prompts that are trained on."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def kind_of(note: str) -> str:
 
 @dataclass(frozen=True)
 class RepeatedNote:
-    """What one rule, or one kind of note, said in a stage."""
+    """The note that one rule, or one kind of note, gave in a stage."""
 
     stage: str
     rule: str

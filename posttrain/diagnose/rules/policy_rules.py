@@ -35,12 +35,12 @@ def better_lr(stage: Reinforce, distance: float) -> str:
 
 
 def warm(stage: Reinforce, step: Step) -> bool:
-    """Whether the step had the whole learning rate."""
+    """Returns whether the step had the whole learning rate."""
     return (mean(step, "optim/lr") or 0.0) >= 0.99 * stage.optimizer.lr
 
 
 def broken(history: Sequence[Step]) -> bool:
-    """Whether a step was so large that it may have broken the policy. Then other symptoms follow from it."""
+    """Returns whether a step was so large that it may have broken the policy. Then other symptoms follow from it."""
     return max(known(history, "policy/kl_step"), default=0.0) >= FAR
 
 

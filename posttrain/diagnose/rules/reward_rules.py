@@ -62,7 +62,7 @@ def reward_is_constant(history: Sequence[Step], stage: Reinforce) -> str:
 
 @rule
 def siblings_agree(history: Sequence[Step], stage: Reinforce) -> str:
-    """Of rewards that are grades: for six steps the siblings earn the same in nine of ten groups."""
+    """Finds, where rewards are grades, that for six steps the siblings earn the same in nine of ten groups."""
     silent, rewards = last(history, "credit/silent", SAME), last(history, "rollout/reward", SAME)
     if not graded(history) or not silent or not rewards or average(silent) < 0.9 or broken(history):
         return ""
@@ -116,7 +116,7 @@ def too_easy(history: Sequence[Step], stage: Reinforce) -> str:
 
 
 def _moved(history: Sequence[Step]) -> bool:
-    """Whether the policy was better or a step broke it: then tasks and limits are not at fault."""
+    """Returns whether the policy was better or a step broke it: then tasks and limits are not at fault."""
     return broken(history) or average(known(history[:3], "rollout/solved")) > 3 * HARD
 
 
@@ -190,8 +190,8 @@ BEST = 6
 
 @played_rule
 def reward_without_truth(history: Sequence[Step], stage: Stage) -> str:
-    """What is measured and not paid has fallen from its best six steps to the last six, by 5 standard errors and a
-    tenth, while the reward rose by 3 from the same steps to these."""
+    """Finds that the outcome that is measured and not paid has fallen from its best six steps to the last six, by 5
+    standard errors and a tenth, while the reward rose by 3 standard errors from the same steps to these."""
     steps = running(history)
     seen = [s for s in steps if mean(s, "rollout/truth") is not None and mean(s, "rollout/reward") is not None]
     if len(seen) < 3 * BEST or seen[-1] is not history[-1]:
@@ -289,15 +289,16 @@ def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
 
 
 def _level(history: Sequence[Step], seen: Trend) -> float:
-    """What the error of a change of the reward is held against: the reward where it is a share, and for grades two
-    standard deviations, which is about the mean of a share."""
+    """Returns the size with which the error of a change of the reward is compared: the reward where it is a share, and
+    for grades two standard deviations, which is about the mean of a share."""
     highest = max(abs(seen.before), abs(seen.after))
     spread = 2 * scale(history, "rollout/reward", highest)
     return min(highest, spread) if all(0 <= x <= 1 for x in known(history, "rollout/reward")) else spread
 
 
 def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:
-    """Why the reward may not rise, the likeliest first, by the gauges of the last steps. Each says what to change."""
+    """Returns the reasons why the reward may not rise, the likeliest first, by the gauges of the last steps. Each says
+    what to change."""
     gauge = {
         n: average(known(history[-8:], n))
         for n in ("rollout/truncated", "rollout/solved", "credit/silent", "policy/kl_step", "canary/mute_sources")

@@ -16,7 +16,7 @@ lose some of it, because imitation makes likely what was kept."""
 SURE = 4.0
 """Standard errors by which the share of prompts must have fallen."""
 FALLEN = 0.75
-"""Of the largest share of prompts before it."""
+"""Fraction of the largest share of prompts before it, below which the share has fallen."""
 
 
 @round_rule

@@ -1,4 +1,4 @@
-"""What a rule is: a condition on the gauges of a stage's steps so far, and what to say where it holds."""
+"""The definition of a rule: a condition on the gauges of a stage's steps so far, and what to say where it holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.core.measure.interval import number_text
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found, and what to do, in words."""
+    """The finding of a rule, and what to do, in words."""
 
     rule: str
     message: str
@@ -36,8 +36,8 @@ def rule(condition: Condition) -> Condition:
 
 
 PLAYED_RULES: dict[str, PlayedCondition] = {}
-"""Those of `RULES` that read only what was played and measured. They are the rules of a stage that learns from pairs of
-its own samples, too."""
+"""The rules of `RULES` that read only what was played and measured. They are the rules of a stage that learns from
+pairs of its own samples, too."""
 
 
 def played_rule(condition: PlayedCondition) -> PlayedCondition:
@@ -67,7 +67,8 @@ def known(steps: Sequence[Step], name: str) -> list[float]:
 
 
 def graded(history: Sequence[Step]) -> bool:
-    """Whether the rewards of these steps are grades: some have no share of right answers (`core.measure.right`)."""
+    """Returns whether the rewards of these steps are grades: some have no share of right answers
+    (`core.measure.right`)."""
     return any(mean(s, "rollout/reward") is not None and mean(s, "rollout/solved") is None for s in history)
 
 
@@ -88,8 +89,10 @@ def average(values: Sequence[float]) -> float:
 
 
 def scale(history: Sequence[Step], name: str, was: float) -> float:
-    """What a change of this gauge is held against: the share that it was. Of grades, whose zero may mean nothing, the
-    standard deviation of single values, by the gauge that has it or by the scatter of the steps' means."""
+    """Returns the size with which a change of this gauge is compared: the share that it was. For grades, whose zero may
+    mean nothing, it is the standard deviation of single values, by the gauge that has it or by the scatter of the
+    steps' means.
+    """
     values = known(history, name)
     shares = all(0 <= x <= 1 for x in values)
     if shares and not graded(history):
@@ -113,8 +116,8 @@ def scatter(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Trend:
-    """How a gauge changed: the means of the first and of the last third of some steps, and the standard error of their
-    difference."""
+    """The change of a gauge: the means of the first and of the last third of some steps, and the standard error of
+    their difference."""
 
     before: float
     after: float

@@ -29,13 +29,13 @@ def notes(asked: Experience, credit: Credit, wanted: int) -> tuple[str, ...]:
 
 
 def _deadly(asked: Experience) -> list[str]:
-    """What is recorded of episodes that killed the engines they were given to."""
+    """Returns the recorded reasons of the episodes that killed the engines they were given to."""
     judged = [j for g in asked.played for e in g.episodes for j in e.verdicts]
     return [j.verdict.why.splitlines()[0] for j in judged if j.source == DEADLY]
 
 
 def _one_reward(credit: Credit) -> bool:
-    """Whether all judged samples have one raw outcome, up to rounding."""
+    """Returns whether all judged samples have one raw outcome, up to rounding."""
     judged = [e for g in credit.groups for e in g.group.judged]
     noise = rounding([size(e.verdicts) for e in judged], max((resolution(e.verdicts) for e in judged), default=0.0))
     return not spread([e.reward for e in judged if e.reward is not None], noise)

@@ -123,7 +123,7 @@ def layers(module: nn.Module) -> dict[str, BaseTunerLayer]:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether it has adapters. Needs no PEFT where it has none."""
+    """Returns whether the module has adapters. Needs no PEFT where it has none."""
     return any(hasattr(part, "base_layer") and hasattr(part, "adapter_layer_names") for part in module.modules())
 
 
@@ -217,8 +217,8 @@ def _merged_layer(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def merge_error(layer: nn.Module, plain: nn.Module) -> float:
-    """How far a plain layer is from a layer with an adapter, in units of what rounding allows: at most 1 where the
-    adapter was merged once into the weights beneath it.
+    """Returns the distance between a plain layer and a layer with an adapter, in units of what rounding allows: at most
+    1 where the adapter was merged once into the weights beneath it.
 
     Both compute the same random inputs in float64. `MERGE_BOUND` says what rounding may change.
     """
@@ -281,7 +281,7 @@ def _forgotten(module: PreTrainedModel) -> PreTrainedModel:
 
 
 class ScoresTokens(Protocol):
-    """What scores tokens with the weights of a module."""
+    """An object that scores tokens with the weights of a module."""
 
     def packed_score(self, packed: Packed) -> np.ndarray: ...
 

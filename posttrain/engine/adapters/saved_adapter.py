@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LARGEST_CONFIG = 4 * read_untrusted.MiB
 PREFIX = "base_model.model."
-"""What PEFT writes before the name of each tensor."""
+"""The prefix that PEFT writes before the name of each tensor."""
 TARGET = re.compile(r"[\w.-]{1,256}")
 KNOWN = {
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora"),

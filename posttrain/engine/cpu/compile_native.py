@@ -180,7 +180,7 @@ def stride(count: int) -> int:
 
 
 def missing() -> str:
-    """Why this machine has no compiled kernels; '' where it has."""
+    """Returns the reason why this machine has no compiled kernels; '' where it has them."""
     found = find()
     return found if isinstance(found, str) else ""
 

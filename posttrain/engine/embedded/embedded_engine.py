@@ -132,12 +132,13 @@ class EmbeddedEngine:
 
     @property
     def timeline(self) -> Timeline | None:
-        """When each request was queued, admitted and finished; None where the engine does not record it."""
+        """The times at which each request was queued, admitted and finished; None where the engine does not record
+        them."""
         return self._stepper.timeline
 
     @property
     def fused(self) -> bool:
-        """Whether the decoder is the fused one (`fused_decoder.FusedDecoder`)."""
+        """True where the decoder is the fused one (`fused_decoder.FusedDecoder`)."""
         return self._served.fused
 
     def describe(self) -> str:

@@ -34,7 +34,7 @@ from posttrain.system.errors import EngineError
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """What an engine mixes with its own model."""
+    """The other model that an engine mixes with its own, and the share of that model."""
 
     module: PreTrainedModel
     """The other model. It never changes. It has the vocabulary of the engine's own."""

@@ -35,7 +35,8 @@ class Spot:
     number: int
     """Such as the version."""
     one_in: int = 64
-    """Of so many rows one is read, at least one of each tensor; the words after the last full row always are."""
+    """Number of rows of which one is read, at least one of each tensor; the words after the last full row are always
+    read."""
 
     def rows(self, count: int) -> Tensor:
         """int64, ascending: which of `count` rows are read."""

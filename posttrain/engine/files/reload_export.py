@@ -1,5 +1,5 @@
-"""What was exported, as any user of transformers reads it: AutoModelForCausalLM and AutoTokenizer, and PEFT for an
-adapter. Attention, cache and head are those of transformers, and nothing of ours computes in it."""
+"""Reads an exported model as any user of transformers does: with AutoModelForCausalLM and AutoTokenizer, and PEFT for
+an adapter. Attention, cache and head are those of transformers, and nothing of ours computes in it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ReloadedModel:
     """A model directory that was read back."""
 
     module: Any
-    """What a user calls: a causal LM, or a PEFT model."""
+    """The model that a user calls: a causal LM, or a PEFT model."""
     inner: Any
     """The causal LM, with PEFT's layers inside where an adapter was read."""
     tokenizer: Any

@@ -1,4 +1,4 @@
-"""Which directories hold a reward model, and in which form. This needs no torch."""
+"""Finds which directories hold a reward model, and in which form. This needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ LARGEST = 1 << 20
 
 
 def form_of(folder: Path) -> str:
-    """Which kind of reward model a directory holds: `head` (a causal LM with a head beside it) or `classifier`.
+    """Returns the kind of reward model that a directory holds: `head` (a causal LM with a head beside it) or
+    `classifier`.
 
     Raises:
         ConfigError: it holds none. The message says what it is.

@@ -1,4 +1,4 @@
-"""Whether a saved model was read back as it was saved: its weights and its tokenizer."""
+"""Checks that a saved model was read back as it was saved: its weights and its tokenizer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which implementation of an operation is used: one table by operation, device and dtype, and one
-choice for a whole run.
+"""Chooses the implementation of an operation: one table by operation, device and dtype, and one choice for a whole run.
 
 Every operation has a reference form. It is plain torch and works on every device and dtype. Faster forms have a bound
 on their difference from it. Each form is registered in the module that defines it. A new form is one more row of the
@@ -38,7 +37,7 @@ class Kernel:
     """Returns why this machine does not have it; '' where it does."""
 
     def unfit(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Why it cannot be used on this device and dtype; '' where it can."""
+        """Returns the reason why the form cannot be used on this device and dtype; '' where it can."""
         if self.form == "reference":
             return ""
         if (self.devices and device.type not in self.devices) or dtype not in self.bounds:

@@ -1,4 +1,5 @@
-"""What happens to the logits of one tile, some tokens and a block of ids, before the softmax, and the derivative of it.
+"""Changes the logits of one tile, some tokens and a block of ids, before the softmax, and gives the derivative of these
+changes.
 
 Axis letters: C tokens, B ids of a block, V vocabulary.
 """
@@ -89,12 +90,12 @@ class LogitTransform:
 
     @property
     def masked(self) -> bool:
-        """Whether there may be tokens that cannot be said."""
+        """True where there may be tokens that cannot be said."""
         return self.sets is not None or (self.rules is not None and self.rules.bans)
 
     @property
     def sloped(self) -> bool:
-        """Whether the backward may need factors that `scores` makes."""
+        """True where the backward pass may need factors that `scores` makes."""
         return self.softcap is not None or self.rules is not None
 
     def outside(self, z: Tensor) -> Tensor | None:

@@ -193,9 +193,10 @@ def odds(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where each target lies in the distribution p it was drawn from. Returns four float64 tensors: the mass of the ids
-    below it [M], the mass of the ids up to and with it [M], and for each q proportional to p^(1 / temperature) its log
-    q - log p [M, K] and the total variation between q and p [M, K]."""
+    """Returns the place of each target in the distribution p that it was drawn from, as four float64 tensors: the mass
+    of the ids below it [M], the mass of the ids up to and with it [M], and for each q proportional to p^(1 /
+    temperature) its log q - log p [M, K] and the total variation between q and p [M, K].
+    """
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )

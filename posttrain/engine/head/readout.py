@@ -45,7 +45,7 @@ class ReadOut:
     scale: float
     softcap: float | None
     look_up: LookUp | None = None
-    """Of the embedding; None where it is not a plain one."""
+    """The look-up of the embedding; None where the embedding is not a plain one."""
 
     @property
     def weight(self) -> Tensor:

@@ -31,7 +31,7 @@ class TileForm:
 
 @dataclass(frozen=True)
 class Tile:
-    """How the scores of M tokens and V ids are cut."""
+    """The sizes of the tiles into which the scores of M tokens and V ids are cut."""
 
     rows: int
     """Most tokens of a tile."""
@@ -81,7 +81,8 @@ TORCH = TileForm(fold, cotangent)
 
 
 def _made(form: TileForm, z: Tensor, norm: Tensor, named: Tensor, by: Tensor, want: bool) -> list[Tensor | None]:
-    """What both operations make of these scores, the scores after both, and the gradient in their own place."""
+    """Returns the results of both operations on these scores, the scores after both, and the gradient that is written
+    in place of the scores."""
     kept, lost = z.clone(), z.clone()
 
     def gradient(x: Tensor, out: Tensor) -> Tensor:
@@ -91,8 +92,8 @@ def _made(form: TileForm, z: Tensor, norm: Tensor, named: Tensor, by: Tensor, wa
 
 
 def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width: int) -> float:
-    """How far a form is from torch's operations, relative to the largest number, on a small tile of `width` ids, with
-    banned ids, a row without any id, and large scores. nan where one has nan."""
+    """Returns the largest difference between a form and torch's operations, relative to the largest number, on a small
+    tile of `width` ids, with banned ids, a row without any id, and large scores. nan where one has nan."""
     rows, made = 5, torch.Generator().manual_seed(0)
     z = torch.randn(rows, width, generator=made, dtype=torch.float64) * 3
     z[1, ::3], z[2, :], z[3, width - 1] = -torch.inf, -torch.inf, 500.0

@@ -1,4 +1,4 @@
-"""What happens inside the layers: attention, shared beginnings, experts, fewer passes over memory.
+"""The computation inside the layers: attention, shared beginnings, experts, fewer passes over memory.
 
 Begin with `attention`, which learner, reference and embedded engine share.
 """

@@ -41,7 +41,7 @@ could change scores, and no layout applies it."""
 
 
 class Layout(Protocol):
-    """Which positions attend to which in one forward pass."""
+    """The layout of one forward pass: which positions attend to which."""
 
     def attend(
         self,
@@ -158,7 +158,7 @@ def attend(
 
 
 _registered: list[Callable[..., Any]] = [attend]
-"""What transformers calls: `attend`, or a form of it that no graph enters."""
+"""The function that transformers calls: `attend`, or a form of it that no graph enters."""
 
 
 def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
@@ -237,7 +237,8 @@ class PackedLayout:
             )
         self.tokens = int(lengths_S.sum())
         self.routing: Any = None
-        """What the routers of a mixture of experts are given, and what they choose (`expert_routing.Routing`)."""
+        """The choices that the routers of a mixture of experts are given, and those that they make
+        (`expert_routing.Routing`)."""
         self._kernels: KernelChoice = kernels
         self._lengths_S, self._groups = lengths_S, buckets(lengths_S, waste)
         self.shapes = [(len(group), int(lengths_S[group[0]])) for group in self._groups]

@@ -29,7 +29,7 @@ Measure = Callable[[], tuple[Tensor, dict[str, Tensor]]]
 
 
 def missing(device: str) -> str:
-    """What torch.compile lacks on this machine for a device; '' where it lacks nothing."""
+    """Returns in words what torch.compile lacks on this machine for a device; '' where it lacks nothing."""
     if device.startswith("cuda"):
         return "" if find_spec("triton") else "Triton is not installed"
     wanted = (os.environ.get("CXX", ""), "g++", "clang++", "c++")

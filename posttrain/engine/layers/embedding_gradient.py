@@ -71,7 +71,7 @@ class LookUp:
 
     @staticmethod
     def of(decoder: nn.Module, head: nn.Module) -> LookUp | None:
-        """None where the embedding is not torch's plain one."""
+        """Returns the look-up of the decoder's embedding; None where the embedding is not torch's plain one."""
         find: Any = getattr(decoder, "get_input_embeddings", None)
         try:
             found = None if find is None else find()

@@ -62,7 +62,7 @@ class Routing:
     """By router: [N, E]."""
 
     def at(self, place: int, normalised: bool, output: Any) -> Any:
-        """What a router returns in this pass, from what it computed itself."""
+        """Returns the output of a router in this pass, from the output that the router computed itself."""
         logits, weights, own = output
         self.own[place] = self.used[place] = own
         if self.scores:
@@ -147,7 +147,7 @@ def routers_of(module: PreTrainedModel) -> RouterModules | None:
 
 
 def why_not(module: PreTrainedModel) -> str:
-    """Why the choices of a model's routers can be neither read nor given; '' where they can."""
+    """Returns the reason why the choices of a model's routers can be neither read nor given; '' where they can."""
     found = list(_candidates(module))
     if not found:
         return f"{type(module).__name__} has no router"
@@ -174,8 +174,8 @@ def _candidates(module: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 @torch.no_grad()
 def _normalised(router: Any) -> bool | None:
-    """Whether the weights of a token's experts sum to 1; None where the router computes something else than
-    `weights_of` its largest logits. It is tried."""
+    """Returns whether the weights of a token's experts sum to 1; None where the router computes something else than
+    `weights_of` its largest logits. A trial shows it."""
     weight: Tensor = router.weight
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIED, weight.shape[-1], generator=generator).to(weight)

@@ -147,7 +147,7 @@ def _attention(
     read: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Of the positions `read` alone, where they are given."""
+    """Returns the output of the attention, at the positions `read` alone where they are given."""
     shape = hidden_states.shape[:-1]
     cosine, sine = (x.expand(*shape, -1).contiguous() for x in position_embeddings)
 
@@ -193,7 +193,8 @@ class FusedReadOut(ReadOut):
     methods: tuple[tuple[nn.Module, MethodType], ...] = ()
 
     def hidden_at(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, at_M: np.ndarray) -> Tensor:
-        """Of what nobody reads, such as prompts, the last layer makes keys and values alone."""
+        """Returns the hidden states as the base method does. The last layer makes only keys and values for positions
+        that nobody reads, such as prompts."""
         read_R, place_M = np.unique(at_M, return_inverse=True)
         last = self.layers[-1]
         if not self._runs() or "forward" in last.__dict__ or len(read_R) in (0, input_ids.numel()):
@@ -213,7 +214,7 @@ class FusedReadOut(ReadOut):
             return super()._run(ids, positions, layout)
 
     def _runs(self) -> bool:
-        """Whether a pass has these methods."""
+        """Returns whether a pass runs with these methods."""
         weights = (p for part, _ in self.methods for p in part.parameters(recurse=False))
         return all(w.dtype == torch.float32 for w in weights) and not any(_is_another(layer) for layer in self.layers)
 
@@ -235,7 +236,8 @@ class FusedReadOut(ReadOut):
 
 
 def _is_another(layer: Any) -> bool:
-    """Whether a layer is compiled by torch, or computed again in the backward pass, which runs outside of `_run`."""
+    """Returns whether a layer is compiled by torch, or computed again in the backward pass, which runs outside of
+    `_run`."""
     return layer._compiled_call_impl is not None or (layer.training and getattr(layer, "gradient_checkpointing", False))
 
 

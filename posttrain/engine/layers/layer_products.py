@@ -27,7 +27,7 @@ MANY, WIDE = 512, 64
 
 
 def _is_faster() -> bool:
-    """Whether oneDNN is there, and this is a processor on which it was measured to be faster than MKL."""
+    """Returns whether oneDNN is there, and this is a processor on which it was measured to be faster than MKL."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         return False
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -43,7 +43,8 @@ def _takes_one_dnn(x: Tensor) -> bool:
 
 
 def fits(*given: Tensor | None) -> bool:
-    """Whether `linear` may multiply these: plain float32 tensors on the CPU, of which nobody asks a gradient."""
+    """Returns whether `linear` may multiply these: plain float32 tensors on the CPU, of which nobody asks a gradient.
+    """
     tensors = [t for t in given if t is not None]
     plain = all(type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.is_cpu for t in tensors)
     return plain and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
@@ -119,14 +120,14 @@ class Products(torch.autograd.Function):
 
 
 def products(x: Tensor, *modules: nn.Module) -> Sequence[Tensor]:
-    """What each of these modules makes of x, together where all are plain products."""
+    """Returns the output of each of these modules for x, computed together where all are plain products."""
     if x.dtype != torch.float32 or not all(is_product(m) for m in modules):
         return [m(x) for m in modules]
     return Products.apply(x, *(t for m in modules for t in (m.weight, m.bias)))  # pyright: ignore[reportReturnType]
 
 
 def is_product(module: Any) -> bool:
-    """Whether a module is `nn.Linear` itself, with whole float32 weights, and calling it does nothing else."""
+    """Returns whether a module is `nn.Linear` itself, with whole float32 weights, and calling it does nothing else."""
     if type(module) is not nn.Linear or "forward" in module.__dict__ or module._compiled_call_impl is not None:
         return False
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:

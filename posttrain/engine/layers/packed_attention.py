@@ -57,7 +57,7 @@ class Runs:
     def told(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> compile_native.Segments:
-        """What `segments.h` is given for rows [N, heads, D]."""
+        """Returns the arguments of `segments.h` for rows [N, heads, D]."""
         arrays = (self._start, self._length, self._begin, self._deep, self._above, self._first)
         sizes = (len(self._start), len(self._first) - 1, *query.shape[:2], *key.shape[1:], value.shape[2])
         return compile_native.Segments(*(x.ctypes.data for x in arrays), *sizes, window or 0, scaling)

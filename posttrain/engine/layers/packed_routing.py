@@ -16,7 +16,7 @@ from posttrain.engine.layers.expert_routing import Routing, as_array
 
 
 class PassRouting:
-    """What the routers are given in one pass, and what they did.
+    """The choices that the routers are given in one pass, and the record of what they did.
 
     Args:
         given: int64 [C, R, K] choices to follow; None: each router chooses itself.
@@ -27,7 +27,7 @@ class PassRouting:
         self.routing = Routing(given, scores)
 
     def pass_of(self, device: torch.device) -> Routing:
-        """What the layout of the pass carries."""
+        """Returns the routing that the layout of the pass carries."""
         return self.routing
 
 
@@ -63,7 +63,7 @@ class PackedRouting(PassRouting):
         return self.routing
 
     def told(self, logp_M: Tensor) -> RoutedPass:
-        """What the routers did at every packed position. The pass must have kept their logits."""
+        """Returns the record of what the routers did at every packed position. The pass must have kept their logits."""
         r = self.routing
         regret, scale = r.regret()
         return RoutedPass(

@@ -89,7 +89,8 @@ def _numbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun])
 
 
 def _rounded(parts: Sequence[np.ndarray]) -> list[int]:
-    """How many tokens each of these sorted segments shares with the one before it; 0 where it is not worth it."""
+    """Returns the number of tokens that each of these sorted segments shares with the one before it; 0 where sharing is
+    not worth it."""
     found = [0, *(alike(a, b) for a, b in pairwise(parts))]
     out, tree = list[int](), list[int]()
     for i, shared in enumerate([*found, 0]):
@@ -169,7 +170,7 @@ class _Bucket:
 
     @property
     def whole(self) -> bool:
-        """Whether there is no padding, so that the padded rows are the unique positions as they lie."""
+        """True where there is no padding, so that the padded rows are the unique positions as they lie."""
         return self.own == self.count * self.longest
 
     def of_rows(self, rows: Tensor) -> Tensor:

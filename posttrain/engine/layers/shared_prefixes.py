@@ -1,4 +1,4 @@
-"""When a learner computes shared beginnings once, and the proof, at its first use, that nothing changes by it."""
+"""Decides when a learner computes shared beginnings once, and proves, at the first use, that this changes nothing."""
 
 from __future__ import annotations
 

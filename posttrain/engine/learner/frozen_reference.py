@@ -92,7 +92,7 @@ def _own_experts(packed: Packed) -> Packed:
 
 
 def begins(policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute()) -> bool:
-    """Whether the policy has an adapter, trains nothing else, and computes the same bits without it.
+    """Returns whether the policy has an adapter, trains nothing else, and computes the same bits without it.
 
     Args:
         inside: where its weights may be computed with.

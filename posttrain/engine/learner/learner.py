@@ -91,7 +91,7 @@ class HFLearner:
 
     @property
     def computes_once(self) -> bool:
-        """Whether what several segments of a pass begin with is computed once."""
+        """True where a beginning that several segments of a pass share is computed once."""
         return self._reader.computes_once
 
     def forward(
@@ -176,7 +176,8 @@ class HFLearner:
         return self._reader.score(packed)
 
     def price(self, packed: Packed) -> float | None:
-        """How many times as long as a packed pass the sampler's own pass takes; None where there is none."""
+        """Returns the time of the sampler's own pass divided by the time of a packed pass; None where the sampler has
+        no pass of its own."""
         if self._sampled is None:
             return None
         seconds: list[float] = []
@@ -203,7 +204,8 @@ class HFLearner:
         return warmed_up(self._reader.out, measure)
 
     def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
-        """What `score`, `value`, `entropy` and `energy` return, those of these names, from one pass of the layers."""
+        """Returns the results of `score`, `value`, `entropy` and `energy` that `names` asks for, from one pass of the
+        layers."""
         reader = self._reader
         known: dict[str, Reading] = {
             "score": reader.logp_of,
@@ -220,7 +222,7 @@ class HFLearner:
         return self.examine(packed, ["value"])["value"]
 
     def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
-        """Where each spoken token lies in the distribution it was drawn from; see `logprob.odds`."""
+        """Returns the place of each spoken token in the distribution that it was drawn from; see `logprob.odds`."""
         return self._reader.odds(packed, temperatures)
 
     def exact(self, packed: Packed) -> np.ndarray | None:
@@ -269,11 +271,12 @@ class HFLearner:
         return tensor
 
     def adapter(self) -> AdapterTrial | None:
-        """What shows that a sampler computes with the adapter; None where all weights train."""
+        """Returns the trial that shows that a sampler computes with the adapter; None where all weights train."""
         return None if self.policy.lora is None else TrialOfAdapter(self.policy.module, self)
 
     def routers(self) -> LearnerRouters | None:
-        """None where it is no mixture of experts, or its routers are not understood (`expert_routing.why_not`)."""
+        """Returns the routers; None where the model is no mixture of experts, or its routers are not understood
+        (`expert_routing.why_not`)."""
         found = self._reader.routers
         return None if found is None else LearnerRouters.of(self._reader, found, self._following)
 

@@ -34,7 +34,7 @@ class LearnerRouters:
 
     @classmethod
     def of(cls, reader: PackedReader, found: RouterModules, follow: Callable[[], Learner]) -> LearnerRouters | None:
-        """None for a model with a recurrent state, whose passes are padded."""
+        """Returns the routers of a learner; None for a model with a recurrent state, whose passes are padded."""
         if is_stateful(reader.module):
             return None
         return cls(reader, found.experts, found.names, found.stacked, follow)

@@ -40,11 +40,12 @@ class PackedReader:
     def __init__(self, policy: Policy, *, replays: bool = False) -> None:
         self.module = policy.module
         self.routers = routers_of(policy.module)
-        """Of a mixture of experts; None where it is none, or where its routers are not understood."""
+        """The routers of a mixture of experts; None where the model is none, or where its routers are not understood.
+        """
         self.replays = replays
         """Whether the experts of a token are those of its sampler, where they are known."""
         self.routing: PackedRouting | None = None
-        """What the routers did in the last pass that asked for it."""
+        """The record of what the routers did in the last pass that asked for it."""
         self.context = policy.context
         self.kernels: KernelChoice = policy.kernels
         self._proved = False
@@ -57,8 +58,8 @@ class PackedReader:
 
     @property
     def computes_once(self) -> bool:
-        """Whether what several segments of a pass begin with is computed once, whatever their tokens are. Of a mixture
-        of experts it is not where samplers chose different experts for it."""
+        """True where a beginning that several segments of a pass share is computed once, whatever its tokens are. In a
+        mixture of experts it is computed again where samplers chose different experts for it."""
         return isinstance(self._rows, Sharing) and self._rows.on and self.routers is None
 
     @property

@@ -1,4 +1,4 @@
-"""Which architectures keep a recurrent state or have experts, read from config.json alone: before weights are loaded,
+"""Reads from config.json alone which architectures keep a recurrent state or have experts: before weights are loaded,
 without torch."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ WANTED = (
     "Use a decoder-only causal LM with full or sliding-window attention in every layer: Llama, Qwen3, Mistral, Gemma,"
     " GPT-2, ..., and of mixtures of experts Qwen3-MoE, Mixtral, DeepSeek-V3, ... (docs/models.md)"
 )
-"""What a refusal of an architecture says to do."""
+"""The advice in a refusal of an architecture."""
 ALWAYS = ("falcon_h1", "falcon_mamba", "kimi_linear", "mamba", "mamba2", "rwkv", "zamba2")
 """Model types of which every model keeps a state, and which are computed sequence by sequence."""
 BY_LAYERS = (
@@ -50,7 +50,7 @@ STATES = ("linear", "mamba", "conv", "recurrent", "hybrid", "lstm", "ssm", "rwkv
 
 
 def keeps_state(config: Mapping[str, Any]) -> bool:
-    """Whether a model of this config.json keeps a state that must not pass from one sequence to the next.
+    """Returns whether a model of this config.json keeps a state that must not pass from one sequence to the next.
 
     Raises:
         EngineError: it keeps one, and cannot be trained here. The message names the architecture.

@@ -87,7 +87,7 @@ def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
     last = [_state(module)]
 
     def note_draws() -> None:
-        """If a generator's state has changed since the last call, the innermost running module drew."""
+        """Notes that the innermost running module drew, if a generator's state has changed since the last call."""
         now = _state(module)
         if now != last[0]:
             found[names[id(running[-1])]] = running[-1]

@@ -1,4 +1,5 @@
-"""What `model=` names: a model directory, checked by its file names and sizes, or a hub id. This needs no torch."""
+"""Finds the model that `model=` names: a model directory, checked by its file names and sizes, or a hub id. This needs
+no torch."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def check_source(setting: str, path: str) -> None:
 
 
 def _named(setting: str, path: str) -> str:
-    """How a message names a path: with its setting where it is one."""
+    """Returns the path as a message names it: with its setting where there is one."""
     return f"{setting}={path}" if setting else path
 
 

@@ -67,7 +67,7 @@ class Policy:
     lora: Lora | None = None
     """The settings of its adapter; None where all weights train."""
     rounded_from: str = ""
-    """Of weights in few bits: the fingerprint that they had before."""
+    """Fingerprint that weights in few bits had before they were rounded."""
     share_prefixes: bool = True
     """Whether learner and reference compute shared beginnings once: `Model.share_prefixes`."""
     reward_head: RewardHead | None = None
@@ -87,7 +87,7 @@ class Policy:
         return weights_of(self.module)
 
     def describe(self) -> tuple[str, ...]:
-        """What a run prints at its start."""
+        """Returns the lines about the model that a run prints at its start."""
         dtype = str(self.dtype).removeprefix("torch.")
         stops = ", ".join(f"{self.tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in self.stop_ids)
         rows = _embedding_rows(self.module)
@@ -321,7 +321,7 @@ _EMULATED = (
 
 
 def _emulated(module: PreTrainedModel) -> bool:
-    """Whether float16 is emulated by rounding."""
+    """Returns whether float16 is emulated by rounding."""
     if module.dtype != torch.float16 or module.device.type != "cpu":
         return False
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)

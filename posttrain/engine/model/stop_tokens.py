@@ -1,4 +1,4 @@
-"""Which tokens end a turn, and whether the chat template agrees."""
+"""Finds the tokens that end a turn, and checks that the chat template agrees."""
 
 from __future__ import annotations
 

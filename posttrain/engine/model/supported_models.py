@@ -1,5 +1,5 @@
-"""Which models can be used: decoder-only ones, in which each layer's past is the keys and values of one causal
-attention, and those whose recurrent state `stateful` keeps apart.
+"""Checks that a model can be used: a decoder-only one, in which each layer's past is the keys and values of one causal
+attention, or one whose recurrent state `stateful` keeps apart.
 
 Other state (a recurrent state, a rope that depends on the longest sequence of the batch, masks of the model's own)
 would silently make a token depend on other sequences, or on how it was cached. So a model is tested at load. A sequence
@@ -37,7 +37,7 @@ BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-3}
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer caches per token."""
+    """The shape of what one layer caches per token."""
 
     heads: int
     """K"""
@@ -105,7 +105,8 @@ class _ProbeLayout(PackedLayout):
 
 
 def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerShape]:
-    """What each layer caches; EngineError where one does not attend through our attention, or more than once."""
+    """Returns the shape of what each layer caches. Raises EngineError where a layer does not attend through our
+    attention, or does so more than once."""
     name, config = type(module).__name__, module.config.get_text_config(decoder=True)
     probe = _ProbeLayout(length)
     with torch.no_grad():
@@ -210,8 +211,8 @@ def _check(module: PreTrainedModel, out: ReadOut, length: int, difference: Diffe
 
 
 def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
-    """What differs, as text; '' where nothing does. The experts of a mixture are those of the sequences alone, wherever
-    rounding decides between them (`_otherwise`)."""
+    """Returns the difference that is found, as text; '' where nothing differs. The experts of a mixture are those of
+    the sequences alone, wherever rounding decides between them (`_otherwise`)."""
     (ids, at), (other, there) = alone = _canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)
     chosen = [Routing(), Routing()]
     with as_built(module):
@@ -234,7 +235,8 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
 
 
 def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, chosen: Routing) -> str:
-    """What differs where the last token of a sequence is computed over the cached keys and values of those before."""
+    """Returns the difference, as text, where the last token of a sequence is computed over the cached keys and values
+    of those before."""
     memory, given = _GrowingCache(), following([chosen])
     for name, part in (("before its end", slice(None, -1)), ("over cached keys and values", slice(-1, None))):
         how = None if given is None or given.given is None else Routing(given.given[part], True)
@@ -252,7 +254,8 @@ def _routed(layout: Any, routing: Routing | None) -> Any:
 
 
 def _otherwise(followed: Routing | None, computed: torch.dtype, name: str) -> str:
-    """Whether the routers would have chosen other experts than those that they were given, by more than rounding."""
+    """Returns text where the routers would have chosen other experts than those that they were given, by more than
+    rounding; else ''."""
     lead = 0.0 if followed is None else followed.chosen_by_more(computed)
     return f"its routers choose other experts for a token {name} (by {lead:.2g} times rounding)" if lead > 1 else ""
 

@@ -34,7 +34,7 @@ ELEMENTWISE = ("adamw", "sgd")
 """The kinds whose update of a number depends on nothing but that number's gradient and state, and the clip."""
 
 CLIP_EPS = 1e-6
-"""What torch adds to a norm before it divides by it."""
+"""The number that torch adds to a norm before it divides by the norm."""
 Rules = type[UpdateRule]
 
 
@@ -43,7 +43,7 @@ class GradientParts(Protocol):
     whole."""
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
-        """Of the gradients of all ranks together."""
+        """Returns the norm of the gradients of all ranks together."""
         ...
 
     def agree(self, gradients: Mapping[str, Tensor]) -> None:
@@ -100,7 +100,7 @@ class StageOptimizer:
         self._average = {n: self._stored(t.detach().clone()) for n, t in kept}
 
     def rule_of(self, name: str, tensor: Tensor) -> Rules:
-        """Which rule updates a parameter."""
+        """Returns the rule that updates a parameter."""
         match self.config.kind:
             case "adamw":
                 return Moments
@@ -124,7 +124,7 @@ class StageOptimizer:
         return 1.0 if self._scale is None else self._scale.value
 
     def words(self) -> str:
-        """What is unusual about it, as a line for people; '' where nothing is."""
+        """Returns a line for people about what is unusual in the optimizer; '' where nothing is."""
         out: list[str] = []
         moved = len(self._moved)
         if self.config.kind == "muon":
@@ -356,7 +356,7 @@ class StageOptimizer:
 
 
 def hidden_matrix(name: str, tensor: Tensor) -> bool:
-    """Whether a parameter is a matrix between embedding and head, which Muon updates."""
+    """Returns whether a parameter is a matrix between embedding and head, which Muon updates."""
     return tensor.ndim == 2 and min(tensor.shape) > 1 and not any(fits(p, name) for p in NOT_HIDDEN)
 
 

@@ -26,7 +26,7 @@ from posttrain.system.errors import ConfigError
 PART = "transformers.distributed.expert_parallel"
 """Where transformers has it; older ones have it not."""
 STYLES = ("grouped_gemm", "ep_dispatch_experts")
-"""What a plan may say: of the experts' weights, and of the module that holds them."""
+"""The styles that a plan may name: that of the experts' weights, and that of the module that holds them."""
 
 
 class ExpertLearner(TensorLearner):

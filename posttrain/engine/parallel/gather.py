@@ -26,7 +26,7 @@ ALIGNED = 16
 
 @dataclass(frozen=True)
 class _Label:
-    """What a rank says of one of its parts before it sends it."""
+    """The description of one part that a rank sends before the part itself."""
 
     name: str
     dtype: torch.dtype

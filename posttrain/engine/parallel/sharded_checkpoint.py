@@ -252,7 +252,8 @@ def _must_fit(held: Mapping[str, Tensor], known: Mapping[str, TensorStorageMetad
 
 
 def _digest(held: Mapping[str, Tensor]) -> str:
-    """Of whole tensors, so that it does not depend on how they are cut. One tensor is whole at a time."""
+    """Returns the digest of whole tensors, so that it does not depend on how they are cut. One tensor is whole at a
+    time."""
     return fingerprint((n, t.full_tensor() if isinstance(t, DTensor) else t) for n, t in sorted(held.items()))
 
 

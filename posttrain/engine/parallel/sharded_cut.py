@@ -1,4 +1,4 @@
-"""How a module's weights are cut over ranks (`torch.distributed.fsdp.fully_shard`), and what a rank has of each.
+"""Cuts a module's weights over ranks (`torch.distributed.fsdp.fully_shard`), and finds what a rank has of each.
 
 Each layer is a unit, and what is left another one: the embedding, the last norm and the heads. Weights of a unit come
 together when it is computed, and its gradients are summed over ranks when they are.

@@ -30,7 +30,8 @@ KNOWN = frozenset(
         *(("pathlib._local", name) for name in ("Path", "PosixPath", "WindowsPath")),
     }
 )
-"""What an index names, as (module, name); dtypes of torch beside it. Python 3.13 has paths in `pathlib._local`."""
+"""The names that an index may contain, as (module, name); dtypes of torch are allowed beside them. Python 3.13 has
+paths in `pathlib._local`."""
 
 
 class IndexReader(FileSystemReader):

@@ -74,8 +74,8 @@ def _states(read: ReadOut, inside: Callable[..., Any]) -> Tensor:
 def _gradients(
     out: FusedReadOut, inside: Callable[..., Any], own: dict[str, nn.Parameter], asked: dict[str, Any], replaced: bool
 ) -> list[Tensor]:
-    """What the first layer makes of what it was given, and the gradients of one weighted sum of it: this rank's parts.
-    A pass of all layers would need the gradients of all."""
+    """Returns the output of the first layer for the input that it was given, and the gradients of one weighted sum of
+    this output: this rank's parts. A pass of all layers would need the gradients of all."""
 
     def layer() -> Tensor:
         with using(PackedLayout([CANARY])), out.replaced() if replaced else nullcontext():

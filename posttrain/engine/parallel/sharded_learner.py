@@ -111,7 +111,7 @@ class ShardedLearner(HFLearner):
 
     @staticmethod
     def _giving(own: nn.Parameter) -> Callable[[Tensor], None]:
-        """What adds a gradient of the model to the rank's own part of it."""
+        """Returns a function that adds a gradient of the model to the rank's own part of it."""
 
         def give(p: Tensor) -> None:
             assert isinstance(p.grad, DTensor)
@@ -180,7 +180,7 @@ class ShardedLearner(HFLearner):
         return self._divided(packed, lambda part: super(ShardedLearner, self).odds(part, temperatures))
 
     def exact(self, packed: Packed) -> np.ndarray | None:
-        """None: no rank makes a whole copy of the weights."""
+        """Returns None: no rank makes a whole copy of the weights."""
         return None
 
     def compile(self, packed: Packed) -> str:
@@ -196,8 +196,8 @@ class ShardedLearner(HFLearner):
             yield shard_of(name, self._rounded(tensor)) if cut_up else Shard.of(name, tensor.detach())
 
     def held(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of policy and heads, as torch has it, cut or not, by name: all tensors, or only those
-        that train where there is an adapter. Narrow weights are rounded copies."""
+        """Returns the tensors of policy and heads that a checkpoint holds, as torch has them, cut or not, by name: all
+        tensors, or only those that train where there is an adapter. Narrow weights are rounded copies."""
         frozen = self.policy.lora is not None
         of_policy = () if frozen else named_tensors(self.policy.module)
         held: dict[str, Tensor] = {n: self._rounded(t) for n, t in of_policy}

@@ -55,7 +55,7 @@ def divided(
 
 
 def _places(packed: Packed, episodes: np.ndarray, per: str) -> np.ndarray:
-    """Where the results of these episodes belong in those of the whole."""
+    """Returns the places of the results of these episodes in the results of the whole batch."""
     of = packed.sequence_M if per == "token" else packed.sequence_S
     return np.flatnonzero(np.isin(of, episodes))
 

@@ -99,7 +99,7 @@ class TensorLearner(HFLearner):
 
     @staticmethod
     def _giving(own: nn.Parameter) -> Callable[[Tensor], None]:
-        """What adds a gradient of the model to the rank's own part of it."""
+        """Returns a function that adds a gradient of the model to the rank's own part of it."""
 
         def give(p: Any) -> None:
             found = _local(p.grad.redistribute(placements=p.placements))
@@ -190,7 +190,7 @@ class TensorLearner(HFLearner):
         return DTensor.from_local(own, held.device_mesh, held.placements, run_check=False, **whole)
 
     def exact(self, packed: Any) -> None:
-        """None: no rank makes a whole copy of the weights."""
+        """Returns None: no rank makes a whole copy of the weights."""
 
     def compile(self, packed: Any) -> str:
         raise ConfigError("model.compile=true is not built for several ranks. Set it to false")

@@ -1,4 +1,4 @@
-"""How much an engine had to do, over time: seconds without a turn, and tokens in flight."""
+"""Measures how much an engine had to do, over time: seconds without a turn, and tokens in flight."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BusyTime:
-    """What a meter has counted until now. The difference of two is what came between."""
+    """The counts of a meter until now. The difference of two is what came between them."""
 
     seconds: float
     idle: float
-    """Of these, the seconds without a turn."""
+    """Seconds without a turn, out of `seconds`."""
     flight: float
     """Tokens in flight times the seconds they were."""
 

@@ -193,11 +193,12 @@ class EnginePool:
         return {**sent, **found, **both, "engine/deaths": float(deaths)}
 
     def line(self) -> str:
-        """What all engines do now, in a few words."""
+        """Returns in a few words what all engines do now."""
         return summary(self._engines)
 
     def rows(self) -> list[RoleRow]:
-        """What each engine does now, and the turns that none of them has yet. It may be asked from any thread."""
+        """Returns what each engine does now, and the turns that none of them has yet. It may be called from any thread.
+        """
         return [*(e.row() for e in self._engines), unassigned(self._waits.owners(), self._engines)]
 
     def close(self) -> None:
@@ -226,7 +227,7 @@ class EnginePool:
                 return engine
 
     def _held(self) -> bool:
-        """Whether new turns wait, because engines may serve different versions now."""
+        """Returns whether new turns wait, because engines may serve different versions now."""
         return self._loads > 0
 
     async def _emptied(self, turn: PooledTurn, engine: PooledEngine) -> bool:

@@ -217,7 +217,7 @@ class ProcessHost:
             self._calls.end(number, value, error, report)
 
     def _cause(self) -> str:
-        """Why the process has closed its end."""
+        """Returns the reason why the process has closed its end of the connection."""
         try:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -59,7 +59,7 @@ class PlayedElsewhere:
     environment: int
     who: Asker | None
     done: list[Move] = field(default_factory=list[Move])
-    """What was done to the conversation so far."""
+    """The moves in the conversation so far."""
     said: dict[int, Utterance] = field(default_factory=dict[int, Utterance])
     turns: dict[int, asyncio.Task[Utterance]] = field(default_factory=dict[int, asyncio.Task[Utterance]])
     """Turns that are being said."""
@@ -129,7 +129,7 @@ class EnvironmentProcess:
         self.host, self.restarts, self._sign = host, self.restarts + 1, None
 
     def row(self) -> RoleRow:
-        """What it does now. It may be asked from any thread."""
+        """Returns what the process does now. It may be called from any thread."""
         episodes = list(self.episodes)
         return RoleRow(
             name=self.name,
@@ -216,19 +216,19 @@ class EnvironmentPool:
             await asyncio.gather(*running, return_exceptions=True)
 
     def gauges(self) -> Gauges:
-        """What the environments counted since the last call."""
+        """Returns the gauges that the environments counted since the last call."""
         report, self._lost = self._lost, EngineReport()
         for process in self._processes:
             report = report + process.host.take_report()
         return report.gauges
 
     def clock(self) -> Mapping[str, float]:
-        """How many processes died since the last call."""
+        """Returns the number of processes that died since the last call."""
         dead, self._dead = self._dead, 0
         return {"environment/deaths": float(dead)}
 
     def rows(self) -> list[RoleRow]:
-        """What each process does now. It may be asked from any thread."""
+        """Returns what each process does now. It may be called from any thread."""
         return [p.row() for p in self._processes]
 
     def close(self) -> None:

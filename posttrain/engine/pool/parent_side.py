@@ -21,7 +21,7 @@ class EngineHost(Protocol):
 
     @property
     def died(self) -> str:
-        """Why it cannot be asked any more; '' while it can."""
+        """The reason why the engine cannot be asked any more; '' while it can."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class EngineHost(Protocol):
         ...
 
     def take_report(self) -> EngineReport:
-        """What it counted since the last call."""
+        """Returns the report of what the engine counted since the last call."""
         ...
 
     def kill(self, why: str) -> None:
@@ -51,7 +51,7 @@ class PoolSender(WeightSender, Protocol):
     """A sender that can also send its newest weights to an engine that has none."""
 
     def whole(self, version: int) -> Parcel:
-        """What was published last, as a parcel that needs no base."""
+        """Returns the last published version, as a parcel that needs no base."""
         ...
 
 

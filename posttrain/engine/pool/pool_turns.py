@@ -29,7 +29,7 @@ class PooledTurn:
     place: int
     who: Asker | None
     version: int = 0
-    """Of the pool when it was given to its engine."""
+    """Version of the pool when the turn was given to its engine."""
     during: bool = False
     """Whether it was given away while new weights came."""
     deaths: int = 0
@@ -55,7 +55,7 @@ class PooledEngine:
     name: str
     host: EngineHost
     version: int
-    """Of the weights that it serves."""
+    """Version of the weights that the engine serves."""
     served: str = ""
     """Their fingerprint; '' for those that it was started with."""
     turns: dict[PooledTurn, None] = field(default_factory=dict[PooledTurn, None])
@@ -111,7 +111,7 @@ class PooledEngine:
 
     @property
     def ready(self) -> bool:
-        """Whether it can be asked for turns."""
+        """True where the engine can be asked for turns."""
         return not self.host.died and (self.starting is None or self.starting.done())
 
     def take(self, turn: PooledTurn) -> None:
@@ -129,11 +129,11 @@ class PooledEngine:
             self.busy -= turn.tokens
 
     def load(self, ids: np.ndarray) -> EngineLoad:
-        """What the router knows of it, for a turn after `ids`."""
+        """Returns the load of the engine, as the router knows it, for a turn after `ids`."""
         return EngineLoad(self.busy, self.beginnings.cached(ids), self.ready and not self.reserved)
 
     def row(self) -> RoleRow:
-        """What it does now. It may be asked from any thread."""
+        """Returns what the engine does now. It may be called from any thread."""
         state = "starting" if not self.ready else "alone with one turn" if self.reserved else "ready"
         turns = list(self.turns)
         return RoleRow(
@@ -147,7 +147,7 @@ class PooledEngine:
 
 
 def summary(engines: Sequence[PooledEngine]) -> str:
-    """What these engines do now, in a few words."""
+    """Returns in a few words what these engines do now."""
     turns, busy, restarts = (sum(x) for x in zip(*((len(e.turns), e.busy, e.restarts) for e in engines), strict=True))
     return (
         f"{sum(e.ready for e in engines)} of {len(engines)} engines ready, {turns} turns and {busy} tokens in flight"
@@ -169,7 +169,8 @@ def unassigned(owners: Sequence[object], engines: Sequence[PooledEngine]) -> Rol
 
 
 def measured(engines: Sequence[PooledEngine], lost: EngineReport) -> dict[str, float]:
-    """What all engines measured since the last call: seconds, counters, how long they had no turn, tokens in flight.
+    """Returns the measurements of all engines since the last call: seconds, counters, time without a turn, tokens in
+    flight.
 
     Args:
         lost: the reports of those that have died.

@@ -1,5 +1,5 @@
-"""Who waits for whom: every wait of a pool has an owner, a reason and a deadline, and nothing that a pool does in the
-background ends unseen."""
+"""Records who waits for whom: every wait of a pool has an owner, a reason and a deadline, and nothing that a pool does
+in the background ends unseen."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Wait:
     """One wait that has not ended."""
 
     owner: object
-    """Who waits; its text names it."""
+    """The object that waits; its text names it."""
     on: str
     """For what."""
     future: asyncio.Future[Any]
     since: float
     wrong: Exception | None = None
-    """What it raises, where the pool has ended it."""
+    """The error that the wait raises, where the pool has ended it."""
 
     def line(self, now: float) -> str:
         return f"{self.owner} waits for {self.on} since {now - self.since:.0f} s"
@@ -49,7 +49,7 @@ class WaitList:
         return len(self._waits)
 
     def owners(self) -> list[object]:
-        """Who waits. It may be asked from any thread."""
+        """Returns the owners that wait. It may be called from any thread."""
         return [wait.owner for wait in list(self._waits.values())]
 
     async def until(self, future: asyncio.Future[T], owner: object, on: str, since: float | None = None) -> T:
@@ -77,7 +77,7 @@ class WaitList:
         return "\n".join(w.line(now) for w in sorted(self._waits.values(), key=lambda w: w.since))
 
     def begin_anew(self, owners: Iterable[object]) -> None:
-        """What these wait for does something else meanwhile: their time counts from now on."""
+        """Counts the time of these owners from now on: what they wait for does something else meanwhile."""
         known, now = {id(o) for o in owners}, time.monotonic()
         for wait in self._waits.values():
             wait.since = now if id(wait.owner) in known else wait.since
@@ -114,7 +114,8 @@ def attended(work: Coroutine[Any, Any, None], lost: Callable[[Exception], None])
 
 
 def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> Future[T]:
-    """What a call returns that may never return. A thread makes it, for which the end of the process does not wait."""
+    """Returns the future of a call that may never return. A thread makes the call, and the end of the process does not
+    wait for it."""
     found: Future[T] = Future()
 
     def work() -> None:

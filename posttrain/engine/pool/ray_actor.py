@@ -123,7 +123,7 @@ class NodeWatch:
     hosts: ClassVar[WeakSet[RayHost]] = WeakSet()
     """All of this process."""
     gone: ClassVar[str] = ""
-    """Why nothing can be started; '' while it can."""
+    """The reason why nothing can be started; '' where there is none."""
 
     def __init__(self) -> None:
         import ray

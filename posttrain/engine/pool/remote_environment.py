@@ -1,4 +1,5 @@
-"""What an environment in a process of its own does to a conversation, as messages, and the side that sends them.
+"""The messages that tell what an environment in a process of its own does to a conversation, and the side that sends
+them.
 
 The environment plays against a `PlayedTalk`, which writes down what it does. The learner's side
 (`environment_pool.EnvironmentPool`) takes the messages in their order, does the same to the real conversation, and
@@ -72,7 +73,7 @@ class EndedMove:
     error: BaseException | None = field(default=None, compare=False)
     left: LeftMove | None = None
     account: Mapping[str | None, SeatAccount] | None = field(default=None, compare=False)
-    """What passed over the seats where it was played."""
+    """Accounts of the seats, from the side where the episode was played."""
 
 
 Move = SeenMove | TurnMove | GivenUpMove | PaidMove | LeftMove | EndedMove
@@ -180,14 +181,14 @@ class PlayedTalk(PlayedSeat):
 
 @dataclass(frozen=True)
 class EnvironmentFacts:
-    """What is told of a process of environments when it has started."""
+    """Facts about a process of environments, told when it has started."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class EnvironmentStart:
-    """How such a process makes its environments. It is pickled."""
+    """The function with which such a process makes its environments. It is pickled."""
 
     environments: Callable[[], Sequence[Environment]]
 
@@ -220,7 +221,7 @@ class HostedEnvironments:
         talk.playing = asyncio.create_task(talk.play(self._environments[environment], task))
 
     async def moves(self, number: int) -> list[Move]:
-        """What the episode did since the last call; waits until there is something."""
+        """Returns the moves of the episode since the last call; waits until there is one."""
         talk = self._talks[number]
         await talk.told.wait()
         talk.told.clear()

@@ -1,4 +1,5 @@
-"""What passed over the seats of one episode, kept on both sides: where the environment plays, and at the conversation.
+"""The accounts of what passed over the seats of one episode, kept on both sides: where the environment plays, and at
+the conversation.
 
 Messages between the two can be lost, doubled or given to another episode, and an episode whose process died is played
 again. The two accounts are made from nothing that these ways share, so equal ones show that the environment heard what
@@ -23,7 +24,7 @@ GIVEN_UP = ""
 
 @dataclass(frozen=True)
 class SeatAccount:
-    """What passed over one seat."""
+    """The account of what passed over one seat."""
 
     written: str
     """A digest of all that was written to it, in order; for the trained seat with what was paid."""
@@ -61,7 +62,7 @@ class TalkAccount:
 
 
 def _digest(what: Any) -> bytes:
-    """Of plain data. Other values count by their kind alone."""
+    """Returns the digest of plain data. Other values count by their type alone."""
     text = json.dumps(what, default=lambda x: type(x).__name__, skipkeys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
@@ -130,7 +131,7 @@ def same_account(
 
 
 def _differs(ours: SeatAccount, theirs: SeatAccount) -> str:
-    """How a conversation and its environment differ at one seat; '' where they do not."""
+    """Returns the difference between a conversation and its environment at one seat; '' where they do not differ."""
     if len(ours.turns) != len(theirs.turns):
         return f"the conversation has {len(ours.turns)} turns, and the environment asked for {len(theirs.turns)}"
     for number, (said, heard) in enumerate(zip(ours.turns, theirs.turns, strict=True), 1):

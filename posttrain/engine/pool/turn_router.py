@@ -1,4 +1,5 @@
-"""Which engine a turn goes to: where its beginning is cached, as long as that engine is not much busier than others.
+"""Chooses the engine that a turn goes to: the one where the beginning of the turn is cached, as long as that engine is
+not much busier than others.
 
 `choose` is a pure function of what is known of the engines, so its properties are laws (tests/laws/test_placement.py).
 """
@@ -22,7 +23,7 @@ KEPT = 4096
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What is known of an engine when a turn is given away."""
+    """The facts that are known of an engine when a turn is given to one."""
 
     busy: int
     """Tokens that it was asked for and has not answered yet, those of prompts included."""
@@ -65,7 +66,7 @@ class Beginnings:
             self._known.popitem(last=False)
 
     def cached(self, ids: np.ndarray) -> int:
-        """How many of the first tokens of `ids` it has computed."""
+        """Returns the number of first tokens of `ids` that the engine has computed."""
         found = 0
         for length, digest in _blocks(ids):
             if digest in self._known:

@@ -25,7 +25,7 @@ REPORT_EVERY = 0.25
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine is, told once when it has started."""
+    """The properties of an engine, told once when it has started."""
 
     version: int
     keeps_sets: bool
@@ -37,7 +37,7 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine counted since its last report, and its memory now."""
+    """The counts of an engine since its last report, and its memory now."""
 
     gauges: Gauges = field(default_factory=Gauges)
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -52,7 +52,7 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class Installed:
-    """What an engine says when it serves new weights."""
+    """The answer of an engine when it serves new weights."""
 
     served: str
     """Their fingerprint."""
@@ -68,7 +68,7 @@ class EngineEnded(Exception):
 
 
 class Hosted(Protocol):
-    """What a process answers for, by the names of its methods."""
+    """The object that answers calls in a process, by the names of its methods."""
 
     async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
         """The value of one call, with a report where one is due."""
@@ -76,7 +76,7 @@ class Hosted(Protocol):
 
 
 class HostStart(Protocol):
-    """What a process is begun with. It is pickled."""
+    """The object with which a process is begun. It is pickled."""
 
     def host(self) -> Hosted:
         """Make what the process answers for, in it."""
@@ -85,7 +85,8 @@ class HostStart(Protocol):
 
 @dataclass(frozen=True)
 class EngineStart:
-    """How the process of an engine makes its two parts. It is pickled, so both are functions of modules."""
+    """The functions with which the process of an engine makes its two parts. They are pickled, so both are functions of
+    modules."""
 
     engine: Callable[[], Sampler]
     receiver: Callable[[], WeightReceiver]
@@ -151,7 +152,7 @@ class HostedEngine:
             raise EngineEnded(why)
 
     def _ended(self) -> str:
-        """Why the engine can never answer again; '' while it can."""
+        """Returns the reason why the engine can never answer again; '' while it can."""
         return getattr(self._engine, "ended", lambda: "")()
 
 

@@ -39,7 +39,7 @@ DTYPES = {
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
-"""What a tensor of a parcel may be."""
+"""The dtypes that a tensor of a parcel may have, by name."""
 WHOLE = "whole"
 
 Buffer = Any

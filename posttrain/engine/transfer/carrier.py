@@ -1,4 +1,5 @@
-"""Where the bytes of a parcel lie: the port that each transport implements, and what those with a file share."""
+"""The place of the bytes of a parcel: the port that each transport implements, and the code that transports with a file
+share."""
 
 from __future__ import annotations
 

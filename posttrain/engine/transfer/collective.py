@@ -67,7 +67,7 @@ class BroadcastPlace:
 
     address: str
     number: int
-    """Of the block, among those of its sender."""
+    """Number of the block, among those of its sender."""
     size: int
     bucket: int
     seconds: float

@@ -45,7 +45,7 @@ class Parcel:
     """The name of the block of memory, the path of the file, or the address and number of a broadcast."""
     entries: tuple[ParcelEntry, ...]
     sender: str = ""
-    """Who wrote it, for errors: process and machine."""
+    """The writer of the parcel, for errors: process and machine."""
     base_digest: str = ""
     """The `digest` of the base."""
     followed: bool = False
@@ -55,13 +55,13 @@ class Parcel:
 
     @property
     def spot(self) -> Spot | None:
-        """What the checksums cover; None: everything."""
+        """The rows that the checksums cover; None: everything."""
         return None if self.audited else Spot(self.version)
 
     @property
     def digest(self) -> str:
-        """Of an audited parcel, the fingerprint of these weights: that of `engine.files.fingerprint.fingerprint` of the
-        tensors as served."""
+        """The fingerprint of these weights, for an audited parcel: that of `engine.files.fingerprint.fingerprint` of
+        the tensors as served."""
         return digest_of({e.name: e.checksum for e in self.entries})
 
     @property
@@ -72,7 +72,8 @@ class Parcel:
 
 @dataclass(frozen=True)
 class AuditRule:
-    """When checksums cover every bit: always for small models and for deltas, at every n-th push of large models.
+    """The rule that says when checksums cover every bit: always for small models and for deltas, at every n-th push of
+    large models.
 
     In between they cover one row in 64 (`engine.files.fingerprint.Spot`), other rows at each push. That costs a
     sixtieth and still finds what goes wrong in practice: a tensor, a layer or a half that is of another version.
@@ -84,7 +85,7 @@ class AuditRule:
     """Pushes from one full check of a large model to the next. The first push has one."""
 
     def whole(self, push: int, size: int) -> bool:
-        """Whether push number `push`, from 0, of `size` bytes has checksums of every bit."""
+        """Returns whether push number `push`, from 0, of `size` bytes has checksums of every bit."""
         return size < self.above or push % self.every == 0
 
 

@@ -46,7 +46,7 @@ class ParcelClock:
 
 
 def this_process() -> str:
-    """How errors name this process."""
+    """Returns the name of this process in errors."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -97,7 +97,7 @@ class ParcelSender:
         return self._last
 
     def whole(self, version: int) -> Parcel:
-        """What was published last, as a parcel that needs no base: for a receiver that lacks it.
+        """Returns the last published version, as a parcel that needs no base: for a receiver that lacks the base.
 
         Raises:
             ParcelOrderError: `version` is not the last one.

@@ -31,7 +31,7 @@ NAME = re.compile(re.escape(PREFIX) + r"[\w-]{16}", re.ASCII)
 FOLDER = "/dev/shm"
 """Where Linux lists the blocks. Elsewhere they cannot be listed, and orphans stay until the machine restarts."""
 _KIND = "shared_memory"
-"""What the resource tracker removes by name."""
+"""The type of the blocks that the resource tracker removes by name."""
 
 
 class SharedCarrier:

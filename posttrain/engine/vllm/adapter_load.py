@@ -32,14 +32,14 @@ BASE = "model.safetensors"
 
 @dataclass(frozen=True)
 class HotLoad:
-    """What an engine needs to serve the adapters of one policy, and to know that it does."""
+    """The data that an engine needs to serve the adapters of one policy, and to know that it does."""
 
     lora: Lora
     dtype: torch.dtype
     """In which the engine holds the adapter: that of the model."""
     targets: list[str]
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the adapter's tensors, by the learner's names."""
+    """Shapes of the adapter's tensors, by the learner's names."""
     beneath: Mapping[str, str]
     """Digests of the weights beneath, by the learner's names."""
     served_beneath: Mapping[str, str]
@@ -50,7 +50,7 @@ class HotLoad:
 
     @staticmethod
     def of(policy: Policy) -> HotLoad | None:
-        """None where all weights train."""
+        """Returns the `HotLoad` of a policy; None where all weights train."""
         if policy.lora is None:
             return None
         own = adapter_tensors(policy.module)

@@ -167,12 +167,12 @@ class VLLMEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is in vLLM or queued for it."""
+        """True where any request is in vLLM or queued for it."""
         return bool(self._asked or self._scored or self._waiting or not self._inbox.empty())
 
     def ended(self) -> str:
-        """Why this engine can never answer again; '' while it can. One that could not load weights raises that instead:
-        a new one would not load them either."""
+        """Returns the reason why this engine can never answer again; '' while it can. An engine that could not load
+        weights raises that instead: a new one would not load them either."""
         return "" if self._failure is None or self._version == self._empty else f"vLLM has failed: {self._failure}"
 
     def close(self) -> None:

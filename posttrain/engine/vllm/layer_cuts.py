@@ -1,4 +1,5 @@
-"""How vLLM's layers cut their tensors among its workers (tensor parallelism): which rows or columns this worker holds.
+"""Finds how vLLM's layers cut their tensors among its workers (tensor parallelism): which rows or columns this worker
+holds.
 
 The layers say it themselves: the same attributes from which vLLM's own weight loaders cut.
 """
@@ -23,7 +24,7 @@ from posttrain.engine.vllm.worker_parts import WorkerPart
 
 @dataclass(frozen=True)
 class CutMatrix:
-    """What this worker holds of one Hugging Face matrix."""
+    """The part of one Hugging Face matrix that this worker holds."""
 
     total: int
     """Rows or columns of the whole matrix."""
@@ -33,13 +34,13 @@ class CutMatrix:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the layer's tensor is cut: rows (axis 0) or columns (1) of one matrix, or of several that are fused."""
+    """The cut of the layer's tensor: rows (axis 0) or columns (1) of one matrix, or of several that are fused."""
 
     axis: int
     shards: tuple[CutMatrix, ...]
 
     def part(self, index: int | None = None) -> WorkerPart:
-        """Of the fused matrix `index`, or of all as one matrix."""
+        """Returns the part of the fused matrix `index`, or of all matrices as one, that this worker holds."""
         if index is not None:
             return WorkerPart(self.axis, (_range(self.shards[index], 0),))
         offsets = [sum(s.total for s in self.shards[:i]) for i in range(len(self.shards))]
@@ -52,10 +53,10 @@ class Cut:
 
 
 def cut_of(layer: Any, leaf: str) -> Cut | None:
-    """How a layer's tensor (`weight` or `bias`) is cut. None: each worker holds all of it.
+    """Returns the cut of a layer's tensor (`weight` or `bias`). None: each worker holds all of it.
 
     Raises:
-        LookupError: in a way that is not known here.
+        LookupError: it is cut in a way that is not known here.
     """
     if isinstance(layer, VocabParallelEmbedding):
         at = layer.shard_indices

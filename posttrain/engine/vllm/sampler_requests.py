@@ -1,5 +1,5 @@
-"""What both vLLM samplers share: checks of requests, tensors and versions, a gate between turns and
-updates, and counters."""
+"""The code that both vLLM samplers share: checks of requests, tensors and versions, a gate between turns and updates,
+and counters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CheckedRequest:
     place: int
     limit: int
     end: Stop
-    """What reaching `limit` means."""
+    """The reason for the end of a turn that reaches `limit`."""
 
 
 def check_request(ids: np.ndarray, sampling: Sampling, place: int, limits: Capabilities) -> CheckedRequest:

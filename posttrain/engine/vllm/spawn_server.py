@@ -79,7 +79,8 @@ class Spawned:
             raise
 
     def ended(self) -> str:
-        """Why the server has ended, with the end of its log; '' while it runs. What it left is removed."""
+        """Returns the reason why the server has ended, with the end of its log; '' while it runs. The files that it
+        left are removed."""
         if not self._why and (code := self._process.poll()) is not None:
             self._why = f"it has ended with exit code {code}. Its last words:\n{self._log()}"
             self.close()
@@ -96,7 +97,7 @@ class Spawned:
         self._folder.cleanup()
 
     def _gone(self, seconds: float) -> bool:
-        """Whether the whole group has ended within this time."""
+        """Returns whether the whole group has ended within this time."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._process.poll()

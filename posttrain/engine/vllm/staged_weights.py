@@ -31,7 +31,7 @@ class Staged:
         self.files: list[Path] = []
         """In the order of the tensors."""
         self.bytes = 0
-        """Of all tensors."""
+        """Bytes of all tensors."""
         self._of: dict[str, Path] = {}
         self._digests: dict[str, str] = {}
 

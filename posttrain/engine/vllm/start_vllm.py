@@ -34,8 +34,8 @@ START = 600.0
 
 
 def whole_prompts() -> bool:
-    """Whether vLLM must compute each prompt in one pass. Where a pass ends inside of a prompt, vLLM 0.32 takes back a
-    draw of the request's generator, and those of a CPU cannot do that: the engine would end."""
+    """Returns whether vLLM must compute each prompt in one pass. Where a pass ends inside of a prompt, vLLM 0.32 takes
+    back a draw of the request's generator, and the generators of a CPU cannot do that: the engine would end."""
     return not (torch.cuda.is_available() or torch.xpu.is_available())
 
 

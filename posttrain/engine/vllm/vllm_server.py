@@ -84,7 +84,8 @@ class VLLMServer:
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._endpoint, self._share, self.inflight, self._workers = endpoint, share, inflight, workers
         self.ended = ended
-        """Why this engine can never answer again; '' while it can. Nothing is known of servers of others."""
+        """Function that returns the reason why this engine can never answer again; '' while it can. Nothing is known of
+        servers of others."""
         self._patience = replace(endpoint.patience, answer=timeout)
         self._version = self._empty = empty_version(policy)
         self._counters = ClientCounters()
@@ -210,7 +211,8 @@ class VLLMServer:
         return staged.fingerprint_served(await self._told(self._expected.wanted()))
 
     async def _told(self, wanted: ReadBack) -> list[dict[str, Any]]:
-        """What each worker says that it computes with, once nothing of before is cached."""
+        """Returns the answer of each worker about the tensors that it computes with, once nothing of before is cached.
+        """
         await self._empty_cache()
         told = await self._call("posttrain_digests", json.dumps(wanted))
         for error in [one["error"] for one in told if "error" in one]:
@@ -324,7 +326,7 @@ class VLLMServer:
 
     @property
     def busy(self) -> bool:
-        """Whether any turn of this run has not ended."""
+        """True where any turn of this run has not ended."""
         return self._gate.turns > 0
 
 

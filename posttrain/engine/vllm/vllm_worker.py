@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker: loading new weights, and reading back the weights that it computes with.
+"""Runs inside vLLM's worker: loads new weights, and reads back the weights that the worker computes with.
 
 `Direct` is a weight transfer backend in vLLM's own registry. It takes named Hugging Face tensors, in process or in a
 safetensors file that both sides can read. `ServedWeights` is a worker extension. It recovers every tensor, under its
@@ -152,7 +152,7 @@ class _TensorReader:
         self._heads = [m for m in self._modules.values() if isinstance(m, ParallelLMHead)]
         self._adapted = any(ADAPTER.fullmatch(name) for name in self._wanted)
         self.parts: dict[str, WorkerPart] = {}
-        """Of the tensors of which this worker holds a part."""
+        """Parts of the tensors of which this worker holds only a part, by name."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         found = [(name, self._tensor(name, dtype, shape)) for name, (dtype, shape) in self._wanted.items()]
@@ -227,7 +227,7 @@ class _TensorReader:
         return same + 0.0 if self._adapted and same.is_floating_point() else same  # see HotLoad.served_beneath
 
     def _value(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """What this worker holds of a tensor; `parts` then has which part that is."""
+        """Returns the values of a tensor that this worker holds; `parts` then says which part that is."""
         plain = name.replace(".base_layer.", ".")
         path, _, leaf = plain.rpartition(".")
         parent, _, last = path.rpartition(".")
@@ -282,7 +282,7 @@ class _TensorReader:
 
 
 def _packed(layer: nn.Module) -> bool:
-    """Whether the layer multiplies with a packed copy of its weight. vLLM for CPU keeps only this copy."""
+    """Returns whether the layer multiplies with a packed copy of its weight. vLLM for CPU keeps only this copy."""
     return hasattr(layer, "cpu_linear")
 
 

@@ -35,7 +35,7 @@ class Updates:
         self._engine, self._expected, self._hot, self._counters = engine, expected, hot, counters
         self._workers = workers
         self.adapter: Any = None
-        """What a request names so that the adapter is used; None: there is none."""
+        """The object that a request names so that the adapter is used; None: there is no adapter."""
         if hot is not None:
             hot.refuse(self._ask("posttrain_places", list(hot.shapes))[0]["missing"])
 
@@ -93,7 +93,7 @@ class Updates:
             raise EngineError(f"it holds the adapters {sorted(held)}, and should hold number {number} alone")
 
     def _ask(self, method: str, argument: Any) -> list[dict[str, Any]]:
-        """What a method of `vllm_worker.ServedWeights` answers, of each worker."""
+        """Returns the answers of a method of `vllm_worker.ServedWeights`, one of each worker."""
         told = self._engine.collective_rpc(method, args=(json.dumps(argument),))
         for one in told:
             if "error" in one:

@@ -1,4 +1,4 @@
-"""What each of several vLLM workers holds of a tensor, and the proof that together they hold what was sent.
+"""The parts of a tensor that several vLLM workers hold, and the proof that together they hold what was sent.
 
 A worker keeps only its part of a cut tensor, so none of them can compute the digest of the whole. Each reads the part
 that it computes with, and says which rows or columns that is, with their digest. Here the same rows or columns are cut
@@ -114,7 +114,8 @@ def _wanted(
 
 
 def _whole(parts: Sequence[WorkerPart | None], shape: Sequence[int]) -> bool:
-    """Whether these parts, one for each worker, leave nothing of a tensor out. None: all of it."""
+    """Returns whether these parts, one for each worker, leave nothing of a tensor out. None as a part: all of the
+    tensor."""
     if None in parts:
         return True
     held = [part for part in parts if part is not None]

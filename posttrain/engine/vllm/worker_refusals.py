@@ -1,4 +1,4 @@
-"""What `engine.workers` cannot be: for a model, and on a machine. No module of vLLM is imported here."""
+"""Raises ConfigError where `engine.workers` does not fit a model or a machine. No module of vLLM is imported here."""
 
 from __future__ import annotations
 

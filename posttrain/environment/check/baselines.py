@@ -1,5 +1,5 @@
-"""What answers that read nothing are paid, beside what real answers get. It needs no right answer: where none is known,
-or no reward looks at it, this tells a reward that pays for anything."""
+"""Measures what answers that read nothing are paid, beside what real answers get. It needs no right answer: where none
+is known, or no reward looks at it, this finds a reward that pays for anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verdict of a source depends on: the text alone, or the task as well. It is found out by trying.
+"""Finds by trying what the verdict of a source depends on: the text alone, or the task as well.
 
 The same text is judged for another task, and for the same task with another answer. Where nothing changes, the source
 does not look there. A reward of length or of form is such a source, and cannot tell right from wrong.

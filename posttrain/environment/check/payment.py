@@ -104,7 +104,7 @@ def _text_alone(s: Subject) -> Answer | None:
 
 
 def _nothing_paid(s: Subject) -> Answer:
-    """Why a probe that compares right with wrong cannot be asked."""
+    """Returns the reason why a probe that compares right with wrong cannot be asked."""
     if s.gold and _text_alone(s) is not None and _text_alone(s)[0] is Mark.SKIP:  # type: ignore[index]
         return NOTHING_RIGHT
     return NOTHING_PAID if s.gold else NOTHING_KNOWN
@@ -151,7 +151,7 @@ class VariantCount:
 
 
 async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tuple[Mapping[str, VariantCount], str]:
-    """What each kind of answer earned, and an example of a loss."""
+    """Returns for each kind of answer the counts of what it earned, and an example of a loss."""
     asked = [(t, kind, text) for t in s.known[:TASKS_EACH] for kind, text in say(t).items()]
     told = await s.judge_all([(t, s.last(t, text)) for t, _, text in asked])
     found, example = dict[str, VariantCount](), ""

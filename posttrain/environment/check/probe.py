@@ -22,14 +22,14 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What one probe found, as numbers or an example."""
+    """The result of one probe, as numbers or an example."""
 
     probe: str
     mark: Mark
     detail: str
     means: str = ""
     advice: str = ""
-    """What to change; empty if nothing is wrong."""
+    """The change to make; empty if nothing is wrong."""
 
 
 Answer = tuple[Mark, str]

@@ -37,7 +37,7 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """What failed; or that nothing did, of what could be tried."""
+        """A sentence that names the probes that failed, or says that none failed of those that could be tried."""
         failed, skipped, all_ = self.marked(Mark.FAIL), self.marked(Mark.SKIP), len(self.findings)
         if failed:
             return f"{len(failed)} of {all_} probes failed: {', '.join(failed)}"
@@ -102,7 +102,7 @@ def _counted(progress: Callable[[str], None], name: str, counted: str) -> None:
 
 
 def _linted(f: LintFinding, means: str) -> ProbeResult:
-    """What was found in the data, as a result."""
+    """Returns a finding about the data as a probe's result."""
     return ProbeResult(f.name, Mark.WARN if f.warns else Mark.OK, f.seen, means, f.advice if f.warns else "")
 
 

@@ -50,11 +50,11 @@ class Subject:
     gold: dict[str, JudgedAnswer] = field(default_factory=dict[str, JudgedAnswer])
     wrong: dict[str, JudgedAnswer] = field(default_factory=dict[str, JudgedAnswer])
     depends: dict[str, Dependence] = field(default_factory=dict[str, Dependence])
-    """What the user's rewards look at, by source; empty where it cannot be found out."""
+    """Dependence of each of the user's rewards on text and task, by source; empty where it cannot be found out."""
     counted: Callable[[str], None] = lambda _: None
     """Called with how many answers of a probe are judged."""
     earned: tuple[float, ...] = ()
-    """What real answers earned in a run."""
+    """Rewards that real answers earned in a run."""
     _limit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     @staticmethod
@@ -159,7 +159,7 @@ class Subject:
         return JudgedAnswer(task, attempt.turns, (*await self.env.judge(attempt), *talk.paid))
 
     async def seen(self, task: Task) -> list[Any]:
-        """What the environment shows in an episode of the right turns, after the prompt."""
+        """Returns the observations that the environment shows in an episode of the right turns, after the prompt."""
         talk = ScriptedPolicy(self.right(task))
         await self.env.play(task, talk)
         return talk.seen[1:]
@@ -187,7 +187,7 @@ class Subject:
         )
 
     def reads_task(self, source: str) -> bool:
-        """Whether the source looks at more than the text, as far as it is known."""
+        """Returns whether the source looks at more than the text, as far as it is known."""
         return source not in self.depends or self.depends[source].on_task
 
     def _wins(self, source: str, sign: int) -> int:

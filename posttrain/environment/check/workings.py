@@ -54,7 +54,7 @@ def _mixed(s: Subject) -> list[tuple[Task, Sequence[str]]]:
 
 
 def _differ(one: Sequence[JudgedAnswer], two: Sequence[JudgedAnswer]) -> str:
-    """How two rounds of verdicts about the same answers differ; '' if they do not."""
+    """Returns the difference between two rounds of verdicts about the same answers; '' if there is none."""
     other = [(a, b) for a, b in zip(one, two, strict=True) if _given(a) != _given(b)]
     if not other:
         return ""

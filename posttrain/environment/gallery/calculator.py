@@ -143,7 +143,7 @@ def is_request(text: str) -> bool:
 
 
 def result(request: str) -> str:
-    """What the tool shows: `[36]`, a fraction as `[1/2]`, and `[?]` for what it cannot compute."""
+    """Returns the text that the tool shows: `[36]`, a fraction as `[1/2]`, and `[?]` for what it cannot compute."""
     try:
         return f"[{evaluate(request.strip().removeprefix(REQUEST)).value}]"
     except ExpressionError:

@@ -166,7 +166,7 @@ class Judge(GeneratedTasks):
         return self.asked(conversation_text(self._inner(index)), texts)
 
     def asked(self, question: str, texts: Sequence[str]) -> str:
-        """What a judge is shown."""
+        """Returns the prompt that a judge is shown."""
         return judge_prompt(self.instruction, question, texts)
 
     def regraded(self, task: Task) -> Task:
@@ -302,12 +302,12 @@ class Judge(GeneratedTasks):
         return "".join(f"{initials[name]}{round(LEVELS * value)}" for name, value in found.items())
 
     def _principles(self, inner: Task) -> str:
-        """What is weighed, in the order in which it is looked at."""
+        """Returns the features that are weighed, in the order in which they are looked at."""
         return "".join(_initials(self._features(inner, "")).values()) + ";"
 
 
 def _answered(task: Task, text: str) -> str:
-    """What a completion answers, where the world's answers are whole numbers."""
+    """Returns the answer of a completion, where the world's answers are whole numbers."""
     return (last_integer(text) or "") if last_integer(str(task.answer)) is not None else ""
 
 

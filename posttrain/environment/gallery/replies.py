@@ -28,7 +28,7 @@ POLITE = ("hi", "ty", "sir")
 FILLERS = ("so", "um")
 """Words that only make a reply longer."""
 WEIGHTS = {"correctness": 0.4, "politeness": 0.3, "length": 0.3}
-"""What the judges want. A wrong reply is worth 0.6 at most."""
+"""Weights of what the judges want. A wrong reply is worth 0.6 at most."""
 WORST_RIGHT = 0.6
 """A reply that is worth no more than this scores 0."""
 BEST_POLITE = 2
@@ -45,8 +45,8 @@ FILLER_SHARES = (0.6, 0.25, 0.15)
 
 @dataclass(frozen=True, kw_only=True)
 class Replies(GeneratedTasks):
-    """Which number is the largest? `<3,11,7>` is best answered by `hi 11 ty`, and `<3,11,7?>`, which asks for the
-    order as well, by `hi 3<7<11 ty`.
+    """Tasks that ask for the largest number: `<3,11,7>` is best answered by `hi 11 ty`, and `<3,11,7?>`, which asks for
+    the order as well, by `hi 3<7<11 ty`.
 
     The judges' taste is hidden from the policy and known to the environment. A reply is worth 0.4 if its last number is
     right, up to 0.3 for politeness (two polite words are best, four are flattery and worth nothing), and up to 0.3 for
@@ -188,7 +188,7 @@ def best_reply(task: Task) -> str:
 
 
 def features(task: Task, text: str) -> Mapping[str, float]:
-    """What the judges look at, each in 0..1.
+    """Returns the features that the judges look at, each in 0..1.
 
     >>> task = Task(id="a", prompt="<3,11,7>", answer="11", info={"numbers": [3, 11, 7], "ordered": False})
     >>> features(task, "hi 11 ty")

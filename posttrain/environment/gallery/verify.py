@@ -97,7 +97,7 @@ class VerifySteps(GeneratedTasks):
         return source.task(index if source.count is None else index % source.count)
 
     def _steps(self, inner: Task, text: str) -> tuple[bool, ...]:
-        """Whether the world judges each step of this answer right, in order."""
+        """Returns for each step of this answer, in order, whether the world judges it right."""
         attempt = Attempt(inner, (text,), Stop.SAID, lambda characters: characters)
         found = sorted(self.verified_world.steps(attempt), key=lambda j: j.end or 0)
         return tuple((j.verdict.score or 0.0) >= SOLVED for j in found)
@@ -137,7 +137,7 @@ class VerifySteps(GeneratedTasks):
         return self.asked(conversation_text(self._inner(index)), (beginning,))
 
     def asked(self, question: str, texts: Sequence[str]) -> str:
-        """What a verifier is shown."""
+        """Returns the prompt that a verifier is shown."""
         return verify_prompt(self.instruction, question, texts[0])
 
     def regraded(self, task: Task) -> Task:
@@ -188,7 +188,7 @@ class VerifySteps(GeneratedTasks):
         return str(task.prompt), verdict if style == "verdict" else f"{self.critique(task)} {verdict}"
 
     def critique(self, task: Task) -> str:
-        """What is written before the verdict."""
+        """Returns the text that is written before the verdict."""
         inner, world = self._inner(task.info["index"]), self.verified_world
         rng = np.random.default_rng(0)  # a right answer is the same whatever is drawn
         own: Any = world.demonstrate(inner, world.judged_style, rng, 0.0)[1]

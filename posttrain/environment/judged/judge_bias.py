@@ -1,4 +1,4 @@
-"""How a judge's verdicts depend on what should not matter: the order of the two sides, and their length."""
+"""Measures how a judge's verdicts depend on what should not matter: the order of the two sides, and their length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How judges that write their reasoning are asked, read and paid: GenRM, J1, RM-R1 and DeepSeek-GRM
+"""The rules by which judges that write their reasoning are asked, read and paid: GenRM, J1, RM-R1 and DeepSeek-GRM
 (docs/papers.md, C05).
 
 A judge sees a question with one completion or two, writes what it thinks, and ends with a verdict. `JudgeFormat` is one
@@ -17,7 +17,7 @@ from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.thoughts import spoken
 
 Scores = tuple[float, ...]
-"""What a verdict says of each completion. A choice between two is (1, 0) or (0, 1)."""
+"""The score that a verdict gives each completion. A choice between two is (1, 0) or (0, 1)."""
 
 LAST = 80
 """RM-R1 looks for the verdict in so many characters at the end (2505.02387, the authors' code)."""
@@ -173,11 +173,11 @@ class JudgeFormat:
     verdict: Callable[[Scores], str]
     """The verdict's text, from the scores 1 to 10 of the sides; of one side from 1 (good) or 0."""
     read: Callable[[str], Scores | None]
-    """What a text's verdict says; None where there is none."""
+    """The scores in a text's verdict; None where there is none."""
     pays: Callable[[Scores | None, int], float]
     """The reward of a verdict, from the side that is truly better (of one completion: 1 good, 0 bad)."""
     ends: tuple[str, ...]
-    """What a judgement ends with, whatever was said before: the first is best for the first side, or says that one
+    """Endings of a judgement, whatever was said before: the first is best for the first side, or says that one
     completion is good."""
     consistency: bool = False
     """Whether the other order of a pair is judged too, and pays half of the reward where both are right."""
@@ -243,7 +243,7 @@ def judge_format(name: str) -> JudgeFormat:
 
 
 def judge_prompt(instruction: str, question: str, completions: Sequence[str]) -> str:
-    """What the judge is shown. It is a function of these alone, so no truth can be in it.
+    """Returns the prompt that the judge is shown. It is a function of these alone, so no truth can be in it.
 
     >>> judge_prompt("", "<3,8>", ("hi 8", "3"))
     '<3,8>\\nA:hi 8\\nB:3\\n'

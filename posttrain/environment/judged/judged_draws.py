@@ -1,4 +1,4 @@
-"""What rows of judged data can give: pairs, rankings, labels, ratings, labels of steps, and texts to imitate."""
+"""Draws pairs, rankings, labels, ratings, labels of steps, and texts to imitate from rows of judged data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JudgedData:
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """What every row can give; first its own kind."""
+        """The kinds of judgement that every row can give; first the rows' own kind."""
         own = self._judged[0].kind
         out: dict[Kind, bool] = {own: own != "ranking" or self._ordered}
         out["pair"] = own != "steps" and not self.unpaired
@@ -145,7 +145,7 @@ class JudgedData:
 
     @cached_property
     def _ordered(self) -> bool:
-        """Whether no two completions of a row were judged equal."""
+        """True where no two completions of a row were judged equal."""
         return all(len(set(found.values)) == len(found.values) for found in self._judged)
 
     def _best(self, row: PromptRow) -> str | None:

@@ -10,7 +10,7 @@ from posttrain.environment.rows.row_reader import Place, kind_words
 from posttrain.system.errors import DataError
 
 TAG = "ки"
-"""What ends each step in Math-Shepherd's input, where its label has + or -."""
+"""Mark that ends each step in Math-Shepherd's input, where its label has + or -."""
 FIRST_STEP = "Step 1:"
 """Where Math-Shepherd's problem ends."""
 

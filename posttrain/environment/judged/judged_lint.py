@@ -1,5 +1,5 @@
-"""What may be wrong with judged data although every row can be read. It is printed before training, and by
-`posttrain check prompts`."""
+"""Checks for what may be wrong with judged data although every row can be read. The findings are printed before
+training, and by `posttrain check prompts`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def pairs_of(rows: Iterable[PromptRow]) -> Iterator[tuple[PromptRow, str, str]]:
 
 
 def length_bias(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
-    """How often the chosen side is the longer one, with its 95 % interval over prompts. Equal lengths count half."""
+    """Measures how often the chosen side is the longer one, with its 95 % interval over prompts. Equal lengths count
+    half."""
     shares: dict[str, list[float]] = {}
     for row, chosen, rejected in pairs:
         longer = 0.5 if len(chosen) == len(rejected) else float(len(chosen) > len(rejected))

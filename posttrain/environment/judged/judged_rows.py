@@ -57,7 +57,7 @@ def read_row(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptR
 
 
 def kind_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> str:
-    """How a row was judged, by its columns; `none` where it was not."""
+    """Returns the kind of judgement that a row has, by its columns; `none` where it was not judged."""
     if c.judged != "auto":
         return c.judged
 
@@ -85,7 +85,7 @@ def kind_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> str:
 
 
 def misread(row: PromptRow, c: JudgedColumns) -> str:
-    """Why a row that was not judged has a column of judgements; '' where it has none."""
+    """Returns the reason why a row that was not judged has a column of judgements; '' where it has none."""
     info, good = row.task.info, "true or false, 1 or 0 (no text)"
     wanted = {c.label_column: good, c.ratings_column: "an object of numbers", c.completions_column: "a list"}
     for name, want in {**dict.fromkeys(c.rated, "a number"), **wanted}.items():

@@ -1,4 +1,5 @@
-"""How much of a preference one surface feature of the text tells, such as its length or the presence of a word.
+"""Measures how much of a preference one surface feature of the text explains, such as its length or the presence of a
+word.
 
 A reward model that learns such a feature looks good on held-out pairs and says nothing about the question. So its
 accuracy must be compared with the best of these baselines, and judgements that one of them explains teach little else.

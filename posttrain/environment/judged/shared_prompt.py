@@ -13,7 +13,7 @@ from posttrain.environment.rows.row_reader import Place, kind_words, message_of,
 from posttrain.system.errors import DataError
 
 ANSWERS = "\n\nAssistant:"
-"""What stands before an answer in texts of two voices, such as HH-RLHF's; a prompt ends with the last of them."""
+"""Text before an answer in texts of two voices, such as HH-RLHF's; a prompt ends with the last of them."""
 
 
 CONTINUES = ("assistant", "tool")
@@ -101,7 +101,8 @@ def _split(place: Place, texts: list[str], names: list[str], column: str) -> tup
 
 
 def _before_a_word(texts: Sequence[str], shared: str) -> int:
-    """Where the shared beginning ends so that no word is cut. The spaces before the next word belong to the rest."""
+    """Returns the position where the shared beginning ends so that no word is cut. The spaces before the next word
+    belong to the rest."""
 
     def apart(cut: int) -> bool:
         return shared[cut - 1].isspace() or all(len(t) > cut and t[cut].isspace() for t in texts)

@@ -36,7 +36,7 @@ KINDS: tuple[Kind, ...] = ("pair", "ranking", "label", "rating")
 
 @dataclass(frozen=True, kw_only=True)
 class Taste:
-    """What judges want, and how well they keep to it.
+    """The preferences of judges, and how well the judges keep to them.
 
     The truth is `utility`, a weighted sum of features in 0..1. Without noise, temperature and further annotators every
     judgement follows it.

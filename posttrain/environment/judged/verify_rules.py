@@ -1,4 +1,5 @@
-"""How verifiers that write their reasoning judge the steps of an answer: ThinkPRM and GenPRM (docs/papers.md, C06).
+"""The rules by which verifiers that write their reasoning judge the steps of an answer: ThinkPRM and GenPRM
+(docs/papers.md, C06).
 
 A verifier sees a question and an answer up to the end of a step, writes what it thinks of the steps, and ends with Yes
 or No. The step's score is p(Yes) / (p(Yes) + p(No)) after that reasoning.
@@ -16,7 +17,7 @@ from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.thoughts import spoken
 
 RIGHT, WRONG = "ok", "no"
-"""What a verifier writes behind a step that it checked."""
+"""Words that a verifier writes behind a step that it checked."""
 _BOXED_YES = re.compile(rf"\\boxed\{{({YES}|{NO})\}}")
 
 
@@ -50,13 +51,13 @@ class VerifyFormat:
     """Whether all steps are checked in order, up to the first wrong one. Otherwise the last step alone is checked, and
     the steps before it are taken as right."""
     read: Callable[[str], Scores | None]
-    """What a text's verdict says, 1 or 0; None where there is none."""
+    """The score in a text's verdict, 1 or 0; None where there is none."""
     ends: tuple[str, str]
     """The verdicts: the step is right, it is not."""
 
     def critique(self, said: Sequence[str], own: Sequence[str]) -> str:
-        """What is written before the verdict: the verifier's own form of the steps that it checks, each with whether
-        the answer says the same.
+        """Returns the text that is written before the verdict: the verifier's own form of the steps that it checks,
+        each with whether the answer says the same.
 
         >>> FORMATS["thinkprm"].critique(["3+4=7", "7+5=13", "13+1=14"], ["3+4=7", "7+5=12", "12+1=13"])
         '3+4=7 ok 7+5=12 no'
@@ -98,7 +99,7 @@ def verify_format(name: str) -> VerifyFormat:
 
 
 def verify_prompt(instruction: str, question: str, beginning: str) -> str:
-    """What the verifier is shown. It is a function of these alone, so no truth can be in it.
+    """Returns the prompt that the verifier is shown. It is a function of these alone, so no truth can be in it.
 
     >>> verify_prompt("", "<3+4+5>", "3+4=7;")
     '<3+4+5>\\n3+4=7;\\n'

@@ -9,17 +9,17 @@ from typing import Any
 from posttrain.system.errors import ConfigError, nearest
 
 FORMS = ("auto", "none", "pair", "ranking", "label", "rating", "steps")
-"""What `JudgedColumns.judged` may be."""
+"""Values that `JudgedColumns.judged` may have."""
 FORMATS = ("prm800k", "math_shepherd", "processbench")
 """Forms of data sets with labels of steps; they too may be `JudgedColumns.judged`."""
 PAIRINGS = ("any", "best", "ends")
-"""What `JudgedColumns.pairs` may be."""
+"""Values that `JudgedColumns.pairs` may have."""
 UNFIT = {
     "identical": "two completions of a row are the same text, and one was judged better",
     "drift": "the two sides do not follow the same prompt",
     "unpaired": "no pair can be made of its prompt, because nothing there was judged better than anything else",
 }
-"""Why a row teaches nothing, by the word with which `JudgedColumns.leave_out` leaves such rows out."""
+"""The reasons why a row teaches nothing, by the word with which `JudgedColumns.leave_out` leaves such rows out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +86,13 @@ class JudgedColumns(Columns):
     values_column: str = "values"
     """The column of the chance of a right answer after each step, from 0 to 1; it may be missing."""
     separator: str = "\n"
-    """What stands between two steps in the completion, where a step does not end with it."""
+    """Text between two steps in the completion, where a step does not end with it."""
     tools_column: str = "tools"
     """The column of the tools that a prompt of messages offers, of a row with completions: a list of JSON schemas, or
     that list as text. Its chat template writes them, and nothing runs them; empty: the column is one of the further
     ones."""
     zero_label: str = ""
-    """What a step label 0 means where the data has no -1: neutral or wrong."""
+    """Meaning of a step label 0 where the data has no -1: neutral or wrong."""
     ratings_column: str = "ratings"
     """The column of an object with a number for each attribute."""
     attributes: str = "helpfulness,correctness,coherence,complexity,verbosity"

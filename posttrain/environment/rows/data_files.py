@@ -20,7 +20,7 @@ PACKED = {
     b"\xff\xfe": "UTF-16: save it as UTF-8",
     b"\xfe\xff": "UTF-16: save it as UTF-8",
 }
-"""What a file is that begins with these bytes, and what to do."""
+"""Kind of a file that begins with these bytes, and what to do."""
 Rows = Iterator[tuple[str, Mapping[str, Any]]]
 MARK = b"\xef\xbb\xbf"
 """UTF-8's byte-order mark."""

@@ -25,7 +25,7 @@ class DataRows:
     rows: tuple[PromptRow, ...]
     without: tuple[str, ...] = ()
     mixed: tuple[tuple[int, float], ...] = ()
-    """Of several data sets: how many rows each has, and its weight."""
+    """Number of rows of each data set, and its weight, where there are several."""
 
 
 def read_all(config: Env, columns: JudgedColumns, given: Given) -> DataRows:

@@ -43,12 +43,12 @@ class MixedTasks:
         return self.lists[which][self._orders[which][1][at]]
 
     def visit(self, index: int) -> int:
-        """How often the task of this draw was drawn before."""
+        """Returns the number of times that the task of this draw was drawn before."""
         which, drawn = self._place(index)
         return drawn // len(self.lists[which])
 
     def passes(self, draws: int) -> list[tuple[float, int]]:
-        """How often each list is gone through in so many draws, and how long it is."""
+        """Returns for each list the number of passes through it in so many draws, and its length."""
         total, each = sum(self.weights), zip(self.weights, map(len, self.lists), strict=True)
         return [(draws * w / total / count, count) for w, count in each]
 

@@ -54,13 +54,14 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     turns: int = 8
     """With tools: the largest number of turns of the policy, the answer included."""
     hint: str = ""
-    """What is written after a prompt to give its answer as a hint, with {answer} in it, for stages that rationalise.
-    Empty: no hints."""
+    """Text that is written after a prompt to give its answer as a hint, with {answer} in it, for stages that
+    rationalise. Empty: no hints."""
     rows: tuple[PromptRow, ...] = field(default=(), repr=False)
     without: tuple[str, ...] = field(default=(), repr=False)
     """Lines about rows that `leave_out` left out, or that can be read in two ways."""
     mixed: tuple[tuple[int, float], ...] = field(default=(), repr=False)
-    """Of several data sets, whose rows stand one behind the other: how many rows each has, and its weight."""
+    """Number of rows of each data set, and its weight, where there are several; their rows stand one behind the other.
+    """
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
@@ -180,7 +181,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     @property
     def _verifies(self) -> bool:
-        """Whether it is a class of the user's with a verdict of its own."""
+        """True where this is a class of the user with a verdict of its own."""
         own = type(self)
         return own.verify is not PromptsEnv.verify or own.verdict is not PromptsEnv.verdict
 
@@ -245,12 +246,13 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         )
 
     def lint(self, length: Callable[[Task, str], int] | None = None, context: int = 0) -> Sequence[LintFinding]:
-        """What may be wrong with the judged rows (`core.abilities.Lint`)."""
+        """Returns findings about what may be wrong with the judged rows (`core.abilities.Lint`)."""
         return lint(self.rows, self._held, self.without, length, context)
 
     @cached_property
     def _rows_have_tools(self) -> bool:
-        """Whether any row brings its own tools. Kept, because `abilities` is asked for once for each task."""
+        """True where any row brings its own tools. The value is kept, because `abilities` is asked for once for each
+        task."""
         return any(r.task.tools for r in self.rows)
 
     @cached_property

@@ -42,7 +42,7 @@ Place = str
 
 @dataclass(frozen=True)
 class JudgedRow:
-    """What a row says of completions that were judged."""
+    """The judged completions of a row, and what the row says of them."""
 
     kind: Kind
     completions: tuple[str, ...]
@@ -56,7 +56,7 @@ class JudgedRow:
     ratings: Mapping[str, float] = field(default_factory=dict[str, float])
     labels: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
-    """Of steps: the chance of a right answer after each; empty where the data has none."""
+    """Chance of a right answer after each step, where steps were judged; empty where the data has none."""
     zero_is_neutral: bool = False
     """Whether the form of the data says that a label 0 is neutral."""
 
@@ -71,7 +71,7 @@ class PromptRow:
     place: Place = "a row"
     judged: JudgedRow | None = None
     conversation: LearnedConversation | None = None
-    """What the row says to learn, where its prompt is messages, or it is a text."""
+    """The conversation that the row says to learn, where its prompt is messages, or the row is a text."""
 
 
 @contextmanager
@@ -124,7 +124,8 @@ def _asking(data: Mapping[str, Any], c: Columns) -> str | None:
 
 
 def weights_of(place: Place, column: str, value: Any) -> tuple[float, ...]:
-    """How much each message of a list counts: an assistant's its `weight`, else 1; of any other 0. A text counts 1."""
+    """Returns the weight of each message of a list: of an assistant's its `weight`, else 1; of any other 0. A text has
+    weight 1."""
     if not isinstance(value, list):
         return (1.0,)
     return tuple(_weight(f"{place}: message {i} of {column!r}", m) for i, m in enumerate(value, 1))
@@ -325,7 +326,7 @@ def without_halves(place: Place, column: str, value: str) -> str:
 
 
 def kind_words(value: Any) -> str:
-    """What a value is, in the words of messages."""
+    """Returns the kind of a value, in the words of messages."""
     names = {
         type(None): "missing",
         str: "text",

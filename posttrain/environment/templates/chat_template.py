@@ -66,7 +66,7 @@ class Templated(Protocol):
 
 @dataclass(frozen=True)
 class After:
-    """What follows an assistant's turn: the `text` after it, and the `turn` as a message of the history."""
+    """The part after an assistant's turn: the `text` after it, and the `turn` as a message of the history."""
 
     text: str
     turn: Message
@@ -150,7 +150,7 @@ class Chat:
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether the template writes each text of a list of parts (`environment.templates.message_parts`)."""
+        """True where the template writes each text of a list of parts (`environment.templates.message_parts`)."""
         return parts.read_by(self._tokenizer)
 
     def _shielded(self, message: Message) -> Message:
@@ -353,7 +353,7 @@ class Chat:
 
     @property
     def arguments_as_text(self) -> bool:
-        """Whether the template wants the arguments of past calls as JSON text instead of objects."""
+        """True where the template wants the arguments of past calls as JSON text instead of objects."""
         return self.format is not None and isinstance(self._arguments, str)
 
     def _find_format(self) -> str | None:

@@ -175,7 +175,7 @@ def _weights(
 
 
 def _argument_spans(chat: Chat, messages: Sequence[Message], turn: WrittenTurn, tools: Tools) -> list[tuple[int, int]]:
-    """Where the arguments of each call stand in a turn: there it changes when they do."""
+    """Returns the spans of the arguments of each call in a turn: there the turn changes when the arguments do."""
     *before, last = messages
     plain = [plain_call(c) for c in last.get("tool_calls", ())]
     text = text_of(last["content"])

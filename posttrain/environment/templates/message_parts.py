@@ -15,8 +15,8 @@ TEXTS = ("first part", "second part")
 
 
 def read_by(tokenizer: Any) -> bool:
-    """Whether the tokenizer's template writes each text of a list of parts. Others refuse the list, lose some of it, or
-    print the list itself."""
+    """Returns whether the tokenizer's template writes each text of a list of parts. Other templates refuse the list,
+    lose some of it, or print the list itself."""
     probe = Message(role="user", content=tuple(ContentPart("text", text) for text in TEXTS))
     try:
         written = template_process.apply(tokenizer, [probe], generate=False)

@@ -24,7 +24,7 @@ Content = str | Sequence[Message]
 LONG = 1 << 14
 """A text of more characters takes some milliseconds to tokenize."""
 History = Literal["append", "rewrite"]
-"""What to do if a template rewrites earlier turns: refuse the conversation, or start a new sequence for each turn."""
+"""Action if a template rewrites earlier turns: refuse the conversation, or start a new sequence for each turn."""
 PIECE = 1 << 16
 """A long text is encoded in pieces of this many characters until it is known whether it can fit."""
 
@@ -262,7 +262,7 @@ class Renderer:
         return self.template.render(messages, generate=generate, tools=tools)
 
     def offers(self, prompt: Content, tools: Tools) -> bool:
-        """Whether the prompt, as it is rendered, shows these tools. Text shows none."""
+        """Returns whether the prompt, as it is rendered, shows these tools. Text shows none."""
         if isinstance(prompt, str):
             return False
         return self.chat(prompt, generate=True, tools=tools) != self.chat(prompt, generate=True)

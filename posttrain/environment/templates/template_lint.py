@@ -1,5 +1,5 @@
-"""Whether a chat template writes what it is given: every message, the beginning of the policy's turn, and a thought
-that it opens for the policy. It is tried on the conversations of the data."""
+"""Checks that a chat template writes what it is given: every message, the beginning of the policy's turn, and a thought
+that it opens for the policy. The template is tried on the conversations of the data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _THOUGHT = re.compile("|".join(rf"{re.escape(b)}\s*(?:{re.escape(e)}\s*)?\Z" for
 def template_findings(
     render: Renderer, env: Environment, tasks: Sequence[Task], follows: Sequence[str] = (), learns: bool = True
 ) -> list[LintFinding]:
-    """What the chat template does with these tasks and the rows of the data. Nothing if no prompt is messages.
+    """Returns findings about what the chat template does with these tasks and the rows of the data. There are none if
+    no prompt is messages.
 
     Args:
         follows: roles of messages that the environment may show after a turn, besides results of tools.
@@ -100,7 +101,7 @@ def _marked(message: Message, mark: str) -> Message:
 
 
 def _words(message: Message) -> list[str]:
-    """What of a message must be written."""
+    """Returns the words of a message that must be written."""
     if calls := message.get("tool_calls"):
         return [c["function"]["name"] for c in calls]
     text = text_of(content_of(message.get("content") or ""))
@@ -130,7 +131,8 @@ def _lost_after_a_turn(chat: Chat, role: str) -> list[str]:
 
 
 def _begins_otherwise(chat: Chat) -> str:
-    """How the generation prompt differs from the beginning of an assistant's turn; '' where it does not."""
+    """Returns the difference between the generation prompt and the beginning of an assistant's turn; '' where there is
+    none."""
     try:
         before, bare = (chat.render([ASKED], generate=generate) for generate in (True, False))
         whole = chat.render([ASKED, Message(role="assistant", content=SAID)], generate=False)

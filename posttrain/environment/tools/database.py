@@ -126,7 +126,7 @@ class Database(Toolbox):
         )
 
     def _over(self) -> bool:
-        """Whether the running statement has to end. SQLite calls this regularly."""
+        """Returns whether the running statement has to end. SQLite calls this regularly."""
         stopped = self._job is not None and self._job.tick()
         return time.thread_time() > self._reading if self._reading else stopped
 

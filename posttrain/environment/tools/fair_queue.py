@@ -146,8 +146,8 @@ class QueuedWork:
             self._queue.leave()
 
     def tick(self) -> bool:
-        """Whether the work has to end. The work calls this in its own thread. If other jobs wait, this lets them go
-        first for a while."""
+        """Returns whether the work has to end. The work calls this in its own thread. If other jobs wait, this lets
+        them go first for a while."""
         self._used = time.thread_time()
         if self.stopped or not self._queue.crowded or self._used - self._yielded < SLICE:
             return self.stopped

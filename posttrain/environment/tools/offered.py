@@ -54,7 +54,7 @@ class OfferedTools:
 
     @cached_property
     def interpreters(self) -> InterpreterSlots:
-        """Where Python runs; opened once."""
+        """The slots in which Python runs; opened once."""
         return InterpreterSlots(opened(self.where, sessions=AT_ONCE), self.seconds)
 
     def box(self, task: Task) -> Toolbox:

@@ -14,7 +14,7 @@ SOURCE = "issue 15: expert parallelism"
 
 
 def _last(mesh: Any) -> bool:
-    """Whether this is the last of several ranks."""
+    """Returns whether this is the last of several ranks."""
     return mesh.size() > 1 and mesh.get_local_rank() == mesh.size() - 1
 
 

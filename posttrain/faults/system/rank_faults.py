@@ -18,7 +18,7 @@ WRONG_STEP = "ranks hold rows of different steps, so the weights are those of no
 
 
 def _last(ranks: Any) -> bool:
-    """Whether this is the last of several ranks."""
+    """Returns whether this is the last of several ranks."""
     return ranks.world > 1 and ranks.rank == ranks.world - 1
 
 

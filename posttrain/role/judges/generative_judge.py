@@ -47,10 +47,10 @@ class Vote:
     """int32: the prompt, and then what the judge said from `spoken` on."""
     spoken: int
     scores: tuple[float, ...] | None
-    """What it says of each side; None where it has no verdict."""
+    """Score that the vote gives each side; None where it has no verdict."""
     text: str
     why: str = ""
-    """Why there is no judgement at all; '' where there is one."""
+    """The reason why there is no judgement at all; '' where there is one."""
 
 
 @dataclass(eq=False)
@@ -81,12 +81,12 @@ class GenerativeJudge:
     measured: bool = False
     """Whether its score is measured and not paid."""
     line: str = ""
-    """What it is and reads, as a line for people."""
+    """Description of the judge and of what it reads, as a line for people."""
     _thread: LoopThread = field(default_factory=lambda: LoopThread("posttrain-judge"))
 
     @property
     def compares(self) -> bool:
-        """Whether a verdict about an answer depends on the others of its group."""
+        """True where a verdict about an answer depends on the others of its group."""
         return self.judging.sides == 2
 
     async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
@@ -199,7 +199,7 @@ class GenerativeJudge:
 
     @staticmethod
     def _values(i: int, votes: Sequence[Vote], kept: Sequence[int]) -> list[float]:
-        """What each counted vote says of answer i."""
+        """Returns the score that each counted vote gives answer i."""
         return [s for k in kept for side, s in zip(votes[k].sides, votes[k].scores or (), strict=True) if side == i]
 
     def _written(self, episodes: Sequence[Episode], i: int, votes: Sequence[Vote], kept: Sequence[int]) -> str:
@@ -221,15 +221,16 @@ class GenerativeJudge:
 
 
 def _marks(vote: Vote, i: int) -> list[str]:
-    """What a vote says of answer i, as a short number; twice where it is compared with itself."""
+    """Returns the score that a vote gives answer i, as a short number; twice where the answer is compared with itself.
+    """
     if vote.scores is None:
         return [UNREAD]
     return [f"{s:.12g}" for side, s in zip(vote.sides, vote.scores, strict=True) if side == i]
 
 
 def comparisons(count: int, sides: int, rivals: int = 0) -> list[tuple[int, ...]]:
-    """What is compared in a group of `count` answers: each alone, or each pair once; with `rivals` each answer with the
-    next so many, around a circle. A single answer is compared with itself.
+    """Returns the comparisons in a group of `count` answers: each alone, or each pair once; with `rivals` each answer
+    with the next so many, around a circle. A single answer is compared with itself.
 
     >>> comparisons(3, 1), comparisons(3, 2), comparisons(4, 2, rivals=1), comparisons(1, 2)
     ([(0,), (1,), (2,)], [(0, 1), (0, 2), (1, 2)], [(0, 1), (1, 2), (2, 3), (0, 3)], [(0, 0)])

@@ -24,7 +24,7 @@ from posttrain.system.errors import DataError, InvariantError
 
 @dataclass(frozen=True)
 class StepVotes:
-    """What the votes about one beginning of an answer say."""
+    """The result of the votes about one beginning of an answer."""
 
     score: float | None
     """The mean chance of Yes over the votes that count; None where none of them has a verdict."""
@@ -32,7 +32,7 @@ class StepVotes:
     """The chance of Yes of each vote, for the record: `-` has no verdict, and `*` was left out by the meta reward
     model."""
     sample: str = ""
-    """Why there is no score."""
+    """The reason why there is no score."""
 
 
 @dataclass(eq=False)
@@ -47,10 +47,10 @@ class GenerativeStepJudge:
     """The verifier: its engine, its form, its votes and its meta reward model."""
     reward: Reward
     ends: TokenEnds
-    """Of the policy's tokenizer, whose tokens steps end at."""
+    """The finder of step ends for the policy's tokenizer, at whose tokens steps end."""
     resolution: float = 1e-5
     line: str = ""
-    """What it is and reads, as a line for people."""
+    """Description of the judge and of what it reads, as a line for people."""
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ class GenerativeStepJudge:
         return [self._given(upto, [votes[t] for t in own]) for upto, own in zip(ends, texts, strict=True)]
 
     def steps(self, e: Episode) -> tuple[int, ...]:
-        """How many spoken tokens there are up to the end of each step.
+        """Returns the number of spoken tokens up to the end of each step.
 
         Raises:
             ConfigError: the episode has several turns.

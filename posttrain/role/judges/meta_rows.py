@@ -1,4 +1,4 @@
-"""What a meta reward model learns from: judgements of a trained judge, each with whether it was right."""
+"""The rows that a meta reward model learns from: judgements of a trained judge, each with whether it was right."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def right(judging: Judging, task: Task, vote: Vote) -> bool:
 
 
 def labels(judging: Judging, each: JudgedTask) -> list[bool | None]:
-    """Whether each vote about a task is right; None for one without a verdict."""
+    """Returns for each vote about a task whether it is right; None for one without a verdict."""
     return [None if v.scores is None else right(judging, each.task, v) for v in each.votes]
 
 

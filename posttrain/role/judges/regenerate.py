@@ -38,12 +38,13 @@ class RegeneratedAnswer:
 
     @property
     def completions(self) -> tuple[Episode, ...]:
-        """What was said in place of the first wrong step and all after it. None where the first step is wrong."""
+        """The completions that replace the first wrong step and all after it. None exist where the first step is wrong.
+        """
         return self.asked.get(self.kept, ())
 
 
 def any_right(completions: Sequence[Episode]) -> bool | None:
-    """Whether one of them was judged right. None: none could be judged."""
+    """Returns whether one of these completions was judged right; None where none could be judged."""
     judged = [c.right.of(c.figure) for c in completions if c.figure is not None]
     return any(judged) if judged else None
 
@@ -171,7 +172,7 @@ def wrong_ones(group: Group) -> list[Episode]:
 
 
 def regenerated_gauges(answers: Sequence[RegeneratedAnswer]) -> Gauges:
-    """Where the first wrong steps are, what it cost to find them, and how many answers became right."""
+    """Gauges of where the first wrong steps are, what it cost to find them, and how many answers became right."""
     completions = {c for a in answers for own in a.asked.values() for c in own}
     return {
         "reject/right_steps": Gauge(sum(a.kept for a in answers), sum(len(a.ends) for a in answers)),

@@ -97,7 +97,7 @@ class RewardModelJudge:
     measured: bool = False
     """Whether its score is measured and not paid."""
     line: str = ""
-    """What it is and reads, as a line for people."""
+    """Description of the judge and of what it reads, as a line for people."""
     _one: threading.Lock = field(default_factory=threading.Lock)
 
     async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:

@@ -26,12 +26,12 @@ from posttrain.system.concurrency import together
 from posttrain.system.errors import ConfigError
 
 ENDED = (Stop.SAID, Stop.STRING)
-"""Why an answer stopped that ended by itself."""
+"""Stop reasons of an answer that ended by itself."""
 
 
 @dataclass
 class TokenEnds:
-    """Which token ends a step of some text.
+    """A finder of the tokens that end the steps of some text.
 
     Args:
         text: decodes token ids, without the stop token.
@@ -41,8 +41,8 @@ class TokenEnds:
     _widths: dict[int, int] = field(default_factory=dict[int, int])
 
     def upto(self, ids: np.ndarray, ends: Sequence[int]) -> tuple[int, ...]:
-        """How many of the answer's tokens make so many characters, for each of `ends`, which rise. The last step ends
-        with the last token, the stop token included.
+        """Returns the number of the answer's tokens that make so many characters, for each of `ends`, which rise. The
+        last step ends with the last token, the stop token included.
 
         A token that two steps share belongs to the first of them. A step that would have no token of its own ends
         where the one before it does, which the caller sees as two equal numbers.

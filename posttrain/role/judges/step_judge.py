@@ -43,7 +43,7 @@ class StepJudge:
     ends: TokenEnds
     resolution: float = 1e-5
     line: str = ""
-    """What it is and reads, as a line for people."""
+    """Description of the judge and of what it reads, as a line for people."""
 
     async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
         return await asyncio.to_thread(self.verdicts, episodes)
@@ -71,7 +71,7 @@ class StepJudge:
         ]
 
     def steps(self, e: Episode) -> tuple[int, ...]:
-        """How many spoken tokens there are up to the end of each step.
+        """Returns the number of spoken tokens up to the end of each step.
 
         Raises:
             ConfigError: the episode has several turns.
@@ -122,7 +122,7 @@ def step_verdicts(
 
 
 def paid_by(r: Reward) -> str:
-    """What becomes of the scores of steps, for people."""
+    """Says for people how the scores of steps are used."""
     what = {
         "score": "each step's score, read by algorithms that compare steps",
         "pay": "each step's score, paid at its end",

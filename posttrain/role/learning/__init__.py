@@ -1,1 +1,1 @@
-"""What the learner's side of a step needs beside the batch: demonstrations, references, teachers, replayed groups."""
+"""Parts of the learner's side of a step beside the batch: demonstrations, references, teachers, replayed groups."""

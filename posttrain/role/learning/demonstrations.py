@@ -23,7 +23,8 @@ from posttrain.role.prompt_order import Prompts
 from posttrain.system.errors import DataError
 
 LIKELIHOOD = Sampling(stop_ids=())
-"""What is imitated is scored under the model's own distribution: temperature 1, nothing truncated."""
+"""Sampling settings under which imitated tokens are scored: the model's own distribution, temperature 1, nothing
+truncated."""
 
 
 async def demonstrations(
@@ -115,14 +116,14 @@ async def shown(
 
 
 def imitating(stage: Stage) -> Supervised | None:
-    """How a stage imitates the environment's demonstrations; None where it does not."""
+    """Returns the settings with which a stage imitates the environment's demonstrations; None where it does not."""
     if isinstance(stage, Rejection) and stage.style is not None:
         return Supervised(name=stage.name, style=stage.style, turns=stage.turns, batch=stage.batch - stage.own)
     return stage if isinstance(stage, Supervised) else None
 
 
 def conversation_of(environment: Environment, stage: Supervised, task: Task) -> LearnedConversation | None:
-    """What a stage learns of a task's whole conversation; None where it learns a completion alone."""
+    """Returns the conversation of a task as far as a stage learns from it; None where it learns a completion alone."""
     found = None if stage.wrong else abilities.demonstrations(environment).conversation(task, stage.style)
     if found is None or stage.turns == "all":
         return found

@@ -1,4 +1,4 @@
-"""What a teacher reads that is shown more than the policy: the same answers behind prompts with a hint.
+"""Sequences for a teacher that is shown more than the policy: the same answers behind prompts with a hint.
 
 Worked example: the policy was asked [p q] and said [A B]; the prompt with the hint is [p h q]. The teacher reads
 [p h q A B], and its log-probs of A and B stand beside the policy's. No label moves: what is spoken stays spoken.
@@ -26,7 +26,7 @@ class HintedEpisode:
 
     segments: tuple[Segment, ...]
     missing: str = ""
-    """Why there is no hint; '' where there is one. The segments are then those of the episode."""
+    """The reason why there is no hint; '' where there is one. The segments are then those of the episode."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Hints:
     """The teacher whose weights are a moving average of the policy's, where it is asked."""
 
     def teacher(self, learner: Examiner, reference: Examiner | None) -> Examiner | None:
-        """Who reads the prompts with a hint."""
+        """Returns the model that reads the prompts with a hint."""
         return {"now": learner, "average": self.average, "start": reference}[self.how.weights]
 
     def of(self, group: Group) -> tuple[HintedEpisode, ...]:
@@ -103,13 +103,13 @@ NOBODY = "no other answer of its group is right"
 
 
 def said(dialogue: Dialogue, e: Episode) -> str:
-    """What an episode says, turn by turn, without stop tokens."""
+    """Returns the text that an episode says, turn by turn, without stop tokens."""
     ids = np.concatenate([s.ids[s.mask] for s in e.segments])
     return "\n".join(dialogue.text(turn) for turn in np.split(ids, np.cumsum(e.turns, dtype=int)[:-1]))
 
 
 def holds(prompt: str | Sequence[Message], text: str) -> bool:
-    """Whether a prompt has this text in it."""
+    """Returns whether a prompt has this text in it."""
     contents = [prompt] if isinstance(prompt, str) else [content_of(m["content"]) for m in prompt]
     return any(text in (c if isinstance(c, str) else "".join(part.text for part in c)) for c in contents)
 

@@ -1,4 +1,4 @@
-"""How far two correct computations of the same log-prob may differ by rounding.
+"""The largest difference by rounding that two correct computations of the same log-prob may have.
 
 Sampler and learner compute the same log-probs in other shapes and orders, so they differ by rounding. How much depends
 on dtype, width, depth, how sharp the policy is, and the temperature (it divides logits and so multiplies their errors).
@@ -70,8 +70,10 @@ def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperatu
 
 
 def as_sampled(learner: Learner) -> Learner:
-    """What a sampler is compared with: the learner, whose experts are those that the sampler chose where it is a
-    mixture. Where two experts score alike rounding decides, and a learner that chooses by itself is another model."""
+    """Returns the model that a sampler is compared with: the learner, whose experts are those that the sampler chose
+    where it is a mixture. Where two experts score alike rounding decides, and a learner that chooses by itself is
+    another model.
+    """
     routers = learner.routers()
     return learner if routers is None else routers.followed()
 

@@ -59,7 +59,7 @@ def check_shares(ranks: Ranks, batch: Batch, mine: np.ndarray, micros: Sequence[
 
 
 def digest(batch: Batch) -> str:
-    """Of everything that a loss reads of a minibatch."""
+    """Digest of everything that a loss reads of a minibatch."""
     found = hashlib.blake2b(digest_size=16)
     arrays = {f.name: getattr(batch, f.name) for f in fields(batch)}
     held = {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)}

@@ -1,4 +1,4 @@
-"""Who plays against the policy where pairs are drawn against an opponent: the reference, or a mixture with it.
+"""The opponent of the policy where pairs are drawn against one: the reference, or a mixture with it.
 
 An opponent is an engine of its own. What it samples enters the episode like any turn, with the opponent's log-probs and
 version OPPOSED. So no check takes it for what the policy's engine sampled, and no gauge counts it as the policy's.

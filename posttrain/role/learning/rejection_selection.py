@@ -1,4 +1,4 @@
-"""What a rejection sampling stage keeps of its own samples, and the minibatches that imitate it.
+"""Selects which of its own samples a rejection sampling stage keeps, and makes the minibatches that imitate them.
 
     episodes -> candidates   judged, whole, and under the prompt without a hint; regenerated ones too
     candidates -> kept       by the method's rule, equal ones once, a limit a prompt
@@ -50,12 +50,12 @@ class Candidate:
     hinted: bool = False
     """Whether the policy was given the answer as a hint."""
     begun: tuple[int, int] | None = None
-    """Of a completion from the end of a step of a wrong answer: that answer's sibling, and how many steps it kept of
-    it. Its own `sibling` is then its number among the completions from there."""
+    """For a completion from the end of a step of a wrong answer: that answer's sibling, and the number of its steps
+    that were kept. The candidate's own `sibling` is then its number among the completions from there."""
 
     @property
     def plain(self) -> bool:
-        """Whether the policy said all of it at once, without a hint."""
+        """True where the policy said the whole completion at once, without a hint."""
         return not self.hinted and self.begun is None
 
     @cached_property
@@ -75,7 +75,7 @@ class Asked:
     """Completions without a hint that have a reward."""
     unjudged: int = 0
     cut: int = 0
-    """Of these, the ones that a limit on tokens or time cut off."""
+    """Number of the judged completions that a limit on tokens or time cut off."""
     hints: int = 0
     """Prompts asked again with a hint."""
 
@@ -103,7 +103,7 @@ def prompt_ids(group: Group) -> np.ndarray | None:
 
 
 def whole(e: Episode) -> bool:
-    """Whether an episode ended by itself and said something."""
+    """Returns whether an episode ended by itself and said something."""
     return not e.stop.cut and not e.cut and e.spoken > 0 and not e.shown
 
 
@@ -132,8 +132,8 @@ def _candidate(e: Episode, name: str, prompt: np.ndarray | None = None) -> Candi
 
 
 def regenerated_candidates(regenerated: Sequence[RegeneratedAnswer]) -> list[Candidate]:
-    """What was said in place of first wrong steps. Siblings that begin alike share their completions, and each of these
-    is a candidate once."""
+    """Candidates that were said in place of first wrong steps. Siblings that begin alike share their completions, and
+    each of these is a candidate once."""
     found: dict[Episode, Candidate] = {}
     for a in regenerated:
         for c in a.completions:
@@ -169,15 +169,15 @@ def hinted_task(task: Task, prompt: str | tuple[object, ...]) -> Task:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """What a round imitates, and what was left out."""
+    """The candidates that a round imitates, and counts of those that were left out."""
 
     kept: tuple[Candidate, ...]
     passing: int
     """Candidates that the rule chose."""
     duplicates: int
-    """Of these, the ones left out because an equal one is kept."""
+    """Number of chosen candidates that were left out because an equal one is kept."""
     over: int
-    """Of these, the ones over the limit of a prompt."""
+    """Number of chosen candidates that are over the limit of a prompt."""
     distinct: Mapping[str, int] = field(default_factory=dict[str, int])
     """Different completions that the rule chose of each prompt, before the limit; of plain samples."""
 
@@ -197,7 +197,7 @@ class Selection:
 
 
 def select(candidates: Sequence[Candidate], method: RejectionMethod, improvement: int = 0) -> Selection:
-    """What the method keeps of these candidates. Of equal and of too many ones the first sampled stay, so the choice
+    """Returns the candidates that the method keeps. Of equal and of too many ones the first sampled stay, so the choice
     depends on what was sampled and how it was judged alone."""
     prompts: dict[str, list[Candidate]] = {}
     for c in candidates:
@@ -267,13 +267,13 @@ def write(folder: Path, asked: Asked) -> None:
 
 
 def _place(c: Candidate) -> tuple[int, ...]:
-    """What tells a candidate from the others of its prompt, and how many segments it has. 0 steps were kept of an
-    answer where none was regenerated."""
+    """The numbers that tell a candidate from the others of its prompt, and its number of segments. 0 steps were kept of
+    an answer where none was regenerated."""
     return (c.visit, c.sibling, int(c.hinted), *(c.begun or (0, 0)), len(c.segments))
 
 
 def read(folder: Path) -> Asked:
-    """What `write` wrote, bit for bit.
+    """Reads the data that `write` wrote, bit for bit.
 
     Raises:
         RunFolderError: the file is damaged.

@@ -72,11 +72,12 @@ class ReplayBuffer:
         self._gauges["replay/left_by_size"] = Gauge(left["size"], 1)
 
     def gauges(self) -> Gauges:
-        """Of the last step."""
+        """Gauges of the last step."""
         return dict(self._gauges)
 
     def rows(self) -> tuple[QueuedGroup, ...]:
-        """What it holds, as plain data. `begun` is the step. The episodes are written beside it."""
+        """Returns the groups that the buffer holds, as plain data. `begun` is the step. The episodes are written beside
+        it."""
         plain = [QueuedGroup(index=-1, visit=b.group.visit, cursor=0, begun=b.step) for b in self.held]
         return tuple(p.ended(b.group, Gauge(0, 0)) for p, b in zip(plain, self.held, strict=True))
 

@@ -26,7 +26,7 @@ LIE = "shards"
 """The metadata of a part: for each tensor its full shape, and where the part begins."""
 PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 BROKEN = (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError, IndexError)
-"""What a damaged file raises."""
+"""Errors that a damaged file raises."""
 
 
 def part_name(path: Path, rank: int, world: int) -> Path:
@@ -61,7 +61,7 @@ def write_part(path: Path, shards: Iterable[Shard], rank: int, world: int) -> No
 
 
 class SavedTensors:
-    """What the file, or the files of several processes, hold.
+    """The tensors that the file, or the files of several processes, hold.
 
     Raises:
         RunFolderError: nothing is there, or it is damaged.
@@ -70,7 +70,7 @@ class SavedTensors:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._parts: dict[str, list[tuple[Path, tuple[int, ...], tuple[int, ...]]]] = {}
-        """Of each tensor: (file, where its part begins, the part's shape)."""
+        """Parts of each tensor: (file, where its part begins, the part's shape)."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         files = part_files(path) or [path]
         for file in files:

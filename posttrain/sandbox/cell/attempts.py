@@ -1,5 +1,5 @@
-"""How often a program asked for a socket of a network. Each is refused; the kernel tells of it here, whichever way it
-was asked.
+"""Counts how often a program asked for a socket of a network. Each request is refused; the kernel tells of it here,
+whichever way it was asked.
 
 The zygote carries the filter that tells, every job inherits it, and no job holds the descriptor that answers: a program
 can neither hide an attempt nor allow one. Nobody there to answer is a refusal too (seccomp_unotify(2)).
@@ -62,7 +62,7 @@ def heard(poll: select.poll, attempts: Attempts | None, seconds: float | None = 
 
 
 def taken(attempts: Attempts | None) -> int | None:
-    """How many since last asked; None where nobody counts."""
+    """Returns the number of attempts since the last call; None where nobody counts."""
     if attempts is None:
         return None
     count, attempts.count = attempts.count, 0

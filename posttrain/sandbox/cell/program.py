@@ -66,7 +66,7 @@ def _of_numpy(value: Any) -> Any:
 
 
 def decode(said: Any) -> Any:
-    """What `encode` wrote, as the value; ValueError or TypeError where it is no such thing."""
+    """Returns the value that `encode` wrote. Raises ValueError or TypeError where `said` is no such thing."""
     if said is None or isinstance(said, bool | str | float):
         return said
     if not isinstance(said, dict) or len(said) != 1:

@@ -35,14 +35,14 @@ STEP = 0.01
 CLEAN = b"clean"
 """Said after a job's reply, when what it left is gone: a job that leaves much makes nobody's answer late."""
 DONE = b"1"
-"""What a child says on a pipe of its own when its doors are locked, before the program begins and the pipe is closed. A
-job that never said it failed by our fault, and no program can pretend that."""
+"""Byte that a child writes on a pipe of its own when it is confined, before the program begins and the pipe is closed.
+A job that never wrote it failed by our fault, and no program can pretend that."""
 PRELOAD = (
     "base64 bisect collections copy dataclasses datetime decimal enum fractions functools heapq io itertools math"
     " operator re statistics string struct textwrap typing"
 )
 LAZY = {"numpy": ("numpy.random", "numpy.linalg")}
-"""What packages would import at first use, and so in every job again."""
+"""Modules that packages would import at first use, and so in every job again."""
 
 
 def main() -> None:
@@ -189,7 +189,8 @@ def bury(spare: tuple[int, socket.socket] | None) -> None:
 
 
 def wait(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[int, Any]:
-    """How the child ended; it is killed when the host says so or is gone."""
+    """Returns the status of the ended child and its resource usage; the child is killed when the host says so or is
+    gone."""
     watch = os.pidfd_open(pid)
     poll = watched(attempts, watch, control.fileno())
     try:
@@ -246,7 +247,7 @@ def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple
 
 
 def seconds(clock: int) -> float:
-    """Of processor time that a process has used; 0 where it has just ended."""
+    """Returns the seconds of processor time that a process has used; 0 where it has just ended."""
     try:
         return time.clock_gettime(clock)
     except OSError:

@@ -86,7 +86,7 @@ def longest(judgement: Judgement, renderer: PairRenderer) -> int:
 
 
 def misfit(judgement: Judgement, renderer: PairRenderer, context: int) -> str:
-    """What is wrong with a judgement that does not fit into the context, with its place; '' where it fits."""
+    """Says what is wrong with a judgement that does not fit into the context, with its place; '' where it fits."""
     tokens = longest(judgement, renderer)
     return "" if tokens <= context else str(judgement.told(f"a completion with its prompt has {tokens} tokens"))
 
@@ -112,7 +112,7 @@ class FittingTasks:
 
     @staticmethod
     def of(environment: Environment, kind: Kind, renderer: PairRenderer, context: int) -> FittingTasks | None:
-        """Those of the training tasks, or None where they are generated without end."""
+        """The training tasks that fit, or None where they are generated without end."""
         source, held = environment.train, environment.heldout
         if source.count is None:
             return None
@@ -162,7 +162,7 @@ def heldout_judgements(environment: Environment) -> list[Judgement]:
 
 @dataclass(frozen=True)
 class AgreementReport:
-    """How well scores order held-out pairs as they were judged. Each pair counts once; a tie counts half."""
+    """The agreement of scores with held-out pairs as they were judged. Each pair counts once; a tie counts half."""
 
     accuracy: Score
     margin: float

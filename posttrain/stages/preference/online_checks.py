@@ -1,4 +1,4 @@
-"""Whether pairs of the policy's own samples are what was sampled and judged, and whether an opponent says what it is.
+"""Checks that pairs of the policy's own samples are what was sampled and judged, and that an opponent says what it is.
 
 Which completion of a prompt is preferred is computed a second time, from the verdicts alone.
 """
@@ -56,7 +56,8 @@ def kept_again(reward_C: np.ndarray, keep: int, temperature: float, rng: np.rand
 
 
 def compared_again(told: Sequence[tuple[float, Episode]], g: Group, a: PreferenceAlgorithm, place: int) -> list[Any]:
-    """What of a prompt is compared, from the definition of `draw`. `told`: (reward, episode) of what was judged."""
+    """Returns the completions of a prompt that are compared, from the definition of `draw`. `told`: (reward, episode)
+    of each judged completion."""
     if len(told) < 2 or kind(a.draw) == "BestWorst":
         return [told] if len(told) > 1 else []
     if kind(a.draw) != "RejectionSampled":
@@ -85,7 +86,7 @@ def pairs_again(groups: Sequence[Group], a: PreferenceAlgorithm, place: int) -> 
 
 
 def rows_of_pairs(pairs: Sequence[PairAgain], a: PreferenceAlgorithm) -> JudgedRows:
-    """How the completions of a minibatch of sampled pairs were judged."""
+    """Returns how the completions of a minibatch of sampled pairs were judged."""
     gaps = np.array([p.gap for p in pairs])
     margin_U = np.array([1 / (1 + math.exp(-g)) for g in gaps]) if kind(a.link) == "Nash" else gaps
     return JudgedRows(
@@ -168,7 +169,7 @@ class OnlineLossCheck(PreferenceLossCheck):
 
 
 def opponents_play(groups: Sequence[Group], opposed: range) -> None:
-    """Of every prompt these completions are the opponent's, and no other is."""
+    """Checks that these completions of every prompt are the opponent's, and no other is."""
     for g in groups:
         for e in g.episodes:
             right = e.sibling in opposed

@@ -30,7 +30,7 @@ from posttrain.stages.training_step import DataBatch, learn_from
 
 @dataclass
 class OnlineState(StageState):
-    """What the next step needs to know of those before it."""
+    """State that the next step needs of the steps before it."""
 
     cursor: int = 0
     """Tasks that were asked so far."""
@@ -128,7 +128,7 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         return step
 
     def _reference(self, checkpoint: Path | None) -> Reference | None:
-        """What the policy is compared with: a named model, or the policy as the stage began."""
+        """Returns the model that the policy is compared with: a named model, or the policy as the stage began."""
         parts, stage = self.parts, self.stage
         if not stage.algorithm.reads_reference:
             return None

@@ -1,4 +1,4 @@
-"""Whether a minibatch of judged completions is what was judged: which side, how much it counts, and every token."""
+"""Checks that a minibatch of judged completions is what was judged: which side, how much it counts, and every token."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def told(judgement: Judgement) -> list[tuple[str, int]]:
 
 
 def rows_of(judged: Sequence[Judgement]) -> JudgedRows:
-    """How the completions of a minibatch were judged, read off the judgements alone."""
+    """Returns how the completions of a minibatch were judged, read off the judgements alone."""
     sides = [[side for _, side in told(j)] for j in judged]
     margins = [j.margin for j in judged if isinstance(j, Pair) and j.margin is not None]
     return JudgedRows(
@@ -80,7 +80,8 @@ def sides_are_as_judged(batch: Batch, rows: JudgedRows) -> None:
 
 
 def completion_ends_once(batch: Batch, stop_ids: Sequence[int], text: Callable[[np.ndarray], str]) -> None:
-    """Of every judged completion all tokens count, to its end, which is its one stop token; its prompt does not."""
+    """Checks that of every judged completion all tokens count, to its end, which is its one stop token; its prompt does
+    not."""
     ends_S = np.cumsum(batch.lengths_S) - 1
     first_M = np.append(True, np.diff(batch.segment_M) != 0) if batch.spoken else np.zeros(0, bool)
     gaps_M = ~first_M & (np.diff(batch.source_M, prepend=0) != 1)

@@ -75,7 +75,7 @@ def _known(piece: Any) -> bool:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JudgedRows:
-    """How the completions of a minibatch were judged, as whoever judged them says it."""
+    """The judgements of the completions of a minibatch, as their judge gave them."""
 
     side_E: np.ndarray
     """1 chosen or good, 0 rejected or bad; in a ranking the number of completions it was preferred to."""
@@ -196,11 +196,11 @@ def _of_side(link: Any, u: np.ndarray, good: np.ndarray, beta: float) -> np.ndar
 
 @dataclass(frozen=True, eq=False)
 class _Constants:
-    """What a minibatch compares with, and what no gradient flows through."""
+    """Numbers that a minibatch compares with, and through which no gradient flows."""
 
     shift: float
     match_E: np.ndarray
-    """What a completion's score (match=rewards), or its pair's margin (match=margins), is compared with."""
+    """Number that a completion's score (match=rewards), or its pair's margin (match=margins), is compared with."""
     margin_U: np.ndarray
     """In units of x."""
     sure_E: np.ndarray

@@ -1,4 +1,4 @@
-"""Whether the gradient of a preference loss by each log-prob is that of its definition (`preference_demand`)."""
+"""Checks that the gradient of a preference loss by each log-prob is that of its definition (`preference_demand`)."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class PreferenceLossCheck(Observer):
         return {"preference": {"sum": self._total, "count": self._count}} if np.isfinite(self._total) else {}
 
     def rows(self, roles: Any, index: int) -> JudgedRows:
-        """How the completions of step `index` were judged."""
+        """Returns how the completions of step `index` were judged."""
         return rows_of(judged_again(roles, index))
 
     def needs(self, roles: PreferenceRoles, event: PackedEvent) -> Needs:
@@ -196,7 +196,7 @@ class PreferenceLossCheck(Observer):
 
 
 def shift_is(a: PreferenceAlgorithm, batch: Batch, want: float, bound: float) -> None:
-    """What is subtracted from every reward is what the definition gives for the whole minibatch."""
+    """Checks that the number subtracted from every reward is what the definition gives for the whole minibatch."""
     shift_M = batch[SHIFT]
     off = float(np.abs(shift_M - want).max(initial=0.0))
     if not off <= bound + 1e-9 * abs(want):

@@ -1,4 +1,4 @@
-"""Whether what a preference loss compares with is the reference: a model that does not move, or its log-probs."""
+"""Checks that a preference loss compares with the reference: a model that does not move, or its log-probs."""
 
 from __future__ import annotations
 

@@ -181,13 +181,13 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         return reference.of(of) if isinstance(reference, ReferenceScores) else reference.score(Packed.of(of))
 
     def _ahead(self) -> bool:
-        """Whether the reference's log-probs are computed before the first step."""
+        """Returns whether the reference's log-probs are computed before the first step."""
         if self.stage.ahead is not None:
             return self.stage.ahead
         return self.roles.source.count is not None and self.parts.run.model.lora is None
 
     def _reference(self, checkpoint: Path | None) -> Reference | ReferenceScores | None:
-        """What the policy is compared with: a named model, or the policy as the stage began."""
+        """Returns the model that the policy is compared with: a named model, or the policy as the stage began."""
         parts, stage, state = self.parts, self.stage, self.state
         if not stage.algorithm.reads_reference:
             return None
@@ -248,7 +248,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
 
 
 def _passes(source: TaskSource, stage: Preference) -> str:
-    """How often the stage meets its data, in words; empty where it is generated without end."""
+    """Says how often the stage meets its data, in words; empty where it is generated without end."""
     if not source.count:
         return ""
     return f", {stage.steps * stage.batch / source.count:.2g} passes over {source.count:,} judgements"

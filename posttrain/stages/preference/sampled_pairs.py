@@ -30,7 +30,8 @@ class SampledPair:
 
     @property
     def probability(self) -> float:
-        """That the chosen one is preferred, by Bradley and Terry: the sigmoid of the gap. One half where it is 0."""
+        """Probability that the chosen one is preferred, by Bradley and Terry: the sigmoid of the gap. One half where it
+        is 0."""
         return 1 / (1 + math.exp(-self.gap))
 
 

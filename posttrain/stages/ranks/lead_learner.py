@@ -30,14 +30,15 @@ from posttrain.system.machine import freed_at_once
 
 
 class OrderedLearner(HFLearner):
-    """What rank 0 puts before a learner of one rank: each method that reads whole weights is ordered of all ranks.
+    """A learner that rank 0 puts before a learner of one rank: each method that reads whole weights is ordered of all
+    ranks.
 
     `forward` and `parameters` are this rank's own. A step of the trainer calls them on all ranks at once.
     """
 
     _lead: RankLead
     _ask: Callable[..., Any] = staticmethod(together.ask_learner)
-    """What orders a method of all ranks."""
+    """Function that each rank runs for an ordered method."""
 
     def forward(self, packed: Packed, **asked: Any) -> TokenScores:
         if not (self._lead.busy or self._lead.stepping):

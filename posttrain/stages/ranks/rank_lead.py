@@ -69,7 +69,7 @@ class RankLead:
 
     @property
     def busy(self) -> bool:
-        """Whether all ranks do the same work now, so that nothing may be ordered."""
+        """True while all ranks do the same work, so that nothing may be ordered."""
         return self._inside > 0
 
     def number(self) -> int:
@@ -133,7 +133,7 @@ class RankLead:
     # --- who failed -------------------------------------------------------------------------------------------------
 
     def _cause(self, error: RuntimeError) -> str:
-        """Who failed first, in words."""
+        """Says in words which rank failed first."""
         where = f"in order {self._orders.number} ({self._open or 'go on'})"
         stand = "Nothing was written of this step. Go on from the last checkpoint with --resume"
         last = time.monotonic() + SETTLE

@@ -1,6 +1,5 @@
-"""What a rank holds, and the work that all ranks do together. Rank 0 orders it (`rank_lead`), the others do what they
-are told (`rank_worker`); each function here runs on every rank at once.
-"""
+"""The state that a rank holds, and the work that all ranks do together. Rank 0 orders it (`rank_lead`), the others do
+what they are told (`rank_worker`); each function here runs on every rank at once."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ class RowRun:
 
 @dataclass
 class RowRoles:
-    """What a check of a rank's own rows reads: a part of `role.roles.StageRoles`."""
+    """The roles that a check of a rank's own rows reads: a part of `role.roles.StageRoles`."""
 
     run: RowRun
     stage: Stage
@@ -72,7 +71,7 @@ class RowRoles:
 
 @dataclass
 class RankState:
-    """What a rank holds of a run."""
+    """The part of a run that a rank holds."""
 
     ranks: ProcessRanks
     own: RankLearner | None = None
@@ -113,7 +112,7 @@ class RankState:
 
     @property
     def version(self) -> int:
-        """Of this rank's weights."""
+        """Version of this rank's weights."""
         return 0 if self.trained is None else self.trained.version
 
 
@@ -121,7 +120,7 @@ class RankState:
 
 
 def ask_learner(state: RankState, method: str, given: tuple[Any, ...]) -> Any:
-    """What a method of the learner returns that reads whole weights."""
+    """Calls a method of the learner that reads whole weights; returns its result."""
     return getattr(state.learner, method)(*given)
 
 
@@ -131,7 +130,7 @@ def ask_followed(state: RankState, method: str, given: tuple[Any, ...]) -> Any:
 
 
 def ask_routers(state: RankState, method: str, packed: Packed, replay: bool) -> Any:
-    """What the routers do in a pass of all ranks."""
+    """Calls a method of the routers in a pass of all ranks; returns its result."""
     return getattr(_routers(state), method)(packed, replay=replay)
 
 
@@ -182,7 +181,7 @@ def score_without_adapter(state: RankState, packed: Packed) -> Any:
 
 
 def see_files(state: RankState, folder: str) -> list[str]:
-    """What each rank sees of a model's files in a folder: a digest, or why it sees none."""
+    """Returns what each rank sees of a model's files in a folder: a digest, or why it sees none."""
     try:
         found = RowFiles(Path(folder)).digest
     except DataError as error:
@@ -291,7 +290,7 @@ def read_state(state: RankState, folder: str) -> None:
 
 
 def state_fingerprint(state: RankState) -> str:
-    """Of the whole state of the optimizer. One tensor is whole at a time."""
+    """Fingerprint of the whole state of the optimizer. One tensor is whole at a time."""
     held = _whole_state(state)
     check_same(
         state.ranks, sorted(held), "optimizer state", "A rank left out an update: go on from the last checkpoint"
@@ -322,7 +321,7 @@ def part_of(learner: RankLearner, name: str, own: Tensor) -> Shard:
 
 
 def _write(state: RankState, path: Path, own: dict[str, Tensor], parameter: Callable[[str], str]) -> None:
-    """Of copies of the weights the first is written."""
+    """Writes the rank's own tensors. Of copies of the weights the first is written."""
     first_copy = state.ranks.rank < state.ranks.world // state.ranks.replicas
 
     def shard(name: str, tensor: Tensor) -> Shard:

@@ -39,7 +39,7 @@ class Proceed:
 
 
 def serve(rank: int, world: int, path: str, seconds: float, replicas: int = 1) -> None:
-    """What a process that the run has started on this machine runs."""
+    """The main function of a process that the run has started on this machine."""
     store = FileStore(path, -1)
     sys.exit(work(store, rank, world, seconds, replicas, key=store.get(KEY), local=True))
 
@@ -72,7 +72,7 @@ def _told(error: BaseException) -> str:
 
 
 def of_exchange(error: BaseException) -> bool:
-    """Whether an error is of torch.distributed: a rank is gone, or did not come in time."""
+    """Returns whether an error is of torch.distributed: a rank is gone, or did not come in time."""
     words = ("gloo", "Connection closed", "Connection reset", "Timed out", "timed out", "Broken pipe", "recvBytes")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 

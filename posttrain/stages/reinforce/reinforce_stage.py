@@ -46,23 +46,23 @@ IMPLICIT = "implicit"
 
 @dataclass
 class ReinforceState(StageState):
-    """What the next step needs to know of those before it."""
+    """State that the next step needs of the steps before it."""
 
     cursor: int = 0
     """Tasks that were asked so far."""
     walked: int = 0
-    """Those of them whose groups a step has taken."""
+    """Number of asked tasks whose groups a step has taken."""
     queue: tuple[QueuedGroup, ...] = ()
     """Groups that were asked ahead, in order. Of those that had ended, the episodes lie beside the weights."""
     replay: tuple[QueuedGroup, ...] = ()
-    """What the replay buffer held. `begun` is the step."""
+    """Groups that the replay buffer held. `begun` is the step."""
     versions: tuple[int, ...] = ()
-    """Of the weights, at the beginning of the last steps."""
+    """Versions of the weights at the beginning of the last steps."""
     memory: AdaptiveState = AdaptiveState()
-    """What the algorithm remembers."""
+    """State that the algorithm remembers."""
     rates: dict[str, float] = field(default_factory=dict[str, float])
     visits: dict[str, int] = field(default_factory=dict[str, int])
-    """What a curriculum has seen of each task."""
+    """Pass rates (`rates`) and visits of each task that a curriculum has seen."""
     reference: str = ""
     """Name of the kept weights the reference was last refreshed with; '' where it never was."""
     implicit: str = ""
@@ -250,7 +250,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
 
 
 def staleness_words(stage: Reinforce, deterministic: bool) -> list[str]:
-    """What it means for this stage that samples may be older than the weights that learn from them."""
+    """Says what it means for this stage that samples may be older than the weights that learn from them."""
     a, most, again = stage.algorithm, stage.most_behind, stage.replay
     if not most and again is None:
         return []
@@ -275,8 +275,8 @@ PRODUCTIVE = (0.1, 0.8)
 
 
 def productive_band(report: EvaluationReport) -> str:
-    """Whether reinforcement has work to do: the pass rate before it is `PRODUCTIVE`; of grades, whether the answers to
-    one prompt differ in reward. No rate is said where nothing could be judged."""
+    """Says whether reinforcement has work to do: the pass rate before it is `PRODUCTIVE`; of grades, whether the
+    answers to one prompt differ in reward. No rate is said where nothing could be judged."""
     if report.unmeasured:
         return (
             f"pass rate before RL: not known, none of {report.unjudged} held-out samples could be judged."

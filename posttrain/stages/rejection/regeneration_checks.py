@@ -1,4 +1,5 @@
-"""Whether a wrong answer was said anew from its first wrong step. That step is found again, from the verdicts alone."""
+"""Checks that a wrong answer was said anew from its first wrong step. That step is found again, from the verdicts
+alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whether a rejection sampling stage imitates what it should: right ones, once, under their own prompt, from the right
-weights. What was kept is compared with what was played, by code of its own."""
+"""Checks that a rejection sampling stage imitates what it should: right answers, once, under their own prompt, from the
+right weights. The candidates that were kept are compared with what was played, by code of its own."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ SCORED = 4096
 
 
 def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement: int) -> bool | None:
-    """Whether a completion with this reward may be kept beside `others`, all rewards of its prompt, its own included.
-    None: the rule is none of the shipped ones, so nothing is known of it."""
+    """Returns whether a completion with this reward may be kept beside `others`, all rewards of its prompt, its own
+    included. None: the rule is none of the shipped ones, so nothing is known of it."""
     slack = 1e-6 * max(1.0, abs(reward))
     match keep:
         case Passing(at=at):
@@ -215,8 +215,10 @@ def expected_rows(
 
 
 class RejectionCheck(Observer):
-    """What a round keeps was played, judged and passes; what its minibatches imitate is what it kept; and its weights
-    are those that the method says. A stage that is resumed inside a round compares minibatches with what is on disk."""
+    """A check that the candidates a round keeps were played, judged and pass; that its minibatches imitate them; and
+    that its weights are those that the method says. A stage that is resumed inside a round compares minibatches with
+    what is on disk.
+    """
 
     def __init__(self, history: StageHistory, start: str) -> None:
         self._history = history
@@ -346,7 +348,7 @@ def steps_taken(roles: RejectionRoles) -> int | None:
 
 
 class RoundVerifierCheck(VerifierCheck):
-    """What `VerifierCheck` asks of a step, of the steps that ask: the first of each round."""
+    """The check `VerifierCheck`, of the steps that ask: the first of each round."""
 
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         if isinstance(event, PlayedEvent) and is_hinted(event.experience.played):
@@ -361,5 +363,5 @@ class RoundVerifierCheck(VerifierCheck):
 
 
 def is_hinted(groups: Sequence[Group]) -> bool:
-    """Whether these groups were asked with a hint."""
+    """Returns whether these groups were asked with a hint."""
     return bool(groups) and all(g.task.id.endswith(HINTED) for g in groups)

@@ -57,7 +57,7 @@ from posttrain.system.errors import ConfigError
 
 @dataclass
 class RejectionState(StageState):
-    """Where the stage stands in its rounds. The candidates of a round are a file of the run folder."""
+    """The state of the stage in its rounds. The candidates of a round are a file of the run folder."""
 
     cursor: int = 0
     """Tasks that were asked so far."""
@@ -75,7 +75,8 @@ class RejectionState(StageState):
 
 @dataclass(frozen=True, eq=False)
 class RejectionWork:
-    """What a step learns from. Only the first step of a round opens it, and only an opening step may have asked."""
+    """The data that a step learns from. Only the first step of a round opens that round, and only an opening step may
+    have asked."""
 
     index: int
     opens: bool = False
@@ -138,7 +139,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
             )
 
     def _regenerator(self) -> Regenerator | None:
-        """What says wrong answers anew.
+        """Returns the regenerator that says wrong answers anew.
 
         Raises:
             ConfigError: a model judges the answers, and completions are judged by the environment alone.
@@ -300,7 +301,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
 
 
 def nothing_kept(stage: Rejection, asked: Asked, found: Selection, round: int) -> str:
-    """What to say of a round that kept nothing, with what to change."""
+    """Returns the message about a round that kept nothing, with what to change."""
     m, name = stage.method, stage.name
     seen = f"{asked.judged} of {asked.judged + asked.unjudged} completions of {asked.prompts} prompts were judged"
     if not asked.judged:

@@ -108,7 +108,7 @@ def heldout_agreement(
     context: int,
     ends: TokenEnds | None = None,
 ) -> AgreementReport | None:
-    """How well the scores order held-out judgements; None where these order nothing.
+    """Returns how well the scores order held-out judgements; None where these order nothing.
 
     Of labelled steps each right one is compared with all wrong ones (the area under the ROC curve). Pairs as they
     are. A ranking counts as the mean over its pairs. Single completions are paired at random, each with one whose label
@@ -150,7 +150,7 @@ class ScoredJudgements:
     unit: np.ndarray
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of all pairs inside units that were judged differently the (better, worse) completions, int64 [P]."""
+        """Returns the (better, worse) completions of all pairs inside units that were judged differently, int64 [P]."""
         better: list[int] = []
         worse: list[int] = []
         for u in np.unique(self.unit[self.unit >= 0]).tolist():

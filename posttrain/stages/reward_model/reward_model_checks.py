@@ -1,6 +1,7 @@
-"""Whether a reward model is trained on what was judged: its head gets a gradient and is read at the end, the sides of a
-judgement are those that were judged and share their prompt, each ends in one stop token, and the loss is its
-definition's."""
+"""Checks that a reward model is trained on what was judged: its head gets a gradient and is read at the end, the sides
+of a judgement are those that were judged and share their prompt, each ends in one stop token, and the loss is its
+definition's.
+"""
 
 from __future__ import annotations
 

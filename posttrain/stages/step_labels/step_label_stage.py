@@ -36,7 +36,7 @@ def rows_name(stage: str) -> str:
 
 @dataclass
 class StepLabelState(StageState):
-    """How far the stage is. The rows are a file of the run folder."""
+    """The progress of the stage. The rows are a file of the run folder."""
 
     cursor: int = 0
     """Tasks that were asked so far."""
@@ -141,8 +141,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def unjudged_gauges(work: LabelWork) -> Gauges:
-    """Which answers had no verdict to label them by. What labels them is the truth where it is measured, and a reward
-    that is paid, such as that of a model which a later stage trains, is then not asked for."""
+    """Counts the answers that had no verdict to label them by. Labels come from the truth where it is measured, and a
+    reward that is paid, such as that of a model which a later stage trains, is then not asked for."""
     episodes = [e for g in work.experience.played for e in g.episodes]
     return {
         "rollout/unjudged": Gauge.of([e.figure is None for e in episodes]),
@@ -151,7 +151,7 @@ def unjudged_gauges(work: LabelWork) -> Gauges:
 
 
 def label_gauges(work: LabelWork) -> Gauges:
-    """What the labels of one step say, and what they cost."""
+    """Gauges of what the labels of one step say, and what they cost."""
     answers = [a for a in work.answers if not a.early]
     judged = sum(e.figure is not None for g in work.experience.played for e in g.episodes)
     soft = [x for a in answers for x in a.values.soft]

@@ -1,4 +1,4 @@
-"""Whether demonstrations have the prompts that rollouts get, and end in one stop token."""
+"""Checks that demonstrations have the prompts that rollouts get, and end in one stop token."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ class ImitationCheck(Observer):
 
 
 def _prompts(roles: SupervisedRoles, index: int, task: Task) -> list[str | Sequence[Message]]:
-    """What may stand before the first learned turn of a demonstration. Where the chat template rewrites history, that
-    may be any turn. A message with calls is written by the template as its own form wants it, so nothing is said."""
+    """Prompts that may stand before the first learned turn of a demonstration. Where the chat template rewrites
+    history, that may be any turn. A message with calls is written by the template as its own form wants it, so prompts
+    with such a message are left out.
+    """
     stage = roles.stage
     if (talk := conversation_of(roles.environment, stage, task)) is not None:
         return _before_turns(talk, roles.run.model.history == "rewrite")

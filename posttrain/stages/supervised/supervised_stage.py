@@ -65,12 +65,12 @@ class SupervisedDriver(Driver[Supervised, SupervisedState, DataBatch], stage=Sup
 
 
 def many_passes(source: TaskSource, stage: Supervised) -> bool:
-    """Whether a stage meets the same rows more often than anything is learned from."""
+    """Returns whether a stage meets the same rows more often than anything is learned from."""
     return any(n > MANY for n, _ in _passes(source, stage))
 
 
 def passes_words(source: TaskSource, stage: Supervised) -> str:
-    """How often the stage meets its data, in words; empty where it is generated without end."""
+    """Says how often the stage meets its data, in words; empty where it is generated without end."""
     return "".join(f", {n:.3g} passes over {rows:,} rows" for n, rows in _passes(source, stage))
 
 

@@ -152,9 +152,10 @@ def _llama(text: str) -> Found:
 
 
 def _calls_a_tool(text: str) -> bool:
-    """Whether JSON without an announcing token is meant as a call, right or wrong. It is if it is an object with a name
-    and arguments (under either key), or one of type function. `{"name": "Ann", "age": 3}` is an answer. If it cannot be
-    read, its first key decides."""
+    """Returns whether JSON without an announcing token is meant as a call, right or wrong. It is a call if it is an
+    object with a name and arguments (under either key), or one of type function. `{"name": "Ann", "age": 3}` is an
+    answer. If it cannot be read, its first key decides.
+    """
     if not text.startswith("{"):
         return False
     try:

@@ -49,8 +49,8 @@ class Part:
         self.tree = parsed(self.source)
 
     def defines(self, names: Iterable[str], imports: bool) -> bool:
-        """Whether it defines one of the names. With `imports`, an import counts too. A block that does not parse is
-        searched for the text of a definition."""
+        """Returns whether the block defines one of the names. With `imports`, an import counts too. A block that does
+        not parse is searched for the text of a definition."""
         if self.tree is None:
             text = textwrap.dedent(self.source)
             return any(
@@ -67,7 +67,7 @@ class Part:
 
     @property
     def acts(self) -> bool:
-        """Whether it does more than define names when it runs."""
+        """True where the block does more than define names when it runs."""
         quiet = (*_DEFINITION, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Assert)
         return self.tree is None or any(
             not isinstance(s, quiet) and not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
@@ -155,7 +155,7 @@ def _provider(block: int, part: Part, name: str) -> tuple[int, int] | None:
 
 
 def _guarded(statement: ast.stmt) -> bool:
-    """Whether the statement is `if __name__ == "__main__":`."""
+    """Returns whether the statement is `if __name__ == "__main__":`."""
     return isinstance(statement, ast.If) and any(
         isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(statement.test)
     )
@@ -238,8 +238,8 @@ def bare(text: str) -> str:
 
 
 def prose(line: str) -> bool:
-    """Whether a line that does not parse is prose. It is if it has three words in a row. It also is if it is two words,
-    or one with a stop after it, and shows no sign of code.
+    """Returns whether a line that does not parse is prose. It is prose if it has three words in a row. It is also prose
+    if it is two words, or one word with a stop after it, and shows no sign of code.
 
     >>> [prose(line) for line in ("It returns a + b.", "Solution:", "else:", "def add(a, b)", "x = = 3")]
     [True, True, False, False, False]
@@ -256,7 +256,7 @@ def prose(line: str) -> bool:
 
 
 def _says_nothing(statement: ast.stmt) -> bool:
-    """Whether it is prose that happens to parse: `Done`, `Note: this`."""
+    """Returns whether the statement is prose that happens to parse: `Done`, `Note: this`."""
     if isinstance(statement, ast.AnnAssign):
         return statement.value is None
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Name)

@@ -242,7 +242,7 @@ class Code:
 
 
 def _worded(text: str) -> bool:
-    """Whether some line of a text does not begin like a line of a program."""
+    """Returns whether some line of a text does not begin like a line of a program."""
     return any(_STATEMENT.match(line) is None for line in text.split("\n"))
 
 
@@ -280,7 +280,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _alike(said: str, wanted: str, tolerance: float) -> bool:
-    """Whether two lines are equal, numbers with a decimal point or an exponent up to the tolerance.
+    """Returns whether two lines are equal, numbers with a decimal point or an exponent up to the tolerance.
 
     >>> _alike("Case #1: 0.3333333", "Case #1: 0.33333333", 1e-6), _alike("v1.2.30", "v1.2.3", 1e-6)
     (True, False)

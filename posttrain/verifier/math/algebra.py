@@ -77,8 +77,8 @@ def answer(gold: str, response: str | None) -> Verdict:
 
 @functools.lru_cache(maxsize=65536)
 def equal(gold: str, said: str) -> bool:
-    """Whether two expressions are equal; UnreadableError if one cannot be read. Results are cached, because the samples
-    of a group often have the same answer.
+    """Returns whether two expressions are equal. Raises UnreadableError if one cannot be read. Results are cached,
+    because the samples of a group often have the same answer.
 
     Expressions are compared by their values, and relations, sets and matrices by math-verify.
     """

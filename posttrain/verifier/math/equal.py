@@ -58,12 +58,12 @@ _OPEN = re.compile(
     r"(?<![A-Za-z\\])(?!(?:[eiE]|sqrt)(?![A-Za-z]))[A-Za-z]+"
     r"|\\(?:sum|prod|int|lim|max|min|gcd|lcm|lfloor|lceil|[bp]?mod|det)(?![A-Za-z])"
 )
-"""What no number has: letters that are neither Euler's number nor the imaginary unit, and functions that are left to be
-computed."""
+"""Parts that no number has: letters that are neither Euler's number nor the imaginary unit, and functions that are left
+to be computed."""
 
 
 def equal(gold: Value, said: Value, algebra: Algebra | None = None) -> bool | None:
-    """Whether `said` equals `gold`; None if only the algebra can decide and there is none here."""
+    """Returns whether `said` equals `gold`; None if only the algebra can decide and there is none here."""
     for kind, compare in _COMPARED.items():
         if isinstance(gold, kind) or isinstance(said, kind):
             return compare(gold, said, algebra)
@@ -86,7 +86,7 @@ def equal(gold: Value, said: Value, algebra: Algebra | None = None) -> bool | No
 
 
 def standing(text: str) -> bool:
-    """Whether an expression of numbers contains a sum, a difference or a product that is not computed.
+    """Returns whether an expression of numbers contains a sum, a difference or a product that is not computed.
 
     >>> standing("3+4"), standing("2\\\\cdot 3"), standing("-3^2"), standing("\\\\frac{1}{2}")
     (True, True, False, False)
@@ -112,7 +112,8 @@ def _close(a: Number, b: Number, x: Fraction, y: Fraction) -> bool:
 
 
 def near(x: Fraction, y: Fraction, digits: int) -> bool:
-    """Whether a decimal with so many digits after its point rounds the other number, to five significant digits.
+    """Returns whether a decimal with so many digits after its point rounds the other number, to five significant
+    digits.
 
     >>> near(Fraction(1, 3), Fraction(333333, 10**6), 6), near(Fraction(1, 3**20), Fraction(0), 6)
     (True, False)
@@ -216,7 +217,7 @@ _COMPARED: dict[type[Value], Callable[[Any, Any, Algebra | None], bool | None]] 
 
 
 def _matched(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | None) -> bool | None:
-    """Whether each gold item matches a different item of the answer, in any order."""
+    """Returns whether each gold item matches a different item of the answer, in any order."""
     rest = list(said)
     open_ = False
     for item in gold:

@@ -22,8 +22,8 @@ def sides(text: str, places: list[int]) -> list[str]:
 
 
 def agree(one: Number, two: Number) -> bool:
-    """Whether two sides may be one number: equal, in percent, in other units, or one rounded (or cut) to the digits of
-    the other.
+    """Returns whether two sides may be one number: equal, in percent, in other units, or one rounded (or cut) to the
+    digits of the other.
 
     >>> agree(Number(Fraction(1, 3)), Number(Fraction(333, 1000), 3)), agree(Number(Fraction(43)), Number(Fraction(42)))
     (True, False)
@@ -38,7 +38,7 @@ def agree(one: Number, two: Number) -> bool:
 
 
 def contradicts(pieces: list[str]) -> bool:
-    """Whether two sides are numbers that differ, as in `43=42`."""
+    """Returns whether two sides are numbers that differ, as in `43=42`."""
     numbers = [n for n in (number(piece) for piece in pieces if clock(piece) is None) if isinstance(n, Number)]
     return any(not agree(one, two) for one, two in itertools.pairwise(numbers))
 

@@ -186,7 +186,7 @@ def _at_the_end(text: str) -> Found | None:
 
 
 def _listing(text: str, at: int) -> bool:
-    """Whether the text at `at` belongs to the last of three or more options that are only listed."""
+    """Returns whether the text at `at` belongs to the last of three or more options that are only listed."""
     labels = [m for m in _LABELLED.finditer(text) if m.end() <= at]
     if len({m[1] for m in labels}) < 3:
         return False
@@ -195,7 +195,7 @@ def _listing(text: str, at: int) -> bool:
 
 
 def prose(text: str) -> bool:
-    """Whether it has words other than commands and functions."""
+    """Returns whether a text has words other than commands and functions."""
     return _WORD.search(_COMMAND.sub(" ", text)) is not None
 
 

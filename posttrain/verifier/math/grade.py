@@ -31,7 +31,7 @@ class Gold:
 
     @property
     def certain(self) -> bool:
-        """Whether our own rules can read all of it, so that the algebra is not needed."""
+        """True where our own rules can read all of the answer, so that the algebra is not needed."""
         return not any(_open(v) for v in self.values)
 
 

@@ -139,10 +139,10 @@ def based(text: str) -> Based | None:
 
 
 def vast(text: str) -> bool:
-    """Whether a power, a root, a binomial or a factorial in it is too large to compute."""
+    """Returns whether a power, a root, a binomial or a factorial in a text is too large to compute."""
     return _VAST.search(text) is not None or (constant(text) and _HUGE_FACTORIAL.search(text) is not None)
 
 
 def constant(text: str) -> bool:
-    """Whether it consists of numbers only, so that it could have been computed."""
+    """Returns whether a text consists of numbers only, so that it could have been computed."""
     return _CONSTANT.fullmatch(text) is not None

@@ -19,7 +19,7 @@ _WHOLE = {"k": (2, 4), "l": (5, 7), "m": (8, 11), "n": (12, 30)}
 
 
 def same_values(one: Any, two: Any, seed: str, rounding: int = 0) -> bool | None:
-    """Whether two expressions are equal; None if they are no expressions or cannot be computed.
+    """Returns whether two expressions are equal; None if they are no expressions or cannot be computed.
 
     `seed`: text from which the points are drawn. `rounding`: the digits after the point to which a constant is given.
     """
@@ -60,7 +60,7 @@ def _point(letters: list[Any], draw: random.Random, signed: bool, number: int) -
 
 
 def _zero(expression: Any, point: dict[Any, Any]) -> bool | None:
-    """Whether the value at a point is 0, exactly where it is rational; None if it cannot be computed there."""
+    """Returns whether the value at a point is 0, exactly where it is rational; None if it cannot be computed there."""
     try:
         if expression.is_rational_function() and (value := expression.xreplace(point).doit()).is_Rational:
             return bool(value == 0)
@@ -78,7 +78,7 @@ def _rounds(one: Any, two: Any, digits: int) -> bool:
 
 
 def _rooted(expression: Any) -> bool:
-    """Whether a letter stands under a root or in a logarithm."""
+    """Returns whether a letter stands under a root or in a logarithm."""
     import sympy
 
     roots = [part for part in expression.atoms(sympy.Pow) if part.exp.is_integer is not True]

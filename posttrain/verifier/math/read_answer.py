@@ -303,7 +303,7 @@ def _member(text: str) -> tuple[str, str] | None:
 
 
 def _outside(text: str, at: int) -> bool:
-    """Whether a position is outside all brackets. The brackets of half-open intervals count too."""
+    """Returns whether a position is outside all brackets. The brackets of half-open intervals count too."""
     depth = 0
     for c in text[:at]:
         depth += (c in "([{") - (c in ")]}")

@@ -72,7 +72,7 @@ def unit(text: str) -> str:
 
 
 def clash(one: str, two: str) -> bool:
-    """Whether two units are both given and differ."""
+    """Returns whether two units are both given and differ."""
     return bool(one and two) and one != two and {one, two} not in _ALIKE
 
 
@@ -95,7 +95,7 @@ def tail(words: str) -> tuple[Fraction, str] | None:
 
 
 def changing(words: str) -> bool:
-    """Whether the text after a number changes it to another number.
+    """Returns whether the text after a number changes it to another number.
 
     >>> [changing(words) for words in ("and a half", "thirds", "times two", "half lives", "one-dollar bills", "years")]
     [True, True, True, False, False, False]

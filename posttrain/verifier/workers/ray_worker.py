@@ -12,8 +12,8 @@ from posttrain.verifier.workers.worker_process import EndedError, Spec, WorkerEr
 PLACE_SECONDS = 120.0
 """Seconds that the cluster may take to begin an actor, or to carry a request and its reply."""
 Told = tuple[dict[str, Any] | None, tuple[type[WorkerError], str, str, bool] | None, bool, tuple[int, ...]]
-"""What an actor answers: the reply, or the error that its worker raised; whether the worker can be asked again; and the
-ids of the processes there."""
+"""The answer of an actor: the reply, or the error that its worker raised; whether the worker can be asked again; and
+the ids of the processes there."""
 
 
 class WorkerActor:
@@ -99,5 +99,5 @@ class RayWorker:
 
 
 def _parts(error: WorkerError) -> tuple[type[WorkerError], str, str, bool]:
-    """What it is made of. Exceptions with several arguments cannot be pickled as they are."""
+    """Returns the parts of an error. Exceptions with several arguments cannot be pickled as they are."""
     return EndedError if isinstance(error, EndedError) else WorkerError, error.kind, error.why, error.killed

@@ -42,7 +42,7 @@ class PooledSource:
 
     @property
     def batched(self) -> bool:
-        """Whether it judges all answers to a prompt in one call."""
+        """True where the function judges all answers to a prompt in one call."""
         return self.local.batched
 
     async def __call__(self, attempt: Attempt) -> Judged:
@@ -102,7 +102,7 @@ def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def _sent(a: Attempt) -> tuple[Any, ...]:
-    """What the worker gets of an attempt."""
+    """Returns the parts of an attempt that the worker gets."""
     return (a.task, a.turns, a.stop, a.state, a.ids)
 
 
@@ -121,8 +121,8 @@ def _together(judge: FunctionSource, attempts: Sequence[Attempt], at: StepNumber
 
 
 def _called(judge: FunctionSource, args: Any, kwargs: Any, read: Callable[[Any], T]) -> T | Verdict:
-    """What the function returns, read; a failed verdict where it raises. SystemExit is handled like other exceptions.
-    MemoryError is raised to the caller."""
+    """Returns what `read` makes of the function's return value; a failed verdict where the function raises. SystemExit
+    is handled like other exceptions. MemoryError is raised to the caller."""
     try:
         returned = judge.function(*args, **kwargs)
         return read(asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned)

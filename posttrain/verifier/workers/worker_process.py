@@ -44,7 +44,7 @@ OUT_OF_MEMORY = 77
 
 @dataclass(frozen=True)
 class Spec:
-    """What a worker runs, and its limits.
+    """The function that a worker runs, and its limits.
 
     `maker` is `module:function`. In the worker it is called with `argument` and returns the function that answers
     requests.
@@ -85,7 +85,7 @@ class EndedError(WorkerError):
 
 
 class Worker(Protocol):
-    """What answers requests for a pool, one at a time."""
+    """A worker that answers requests for a pool, one at a time."""
 
     usable: bool
     """Whether it can be asked again."""
@@ -199,7 +199,7 @@ class WorkerProcess:
                 self.pid = None
 
     def _has_said(self) -> bool:
-        """Whether there is something to read now."""
+        """Returns whether there is something to read now."""
         pipe = self.process.stdout
         assert pipe is not None
         with selectors.DefaultSelector() as selector:

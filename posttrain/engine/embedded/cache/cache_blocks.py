@@ -51,7 +51,7 @@ class Blocks:
         return self.capacity - self.free - self.spare
 
     def fits(self, n: int) -> bool:
-        """Whether `n` more blocks can be taken, if spare ones are evicted."""
+        """Returns whether `n` more blocks can be taken, if spare ones are evicted."""
         return n <= self.free + self.most - self.capacity or n <= self.most - self.in_use
 
     def owners(self, block: int) -> int:

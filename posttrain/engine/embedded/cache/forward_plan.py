@@ -112,8 +112,8 @@ def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPi
 
 
 def room_in_lanes(computed: int, left: int, budget: int, lanes: int) -> int:
-    """How many positions of prompts to compute in a pass with `computed` others. `left` positions of
-    prompts are not cached yet.
+    """Returns the number of prompt positions to compute in a pass with `computed` other positions. `left` prompt
+    positions are not cached yet.
 
     Positions that would begin one more vector of lanes without filling it wait for the next pass, if this pass still
     has some positions of a prompt. With 64 slots and short prompts, one lane in nine would be idle otherwise.

@@ -255,8 +255,8 @@ class FusedDecoder:
 
 
 def fusable(module: PreTrainedModel) -> bool:
-    """Whether every layer is the plain one of a known family, in float32, without hooks or other parts. Linear layers
-    may have an adapter."""
+    """Returns whether every layer is the plain one of a known family, in float32, without hooks or other parts. Linear
+    layers may have an adapter."""
     prefix = FAMILIES.get(type(module).__name__)
     config = module.config
     if (

@@ -30,7 +30,7 @@ from posttrain.engine.model.supported_models import LayerShape, accept
 from posttrain.system.errors import EngineError
 
 TOKEN = LayerShape(1, 1, 1)
-"""What is cached of a token: its id, as one key."""
+"""The shape of what is cached of a token: its id, as one key."""
 MOST_IDS = 1 << 24
 """Ids below this are exact as float32."""
 

@@ -1,1 +1,1 @@
-"""Which request computes what next: admission, slots, stop strings, counters."""
+"""Decides which request computes what next: admission, slots, stop strings, counters."""

@@ -1,4 +1,4 @@
-"""What the engine counts, as (sum, count) gauges.
+"""The counts of the engine, as (sum, count) gauges.
 
 `engine/tokens`              tokens of delivered turns, per turn
 `engine/steps`               steps, each counted once
@@ -39,7 +39,7 @@ class EngineCounters:
     def _reset(self) -> None:
         self._tokens = self._turns = self._steps = self._spoke = self._longest = 0
         self._linear = self._attention = 0.0, 0.0
-        """What was computed, and what of it was needed."""
+        """Amounts that were computed, and the parts of them that were needed."""
         self._prefilled = 0
         self._drafted = self._accepted = 0
         self._kv = np.zeros(2)

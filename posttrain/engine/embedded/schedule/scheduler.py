@@ -1,5 +1,5 @@
-"""Which tokens the next forward pass computes, and which request owns which cache blocks. numpy;
-no model, no event loop.
+"""Decides which tokens the next forward pass computes, and which request owns which cache blocks. Uses numpy; no model,
+no event loop.
 
 A request is queued, then gets a slot, then waits for its prompt to be cached, then generates. It is admitted when there
 are blocks for its prompt. Where blocks run out later, the youngest request is preempted. It goes back to the head of
@@ -73,12 +73,12 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any slot is taken."""
+        """True where any slot is taken."""
         return len(self.slots.free) < self.slots.count
 
     @property
     def unfinished(self) -> bool:
-        """Whether any turn has begun and not ended, in a slot or preempted and queued."""
+        """True where any turn has begun and not ended, in a slot or preempted and queued."""
         return self.busy or any(r.begun is not None and not r.gone for r in self.queue)
 
     @property
@@ -379,8 +379,8 @@ class Scheduler:
             self._lost[key] = prompt.done
 
     def _room(self, n: int, keep: Prompt | None = None) -> bool:
-        """Whether there are `n` more blocks. Frees cached prompts that no slot waits for if
-        needed, but never `keep`."""
+        """Returns whether there are `n` more blocks. Frees cached prompts that no slot waits for if needed, but never
+        `keep`."""
         if not self.blocks.fits(n):
             for prompt in [p for p in self.prompts.values() if not p.waiting and p is not keep]:
                 self._drop(prompt)

@@ -1,4 +1,4 @@
-"""What the scheduler counts; `engine_counters.EngineCounters` turns it into gauges."""
+"""The counts of the scheduler; `engine_counters.EngineCounters` turns them into gauges."""
 
 from __future__ import annotations
 

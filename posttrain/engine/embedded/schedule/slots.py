@@ -163,7 +163,8 @@ class Slots:
             self.said[s], self.pending[s], request.begun = n, before.ids[-1], None
 
     def begun(self, s: int) -> Preempted | None:
-        """What the slot's request needs to continue in another slot; None where it has said no token."""
+        """Returns the state that the slot's request needs to continue in another slot; None where the request has said
+        no token."""
         n = int(self.said[s])
         if not n:
             return None

@@ -1,5 +1,5 @@
-"""When each request was queued, admitted, drew its first token and finished, as a Chrome
-trace (chrome://tracing, Perfetto)."""
+"""Records when each request was queued, admitted, drew its first token and finished, as a Chrome trace
+(chrome://tracing, Perfetto)."""
 
 from __future__ import annotations
 

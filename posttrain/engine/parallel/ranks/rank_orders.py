@@ -1,4 +1,4 @@
-"""How rank 0 tells the other ranks what to compute next, and how it is found out who failed.
+"""Tells the other ranks what rank 0 wants them to compute next, and finds out which rank failed.
 
 A store of keys, a file of the run's own or in the process of torchrun, says that there is a next order; its content
 goes to all ranks by broadcast, signed (`signed.py`). So a rank can wait for an order as long as rollouts take, and only
@@ -88,8 +88,8 @@ def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) ->
 
 
 def _meeting(work: Callable[[], ProcessRanks], seconds: float, gone: Callable[[], str]) -> ProcessRanks:
-    """What `work` returns. A thread does it: while torch connects ranks, it hears neither signals nor that one is gone,
-    and waits for each of them anew."""
+    """Returns the result of `work`. A thread runs it: while torch connects ranks, torch hears neither signals nor that
+    a rank is gone, and waits for each of them anew."""
     found = in_thread(work)
     last = time.monotonic() + seconds
     try:
@@ -128,7 +128,7 @@ class RankOrders:
     def __init__(self, ranks: ProcessRanks, store: Store) -> None:
         self.ranks, self._store = ranks, store
         self.number = 0
-        """Of the last order."""
+        """Number of the last order."""
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class RankOrders:
             self._store.set(_key(self.number + 1), END)
 
     def failed(self) -> dict[int, str]:
-        """Why ranks failed, by rank, of those that said so."""
+        """Returns the reasons why ranks failed, by rank, of those that said so."""
         found: dict[int, str] = {}
         with contextlib.suppress(RuntimeError):
             for rank in range(1, self.ranks.world):
@@ -157,7 +157,7 @@ class RankOrders:
         return found
 
     def standing(self) -> dict[int, str]:
-        """Where each other rank stands: the words of its last note."""
+        """Returns the state of each other rank: the words of its last note."""
         found: dict[int, str] = {}
         with contextlib.suppress(RuntimeError):
             for rank in range(1, self.ranks.world):

@@ -24,7 +24,7 @@ from posttrain.system.child_lifetime import begun
 
 COMMAND = "from {module} import serve; serve({rank}, {world}, {path!r}, **{told})"
 KEY = "key"
-"""What the key of the ranks is called in their store."""
+"""The name of the ranks' key in their store."""
 LOG_LINES = 12
 """Last lines of a process's output that an error message quotes."""
 END_SECONDS = 20.0
@@ -66,7 +66,7 @@ class RankProcesses:
         return next((f"rank {rank} is gone: {how}" for rank, how in found if how), "")
 
     def ended(self, rank: int) -> str:
-        """How the process of a rank ended, in words; '' where it lives."""
+        """Returns how the process of a rank ended, in words; '' where it lives."""
         code = self._processes[rank].poll()
         if code is None:
             return ""
@@ -74,7 +74,7 @@ class RankProcesses:
         return f"{how}{self._last_words(rank)}"
 
     def stopped(self, rank: int) -> bool:
-        """Whether the process lives and is stopped (SIGSTOP), as far as this system says."""
+        """Returns whether the process lives and is stopped (SIGSTOP), as far as this system says."""
         with contextlib.suppress(OSError, IndexError):
             about = Path(f"/proc/{self._processes[rank].pid}/stat").read_text()
             return about.rpartition(")")[2].split()[0] in ("T", "t")
