@@ -135,8 +135,7 @@ class Driver(ABC, Generic[S, T, A]):
         """Reports the evaluation before the first step. None: no task is held out."""
 
     def agree(self) -> AgreementReport | None:
-        """Returns how well the stage's scores order held-out judgements now. None: this kind of stage does not learn
-        from them."""
+        """Returns how well the scores order held-out judgements now. None: the stage does not learn from them."""
         return None
 
     def enough(self, report: EvaluationReport | None) -> str:
@@ -254,8 +253,7 @@ class Driver(ABC, Generic[S, T, A]):
         return self.parts.run.env_of(self.stage) == self.parts.run.env
 
     async def _goes_on(self, index: int, step: Step) -> bool:
-        """Runs what follows a step: evaluation when due, the record, the border. Returns whether there is another step.
-        """
+        """Runs what follows a step: evaluation when due, the record, the border. Returns whether a step is left."""
         p, s, stage = self.progress, self.state, self.stage
         p.checks = {**p.checks, **self.watch.state()}
         s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
