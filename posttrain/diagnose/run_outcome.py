@@ -76,8 +76,8 @@ class StageOutcome:
 
     @property
     def loss(self) -> Gain | None:
-        """The gain of the held-out loss, from before the first step to the last measurement. None: not both were made.
-        """
+        """The gain of the held-out loss, from before the first step to the last measurement. None: not both were
+        made."""
         ends = [*self.likelihoods.values()]
         return ends[0].gain(ends[-1]) if len(ends) > 1 and 0 in self.likelihoods else None
 

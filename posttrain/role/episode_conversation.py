@@ -29,8 +29,8 @@ from posttrain.system.errors import ConfigError, DataError, InvariantError, near
 
 @dataclass(frozen=True)
 class Player:
-    """The player of a seat: a sampler with its own encoder and sampling settings. It is the policy or any other model.
-    """
+    """The player of a seat: a sampler with its own encoder and sampling settings. It is the policy or any other
+    model."""
 
     sampler: Sampler
     dialogue: Callable[[str], Dialogue]
@@ -323,6 +323,6 @@ def shorter(sampling: Sampling, most: int) -> Sampling:
 
 
 def tokens_upto(dialogue: Dialogue, ids: np.ndarray, characters: int) -> int:
-    """Number of tokens of `ids` that make this many characters. Text never shrinks with a token, so bisection finds it.
-    """
+    """Number of tokens of `ids` that make this many characters. Text never shrinks with a token, so bisection finds
+    it."""
     return bisect_left(range(len(ids)), characters, key=lambda n: len(dialogue.text(ids[:n])))

@@ -1,5 +1,4 @@
-"""The progress of a run, as plain data: part of every checkpoint. The state of one kind of stage is a type of its own.
-"""
+"""The progress of a run, as plain data: part of every checkpoint. The state of a kind of stage is a type of its own."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ class StageState(Open, begin=True):
 
 @dataclass(frozen=True)
 class Reopening:
-    """The data that let a finished run go on with its last stage, as if that stage had been longer from the beginning.
-    """
+    """The data that let a finished run go on with its last stage, as if it had been longer from the beginning."""
 
     progress: Mapping[str, Any]
     """The progress as it was before the stage was ended."""

@@ -34,6 +34,6 @@ def as_verdict(value: Any) -> Verdict:
 
 
 def _truth(value: Any) -> bool:
-    """Returns whether a value is a truth value of Python, NumPy or torch: the result of a comparison and not a score.
-    """
+    """Returns whether a value is a truth value of Python, NumPy or torch: the result of a comparison and not a
+    score."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")

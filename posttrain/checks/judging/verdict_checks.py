@@ -1,5 +1,5 @@
-"""Checks that verdicts can be learned from: failed ones give no reward, few answers are unjudged, and verdicts repeat.
-"""
+"""Checks that verdicts can be learned from: failed ones give no reward, few answers are unjudged, and verdicts
+repeat."""
 
 from __future__ import annotations
 

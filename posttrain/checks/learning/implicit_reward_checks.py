@@ -1,5 +1,5 @@
-"""Checks that an implicit process reward model scores before it learns, and learns the outcomes of the step's answers.
-"""
+"""Checks that an implicit process reward model scores before it learns, and learns the outcomes of the step's
+answers."""
 
 from __future__ import annotations
 

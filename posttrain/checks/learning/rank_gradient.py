@@ -1,5 +1,5 @@
-"""Checks that the gradient that ranks have together is the gradient: of every parameter, summed once over all of them.
-"""
+"""Checks that the gradient that ranks have together is the gradient: of every parameter, summed once over all of
+them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checks that sampler, learner and reference agree when they hold the same weights, and rollouts are what was sampled.
-"""
+"""Checks that sampler, learner and reference agree when they hold the same weights, and rollouts are what was
+sampled."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ class Contracts:
 
     @property
     def easy(self) -> bool:
-        """True where every row draws from the softmax of its logits and nothing else, so that no column need be read.
-        """
+        """True where every row draws from the softmax of its logits and nothing else, so that no column need be
+        read."""
         return self.special is not None and not self.special
 
     @staticmethod

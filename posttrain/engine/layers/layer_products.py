@@ -43,8 +43,8 @@ def _takes_one_dnn(x: Tensor) -> bool:
 
 
 def fits(*given: Tensor | None) -> bool:
-    """Returns whether `linear` may multiply these: plain float32 tensors on the CPU, of which nobody asks a gradient.
-    """
+    """Returns whether `linear` may multiply these: plain float32 tensors on the CPU, of which nobody asks a
+    gradient."""
     tensors = [t for t in given if t is not None]
     plain = all(type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.is_cpu for t in tensors)
     return plain and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))

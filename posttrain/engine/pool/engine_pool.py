@@ -197,8 +197,8 @@ class EnginePool:
         return summary(self._engines)
 
     def rows(self) -> list[RoleRow]:
-        """Returns what each engine does now, and the turns that none of them has yet. It may be called from any thread.
-        """
+        """Returns what each engine does now, and the turns that none of them has yet. It may be called from any
+        thread."""
         return [*(e.row() for e in self._engines), unassigned(self._waits.owners(), self._engines)]
 
     def close(self) -> None:

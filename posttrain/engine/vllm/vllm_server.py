@@ -211,8 +211,8 @@ class VLLMServer:
         return staged.fingerprint_served(await self._told(self._expected.wanted()))
 
     async def _told(self, wanted: ReadBack) -> list[dict[str, Any]]:
-        """Returns the answer of each worker about the tensors that it computes with, once nothing of before is cached.
-        """
+        """Returns the answer of each worker about the tensors that it computes with, once nothing of before is
+        cached."""
         await self._empty_cache()
         told = await self._call("posttrain_digests", json.dumps(wanted))
         for error in [one["error"] for one in told if "error" in one]:

@@ -221,8 +221,8 @@ class GenerativeJudge:
 
 
 def _marks(vote: Vote, i: int) -> list[str]:
-    """Returns the score that a vote gives answer i, as a short number; twice where the answer is compared with itself.
-    """
+    """Returns the score that a vote gives answer i, as a short number; twice where the answer is compared with
+    itself."""
     if vote.scores is None:
         return [UNREAD]
     return [f"{s:.12g}" for side, s in zip(vote.sides, vote.scores, strict=True) if side == i]

@@ -38,8 +38,8 @@ class RegeneratedAnswer:
 
     @property
     def completions(self) -> tuple[Episode, ...]:
-        """The completions that replace the first wrong step and all after it. None exist where the first step is wrong.
-        """
+        """The completions that replace the first wrong step and all after it. None exist where the first step is
+        wrong."""
         return self.asked.get(self.kept, ())
 
 
