@@ -46,10 +46,10 @@ FIRST: tuple[Instant, ...] = ("first scoring", "forward", "backward", "gradients
 SMALL = 32 << 20
 """Bytes of a block that glibc keeps, at most."""
 BETWEEN = {"none": 1.15, "selective": 1.3, "full": 2.2}
-SEVERAL, HEADLESS, ADAPTED = 1.3, 1.5, 1.86
+SEVERAL, SAMPLING, HEADLESS, ADAPTED = 1.3, 1.35, 1.5, 1.86
 """Resident bytes of kept blocks for each byte that was in use at once, by what is computed again: where layers are,
-blocks of many sizes come and go. At least SEVERAL with several passes and where a first update is checked, HEADLESS for
-a reward model, ADAPTED with an adapter. Measured (docs/planning.md)."""
+blocks of many sizes come and go. At least SEVERAL with several passes and where a first update is checked, SAMPLING
+where the process samples too, HEADLESS for a reward model, ADAPTED with an adapter. Measured (docs/planning.md)."""
 LIBRARIES = 33 << 20
 """What oneDNN, torch and the tokenizer keep for themselves once a run has worked with its sizes. Measured."""
 STATE = {
@@ -132,7 +132,7 @@ def places(work: Work) -> tuple[Place, ...]:
     """The learner's process with what works in it, and an engine's where it has its own."""
     apart = work.engines > 0 and work.samples
     beside = () if apart else tuple(_engine(work))
-    least = (SEVERAL, work.passes > 1), (HEADLESS, not work.head), (ADAPTED, work.adapter > 0)
+    least = (SEVERAL, work.passes > 1), (SAMPLING, work.samples), (HEADLESS, not work.head), (ADAPTED, work.adapter > 0)
     between = max(BETWEEN[work.checkpointing], *(factor for factor, yes in least if yes), 1.0)
     name = "learner" if apart else "learner and engine"
     learner = Place(name, (*_learner(work), *beside), work.accelerator, between)
