@@ -58,7 +58,7 @@ CASES = (
     Case("grpo", 128, 4, 100352, more=(CONTEXT, "engine.sleep=true")),
     Case("grpo", 128, 4, 100352, more=(CONTEXT, FULL)),
     Case("grpo", 256, 4, 65536, more=(CONTEXT, "model.lora.rank=16")),
-    Case("grpo", 128, 4, 100352, answer=440, more=(CONTEXT,)),
+    Case("grpo", 128, 4, 100352, answer=448, more=(CONTEXT,)),
     Case("grpo", 256, 8, 65536, micro=1024, more=(CONTEXT,)),
 )
 
