@@ -114,9 +114,9 @@ def test_no_bit_of_a_tree_depends_on_the_others() -> None:
 
 @pytest.fixture
 def unproved() -> Iterator[None]:
-    packed_attention._prove.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    packed_attention._proved.cache_clear()  # pyright: ignore[reportPrivateUsage]
     yield
-    packed_attention._prove.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    packed_attention._proved.cache_clear()  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.usefixtures("unproved")

@@ -4,6 +4,7 @@ AdamW."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,11 @@ from engine_parts import ARCHS, packed, policy, segments, tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from posttrain.config.run import Optimizer
+from posttrain.config.run import Checkpointing, Optimizer
 from posttrain.core.batch import Packed
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import SCORED, Scoring
+from posttrain.engine.layers import packed_attention
 from posttrain.engine.learner import packed_reader
 from posttrain.engine.learner.learner import FrozenScorer, HFLearner
 from posttrain.engine.model.policy_model import Policy, load_policy
@@ -129,6 +131,17 @@ def test_checkpointing_changes_no_gradient_and_scoring_leaves_no_trace() -> None
     assert furthest(gradients(plain, [batch]), gradients(saving, [batch])) < 1e-12
     saving.score(batch)
     assert saving.policy.module.training and all(p.grad is None for p in saving.parameters().values())
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_a_first_pass_may_compute_its_layers_again(how: Checkpointing) -> None:
+    """The compiled attention is compared with its definition then, which leaves no trace in what the backward reads."""
+    batch, made = packed(4), replace(policy(), share_prefixes=False)
+    saving, plain = HFLearner(made.clone(), gradient_checkpointing=how), HFLearner(made)
+    saving.train_mode(True)
+    packed_attention._proved.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    found, wanted = gradients(saving, [batch]), gradients(plain, [batch])
+    assert all(torch.dist(found[n], wanted[n]) <= 1e-5 * torch.linalg.vector_norm(wanted[n]) for n in wanted)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

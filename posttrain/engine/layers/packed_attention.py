@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.head import reference_ops
+from posttrain.engine.pool.pool_waits import in_thread
 from posttrain.system.errors import EngineError
 
 PROOF = 2e-5
@@ -108,11 +109,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float
         EngineError: the compiled code differs from the plain definition by more than rounding, on its first use.
         MemoryError: there is no room for one block of scores.
     """
-    _prove(query.shape[1], key.shape[1], query.shape[2], value.shape[2], window is not None)
+    _proved(query.shape[1], key.shape[1], query.shape[2], value.shape[2], window is not None)
     return _Attention.apply(query, key, value, runs, scaling, window)  # pyright: ignore[reportReturnType]
 
 
 @functools.cache
+def _proved(*shape: Any) -> None:
+    """In a thread of its own: where a layer is computed again in the backward pass, torch counts what the thread of the
+    forward pass keeps."""
+    in_thread(_prove, *shape).result()
+
+
 def _prove(heads: int, shared: int, width: int, out_width: int, windowed: bool) -> None:
     """EngineError where outputs or gradients of a small tree differ from the plain definition by more than rounding."""
     length, window = np.array([5, 37, 18, 2]), 9 if windowed else None
@@ -124,18 +131,17 @@ def _prove(heads: int, shared: int, width: int, out_width: int, windowed: bool) 
         for i in range(n):
             sees[s + i, [*a.tolist(), *range(s, s + i + 1)][-(window or count) :]] = True
     generator, scaling = torch.Generator().manual_seed(0), width**-0.5
-    with torch.inference_mode(False), torch.enable_grad():
-        rows = [
-            torch.randn(count, h, d, generator=generator)
-            for h, d in ((heads, width), (shared, width), (shared, out_width), (heads, out_width))
-        ]
-        ours = [x.clone().requires_grad_() for x in rows[:3]]
-        theirs = [x.double().requires_grad_() for x in rows[:3]]
-        mine = _Attention.apply(*ours, runs, scaling, window)
-        q, k, v = (x.transpose(0, 1)[None] for x in theirs)
-        wanted = reference_ops.attention(q, k, v, sees, scaling, None)[0].transpose(0, 1)
-        found = [mine, *torch.autograd.grad(mine, ours, rows[3])]  # pyright: ignore[reportArgumentType,reportCallIssue]
-        right = [wanted, *torch.autograd.grad(wanted, theirs, rows[3].double())]
+    rows = [
+        torch.randn(count, h, d, generator=generator)
+        for h, d in ((heads, width), (shared, width), (shared, out_width), (heads, out_width))
+    ]
+    ours = [x.clone().requires_grad_() for x in rows[:3]]
+    theirs = [x.double().requires_grad_() for x in rows[:3]]
+    mine = _Attention.apply(*ours, runs, scaling, window)
+    q, k, v = (x.transpose(0, 1)[None] for x in theirs)
+    wanted = reference_ops.attention(q, k, v, sees, scaling, None)[0].transpose(0, 1)
+    found = [mine, *torch.autograd.grad(mine, ours, rows[3])]  # pyright: ignore[reportArgumentType,reportCallIssue]
+    right = [wanted, *torch.autograd.grad(wanted, theirs, rows[3].double())]
     for name, a, b in zip(("outputs", "dq", "dk", "dv"), found, right, strict=True):
         gap = float((a.detach() - b.detach()).abs().max() / b.detach().abs().max())
         if not gap <= PROOF:
