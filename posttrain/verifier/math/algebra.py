@@ -29,10 +29,7 @@ _SAME = (
 """Pairs that a working algebra finds equal."""
 
 _NUMBER = re.compile(r"[-+]?(?:\d+/\d+|\d+\.?\d*|\.\d+)")
-_DECIMAL = re.compile(r"(?<![\d.,])(\d*)\.(\d{1,99})(?![\d.,])")
 _ROUNDED = re.compile(rf"-?\d*\.(\d{{{ROUNDED},}})")
-_EULER = re.compile(r"(\d)(?=[eE][-+]?\d)")
-"""A digit before Euler's number, which is not the exponent of a decimal here: our own rules read those."""
 _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 
 
@@ -96,7 +93,7 @@ def equal(gold: str, said: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def parsed(text: str) -> Any:
-    """The expression; None if the grammar does not accept it. A decimal is the exact fraction, an `i` alone is the
+    """The expression; None if the grammar does not accept it. An `i` alone is the
     imaginary unit, and the angles of functions may be in degrees."""
     import sympy
     from latex2sympy2_extended.latex2sympy2 import (
@@ -106,7 +103,7 @@ def parsed(text: str) -> Any:
         normalize_latex,
     )
 
-    text = _DECIMAL.sub(_fraction, _EULER.sub(r"\1 ", text.replace("%", "\\%")))
+    text = text.replace("%", "\\%")
     try:
         found: Any = latex2sympy(
             normalize_latex(text, NormalizationConfig(boxed="none")),
@@ -119,10 +116,6 @@ def parsed(text: str) -> Any:
         return found.xreplace({imaginary: sympy.I}) if imaginary in found.free_symbols else found
     except Exception:
         return None
-
-
-def _fraction(decimal: re.Match[str]) -> str:
-    return rf"\frac{{{int(decimal[1] + decimal[2])}}}{{{10 ** len(decimal[2])}}}"
 
 
 def _rounding(text: str) -> int:
