@@ -71,6 +71,16 @@ def test_a_run_that_was_cut_goes_on_in_another_way(
 
 
 @pytest.mark.skipif("others" not in PARTS, reason="not drawn")
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_layers_are_computed_again(how: str, tmp_path: Path) -> None:
+    """The first pass of all asks for a gradient."""
+    run = replace(made := run_of_heads(gradient_checkpointing=how), stages=made.stages[:1])
+    main.run(run, out=tmp_path / "one", quiet=True)
+    main.run(run, out=tmp_path / "tensor", quiet=True, **TENSOR)
+    assert apart(tmp_path / "one", tmp_path / "tensor") <= BOUND
+
+
+@pytest.mark.skipif("others" not in PARTS, reason="not drawn")
 def test_preferences(tmp_path: Path) -> None:
     run = replace(run_of_heads(), stages=(run_of_heads().stages[0], STAGES["dpo"]))
     main.run(run, out=tmp_path / "one", quiet=True)

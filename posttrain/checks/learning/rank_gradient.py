@@ -88,11 +88,12 @@ def silent_in_parts(
         InvariantError: the value head gets no gradient, or the gradients of all parts are not that of the log-probs.
     """
     learner, packed = _as_chosen(learner, packed)
-    scores = learner.forward(packed, entropy=False, value=bool(head))
-    (scores.logp * cotangent(scores.logp)).sum().backward(retain_graph=bool(head))
+    scores = learner.forward(packed, entropy=False, value=False)
+    (scores.logp * cotangent(scores.logp)).sum().backward()
     found = _taken(parameters)
-    if scores.value is not None and head:
-        scores.value.sum().backward()
+    value = learner.forward(packed, entropy=False, value=True).value if head else None  # layers are recomputed once
+    if value is not None:
+        value.sum().backward()
         heads = _taken(head)
         _taken(parameters)
         if deaf := [n for n in head if n not in heads or not bool(heads[n].any())]:
