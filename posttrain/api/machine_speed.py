@@ -21,9 +21,9 @@ from posttrain.engine.layers.layer_products import linear
 from posttrain.system.version import VERSION
 
 SECONDS = 1.2
-"""Of each measurement."""
+"""Seconds of each measurement."""
 SIDE = 1024
-"""Of the product on a processor; four times that on an accelerator."""
+"""Side of the matrices of the product on a processor; four times that on an accelerator."""
 READ = 1 << 28
 """Bytes that are read; sixteen times that on an accelerator."""
 SMALL, CALLS = 64, 40

@@ -39,7 +39,7 @@ PROMPT, ANSWER, SPREAD = 256, 512, 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What a config does not say."""
+    """The options of a plan that a config does not hold."""
 
     stage: str | None = None
     prompt: int | None = None
@@ -60,7 +60,7 @@ class Planned:
     work: Work
     machine: Hardware
     notes: tuple[str, ...]
-    """What was assumed or chosen."""
+    """Notes on what was assumed or chosen."""
     timed: Throughput | None
     """None where nothing is known of the machine's speed."""
 
@@ -208,7 +208,7 @@ def _lengths(stage: Stage, context: int, options: PlanOptions) -> tuple[Lengths,
 
 
 def cache_file() -> Path:
-    """Where the figures of this machine are kept."""
+    """Returns the path of the file that keeps the figures of this machine."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
     return base / "posttrain" / PROBED

@@ -27,7 +27,7 @@ SAMPLES = 8
 
 @dataclass(frozen=True)
 class TransferReport:
-    """How a reward model orders the answers of one policy, over prompts."""
+    """A report of the order in which a reward model puts the answers of one policy, over prompts."""
 
     policy: str
     agreement: Score
@@ -135,7 +135,7 @@ def _of_policy(
 
 
 def _truth(world: Any) -> Callable[[Episode], float | None]:
-    """What an answer is worth; None where that is not known."""
+    """Returns a function that gives the worth of an answer; None where the worth is not known."""
     offered = abilities.declared(world).judgements
     utility = None if offered is None else offered.utility
     if utility is None:

@@ -213,12 +213,12 @@ def count_on(folder: Path, environments: Iterable[Environment]) -> None:
 
 
 def setting_lines(run: Run) -> tuple[str, ...]:
-    """What settings mean for the whole run, as lines for people."""
+    """Returns the meaning of settings for the whole run, as lines for people."""
     return (*price_lines(run), *right_lines(run))
 
 
 def price_lines(run: Run) -> tuple[str, ...]:
-    """What `deterministic=true` does and costs, as lines for people."""
+    """Returns the effect and the cost of `deterministic=true`, as lines for people."""
     if not run.deterministic:
         return ()
     return (
@@ -228,7 +228,7 @@ def price_lines(run: Run) -> tuple[str, ...]:
 
 
 def right_lines(run: Run) -> tuple[str, ...]:
-    """What counts as a right answer, where answers are judged."""
+    """Returns lines that say what counts as a right answer, where answers are judged."""
     if not judged(run.env):
         return ()
     if run.env.right is None and any(r.graded for r in run.env.rewards):

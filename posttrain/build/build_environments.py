@@ -23,7 +23,7 @@ REWARD_LINE = (
     "Add env.rewards=mine.py:reward, your own function, or a built-in: exact, last_integer, contains or math (each"
     " reads a column answer); from Python rewards=[my_function]"
 )
-"""What to add where a reward is missing."""
+"""Advice on what to add where a reward is missing."""
 
 
 def check_environment(env: Environment, stages: Sequence[Stage], config: Env) -> None:

@@ -100,7 +100,7 @@ class RewardModels:
             judge.close()
 
     def _ends(self) -> TokenEnds:
-        """Where steps end in the policy's tokens."""
+        """Returns the finder of the places where steps end in the policy's tokens."""
         tokenizer: Any = self._policy.tokenizer
         renderer = Renderer(tokenizer, self._policy.stop_ids, self._policy.context)
         return TokenEnds(RenderedDialogue(renderer, "").text)
@@ -244,7 +244,7 @@ def _frozen(policy: Policy) -> Policy:
 
 
 def _line(name: str, reward: Reward, members: Sequence[JudgeMember]) -> str:
-    """What a judge is and reads, for people."""
+    """Returns a line for people on the kind of a judge and its input."""
     how = "" if len(members) == 1 else f", {_words(reward)}"
     weight = "measured, not paid" if reward.measured else f"weight {reward.weight:g}"
     anew = [m.name for m in members if m.renderer is not None]

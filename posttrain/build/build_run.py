@@ -63,7 +63,8 @@ WORDS = ("bad_words", "allowed_words")
 
 
 def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[str, Any]:
-    """What `run.json` records beside the run tree: versions, the machine, digests, and the sandboxes in use."""
+    """Returns the facts that `run.json` records beside the run tree: versions, the machine, digests, and the sandboxes
+    in use."""
     return {
         "versions": {
             "posttrain": VERSION,
@@ -188,7 +189,7 @@ class Sleepers:
 def opponent_of(
     run: Run, policy: Policy, roles: PolicyRoles, sleepers: Sleepers, reference: Reference, share: float
 ) -> Opponent:
-    """Who plays against the policy with this share of the reference."""
+    """Returns the opponent that plays against the policy, with this share of the reference."""
     engine = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
     sleepers.add(engine)
     probe, forget = probe_ids(policy), forgetting(engine)
@@ -251,7 +252,7 @@ def make_roles(
 
 
 def forgetting(engine: Sampler) -> Callable[[], None]:
-    """What empties the cache of an engine in this process."""
+    """Returns a function that empties the cache of an engine in this process."""
     return engine.forget if isinstance(engine, EmbeddedEngine) else nothing_is_kept
 
 

@@ -80,7 +80,7 @@ class RankStart:
     deterministic: bool
     fault: str | None
     digest: str
-    """Of the weights, where each rank reads its rows."""
+    """Digest of the weights, where each rank reads its rows."""
     parallel: Parallel
     how: Mapping[str, Any]
     """Further arguments of the learner."""
@@ -106,7 +106,7 @@ def made(state: RankState, policy: Policy, digest: str, make: Callable[..., L], 
 
 
 def begin_rank(state: RankState, start: bytes) -> None:
-    """What another rank does first."""
+    """Does the first work of a rank other than rank 0."""
     attention.register()  # before the model is read
     pickle.loads(start)(state)
 
@@ -155,7 +155,8 @@ def dismiss(options: RankOptions) -> None:
 
 
 def torchrun_store(options: RankOptions) -> Store:
-    """Where the processes of torchrun meet. Keys of an attempt before, whose ranks died, are of no use to this one."""
+    """Returns the store through which the processes of torchrun meet. Keys of an earlier attempt, whose ranks died, are
+    not visible to this attempt."""
     store = next(iter(rendezvous("env://", timeout=timedelta(seconds=options.seconds))))[0]
     return PrefixStore(f"posttrain-{torchrun_restarts()}", store)
 

@@ -83,7 +83,8 @@ async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list
 
 
 def lint_notes(parts: RunParts, env: Environment) -> list[str]:
-    """What the environment finds when it looks at its data. What is well is left out, but for figures on lengths."""
+    """Returns the findings of the environment on its own data. Findings without a warning are left out, except for
+    figures on lengths."""
     if env.abilities.lint is None:
         return []
 

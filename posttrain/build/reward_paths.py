@@ -1,4 +1,4 @@
-"""Whether the paths of reward models hold one. This needs no torch, so a wrong one is refused at once."""
+"""Checks that the paths of reward models hold one. This needs no torch, so a wrong path is refused at once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whether the ranks of a run read their model by rows (`engine.parallel.sharded_load`), or rank 0 reads all of it and
-sends it."""
+"""Decides whether the ranks of a run read their model by rows (`engine.parallel.sharded_load`), or rank 0 reads all of
+it and sends it."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[
 
 
 def _who_is_whole(run: Run) -> str:
-    """Which process has a whole copy of the model."""
+    """Returns the name of the process that has a whole copy of the model."""
     if isinstance(run.engine, VLLM):
         return "the vLLM server"
     return HERE if isinstance(run.placement, Local) else "the engines in processes of their own"
 
 
 def _why_whole(run: Run, parallel: Parallel) -> str:
-    """Why rows cannot be read, as far as the settings tell; '' where they can."""
+    """Returns the reason why rows cannot be read, as far as the settings tell; '' where they can."""
     path = run.model.path or ""
     if not Path(path).expanduser().is_dir():
         return f"model={path} is no directory here"

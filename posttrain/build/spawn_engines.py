@@ -142,7 +142,7 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
 
 
 def _carrier(placement: Processes) -> Carrier:
-    """What brings weights to the engines. A cluster is connected by now."""
+    """Returns the carrier that brings weights to the engines. A cluster is connected by now."""
     if placement.transport == "shared":
         return SharedCarrier()
     if placement.transport == "collective":
@@ -157,7 +157,7 @@ def _carrier(placement: Processes) -> Carrier:
 
 
 def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, Callable[[], None]]:
-    """What begins an engine, and what ends that which all engines share."""
+    """Returns (the function that begins an engine, the function that ends the resources that all engines share)."""
     if isinstance(placement, Ray):
         cluster = RayCluster(placement.address, placement.engines, placement.cores, placement.timeout)
 
@@ -194,8 +194,8 @@ def keep_to(cores: frozenset[int]) -> Callable[[], None]:
 
 
 def _pin(cores: Collection[int]) -> None:
-    """Of a process the kernel pins one thread at a time; threads that begin later have the cores of those that began
-    them."""
+    """Pins this process to cores. The kernel pins one thread at a time; threads that begin later have the cores of the
+    threads that began them."""
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)

@@ -43,7 +43,7 @@ class EnvironmentParts:
 
 @dataclass(frozen=True)
 class PlacedEnvironments:
-    """Who plays the episodes of each environment of a run."""
+    """The players of the episodes of each environment of a run."""
 
     pool: EnvironmentPool | None = None
     environments: Sequence[Environment] = field(default_factory=list[Environment])
@@ -51,7 +51,7 @@ class PlacedEnvironments:
     """Ends the engines."""
 
     def player(self, env: Environment) -> EnvironmentPlayer | None:
-        """Who plays this one; None: it is played in this process."""
+        """Returns the player of this environment; None: it is played in this process."""
         if self.pool is None:
             return None
         return EnvironmentPlayer(self.pool, next(i for i, e in enumerate(self.environments) if e is env))
@@ -127,7 +127,8 @@ def engine_cores(engine: Sampler) -> frozenset[int] | None:
 
 
 def _sent(config: Env, env: Environment) -> Env | Environment:
-    """What the process needs to make it. Verifiers stay with the learner, so rewards are left out.
+    """Returns the object that the process needs to make the environment. Verifiers stay with the learner, so rewards
+    are left out.
 
     Raises:
         ConfigError: it cannot be sent.

@@ -33,7 +33,7 @@ from posttrain.system.terminal_output import tell, visible, visible_lines
 
 PROJECT = "posttrain"
 COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stop")
-"""Of a table of completions."""
+"""Columns of a table of completions."""
 
 
 def variable(name: str, default: str) -> str:
@@ -188,7 +188,7 @@ class Guarded:
 
     @property
     def where(self) -> str:
-        """Where to look at what it logs: a command or an address."""
+        """The place to look at the logged values: a command or an address."""
         return str(getattr(self._inner, "where", "see its own documentation"))
 
     @property

@@ -1,4 +1,4 @@
-"""What the weights of a run come from: links of earlier models, and the run's own link, read from its folder."""
+"""Lineage of the weights of a run: links of earlier models, and the run's own link, read from its folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def parents(run: Run) -> tuple[LineageLink, ...]:
 
 
 def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]) -> dict[str, Any]:
-    """What run.json records of the beginning of a run.
+    """Returns the facts that run.json records of the beginning of a run.
 
     Args:
         environments: by the names of the stages.
@@ -126,7 +126,7 @@ def _text(value: Any) -> bytes:
 
 
 def _same_each_time(value: Any) -> Any:
-    """What is no JSON, in words that another process writes too: no address, no order of a set."""
+    """Returns a form of a value that is not JSON, which another process writes too: no address, no order of a set."""
     if isinstance(value, set | frozenset):
         return sorted(map(repr, cast("set[Any]", value)))
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
@@ -258,7 +258,8 @@ def _parent_is_there(folder: Path, found: RunFile) -> None:
 
 
 def sessions(folder: Path) -> list[dict[str, Any]]:
-    """Where the run was begun and gone on with: the checkpoint each time, and the version of posttrain."""
+    """Returns the sessions in which the run was begun and continued: the checkpoint each time, and the version of
+    posttrain."""
     rows: Any = (lineage_data(folder, RunFolderError) or {}).get("sessions")
     return [object_of(x) for x in cast("list[Any]", rows)][:MOST_SESSIONS] if isinstance(rows, list) else []
 

@@ -1,4 +1,4 @@
-"""Which stage the weights of a checkpoint come from, and names without the paths of a machine."""
+"""The stage that the weights of a checkpoint come from, and names without the paths of a machine."""
 
 from __future__ import annotations
 

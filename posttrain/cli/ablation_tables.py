@@ -53,7 +53,7 @@ class ProgressLine:
 
 @dataclass(frozen=True)
 class AblateOptions:
-    """Which steps of a run, at which weights, on which device. None and '' mean the default of
+    """The steps of a run, the weights and the device for an ablation. None and '' mean the default of
     `evaluate.ablation.ablation`."""
 
     steps: str = ""
@@ -144,7 +144,7 @@ def _order(r: AblationRow) -> tuple[float, float]:
 
 
 def where(a: Ablation) -> str:
-    """How many steps the weights are from those the step began with, and what follows from it."""
+    """Returns the number of steps between the weights and those the step began with, and what follows from it."""
     gap = f"mean log-prob gap to the sampler {a.logp_gap:.1e}" if not math.isnan(a.logp_gap) else "no token was scored"
     if a.behind is None:
         return f"of another stage than {a.stage}; {gap}"

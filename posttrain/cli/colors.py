@@ -11,7 +11,7 @@ _CODES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "
 
 
 def coloured() -> bool:
-    """Whether standard output shows colours (https://no-color.org is respected)."""
+    """True where standard output shows colours (https://no-color.org is respected)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

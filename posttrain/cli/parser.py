@@ -80,7 +80,7 @@ def read_words(words: list[str]) -> Namespace:
 
 
 def _unknown(words: list[str], command: ArgumentParser, takes_settings: bool) -> str:
-    """What is wrong with words that a command does not take, and what was probably meant."""
+    """Returns the fault in words that a command does not take, and what was probably meant."""
     said = f"unrecognized arguments: {' '.join(words)}"
     options = [w for a in command._actions for w in a.option_strings]
     if words[0].startswith("-"):

@@ -59,7 +59,7 @@ def settings_text(run: Run, topic: str, columns: int) -> str:
 
 
 def _unknown(run: Run, found: tuple[SettingGroup, ...], name: str) -> str:
-    """What to ask for instead."""
+    """Returns advice on the name to ask for instead."""
     paths = {p for g in found for s in g.settings for p in _names(run, s)}
     tails = {p.rpartition(".")[2]: p for p in sorted(paths, reverse=True)}
     tops = ", ".join(dict.fromkeys(n for g in found for n in g.names if "." not in n))

@@ -155,7 +155,7 @@ def _row(i: int, r: Recorded, times: int, full: bool, width: int, on: bool) -> I
 
 
 def _notes(r: Recorded) -> Iterator[str]:
-    """Why it was dropped, why it has no reward, and its error."""
+    """Yields the reasons why the episode was dropped and why it has no reward, and its error."""
     if r.dropped:
         yield f"dropped: {r.dropped}"
     if r.episode.reward is None:

@@ -1,4 +1,4 @@
-"""Which episodes `posttrain show` shows."""
+"""The choice of the episodes that `posttrain show` shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PROMPT_LINES, SAID_LINES = 6, 8
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """What to show. None: the last one. `kind` None: training episodes if there are any, else evaluation."""
+    """The choice of what to show. None: the last one. `kind` None: training episodes if there are any, else
+    evaluation."""
 
     stage: str | None = None
     step: int | None = None
@@ -93,6 +94,6 @@ def choose(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions) -> Episo
 
 
 def is_wrong(r: Recorded) -> bool:
-    """Whether it was judged and the source with the largest weight gave less than 1."""
+    """True where the episode was judged and the source with the largest weight gave less than 1."""
     scored = [(j.weight, j.verdict.score) for j in r.episode.verdicts if j.verdict.score is not None]
     return bool(scored) and max(scored, key=lambda s: s[0])[1] < 1

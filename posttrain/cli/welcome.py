@@ -1,4 +1,4 @@
-"""What `posttrain` says when it is given no command, and `posttrain --version`."""
+"""The text that `posttrain` prints when it is given no command, and `posttrain --version`."""
 
 from __future__ import annotations
 

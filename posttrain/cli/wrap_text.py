@@ -45,7 +45,7 @@ def fold(text: str, width: int) -> Iterator[str]:
 
 
 def _fitting(text: str, width: int) -> int:
-    """How many characters of it fit into `width` columns; at least 1."""
+    """Number of characters of the text that fit into `width` columns; at least 1."""
     if text.isascii():
         return width
     taken = 0

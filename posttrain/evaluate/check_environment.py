@@ -94,7 +94,8 @@ def expected_rate(env: str | Path | Env | SingleTurn) -> float:
 
 
 def earned(target: str | Path) -> list[float]:
-    """What the answers of a run's last recorded training step earned; nothing where it is no run."""
+    """Returns the rewards of the answers of a run's last recorded training step; an empty list where the target is no
+    run."""
     files = [f for f in episode_files(target) if f.kind == "train"] if is_run(target) else []
     told = [r.episode for r in read_episodes(files[-1].path)] if files else []
     return [e.reward for e in told if e.reward is not None]

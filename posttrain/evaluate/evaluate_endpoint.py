@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointOptions:
-    """How to reach an endpoint, and in which form to send prompts."""
+    """The settings for reaching an endpoint, and the form in which prompts are sent."""
 
     model: str | None = None
     """Name of the model; None: the only one the endpoint serves."""
@@ -40,7 +40,7 @@ class EndpointOptions:
 
 
 def is_url(target: str | Path) -> bool:
-    """Whether an evaluation's target is an endpoint."""
+    """True where an evaluation's target is an endpoint."""
     return str(target).startswith(("http://", "https://"))
 
 

@@ -46,12 +46,12 @@ STAGE_NAME = "search"
 
 @dataclass(frozen=True)
 class SearchReport:
-    """What searches are worth on the same held-out tasks."""
+    """A report of the worth of searches on the same held-out tasks."""
 
     name: str
     environment: str
     scored_by: str
-    """What scored, as a line for people; '' where nothing did."""
+    """Name of the scorer, as a line for people; '' where nothing scored."""
     tasks: int
     runs: int
     points: tuple[SearchPoint, ...]
@@ -205,7 +205,7 @@ async def _points(
 def _tools(
     request: SearchRequest, run: Run, policy: Policy, roles: PolicyRoles, own: Path | None, closed: ExitStack
 ) -> tuple[StepSearch, str]:
-    """What every search uses, and the line that says what scores."""
+    """Returns the tools that every search uses, and the line that names the scorer."""
     from posttrain.search.step_sampling import StepSearch
 
     dialogue, contract = roles.rollout.dialogue, run.stages[0].contract
@@ -329,7 +329,7 @@ def _weights(folder: Path, checkpoint: str, say: Callable[[str], None]) -> Path:
 
 
 def _contract(run: Run, max_tokens: int | None, temperature: float | None) -> Sampling:
-    """How answers are sampled: as in the run's first stage of RL, else in its first stage that samples."""
+    """Returns the sampling of answers: as in the run's first stage of RL, else in its first stage that samples."""
     sampling = [s for s in run.stages if s.contract is not None]
     sampling.sort(key=lambda s: not isinstance(s, Reinforce))
     contract = (sampling[0].contract if sampling else None) or Sampling()

@@ -1,4 +1,4 @@
-"""What `posttrain eval` is given: a run folder, a model or an address, as the run whose environment and model are
+"""The argument of `posttrain eval`: a run folder, a model or an address, as the run whose environment and model are
 evaluated."""
 
 from __future__ import annotations

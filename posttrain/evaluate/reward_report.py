@@ -34,7 +34,7 @@ KINDS: tuple[Kind, ...] = ("pair", "ranking", "label")
 
 @dataclass(frozen=True)
 class RewardReport:
-    """What a reward model's scores of judged completions are worth."""
+    """A report of the worth of a reward model's scores of judged completions."""
 
     name: str
     kind: Kind
@@ -46,7 +46,7 @@ class RewardReport:
     flattering: Score
     """The same of the number of phrases that agree with, praise or apologise to the user."""
     surface: Debiased
-    """What of the scores a linear function of length and flattery explains."""
+    """Part of the scores that a linear function of length and flattery explains."""
     without_surface: Score
     """`agreement` of the scores without it."""
 
@@ -63,7 +63,7 @@ class RewardReport:
 
 
 def is_reward_model(target: str | Path, checkpoint: str = "last") -> bool:
-    """Whether a run's checkpoint, or a directory, holds a reward model."""
+    """True where a run's checkpoint, or a directory, holds a reward model."""
     if is_run(target):
         return trained_at(run_file(target).run.stages, find(Path(target), checkpoint).state) is not None
     if not Path(target).is_dir():

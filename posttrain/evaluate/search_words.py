@@ -39,7 +39,7 @@ class SearchRequest:
 
 
 def asks_search(words: Sequence[str]) -> bool:
-    """Whether words of the command line ask for searches."""
+    """True where words of the command line ask for searches."""
     return any(_key(w) == KEY or _key(w).startswith(f"{KEY}.") for w in words)
 
 

@@ -39,7 +39,7 @@ NOT_THERE = "comes with the planner"
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What the map knows of a lesson."""
+    """The map's entry of a lesson."""
 
     number: str
     name: str
@@ -69,7 +69,7 @@ def _entry(path: Path) -> Entry | None:
 
 
 def order(number: str) -> tuple[int, int, str]:
-    """Where a number stands: 01 to 28 with their letters, then L1 to L6.
+    """Returns the key that sorts lesson numbers: 01 to 28 with their letters, then L1 to L6.
 
     >>> sorted(["L1", "22a", "03", "22"], key=order)
     ['03', '22', '22a', 'L1']

@@ -1,4 +1,4 @@
-"""What a page of the lab is made of.
+"""The parts of a page of the lab.
 
 A lesson is data and one function: `compute(knobs)` returns a `Readout`, by calling the library. It is pure: the same
 knobs give the same readout. Where it trains, it is a generator that yields readouts while it goes on.
@@ -147,8 +147,8 @@ def recorded(series: Mapping[str, Sequence[float]], stage: str = "rl") -> list[S
 
 
 def by_rules(history: Sequence[Step], stage: Reinforce, *names: str) -> tuple[Speech, ...]:
-    """What the rules of a run say while these steps are made: each rule once, when it speaks first. With names, these
-    rules alone."""
+    """Returns the messages of a run's rules while these steps are made: each rule once, when it speaks first. With
+    names, these rules alone."""
     from posttrain.diagnose.rules.all_rules import findings
 
     said: dict[str, Speech] = {}
@@ -171,11 +171,11 @@ def refusal(call: Callable[[], object], name: str = "") -> tuple[Speech, ...]:
 
 @dataclass(frozen=True)
 class Readout:
-    """What one position of the knobs gives."""
+    """The result of one position of the knobs."""
 
     pictures: Sequence[Picture]
     sentence: str = ""
-    """What is to be seen, with the values inside, in Markdown of one line."""
+    """Sentence on what is to be seen, with the values inside, in Markdown of one line."""
     values: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers by name, shown as a row; exercises ask for them."""
     says: Sequence[Speech] = ()
@@ -202,11 +202,11 @@ class Break:
     values: Mapping[str, Any]
     """Knobs that leave their default; all others go back to it."""
     what: str
-    """What one sees, in a sentence."""
+    """Sentence on what one sees."""
     speaks: str | None
     """Name of the rule, check or error that must speak. None: no run would notice this, and the page says so."""
     label: str = ""
-    """What the button says, where a page has several."""
+    """Text of the button, where a page has several."""
 
 
 @dataclass(frozen=True)
@@ -297,11 +297,11 @@ class Lesson:
     docs: str = ""
     """The page of the documentation, such as `staleness.md`."""
     command: str = ""
-    """What does the same in a real run."""
+    """Command that does the same in a real run."""
     grid: tuple[str, ...] = ()
     """The one or two knobs that the documentation site has computed readouts for; () means the first."""
     missing: str = ""
-    """What the page waits for; '' where it is whole."""
+    """Thing that the page waits for; '' where it is whole."""
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """All knobs, with the default where none is given. Raises ConfigError for what is no knob or no value of it."""

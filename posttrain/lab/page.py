@@ -211,7 +211,7 @@ def _ends(lesson: Lesson, where: Where) -> Markup:
 
 
 def _on_the_way(lesson: Lesson, where: Where) -> list[Markup]:
-    """Where a page lies on a shorter way: how far one is, and its next page."""
+    """Returns the place of a page on each shorter way: the page's number there, and the next page."""
     out: list[Markup] = []
     for name in WAYS:
         pages = way(name)

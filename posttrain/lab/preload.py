@@ -1,4 +1,4 @@
-"""What a training process has imported before it begins: every lesson, so the library, with one thread."""
+"""Modules that a training process has imported before it begins: every lesson, so the library, with one thread."""
 
 import torch
 

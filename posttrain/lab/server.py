@@ -36,7 +36,7 @@ class Lab:
     claimed: dict[str, list[list[Any]]] = field(default_factory=dict[str, list[list[Any]]])
     loaded: threading.Event = field(default_factory=threading.Event)
     failed: str = ""
-    """Why the library could not be loaded."""
+    """Reason why the library could not be loaded."""
     _one: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One computation at a time: torch's state is one for all threads."""
 

@@ -25,7 +25,7 @@ MOST = 200_000
 POSITIONS = (9, 7, 5, 4, 3)
 """Positions of a slider on the grid, from fine to coarse."""
 TRAINED = 3
-"""Those of a page that trains."""
+"""Positions of a slider on a page that trains."""
 
 
 def positions(knob: Any, count: int) -> list[Any]:
@@ -63,7 +63,7 @@ def grid(lesson: Lesson, count: int) -> dict[str, Any]:
 
 
 def default_index(lesson: Lesson, found: dict[str, Any]) -> int:
-    """Where the default position of the knobs stands on a grid."""
+    """Returns the index of the default position of the knobs on a grid."""
     known, index = {k.name: k for k in lesson.knobs}, 0
     for name, values in zip(found["knobs"], found["positions"], strict=True):
         index = index * len(values) + values.index(known[name].read(known[name].default))

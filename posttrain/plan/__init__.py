@@ -1,2 +1,2 @@
-"""What can be said of a run before it starts, without torch: the shape of a model, what a decoding step takes, and how
-much may be asked ahead."""
+"""Facts of a run that are known before it starts, without torch: the shape of a model, the cost of a decoding step, and
+how much may be asked ahead."""

@@ -1,4 +1,4 @@
-"""What a forward pass keeps for its backward, in bytes a token, counted from the layers of this package.
+"""Memory that a forward pass keeps for its backward, in bytes a token, counted from the layers of this package.
 
 Letters as in `shapes`: h hidden width, q and kv widths of all query heads and of all key heads, f feed-forward width;
 a bytes of a number. docs/planning.md has these figures beside measured ones.
@@ -14,7 +14,7 @@ KEPT_ELEMENTS = {False: 1 << 22, True: 0}
 TILE = {False: (256, 4096), True: (8192, 16384)}
 """The numbers of `engine.head.logprob`, by whether it is an accelerator; a test compares them."""
 SCORE_TOKENS = 16384
-"""Of a pass without gradient (`engine.learner.packed_reader`)."""
+"""Tokens of a pass without gradient (`engine.learner.packed_reader`)."""
 
 
 def _widths(work: Work) -> tuple[int, int, int]:

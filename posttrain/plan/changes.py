@@ -1,4 +1,4 @@
-"""What to change where a stage does not fit, the cheapest first, and the largest that does fit."""
+"""Changes for a stage that does not fit, the cheapest first, and the largest that does fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Saving:
     words: tuple[str, ...]
     """Overrides to paste."""
     price: str
-    """What it costs."""
+    """Cost of the change."""
     work: Work
     """With the change."""
 

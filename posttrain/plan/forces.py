@@ -15,7 +15,7 @@ class Cell:
     """One case. '' where the force does not decide it."""
 
     signal: str
-    """What can say whether an answer is right."""
+    """Source that can say whether an answer is right."""
     estimator: str
     """How many samples of a prompt can be paid for."""
     cost: str
@@ -27,7 +27,7 @@ class Cell:
     """The nearest published one."""
     why: str
     command: str
-    """What of this package is nearest."""
+    """Nearest command of this package."""
     at: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Where it lies on the three axes, 0 to 1: from people's comparisons to a program that decides; from nothing that
     is sampled to many siblings; from one device to many machines."""

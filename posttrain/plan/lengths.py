@@ -1,4 +1,4 @@
-"""How long answers are: a lognormal with a mean and a spread, cut at the longest that is allowed."""
+"""Lengths of answers: a lognormal with a mean and a spread, cut at the longest that is allowed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lengths:
 
     prompt: int
     mean: float
-    """Of answers, before they are cut."""
+    """Mean length of answers, before they are cut."""
     most: int
     """`sampling.max_tokens`: an answer ends there at the latest."""
     cv: float = 0.0

@@ -67,7 +67,7 @@ class Hardware:
     latency: float = 2e-3
     """Seconds of a decoding step that are neither arithmetic nor reading: launches, and the draw of tokens."""
     price: float = 0.0
-    """Of one device for an hour; 0: not given."""
+    """Price of one device for an hour; 0: not given."""
     why: str = "shares of the peaks are assumed"
 
     def __post_init__(self) -> None:
@@ -85,12 +85,12 @@ class Hardware:
 
     @property
     def flops(self) -> float:
-        """That one device reaches."""
+        """Multiplications and additions a second that one device reaches."""
         return self.device.flops * self.compute
 
     @property
     def bandwidth(self) -> float:
-        """That one device reaches."""
+        """Bytes a second that one device reaches."""
         return self.device.bandwidth * self.reading
 
     def between(self, devices: int) -> float:

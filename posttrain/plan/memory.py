@@ -51,7 +51,7 @@ SEVERAL, SAMPLING, HEADLESS, ADAPTED = 1.3, 1.4, 1.5, 1.86
 blocks of many sizes come and go. At least SEVERAL with several passes and where a first update is checked, SAMPLING
 where the process samples too, HEADLESS for a reward model, ADAPTED with an adapter. Measured (docs/planning.md)."""
 LIBRARIES = 33 << 20
-"""What oneDNN, torch and the tokenizer keep for themselves once a run has worked with its sizes. Measured."""
+"""Bytes that oneDNN, torch and the tokenizer keep for themselves once a run has worked with its sizes. Measured."""
 STATE = {
     "adamw": (8.0, "{} T: two moments in float32"),
     "adamw8bit": (2.1, "{} T: two moments in 8 bits"),
@@ -64,7 +64,7 @@ WORTH = 1 << 22
 SAMPLED = 1 << 20
 """Most numbers of a weight whose first update is checked in full (`checks.learning.update_checks`)."""
 RESERVED = 0.05
-"""Of what is allocated for an instant on an accelerator: what its allocator holds and cannot use. Assumed."""
+"""Share of the memory allocated for an instant on an accelerator that its allocator holds and cannot use. Assumed."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Term:
 
     @property
     def lasts(self) -> bool:
-        """Whether it is there through every step."""
+        """True where the term is in memory through every step."""
         return set(EVERY) <= set(self.instants)
 
 
@@ -95,7 +95,7 @@ class Place:
     """Resident bytes for each byte in use of small blocks."""
 
     def held(self, at: Instant) -> list[Term]:
-        """What is there at this instant, the largest first."""
+        """Returns the terms in memory at this instant, the largest first."""
         return sorted((t for t in self.terms if at in t.instants), key=lambda t: -t.bytes)
 
     def slack(self, at: Instant) -> float:
@@ -119,7 +119,7 @@ class Place:
 
     @property
     def peak(self) -> Instant:
-        """When it takes the most."""
+        """The instant at which the place takes the most memory."""
         return max(INSTANTS, key=self.total)
 
     @property
@@ -160,7 +160,8 @@ def _learner(work: Work) -> Iterator[Term]:
 
 
 def _weights(work: Work) -> Iterator[Term]:
-    """Of the learner. A file of weights is mapped, and what is read of it stays where it is."""
+    """Yields the terms of the learner's weights. A file of weights is mapped, and the parts of it that are read stay in
+    place."""
     p, a = work.shape.parameters, work.width
     if work.quantize is not None:
         bits = QUANTISED[work.quantize]
@@ -312,7 +313,7 @@ def _trained(work: Work, name: str, each: float, formula: str, instants: tuple[I
 
 
 def _small(name: str, held: float, formula: str, instants: tuple[Instant, ...]) -> Term:
-    """Of many blocks, none of them large."""
+    """Returns the term of memory in many blocks, none of them large."""
     return Term(name, held, formula, instants, held)
 
 
@@ -332,7 +333,7 @@ def _by_rows(work: Work) -> bool:
 
 
 def _rows(work: Work) -> bool:
-    """Whether ranks hold rows of every weight, and bring a layer together to compute with it."""
+    """True where ranks hold rows of every weight, and bring a layer together to compute with it."""
     return work.parallel == "rows" and _cut(work) > 1
 
 

@@ -34,7 +34,7 @@ class Decoding:
     length: int
     """Tokens of each sequence so far."""
     bytes_each: float = 2
-    """Of a weight and of a number in the cache."""
+    """Bytes of a weight and of a number in the cache."""
     shared: bool = True
     """Whether query heads share keys and values as the model is built (GQA, MLA); else each has its own (MHA)."""
 
@@ -65,7 +65,7 @@ class Decoding:
 
     @property
     def fitting(self) -> int:
-        """How many sequences of this length fit beside the weights, at most."""
+        """Number of sequences of this length that fit beside the weights, at most."""
         return max(0, int((self.memory - self.weights) // (self.token_cache * self.length)))
 
     @property
@@ -82,7 +82,7 @@ class Decoding:
 
     @property
     def bound(self) -> Bound:
-        """What sets the limit: it does not fit, it waits for reading, or it waits for arithmetic."""
+        """The cause of the limit: it does not fit, it waits for reading, or it waits for arithmetic."""
         if self.weights + self.cache > self.memory:
             return "memory"
         return "bandwidth" if self.reading >= self.arithmetic else "arithmetic"

@@ -21,7 +21,7 @@ from posttrain.system.files import read_json
 
 @dataclass(frozen=True)
 class Family:
-    """What a family has besides the common form: two norms a layer, a gated feed-forward part, no biases."""
+    """The parts that a family has besides the common form: two norms a layer, a gated feed-forward part, no biases."""
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -69,7 +69,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "n_head"),
     "vocabulary": ("vocab_size",),
 }
-"""What sizes are called in configs."""
+"""Names of sizes in configs."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""How much may be asked ahead of the updates, so that no sample is older than promised."""
+"""Number of groups that may be asked ahead of the updates, so that no sample is older than promised."""
 
 from __future__ import annotations
 
 
 def capacity(*, staleness: int, prompts: int, left: int, taken: int, waiting: int) -> int:
-    """How many more groups may be asked now.
+    """Returns the number of further groups that may be asked now.
 
     A step learns from `prompts` groups, in the order of asking. A group asked while `staleness + 1` steps or fewer are
     on their way is learned from at most `staleness` steps later than the first one that could have used it. So the

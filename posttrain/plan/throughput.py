@@ -1,4 +1,4 @@
-"""How long a step takes and why: five times by role, and how the topology puts them together.
+"""Time of a step and its reasons: five times by role, and how the topology puts them together.
 
 Each time is the largest of arithmetic and reading, at the share of the peaks that the machine reaches. Decoding is
 followed answer by answer: while many are said each reading of the weights serves many, and at the end a few long ones
@@ -27,7 +27,7 @@ PIECES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Assumed:
-    """What no config says."""
+    """The assumed values that no config holds."""
 
     reward: float = 0.0
     """Seconds to judge one answer."""
@@ -181,7 +181,7 @@ class Throughput:
 
     @property
     def tokens(self) -> float:
-        """That the learner computes in a step, shared beginnings once."""
+        """Number of tokens that the learner computes in a step, shared beginnings once."""
         return self.work.prompts * self.work.unit
 
     @property
@@ -243,7 +243,7 @@ class Throughput:
         return needed / (self.step * self.machine.device.flops * self.machine.count)
 
     def hours(self, steps: int) -> float:
-        """Of all devices together."""
+        """Returns the hours of all devices together."""
         return steps * self.step * self.machine.count / 3600
 
     def cost(self, steps: int) -> float:

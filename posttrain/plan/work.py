@@ -1,4 +1,4 @@
-"""What a stage of a run computes and holds, as sizes: the model, the batch, the lengths, and who works where."""
+"""Sizes of what a stage of a run computes and holds: the model, the batch, the lengths, and who works where."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Work:
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
+        """Number of sequences of a step."""
         return self.prompts * self.siblings
 
     @property
@@ -101,7 +101,7 @@ class Work:
 
     @property
     def fused(self) -> bool:
-        """Whether the layers of the learner are the compiled ones, which keep less."""
+        """True where the layers of the learner are the compiled ones, which keep less."""
         plain = self.shape.experts is None and self.shape.family in FUSED
         return plain and not self.accelerator and self.width == 4 and self.checkpointing == "none"
 

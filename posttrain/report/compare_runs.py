@@ -71,7 +71,7 @@ def _cut(text: str) -> str:
 
 
 def sentences(c: RunComparison) -> list[str]:
-    """What the comparison says, a sentence for each group after the first."""
+    """Returns the comparison in words, a sentence for each group after the first."""
     if len(c.groups) == 1:
         runs = c.groups[0].runs
         means = [_score(c, r).mean for r in runs]
@@ -95,7 +95,7 @@ def _word(c: RunComparison) -> str:
 
 
 def _score(c: RunComparison, run: ComparedRun) -> Score:
-    """What a run is compared by, as people read it: a loss is told as it is, and lower is better."""
+    """Returns the score by which a run is compared, as people read it: a loss is told as it is, and lower is better."""
     score = run.measured.accuracy if c.what == "accuracy" else run.measured.reward
     return Score(-score.mean, -score.high, -score.low, score.prompts) if c.what == "loss" else score
 

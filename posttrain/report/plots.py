@@ -34,7 +34,7 @@ HELD_OUT = ("eval/accuracy", "eval/reward", "heldout/loss")
 DEFAULT = ("rollout/reward", "eval/accuracy")
 """Where some outcome is a grade, the mean held-out reward stands in the place of the accuracy."""
 JUDGED = (*LOSSES, "heldout/loss", "heldout/agreement")
-"""What is drawn of runs that have neither."""
+"""Gauges that are drawn for runs that have neither gauge of `DEFAULT`."""
 MOST_RUNS = 12
 MOST_STAGES = 6
 """Columns of a plot; of more stages the last ones are drawn."""

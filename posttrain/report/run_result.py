@@ -1,4 +1,4 @@
-"""What a run left, for people who read it in Python: held-out figures, a table of steps, a plot, rollouts."""
+"""Results of a run, for people who read them in Python: held-out figures, a table of steps, a plot, rollouts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RolloutView:
 
     @property
     def said(self) -> str:
-        """What the policy said."""
+        """The text that the policy said."""
         return self.record.episode.text
 
     @property
@@ -56,17 +56,17 @@ class RolloutView:
 
     @property
     def reward(self) -> float | None:
-        """None where it could not be judged."""
+        """The reward; None where the episode could not be judged."""
         return self.record.episode.reward
 
     @property
     def stop(self) -> str:
-        """Why it ended."""
+        """The reason why the episode ended."""
         return self.record.episode.stop.value
 
     @property
     def verdicts(self) -> tuple[Judged, ...]:
-        """What each reward source said."""
+        """The verdict of each reward source."""
         return self.record.episode.verdicts
 
     def __repr__(self) -> str:
@@ -112,12 +112,12 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """What a run left: its folder, its settings and the results of its stages."""
+    """The outcome of a run: its folder, its settings and the results of its stages."""
 
     folder: Path
     run: Run
     stages: tuple[StageResult, ...]
-    """Of the stages that are done."""
+    """Results of the stages that are done."""
 
     @property
     def accuracy(self) -> float | None:

@@ -80,9 +80,10 @@ def short(mean: float, low: float, high: float, sign: str = "") -> str:
 
 
 def measures(of: RunOutcome) -> tuple[str, ...]:
-    """What there is of held-out tasks: the accuracy (share of right answers); where a reward gives grades its mean
-    first, and the accuracy if it says something. Nothing of a run that answers none, such as one that trains a reward
-    model."""
+    """Returns the measures of held-out tasks that there are: the accuracy (share of right answers); where a reward
+    gives grades, its mean first, and the accuracy if it says something. Empty for a run that answers no tasks, such as
+    one that trains a reward model.
+    """
     if all(s.end is None for s in of.stages):
         return ()
     told = ("accuracy",) if any(s.tells is not None for s in of.stages if s.end is not None) else ()
@@ -102,7 +103,8 @@ def tables(of: RunOutcome) -> list[Group]:
 
 
 def footnote(of: RunOutcome) -> str:
-    """What to compare the stages with whose weights the run did not go on with; '' where there is none."""
+    """Returns a note on what to compare the stages with whose weights the run did not go on with; '' where there is
+    none."""
     compared = [_compared(s, of.stages) for s in of.stages if not s.stage.hands_on]
     return "* " + "; ".join(compared) if compared else ""
 
@@ -197,7 +199,8 @@ def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], said: Callab
 
 
 def finding_lines(of: RunOutcome) -> list[str]:
-    """What the live rules found, each rule of a stage once, with the steps at which it held (docs/diagnosis.md)."""
+    """Returns the findings of the live rules, each rule of a stage once, with the steps at which it held
+    (docs/diagnosis.md)."""
     found = [n.line for n in findings_of(run_reader.steps(of.folder))]
     out = ["what the rules saw"] if found else []
     for line in found:

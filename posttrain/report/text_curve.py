@@ -28,7 +28,8 @@ class CurveLine:
 
 
 def curve_lines(s: StageOutcome) -> list[CurveLine]:
-    """What is drawn of a stage: what it was paid (or its loss) at each step, and the held-out score that leads."""
+    """Returns the curves that are drawn of a stage: its reward (or its loss) at each step, and the held-out score that
+    leads."""
     out: list[CurveLine] = []
     if s.rewards:
         out.append(CurveLine("reward in training", ".", s.rewards, averaged=True))
@@ -67,7 +68,7 @@ def picture(lines: Sequence[CurveLine], width: int = WIDTH, height: int = HEIGHT
 
 
 def _drawn(x: int, y: float) -> bool:
-    """Whether a point can be drawn: a record that is damaged or somebody else's may hold any number."""
+    """True where a point can be drawn: a record that is damaged or somebody else's may hold any number."""
     return x >= 0 and abs(y) <= LARGEST
 
 

@@ -125,6 +125,6 @@ class Choice:
 
 
 def _cancelled() -> bool:
-    """Whether the running task itself is being cancelled, and not only a future that it awaits."""
+    """True where the running task itself is being cancelled, and not only a future that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

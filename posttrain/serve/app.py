@@ -269,7 +269,8 @@ def _first(many: BaseExceptionGroup[Any]) -> Any:
 
 
 def _local(host: str) -> bool:
-    """Whether a Host header names this machine, against web pages whose own name resolves to it (DNS rebinding)."""
+    """True where a Host header names this machine. This guards against web pages whose own name resolves to it (DNS
+    rebinding)."""
     name = host.rpartition(":")[0] if host.count(":") == 1 or host.rpartition(":")[0].endswith("]") else host
     name = name.strip("[]").lower()
     try:

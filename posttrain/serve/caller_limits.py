@@ -28,8 +28,10 @@ class CallerLimits:
     """Connections held at once, fewer where the process may not open so many files. At the limit, one that asks for
     nothing is closed for a new one; where all are being answered, new ones wait to be accepted."""
     per_address: int = 4096
-    """Of them from one address (IPv6: from one network of 64 bits). At the limit, one from there that asks for nothing
-    is closed for a new one; where all are being answered, the new one is refused with status 429."""
+    """Connections held at once from one address (IPv6: from one network of 64 bits). At the limit, a connection from
+    there that asks for nothing is closed for a new one; where all are being answered, the new one is refused with
+    status 429.
+    """
     answers: int = 16384
     """Answers waiting or being written at once; a request that would make more is refused with status 429."""
     body_mib: float = 8.0
@@ -83,7 +85,7 @@ def read_limits(words: Iterable[str]) -> CallerLimits:
 
 
 def most_connections(limits: CallerLimits) -> int:
-    """How many connections can be open at once: the limit, or fewer if the limit on files is lower."""
+    """Number of connections that can be open at once: the limit, or fewer if the limit on files is lower."""
     import resource  # not on every system that has a command line
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -39,7 +39,7 @@ WRITTEN = 64 << 10
 """Bytes that a caller must read in `CallerLimits.write_seconds`."""
 
 Phase = Literal["idle", "headers", "body", "answer"]
-"""What a connection waits for: the next request, the rest of its headers, its body, our answer."""
+"""Event that a connection waits for: the next request, the rest of its headers, its body, our answer."""
 
 
 class Connection(web.RequestHandler):
@@ -58,11 +58,11 @@ class Connection(web.RequestHandler):
 
     @property
     def silent(self) -> bool:
-        """Whether it has no request at present."""
+        """True where the connection has no request at present."""
         return self.phase in ("idle", "headers")
 
     def unread(self) -> bool:
-        """Whether data has arrived on it that has not been read yet."""
+        """True where data has arrived on the connection that has not been read yet."""
         try:
             return bool(self._sock.recv(1, socket.MSG_PEEK))
         except OSError:
@@ -74,7 +74,8 @@ class Connection(web.RequestHandler):
         self._listener.changed(self)
 
     def overdue(self) -> bool:
-        """Whether its phase has taken too long, or it sent so much ahead of our answer that reading was paused."""
+        """True where the phase has taken too long, or the connection sent so much ahead of our answer that reading was
+        paused."""
         now, limits, wire = self._clock(), self._listener.limits, self._wire
         if self._stuck is not None and wire is not None:
             when, size = self._stuck

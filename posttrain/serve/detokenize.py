@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from transformers import PreTrainedTokenizerFast
 
 HALF = "\ufffd"
-"""What a decoder writes for invalid or incomplete UTF-8."""
+"""Character that a decoder writes for invalid or incomplete UTF-8."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 

@@ -181,7 +181,7 @@ class Intake:
 
     @cached_property
     def _tools_written(self) -> bool:
-        """Whether the chat template tells the policy of tools, and writes calls in a known format."""
+        """True where the chat template tells the policy of tools, and writes calls in a known format."""
         template, start = self.served.renderer.template, [Message(role="user", content="hi")]
         if template.format is None:
             return False

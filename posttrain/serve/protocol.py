@@ -114,7 +114,7 @@ class GenerationRequest(_Strict):
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives to return per token; None: no log-probs at all."""
+        """Number of alternatives to return per token; None: no log-probs at all."""
         raise NotImplementedError
 
     def limit(self, room: int) -> int:

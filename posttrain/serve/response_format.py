@@ -33,7 +33,7 @@ SAID = frozenset({"title", "description", "$schema", "default", "examples"})
 
 
 def conforms(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a value of JSON is one that a schema allows.
+    """True where a schema allows a value of JSON.
 
     >>> score = {"type": "object", "properties": {"score": {"type": "integer", "maximum": 9}}, "required": ["score"]}
     >>> [conforms(x, score) for x in ({"score": 9}, {"score": 10}, {"score": True}, {}, 9)]
@@ -123,7 +123,7 @@ class ResponseFormat(BaseModel):
         return self
 
     def fits(self, text: str) -> bool:
-        """Whether a whole answer has the form."""
+        """True where a whole answer has the form."""
         if self.type == "text":
             return True
         try:

@@ -58,7 +58,7 @@ class ToolAnswer:
         return outside, made, "tool_calls"
 
     def _certain(self) -> int:
-        """How many characters are text, whatever follows."""
+        """Number of characters that are text, whatever follows."""
         begins = self.text.lstrip()
         for mark in (*AT_BEGIN.get(self.format, ()), *(dict(THOUGHTS) if self.format in AT_BEGIN else ())):
             if begins.startswith(mark) or mark.startswith(begins):
@@ -71,7 +71,7 @@ class ToolAnswer:
 
 
 def _begun(text: str, mark: str) -> int:
-    """How many characters at the end of a text may be the beginning of a mark."""
+    """Number of characters at the end of a text that may be the beginning of a mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 

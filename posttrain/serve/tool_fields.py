@@ -82,7 +82,7 @@ class PastCall(_ToolField):
 
 
 class ToolRequest(_ToolField):
-    """What a request says of tools. They are offered unless `tool_choice` is none."""
+    """The fields of a request about tools. They are offered unless `tool_choice` is none."""
 
     tools: list[ToolSpec] = Field(default=[], max_length=MOST_TOOLS)
     tool_choice: Any = None

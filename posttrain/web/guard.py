@@ -1,4 +1,4 @@
-"""Who may ask a page of this machine, and what its page may do.
+"""Checks who may ask for a page of this machine, and limits what the page may do.
 
 A page that computes is a program that others could steer: another page in the same browser, another user of the
 machine, or a name that a hostile site lets point to 127.0.0.1. So every request must name this machine as its host,
@@ -22,7 +22,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""What the browser holds a page to: files of this server alone, nothing inline, no frame."""
+"""Policy that the browser enforces on a page: files of this server alone, nothing inline, no frame."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -57,7 +57,7 @@ class Guard:
         return f"http://127.0.0.1:{self.port}{path}?{TOKEN}={self.token}"
 
     def refuses(self, request: web.Request) -> str:
-        """Why a request is refused; '' where it is not."""
+        """Returns the reason why a request is refused; '' where it is not."""
         hosts, origins = request.headers.getall("Host", []), request.headers.getall("Origin", [])
         if len(hosts) != 1 or hosts[0].lower() not in self.hosts:
             return "this server answers to 127.0.0.1 and localhost alone"

@@ -20,7 +20,7 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """(column names, rows), all as text."""
 
 Tone = Literal["plain", "good", "bad", "mute", "one", "two", "three", "four"]
-"""What a colour means. `good` and `bad` also differ by form, so that nobody needs to see the colour."""
+"""Meaning of a colour. `good` and `bad` also differ by form, so that nobody needs to see the colour."""
 
 
 def number(x: float | None, digits: int = 4) -> str:
@@ -51,7 +51,7 @@ def _plain(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Picture:
-    """What all pictures have."""
+    """The base of all pictures."""
 
     title: str
 
@@ -130,7 +130,7 @@ class TextTile:
     level: float | None = None
     """-1 to 1: how strong the colour is; negative is the other colour. None: the tone alone."""
     note: str = ""
-    """What a pointer or the keyboard shows."""
+    """Text that a pointer or the keyboard shows."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Tiles(Picture):
 
     rows_of: Mapping[str, Sequence[TextTile]]
     key: Mapping[Tone, str] | None = None
-    """What each tone means."""
+    """Meaning of each tone."""
 
     def table(self) -> Table:
         rows = [
@@ -193,7 +193,7 @@ class Tree(Picture):
 
 @dataclass(frozen=True)
 class Gantt(Picture):
-    """What happens when: for each lane its spans (start, end, text, tone)."""
+    """A chart of events in time: for each lane its spans (start, end, text, tone)."""
 
     lanes: Mapping[str, Sequence[tuple[float, float, str, Tone]]]
     unit: str = "s"

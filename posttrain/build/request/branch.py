@@ -85,7 +85,7 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
 
 
 def was_built(path: str | Path | None) -> bool:
-    """Whether the weights at a path go back to a model that a run built, over any number of branches."""
+    """True where the weights at a path go back to a model that a run built, over any number of branches."""
     for _ in range(MOST):
         source = run_source(path)
         if source is None:
@@ -158,7 +158,7 @@ def same_base(folder: Path, policy: Any) -> Any:
 
 
 def is_branch(folder: Path) -> bool:
-    """Whether the run of a folder began with the weights of another run."""
+    """True where the run of a folder began with the weights of another run."""
     return "branched_from" in run_file(folder).facts
 
 

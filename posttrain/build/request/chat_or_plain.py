@@ -1,4 +1,4 @@
-"""Whether the model knows the prompts in another form: as a chat with its template, or as plain text."""
+"""Checks whether the model knows the prompts in another form: as a chat with its template, or as plain text."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list
 
 
 def clearly_better(here: np.ndarray, there: np.ndarray) -> bool:
-    """Whether answers are likelier in the other form, by the log-probs of each a token, so that it is no chance."""
+    """True where answers are likelier in the other form by more than chance, by the log-probs of each a token."""
     gain = there - here
     error = float(gain.std(ddof=1)) / len(gain) ** 0.5
     return bool(gain.mean() >= max(BETTER, -SHARE * here.mean(), SURE * error))

@@ -181,7 +181,7 @@ class Choices:
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def _memory(self) -> dict[str, Choice]:
-        """What depends on the sizes: the context, the tokens of a pass, the cache and its slots."""
+        """Returns the settings that depend on the sizes: the context, the tokens of a pass, the cache and its slots."""
         out: dict[str, Choice] = {}
         longest = self._longest()
         if longest is not None and self.run.model.context is None:

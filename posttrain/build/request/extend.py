@@ -92,7 +92,7 @@ REFUSED: Mapping[str, str] = {
     "Run.seed": "tasks and random numbers would no longer follow those before",
     "Evaluation.seed": "held-out figures would no longer be of the same draws",
 }
-"""Why other fields stay, by `Class.field` or by class."""
+"""Reasons why other fields cannot be changed, by `Class.field` or by class."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _branch(folder: Path, run: Run, words: Sequence[str], path: str = "") -> str
 
 @dataclass(frozen=True)
 class Extension:
-    """How a run goes on: its new settings, from which state, and what changed."""
+    """The way a run goes on: its new settings, the state it starts from, and the changes."""
 
     run: Run
     changes: tuple[Change, ...]
@@ -187,7 +187,7 @@ class Extension:
 
 
 def extension(book: Book, checkpoint: Checkpoint | None, new: Run) -> Extension:
-    """What going on from a checkpoint with new settings means.
+    """Returns the extension of a run that goes on from a checkpoint with new settings.
 
     Raises:
         ConfigError: a change is not allowed, or comes too late: the stage ended before, or has taken more steps.
@@ -252,7 +252,8 @@ def _enough_steps(folder: Path, stage: Stage, step: int, allow_equal: bool) -> N
 
 
 def _ended_still(stage: Stage, running: Mapping[str, Any], made: Sequence[Change]) -> str:
-    """Why the stage would end again at once, by a time or a target that ended it; '' where it would not."""
+    """Returns the reason why the stage would end again at once, by a time or a target that ended it; '' where it would
+    not."""
     changed = {c.field for c in made}
     seconds = float(running.get("seconds", 0.0))
     if stage.wall_time is not None and seconds >= stage.wall_time:
@@ -269,7 +270,7 @@ def _ended_still(stage: Stage, running: Mapping[str, Any], made: Sequence[Change
 
 
 def history_entry(e: Extension, edited: Sequence[str]) -> dict[str, Any]:
-    """What run.json keeps of an extension: who changed what, and at which step."""
+    """Returns the entry that run.json keeps of an extension: who changed what, and at which step."""
     state: Any = e.state or {}
     stage = e.run.stages[min(int(state.get("stage", 0)), len(e.run.stages) - 1)].name
     return {

@@ -35,7 +35,7 @@ INPUTS = "inputs"
 """The entry of run.json about what the run began with, and of its history where a change was accepted."""
 DATA = (*READ, ".arrow", ".parquet", ".jsonl", ".csv")
 REVISION = "revision "
-"""Of a hub id that is in the cache, in place of a digest: this word and its revision."""
+"""Prefix that stands, with the revision, in place of a digest for a hub id that is in the cache."""
 Digests = dict[str, dict[str, str]]
 """By the setting: the digest of each file by its name."""
 
@@ -140,7 +140,7 @@ def changed_tasks(folder: Path, run: Run, environments: Mapping[str, Environment
 
 
 def _began(facts: Mapping[str, Any]) -> Digests:
-    """What the run began with, or what was accepted since."""
+    """Returns the digests that the run began with, or that were accepted since."""
     history: Any = facts.get("history")
     later = [object_of(x).get(INPUTS) for x in cast("list[Any]", history)] if isinstance(history, list) else []
     every = (object_of(facts.get(BEGAN)).get(INPUTS), *later)
@@ -158,7 +158,7 @@ def _differ(then: Digests, now: Digests) -> list[ChangedInput]:
 
 
 def _same(before: str | None, after: str | None) -> bool:
-    """Whether two digests are equal, or one of two revisions is not known."""
+    """True where two digests are equal, or where one of two revisions is not known."""
     return before == after or (None in (before, after) and (before or after or "").startswith(REVISION))
 
 

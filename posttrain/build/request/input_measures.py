@@ -1,5 +1,5 @@
-"""What can be known of a model, of the data and of the machine before anything is loaded: `build.request.defaults`
-chooses by it.
+"""Measures of a model, of the data and of the machine that are known before anything is loaded:
+`build.request.defaults` chooses by them.
 
 Of a model only config.json and the sizes of its files are read, of the data only the lengths of its texts.
 """
@@ -163,7 +163,7 @@ def data_size(env: Env, objects: Given = Given()) -> DataSize | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where a run computes. `device` is the one to use, and `why` says so."""
+    """The machine on which a run computes. `device` is the one to use, and `why` gives the reason."""
 
     device: str
     why: str
@@ -192,7 +192,7 @@ def machine(asked: str | None = None) -> Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenDevices:
-    """What torch sees on this machine."""
+    """The devices that torch sees on this machine."""
 
     cuda: bool = False
     mps: bool = False

@@ -59,7 +59,7 @@ def algorithm_module(path: Path) -> ModuleType:
 
 
 def piece_asks(pieces: Sequence[OwnPiece]) -> Iterator[Ask]:
-    """What recorded pieces ask for: that a file is imported, with the text that it had."""
+    """Yields the requests of recorded pieces: that a file is imported, with the text that it had."""
     for p in pieces:
         if p.file:
             texts = ", ".join(f"{file} with digest {digest}" for file, digest in sorted(p.files.items()))

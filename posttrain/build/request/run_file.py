@@ -1,4 +1,4 @@
-"""What `posttrain run` is given: the name of a recipe, a YAML file, or `my_run.py:run`, a function or a `Run` in a
+"""The argument of `posttrain run`: the name of a recipe, a YAML file, or `my_run.py:run`, a function or a `Run` in a
 Python file of the user's."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ YAML = (".yaml", ".yml")
 
 
 def is_recipe(given: str | Run) -> bool:
-    """Whether this is the name of a recipe, and no run that the user wrote whole."""
+    """True where the argument is the name of a recipe, and not a run that the user wrote whole."""
     return not isinstance(given, Run) and Path(given).suffix not in YAML and ":" not in given
 
 
@@ -33,7 +33,7 @@ def run_of(given: str | Run) -> Run:
 
 
 def is_yaml(given: str | Run) -> bool:
-    """Whether this is a YAML file, which may come from elsewhere."""
+    """True where the argument is a YAML file, which may come from elsewhere."""
     return not isinstance(given, Run) and Path(given).suffix in YAML
 
 

@@ -1,4 +1,4 @@
-"""Which run is asked for, and all that can be refused of it before torch is imported: a wrong setting is answered at
+"""The run that is asked for, and all that can be refused of it before torch is imported: a wrong setting is answered at
 once."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from posttrain.system.shell import command_line
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a run is started, beside its recipe and overrides; the arguments of `posttrain.run`."""
+    """The options with which a run is started, beside its recipe and overrides; the arguments of `posttrain.run`."""
 
     out: str | Path | None = None
     resume: str | Path | None = None
@@ -83,7 +83,7 @@ class RunRequest:
     longer: Extension | None = None
     """Set where a run goes on with other settings."""
     recorded: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What run.json records beside the settings: why some were chosen, and which run it is a branch of."""
+    """Facts that run.json records beside the settings: why some were chosen, and which run it is a branch of."""
     given: frozenset[str] | None = None
     """Full paths of the settings that the user gave with a recipe; the others may be chosen for a real model. None:
     the whole run was given."""
@@ -144,7 +144,7 @@ def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
 
 
 def started_again(options: RunOptions) -> bool:
-    """Whether torchrun has started this command again after a process died: then the run that it began goes on."""
+    """True where torchrun has started this command again after a process died: then the run that it began goes on."""
     again = under_torchrun() and torchrun_restarts() > 0
     return again and options.out is not None and (Path(options.out) / "run.json").exists()
 

@@ -62,7 +62,7 @@ class Setting:
     values: tuple[Any, ...]
     """Its value, or one for each stage of the kind, or for each reward."""
     text: str
-    """What it means: all of the text at its field."""
+    """Meaning of the setting: all of the text at its field."""
     valid: str
     main: int = 0
     """Its place among those that people change first; 0: not among them."""
@@ -176,7 +176,8 @@ def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: 
 
 
 def _arguments(nodes: tuple[Env, ...], path: str) -> Iterator[Setting]:
-    """What a shipped environment takes, by its fields. Of another one only what is set is known without running it."""
+    """Yields the arguments that a shipped environment takes, by its fields. For another environment, only the arguments
+    that are set are known without running it."""
     own = shipped_class(nodes[0].name) if len({n.name for n in nodes}) == 1 else None
     if own is None:
         return
@@ -222,7 +223,7 @@ def _text(cls: type, name: str, declared: Any) -> str:
 
 
 def _valid(declared: Any) -> str:
-    """What is valid, where it is not plain from the value: the names of choices and pieces."""
+    """Returns the valid values, where they are not plain from the value: the names of choices and pieces."""
     if declared in LADDERS or any(m in SHORT for m in dataclass_json.members(declared)):
         return ""
     item = dataclass_json.tuple_item(declared)

@@ -126,7 +126,8 @@ def _whose(found: RunFile) -> str:
 
 
 def _wanted(found: RunFile, run: Run, parts: Sequence[str]) -> Iterator[Ask]:
-    """What the folder asks for: values that come from it and not from an override, and are not in the user's note."""
+    """Yields the requests of the folder: values that come from the folder and not from an override, and are not in the
+    user's note."""
     note = provenance.recall(found.identity) or provenance.Note()
     stored, now = values(found.run), values(run)
     stages = {s.name for s in run.stages}

@@ -1,4 +1,5 @@
-"""What a Python program hands to a run: rows, functions, environments and algorithms become names in the run's tree.
+"""Objects that a Python program hands to a run: rows, functions, environments and algorithms become names in the run's
+tree.
 
 `posttrain.run(env=..., rewards=[...], algorithm=...)` and `posttrain.evaluate` come here. The tree gets `inline:NAME`,
 and the objects go beside it (`record.runtime_objects`).
@@ -126,8 +127,8 @@ def place(
 
 @dataclass(frozen=True)
 class HandedObjects:
-    """What a program hands to a run or an evaluation: the arguments `env`, `rewards` and `algorithm` that are no
-    text."""
+    """The objects that a program hands to a run or an evaluation: the arguments `env`, `rewards` and `algorithm` that
+    are no text."""
 
     env: Any = None
     rewards: Any = None
@@ -145,7 +146,7 @@ class HandedObjects:
 
     @property
     def _own_rewards(self) -> bool:
-        """Whether an environment's settings came with rewards."""
+        """True where an environment's settings came with rewards."""
         return isinstance(self.env, Env) and bool(self.env.rewards)
 
     @property
@@ -303,13 +304,13 @@ def _setting(value: Any, name: str) -> str:
 
 
 def recorded(given: Given) -> dict[str, Any]:
-    """What run.json has of the objects; nothing where there are none."""
+    """Returns the entry of the objects in run.json; an empty one where there are no objects."""
     notes = given.notes()
     return {OBJECTS: [note.plain() for note in notes]} if notes else {}
 
 
 def given_again(folder: Path, handed: HandedObjects) -> Given:
-    """What a program hands to a run that goes on, checked against what its folder names.
+    """Returns the objects that a program hands to a run that goes on, checked against the names in its folder.
 
     Raises:
         ConfigError: an object that the run names is not handed, or one is handed that it does not name.
@@ -338,7 +339,7 @@ def given_again(folder: Path, handed: HandedObjects) -> Given:
 
 
 def _changed(own: Env, placed: Env, handed: HandedObjects) -> Iterator[str]:
-    """What is handed again with another weight or setting than the run has."""
+    """Yields a sentence for each object that is handed again with another weight or setting than the run has."""
     before = {r.function: r for r in own.rewards}
     if {r.function for r in placed.rewards} != before.keys():
         named = [", ".join(r.function.removeprefix(INLINE) for r in e.rewards) for e in (own, placed)]

@@ -138,7 +138,7 @@ def evaluate(o: Namespace) -> int:
 
 
 def _of_reward_model(o: Namespace) -> list[str]:
-    """How it orders judged completions, or what policies answer."""
+    """Returns the report on a reward model's order of judged completions, or of the answers of policies."""
     from posttrain.api.reward_transfer import transfer
     from posttrain.evaluate.reward_report import evaluate_reward_model
 

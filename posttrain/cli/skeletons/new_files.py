@@ -19,8 +19,8 @@ EXAMPLES = tuple((a, b) for a in range(10, 90, 10) for b in range(1, 9))
 
 
 Shape = Literal["env", "tools", "judged", "dialog"]
-"""What kind of environment is written: one question and one answer, one with tools and several turns, one whose
-answers are judged by a known taste, or a conversation with a simulated user and a persona to keep."""
+"""Kind of environment that is written: one question and one answer, one with tools and several turns, one whose answers
+are judged by a known taste, or a conversation with a simulated user and a persona to keep."""
 JUDGE = "judge:http://127.0.0.1:8000/v1"
 """The judge in the commands and files that are written: `posttrain serve`, or another server on this machine."""
 
@@ -105,7 +105,7 @@ def class_name(name: str) -> str:
 
 
 def next_steps(path: Path, test: Path, cls: str, kind: Shape = "env") -> list[str]:
-    """What to try next with an environment: each command below a line that says what it does."""
+    """Returns the next steps to try with an environment: each command below a line that says what it does."""
     env = f"{path}:{cls}"
     train = {
         "env": ("run", "arithmetic", f"env={env}", "sft.style=answer"),
@@ -132,7 +132,7 @@ def next_steps(path: Path, test: Path, cls: str, kind: Shape = "env") -> list[st
 
 
 def benchmark_steps(run: Path, test: Path, rows: Path, rubric: Path) -> list[str]:
-    """What to try next with a benchmark and its judges."""
+    """Returns the next steps to try with a benchmark and its judges."""
     paid = (f"env.rewards={JUDGE}", f"env.rewards.0.judge.rubric={rubric}")
     return _listed(
         (f"{python()} {shlex.quote(str(test))}", "its own test, with a scripted judge (or: pytest)"),
@@ -145,7 +145,7 @@ def benchmark_steps(run: Path, test: Path, rows: Path, rubric: Path) -> list[str
 
 
 def reward_steps(path: Path, test: Path, rows: Path, name: str) -> list[str]:
-    """What to try next with a reward function."""
+    """Returns the next steps to try with a reward function."""
     use = (f"env.prompts={rows}", f"env.rewards={path}:{name}")
     return _listed(
         (command_line("check", "prompts", *use), "try it on the rows"),

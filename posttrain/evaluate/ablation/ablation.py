@@ -236,7 +236,7 @@ class _Step:
         return (without_credit(credit) if self._warming(a) else credit), len(groups)
 
     def _warming(self, a: Algorithm) -> bool:
-        """Whether `a` is the run's own algorithm and only its values were trained in this step (warm-up)."""
+        """True where `a` is the run's own algorithm and only its values were trained in this step (warm-up)."""
         return a is self.own and self.warming
 
     def _ema(self, a: Algorithm) -> tuple[float, Mapping[str, float]]:

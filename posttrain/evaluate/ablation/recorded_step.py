@@ -54,7 +54,8 @@ class RecordedStep:
 
     @property
     def behind(self) -> int | None:
-        """How many steps of the stage these weights are older than those the step began with; negative: newer."""
+        """Number of steps of the stage by which these weights are older than those the step began with; negative:
+        newer."""
         return None if self.weights.step is None else self.index - 1 - self.weights.step
 
     @property
@@ -67,7 +68,7 @@ class RecordedStep:
 
     @property
     def top(self) -> int:
-        """How many of the most probable tokens the sampler stored with every token."""
+        """Number of the most probable tokens that the sampler stored with every token."""
         return min(
             (s.sampling.top for r in self.records for s in r.episode.segments if not s.sampling.greedy), default=0
         )

@@ -1,4 +1,4 @@
-"""Which algorithms a recorded step can evaluate, and what is missing for the others."""
+"""The algorithms that a recorded step can evaluate, and what is missing for the others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class RecordedFacts:
         )
 
     def lacks(self, a: Algorithm) -> str:
-        """Why this record cannot evaluate `a`, with the setting that a run would have needed; '' where it can."""
+        """Returns the reason why this record cannot evaluate `a`, with the setting that a run would have needed; ''
+        where it can."""
         if a.learns_values is not None and not self.values:
             return f"reads values, and {self.own.name} trained none: only a run of an algorithm with values has them"
         if "implicit" in a.reads:
@@ -79,7 +80,7 @@ class RecordedFacts:
         return ""
 
     def caveats(self, a: Algorithm) -> Iterator[str]:
-        """How the evaluation of `a` on this record differs from a run of `a` itself."""
+        """Yields the differences between the evaluation of `a` on this record and a run of `a` itself."""
         if a.distill is not None:
             yield "its gradient runs through whole distributions, not through said tokens"
         if a == self.own:

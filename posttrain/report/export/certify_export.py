@@ -1,4 +1,4 @@
-"""Whether what was exported is what was trained: it is read back with plain transformers and compared with the run.
+"""Checks that the exported model is the trained one: it is read back with plain transformers and compared with the run.
 
 The run's side is the policy with the weights of the checkpoint, computed by the learner. The other side is what any
 user gets from the files. All differences are collected; the first one is what the error names.
@@ -52,7 +52,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedRun:
-    """What was exported, from where."""
+    """The run whose checkpoint was exported."""
 
     folder: Path
     """The run folder."""
@@ -60,7 +60,7 @@ class ExportedRun:
     checkpoint: Checkpoint
     made: str
     base: str = ""
-    """Of an adapter that is written alone: the model beneath it."""
+    """Base model beneath an adapter that is written alone."""
     ema: bool = False
     history: History = "append"
 
@@ -282,7 +282,7 @@ def _equal_tensors(what: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[
 
 
 def _same_shapes(policy: Policy, again: ReloadedModel) -> bool:
-    """Whether the two models have the same vocabulary, so that their answers can be compared."""
+    """True where the two models have the same vocabulary, so that their answers can be compared."""
     ours, theirs = (m.get_input_embeddings().weight.shape[0] for m in (policy.module, again.inner))  # type: ignore[union-attr,operator]
     return bool(ours == theirs)
 

@@ -42,7 +42,7 @@ UNVERIFIED = ".unverified"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportChoice:
-    """What is written of a run."""
+    """The choice of what an export writes of a run."""
 
     checkpoint: str = "last"
     trust: bool = False

@@ -1,4 +1,4 @@
-"""Whether an exported reward model gives the scores of its run: it is read back and compared.
+"""Checks that an exported reward model gives the scores of its run: it is read back and compared.
 
 A last-token head with one output is read by transformers' own sequence classification, in one padded batch, on either
 side. Other heads are read by this library, because only it knows their form.

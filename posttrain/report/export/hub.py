@@ -20,7 +20,7 @@ ENDPOINT = "https://huggingface.co"
 
 
 def is_hub(target: str | Path) -> bool:
-    """Whether an export goes to the hub: `hub:me/my-model`."""
+    """True where an export goes to the hub: `hub:me/my-model`."""
     return str(target).startswith(PREFIX)
 
 
@@ -96,7 +96,8 @@ def _refused(name: str, error: Any) -> str:
 
 
 def _unreachable(address: str) -> str:
-    """Why no connection to the hub can be made within `SECONDS`; '' where one can. A proxy decides for itself."""
+    """Returns the reason why no connection to the hub can be made within `SECONDS`; '' where one can. A proxy decides
+    for itself."""
     if any(os.environ.get(n) or os.environ.get(n.lower()) for n in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")):
         return ""
     parts = urlsplit(address)

@@ -34,7 +34,7 @@ MOST_NOTES = 12
 
 @dataclass(frozen=True)
 class HeldOutResult:
-    """What was measured of the exported weights, or of the last evaluated ones before them."""
+    """The held-out result of the exported weights, or of the last evaluated ones before them."""
 
     stage: str
     step: int
@@ -184,7 +184,7 @@ def _stages(run: Run, used: Sequence[Stage], record: Sequence[Step], stage: Stag
 
 
 def _kind(stage: Stage) -> str:
-    """What a stage learns from, with its algorithm."""
+    """Returns the kind of data that a stage learns from, with its algorithm."""
     if not stage.algorithm_name:
         return "imitates"
     return f"learns from {'reward' if stage.judged is None else 'preferences'}, {code(stage.algorithm_name)}"

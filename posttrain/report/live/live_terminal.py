@@ -58,7 +58,7 @@ class Terminal:
     notebook: bool = field(default_factory=in_kernel)
     """Whether it prints into a notebook's cell."""
     roles: RoleWatch | None = None
-    """What each role does now, where engines are elsewhere."""
+    """Present activity of each role, where engines are elsewhere."""
     _bar: Progress | None = None
     _line: NotebookLine | None = None
     _task: TaskID | None = None
@@ -131,7 +131,7 @@ class Terminal:
 
     @property
     def _draws(self) -> bool:
-        """Whether it draws a live line."""
+        """True where a live line is drawn."""
         return self.console.is_terminal and not self.notebook
 
     def _draw(self, step: Step) -> None:
@@ -152,7 +152,7 @@ class Terminal:
             self._stage = ""
 
     def _open_ended(self, step: Step) -> bool:
-        """Whether the number of steps is unknown, because the stage runs for the time that another one took."""
+        """True where the number of steps is unknown, because the stage runs for the time that another one took."""
         return self.run.stage(step.stage).time_of is not None
 
     def _facts(self, step: Step) -> str:

@@ -17,7 +17,7 @@ WIDTH = 24
 
 
 def in_kernel() -> bool:
-    """Whether this program is a notebook's kernel. Nothing is imported to find out."""
+    """True where this program is a notebook's kernel. Nothing is imported to find out."""
     shell = sys.modules.get("IPython")
     current = shell.get_ipython() if shell is not None else None
     return getattr(current, "kernel", None) is not None

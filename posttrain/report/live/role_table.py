@@ -1,4 +1,4 @@
-"""What every role of a placed run does now, as a table for a terminal and in a few words for a plain line."""
+"""Present activity of every role of a placed run, as a table for a terminal and in a few words for a plain line."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def pushed(clip: Clip, ratio: float, advantage: float) -> float:
 
 
 def branch(clip: Clip, ratio: float, advantage: float) -> str:
-    """Which of the two terms of min(r A, clip(r) A) is the smaller, in words."""
+    """Returns in words which of the two terms of min(r A, clip(r) A) is the smaller."""
     return "ratio term: gradient" if pushed(clip, ratio, advantage) else "clipped term: no gradient"
 
 

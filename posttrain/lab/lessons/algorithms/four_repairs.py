@@ -73,7 +73,7 @@ def train(k: Values, seed: int) -> dict[str, list[float]]:
 
 
 def penalty(length: int, overlong: bool) -> float:
-    """What an answer of this length is paid on top of its reward, where 100 tokens are allowed."""
+    """Returns the amount that an answer of this length is paid on top of its reward, where 100 tokens are allowed."""
     group = scored_group("a", [PlainEpisode(0.0, [[length]], np.full(length, -1.0))])
     episodes = [s.episode for s in group.episodes]
     shape = (Overlong(cache=0.2),) if overlong else ()

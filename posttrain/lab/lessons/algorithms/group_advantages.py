@@ -34,7 +34,7 @@ def credit(*rewards: float) -> tuple[np.ndarray, bool]:
 
 
 def said_of(rewards: list[float], silent: bool) -> tuple[Speech, ...]:
-    """What a run says whose groups all look like this one."""
+    """Returns the messages of a run whose groups all look like this one."""
     share, solved = float(np.mean(rewards)), float(np.mean([r == 1 for r in rewards]))
     steps = {"rollout/reward": share, "rollout/mixed": 0.0 if silent else 1.0, "rollout/solved": solved}
     steps |= {"credit/silent": float(silent), "rollout/truncated": 0.0, "policy/kl_step": 0.0}

@@ -14,7 +14,8 @@ MOST = 256
 
 
 def token_push(rule: str, lengths: tuple[int, int], rewards: tuple[float, float]) -> tuple[float, float]:
-    """What one token of the short and of the long answer is pushed by: weight times credit, times the step's tokens."""
+    """Returns the push on one token of the short and of the long answer: weight times credit, times the step's
+    tokens."""
     a = RULES[rule]
     made = credit_step(a, rewarded(rewards, lengths=[list(lengths)]), max_tokens=MOST, ema=0.0).groups[0]
     weights = weigh(a.aggregate, lengths, (0, 0), MOST)

@@ -88,11 +88,11 @@ def letters() -> Tensor:
 
 @dataclass
 class Served:
-    """What a way of serving gave."""
+    """The result of one way of serving."""
 
     model: LetterModel
     times: list[list[float]]
-    """Of each request the moment of each of its tokens."""
+    """Moment of each token of each request."""
     accepted: float
 
     @property

@@ -30,7 +30,7 @@ from posttrain.web.picture import Curve, Gantt, Tone
 PROMPTS, STEPS, RIGHT = 4, 12, 0.5
 SIZES = (4, 16, 64, 256)
 CLAIMED = {1.0: (2.8, 5.0, 7.8, 11.3), 2.0: (3.7, 8.9, 17.4, 30.6)}
-"""What the curriculum says of the longest of 4, 16, 64 and 256, in means."""
+"""Values that the curriculum gives for the longest of 4, 16, 64 and 256, in means."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Played:
     cut: np.ndarray
     right: np.ndarray
     seconds: float
-    """Of one step, in tokens of one slot."""
+    """Time of one step, in tokens of one slot."""
 
     @property
     def tax(self) -> float:

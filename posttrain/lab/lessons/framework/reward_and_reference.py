@@ -43,7 +43,7 @@ START = torch.tensor([0.35, 0.18, 0.25, 0.2, 0.02], dtype=torch.float64).log()
 PAID = np.array([0.0, 0.8, 0.8, 0.0, 1.0])
 """A verifier with a hole: it pays the list most, because the number occurs in it."""
 WORTH = np.array([0.0, 1.0, 1.0, 0.0, 0.0])
-"""What the answers are really worth."""
+"""True worth of the answers."""
 STEPS, SIBLINGS = 80, 16
 
 

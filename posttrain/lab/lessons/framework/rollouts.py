@@ -69,7 +69,7 @@ def drift(recompute: bool, seed: int) -> tuple[list[float], tuple[Speech, ...]]:
 
 
 def said_of(groups: list[np.ndarray]) -> tuple[Speech, ...]:
-    """What a run says of the rewards of eight steps with 25 of these groups each."""
+    """Returns the messages of a run on the rewards of eight steps with 25 of these groups each."""
     reward = np.array([g.mean() for g in groups]).reshape(8, -1).mean(1)
     mixed = np.array([g.max() > g.min() for g in groups]).reshape(8, -1).mean(1)
     steps = {"rollout/reward": reward, "rollout/solved": reward, "rollout/mixed": mixed, "credit/silent": 1 - mixed}

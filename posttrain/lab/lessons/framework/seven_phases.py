@@ -39,7 +39,7 @@ G = 4
 
 @dataclass
 class StepState:
-    """What one step has made so far."""
+    """The values that one step has made so far."""
 
     answers: Answers
     policy: TabularPolicy

@@ -35,7 +35,7 @@ PLAIN, STEPS, SIBLINGS = replace(RLOO, pull=None), 80, 16
 
 
 def expected(rho: float, price: float) -> np.ndarray:
-    """What each way is paid on average: right answers are paid, of the wrong ones with the phrase a share rho is too,
+    """Returns the mean pay of each way: right answers are paid, of the wrong ones with the phrase a share rho is too,
     and working costs length."""
     return RIGHT + (1 - RIGHT) * PHRASE * rho - price * np.array([1.0, 1.0, 0.0])
 

@@ -62,7 +62,7 @@ FAILURES = (
 
 
 def ticks(a: Algorithm) -> tuple[str, ...]:
-    """What an algorithm would tick."""
+    """Returns the boxes that an algorithm would tick."""
     kind = type(a.baseline).__name__
     baseline = "Value" if isinstance(a.baseline, Value) else kind
     ratio = "sequence_mean" if a.ratio.startswith("sequence") else a.ratio

@@ -36,8 +36,8 @@ def shares(strength: float) -> np.ndarray:
 
 
 def kept(p: np.ndarray, curation: float) -> np.ndarray:
-    """Which prompts stay: those that eight tries show to be neither always nor never solved are sure to; of the others
-    a share `curation` percent is thrown away."""
+    """Returns the prompts that stay: those that eight tries show to be neither always nor never solved are sure to; of
+    the others a share `curation` percent is thrown away."""
     made = np.random.default_rng(3)
     tries = made.binomial(TRIED, p)
     useful = (tries > 0) & (tries < TRIED)

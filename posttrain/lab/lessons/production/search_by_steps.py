@@ -63,7 +63,7 @@ class StepWorld:
 
 
 async def _one(k: Values, made: np.random.Generator) -> tuple[bool, bool, bool, bool]:
-    """Whether each of four ways finds a right answer of one problem."""
+    """Returns for each of four ways whether it finds a right answer of one problem."""
     world: Any = StepWorld(int(k["steps"]), float(k["good"]), float(k["prm"]), made)
     n, width = int(k["N"]), min(int(k["beam"]), int(k["N"]))
     answers = await world.whole(n)
