@@ -35,7 +35,7 @@ from posttrain.engine.learner.torch_settings import use_threads
 from posttrain.environment.single import Generated, SingleTurn
 from posttrain.ladder.algorithm import patch
 from posttrain.ladder.policy_rows import LADDER
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.stages import Progress, Stages
 from posttrain.stages.interrupt import Stopper
 from posttrain.stages.run_parts import RunParts
@@ -227,7 +227,7 @@ def main() -> None:
     clock = Clock(loop)
     with (
         tempfile.TemporaryDirectory() as folder,
-        Book.create(Path(folder) / "run", run, facts(policy, threads)) as book,
+        RunFolder.create(Path(folder) / "run", run, facts(policy, threads)) as book,
         whole_answers(job.waits),
     ):
         keep_policy(book, policy)

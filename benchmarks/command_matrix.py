@@ -36,10 +36,10 @@ from typing import Any
 from posttrain.config.stages.rejection import Rejection
 from posttrain.core import seeds
 from posttrain.record import run_reader
-from posttrain.serve.app import Server
 from posttrain.serve.caller_limits import CallerLimits
 from posttrain.serve.command import make_served
 from posttrain.serve.listen import listening
+from posttrain.serve.routes import Server
 from posttrain.system.errors import PosttrainError
 
 RESULTS = Path(__file__).parent / "results" / "command_matrix.json"

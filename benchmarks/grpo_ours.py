@@ -28,14 +28,14 @@ from posttrain.config import overrides as dotted
 from posttrain.config.run import Model, Optimizer, Reinforce, Run
 from posttrain.core.ports import Attempt, Sampler, TaskSource
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said, Task
+from posttrain.core.types import SampledTurn, Task
 from posttrain.core.verdict import Verdict
 from posttrain.engine.learner.torch_settings import use_threads
 from posttrain.environment.single import Generated, SingleTurn
 from posttrain.ladder.algorithm import patch
 from posttrain.ladder.policy_rows import GRPO
-from posttrain.record.run_folder import Book
-from posttrain.role.group_queue import MeteredSampler, Waves
+from posttrain.record.run_folder import RunFolder
+from posttrain.role.group_queue import MeteredSampler, StepGroups
 from posttrain.role.prompt_order import Prompts
 from posttrain.role.roles import ReinforceRoles, stream_of
 from posttrain.stages.run_parts import RunParts
@@ -88,7 +88,7 @@ class ForcedLengths(MeteredSampler):
         self.asked = 0
         self._forced: dict[tuple[Sampling, int], Sampling] = {}
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         wanted = self.lengths[self.asked]
         self.asked += 1
         key = (sampling, wanted)
@@ -135,7 +135,7 @@ def make_roles(parts: RunParts) -> ReinforceRoles:
         sampling=parts.sampling(stage),
         rollout=parts.rollout,
         prompts=prompts,
-        groups=Waves(parts.rollout, prompts, parts.sampling(stage), stream_of(stage), deque(maxlen=1)),
+        groups=StepGroups(parts.rollout, prompts, parts.sampling(stage), stream_of(stage), deque(maxlen=1)),
         learner=parts.learner,
         trainer=parts.trainer(stage.optimizer, stage.micro_tokens),
         sync=parts.sync,
@@ -151,7 +151,7 @@ async def serve(wire: Wire, job: Job, folder: Path) -> None:
     run, env = make_run(job), Symbols()
     threads = use_threads(run.threads)
     policy = make_policy(run, env)
-    with Book.create(folder, run, facts(policy, threads)) as book:
+    with RunFolder.create(folder, run, facts(policy, threads)) as book:
         parts = make_parts(run, policy, env, book, [])
         lengths = ForcedLengths(parts.sampler)
         parts.rollout.sampler = lengths

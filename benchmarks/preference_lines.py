@@ -53,7 +53,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.engine.learner.torch_settings import use_threads
 from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.ladder.preference_rows import PREFERENCES
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.role.heldout_evaluation import evaluate
 from posttrain.stages import Progress, Stages
 from posttrain.stages.interrupt import Stopper
@@ -186,7 +186,7 @@ def play(name: str, seed: int, noise: float, start: Path) -> LineRow:
     use_threads(run.threads)
     environment = make_environment(run)
     policy = make_policy(run, environment)
-    with tempfile.TemporaryDirectory() as folder, Book.create(Path(folder) / "run", run, facts(policy, 1)) as book:
+    with tempfile.TemporaryDirectory() as folder, RunFolder.create(Path(folder) / "run", run, facts(policy, 1)) as book:
         keep_policy(book, policy)
         parts = make_parts(run, policy, environment, book, [])
         right, before, after = asyncio.run(trained(parts, run))

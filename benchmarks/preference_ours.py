@@ -34,7 +34,7 @@ from posttrain.config.stages.stage import Stage
 from posttrain.core.gauge import Step
 from posttrain.engine.learner.torch_settings import use_threads
 from posttrain.ladder.preference_rows import DPO
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.stages import Progress, Stages
 from posttrain.stages.interrupt import Stopper
 
@@ -112,7 +112,7 @@ async def serve(wire: Wire, job: PairJob, folder: Path) -> None:
     threads = use_threads(run.threads)
     environment = make_environment(run)
     policy = make_policy(run, environment)
-    with Book.create(folder, run, facts(policy, threads)) as book:
+    with RunFolder.create(folder, run, facts(policy, threads)) as book:
         keep_policy(book, policy)
         parts = make_parts(run, policy, environment, book, [])
         (driver,) = Stages(parts, Progress(), Stopper()).left()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from posttrain.evaluate.evaluate_search import evaluate_searches
+from posttrain.evaluation.evaluate_search import evaluate_searches
 from posttrain.search.curves import SearchPoint
 
 WORDS = (

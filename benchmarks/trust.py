@@ -48,11 +48,11 @@ from posttrain.checks.learning import (
     expert_balance_checks,
     expert_checks,
     frozen_parameters,
+    gradient_and_update_checks,
     hint_checks,
     implicit_reward_checks,
     loss_checks,
     synthetic_loss,
-    update_checks,
 )
 from posttrain.checks.learning.credit_by_definition import plain
 from posttrain.checks.learning.gradient_by_definition import demand
@@ -102,10 +102,10 @@ EVERY_STEP = (
     *(
         verdict_checks.failures_stay_out,
         rejudge.RejudgedAnswers,
-        update_checks.served_is_trained,
-        update_checks.gradient_reaches,
-        update_checks.moved,
-        update_checks.keeps_to_schedule,
+        gradient_and_update_checks.served_is_trained,
+        gradient_and_update_checks.gradient_reaches,
+        gradient_and_update_checks.moved,
+        gradient_and_update_checks.keeps_to_schedule,
     ),
     *(frozen_parameters.only_frozen_is_left_out, frozen_parameters.frozen_stays),
     *(asked_ahead.next_of_the_walk, asked_ahead.asks_on, asked_ahead.asked_within_bound, asked_ahead.as_old_as_asked),
@@ -156,7 +156,7 @@ SECOND_OPINIONS = (
     preference_loss_checks.preference_loss_agrees,
     reward_model_checks.loss_is,
     implicit_reward_checks.outcome_loss_agrees,
-    update_checks.update_agrees,
+    gradient_and_update_checks.update_agrees,
     expert_balance_checks.balance_agrees,
 )
 """What the page lists of `posttrain/checks`."""
@@ -602,7 +602,7 @@ def page(data: dict[str, Any]) -> str:
         f" of a log-prob between sampler and learner {max(r['logp_gap'] for r in runs):.1e} (bound"
         f" {logprob_tolerance.LEAST['float32'].worst:g}), of a first update"
         f" {max(r['update_gap'] or 0 for r in runs):.1e}"
-        f" learning rates (bound {update_checks.UPDATE_BOUND:g}).",
+        f" learning rates (bound {gradient_and_update_checks.UPDATE_BOUND:g}).",
         "",
         f"Algorithms: {', '.join(HEALTHY)}.",
         "",

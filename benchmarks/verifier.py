@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from side import machine
 
 from posttrain.core.types import Task
-from posttrain.sandbox.open_sandbox import choose
+from posttrain.sandbox.choose_backend import choose
 from posttrain.sandbox.sandbox_pool import Sandbox
 from posttrain.sandbox.sandbox_types import Call, ProgramLimits
 from posttrain.sandbox.sandbox_worker import SandboxWorker

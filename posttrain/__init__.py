@@ -23,8 +23,8 @@ from posttrain.system.version import VERSION as __version__
 if TYPE_CHECKING:
     from posttrain.api.main import evaluate, export, run
     from posttrain.build.request.user_objects import prompts
-    from posttrain.evaluate.ablation.ablation import ablate
-    from posttrain.evaluate.check_environment import check
+    from posttrain.evaluation.ablation.ablation import ablate
+    from posttrain.evaluation.check_environment import check
     from posttrain.report.compare_runs import compare
     from posttrain.report.plots import plot
     from posttrain.report.run_result import load
@@ -37,8 +37,8 @@ _PLACES = {
     "export": "posttrain.api.main",
     "prompts": "posttrain.build.request.user_objects",
     "load": "posttrain.report.run_result",
-    "ablate": "posttrain.evaluate.ablation.ablation",
-    "check": "posttrain.evaluate.check_environment",
+    "ablate": "posttrain.evaluation.ablation.ablation",
+    "check": "posttrain.evaluation.check_environment",
     "compare": "posttrain.report.compare_runs",
     "plot": "posttrain.report.plots",
     "summarize": "posttrain.report.run_summary",

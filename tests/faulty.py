@@ -40,7 +40,7 @@ from posttrain.engine.model.tiny_models import build_module
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.make import environment
-from posttrain.evaluate.evaluate_search import evaluate_searches
+from posttrain.evaluation.evaluate_search import evaluate_searches
 from posttrain.faults import Fault, planted
 from posttrain.ladder.policy_rows import GRPO_PROCESS, PRIME
 from posttrain.record import run_reader

@@ -30,7 +30,7 @@ from posttrain.core.verdict import Verdict
 from posttrain.engine.transfer import collective
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.sandbox.open_sandbox import opened
+from posttrain.sandbox.choose_backend import opened
 from posttrain.sandbox.sandbox_pool import Sandbox
 from posttrain.sandbox.sandbox_types import SandboxBroken, SandboxUnavailableError
 from posttrain.stages.interrupt import Interrupted

@@ -34,7 +34,7 @@ LINUX = {
 PLACES = re.compile(r"^/(proc|sys|dev/shm)(/|$)")
 
 GUARDED = {
-    "posttrain/sandbox/": "for Linux; sandbox/open_sandbox.py refuses elsewhere before anything of it runs",
+    "posttrain/sandbox/": "for Linux; sandbox/choose_backend.py refuses elsewhere before anything of it runs",
     "posttrain/system/child_lifetime.py": "calls prctl on Linux alone",
     "posttrain/system/machine.py": "asks hasattr first, and reads /proc and /sys where they are",
     "posttrain/environment/tools/fair_queue.py": "asks hasattr first",

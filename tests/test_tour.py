@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.algorithm.loss.losses import Likelihood, PolicyLoss
-from posttrain.algorithm.loss.objective import Terms, objective
+from posttrain.algorithm.loss.policy_loss import Terms, objective
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.algorithm.preference.preference_loss import PreferenceLoss
 from posttrain.algorithm.preference.preference_minibatch import prepared

@@ -13,7 +13,7 @@ from posttrain.config.run import Env, Evaluation, Model, Optimizer, Reinforce, R
 from posttrain.core.sampling import Sampling
 from posttrain.engine.learner.torch_settings import use_threads
 from posttrain.ladder.policy_rows import GRPO
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.stages import Progress, StageResult, Stages
 from posttrain.stages.interrupt import Stopper
 from posttrain.stages.run_parts import RunParts
@@ -63,7 +63,7 @@ def tiny_parts(folder: Path, run: Run | None = None) -> RunParts:
     use_threads(run.threads)
     environment = make_environment(run)
     policy = make_policy(run, environment)
-    book = Book.create(folder, run, facts(policy, run.threads))
+    book = RunFolder.create(folder, run, facts(policy, run.threads))
     keep_policy(book, policy)
     return make_parts(run, policy, environment, book, [])
 

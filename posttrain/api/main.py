@@ -18,7 +18,7 @@ from posttrain.build.build_environments import make_environment
 from posttrain.build.open_model import check_target, run_and_checkpoint
 from posttrain.build.request.branch import TOKENIZER
 from posttrain.build.request.run_request import RunOptions, requested
-from posttrain.build.request.user_objects import HandedObjects, setting_words
+from posttrain.build.request.user_objects import UserObjects, setting_words
 from posttrain.config.env import Env
 from posttrain.config.rank_limits import SECONDS, Parallel, RankOptions, torchrun_rank, under_torchrun
 from posttrain.config.run import Evaluation, Reinforce, Run
@@ -26,8 +26,8 @@ from posttrain.core.abilities import declared
 from posttrain.core.gauge import Step
 from posttrain.core.ports import Environment
 from posttrain.core.sampling import Sampling
-from posttrain.evaluate.evaluate_endpoint import EndpointOptions, evaluate_remote, is_url, refuse
-from posttrain.evaluate.evaluation_target import asked_run
+from posttrain.evaluation.evaluate_endpoint import EndpointOptions, evaluate_remote, is_url, refuse
+from posttrain.evaluation.evaluation_target import asked_run
 from posttrain.ladder.both_ladders import AnyAlgorithm
 from posttrain.record.certificate import FAILED, ExportCertificate
 from posttrain.record.checkpoint import find
@@ -88,7 +88,7 @@ def run(
     named = {n: v for n, v in (("env", env), ("algorithm", algorithm)) if isinstance(v, str)}
     words = [*overrides, *setting_words(named | settings)]
     own = None if isinstance(algorithm, str) else algorithm
-    handed = HandedObjects(None if isinstance(env, str) else env, rewards, own)
+    handed = UserObjects(None if isinstance(env, str) else env, rewards, own)
     ranks = RankOptions(nproc=nproc, seconds=rank_timeout, replicas=replicas, parallel=parallel)
     if under_torchrun() and torchrun_rank() > 0:
         from posttrain.build.distributed_run import follow
@@ -138,7 +138,7 @@ def evaluate(
     if not is_url(target):
         refuse(remote)
         check_target(target, checkpoint)
-    objects = HandedObjects(None if isinstance(env, str) else env, rewards)
+    objects = UserObjects(None if isinstance(env, str) else env, rewards)
     overrides = (f"env={env}", *overrides) if isinstance(env, str) else overrides
     run, weights, given = asked_run(target, checkpoint, overrides, objects, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)

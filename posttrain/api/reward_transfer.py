@@ -18,7 +18,7 @@ from posttrain.core import abilities
 from posttrain.core.measure.interval import Score
 from posttrain.core.ports import Learner, PairRenderer
 from posttrain.core.types import Episode, Group
-from posttrain.evaluate.reward_report import asked_run, loaded_policy
+from posttrain.evaluation.reward_report import asked_run, loaded_policy
 from posttrain.system.errors import ConfigError
 
 SAMPLES = 8

@@ -14,7 +14,7 @@ from posttrain.build.distributed_run import leading, over_ranks, rank_threads, r
 from posttrain.build.open_model import keep_policy
 from posttrain.build.preflight_checks import prove_start
 from posttrain.build.request.branch import is_branch, same_base
-from posttrain.build.request.extend import Extension, begin
+from posttrain.build.request.extend import ResumedRun, begin
 from posttrain.build.request.input_digests import INPUTS, input_digests, task_digests
 from posttrain.build.request.run_request import RunRequest
 from posttrain.build.request.trust_prompt import remember_run
@@ -35,7 +35,7 @@ from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.record import run_reader
 from posttrain.record.certificate import LINEAGE
 from posttrain.record.checkpoint import Checkpoint
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.record.run_reader import damage_is_named
 from posttrain.record.runtime_objects import DATA
 from posttrain.report.live.live_terminal import Terminal
@@ -75,7 +75,7 @@ class RunSession:
     """A run with its parts, from before its first step to its end."""
 
     run: Run
-    book: Book
+    book: RunFolder
     parts: RunParts
     policy: Policy
     terminal: Terminal
@@ -164,7 +164,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         places = {s.name: request.others.get(s.name, request.environment) for s in run.stages}
         began = {**began_with(run, policy, places), **row_count(request.environment)}
         began[BEGAN][INPUTS] = {**input_digests(run), **task_digests(run, places)}
-        book = Book.create(folder, run, {**facts(policy, threads, tuple(contained)), **began, **request.recorded})
+        book = RunFolder.create(folder, run, {**facts(policy, threads, tuple(contained)), **began, **request.recorded})
         cleanup.callback(book.close)
         if request.objects.data:
             book.beside(DATA, request.objects.write_data)
@@ -252,7 +252,7 @@ def heldout_notes(run: Run, places: Mapping[str, Environment]) -> tuple[str, ...
     return tuple(dict.fromkeys(out))
 
 
-def note_session(book: Book, checkpoint: Checkpoint | None) -> tuple[str, ...]:
+def note_session(book: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, ...]:
     """Write the lineage record of a run that begins or goes on. Where it cannot be made, that is a line for people: the
     run may go on, and it is refused where its weights are exported or taken by another run."""
     try:
@@ -280,7 +280,7 @@ def session_policy(request: RunRequest, blank: Policy | None = None) -> Policy:
 
 
 def restore_progress(
-    run: Run, parts: RunParts, checkpoint: Checkpoint | None, longer: Extension | None = None
+    run: Run, parts: RunParts, checkpoint: Checkpoint | None, longer: ResumedRun | None = None
 ) -> Progress:
     """The progress that a checkpoint records; its weights are loaded into the learner."""
     if checkpoint is None:
@@ -298,7 +298,7 @@ def final_scalars(results: Sequence[StageResult]) -> dict[str, float]:
     return {f"final/{name}/{what}": x[0] for name, what, x in both if x is not None}
 
 
-def start_trackers(run: Run, policy: Policy, book: Book) -> list[Tracker]:
+def start_trackers(run: Run, policy: Policy, book: RunFolder) -> list[Tracker]:
     """The run's trackers. The tokenizer and the model's config are written into the run folder first."""
     keep_policy(book, policy)
     with disk_full_is_reported(book.folder / "trackers", lambda: "Nothing was lost"):

@@ -25,7 +25,7 @@ from posttrain.engine.model.architecture_kinds import refuse_vllm
 from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.sampling_parameters import check
-from posttrain.engine.vllm.spawn_server import Spawned
+from posttrain.engine.vllm.spawn_server import SpawnedServer
 from posttrain.engine.vllm.start_vllm import folder_for_weights, limits
 from posttrain.engine.vllm.vllm_server import ROLE, VLLMServer
 from posttrain.engine.vllm.worker_refusals import refuse_few, refuse_split
@@ -39,7 +39,7 @@ BEFORE_TRIAL = -2
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServedSampler:
     """A sampler, with a function that frees its threads, processes and memory."""
 
     sampler: Sampler
@@ -67,7 +67,7 @@ def check_engine(run: Run) -> None:
         )
 
 
-def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own: bool = False) -> Serving:
+def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own: bool = False) -> ServedSampler:
     """The engine of the run in this process, with its own copy of the weights. `placed_engine` also makes those
     elsewhere.
 
@@ -81,11 +81,11 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own
     """
     if isinstance(run.engine, Embedded):
         served = policy if own else policy.twin()
-        return keeping_contracts(run, Serving(embedded_engine(run, run.engine, served, text), lambda: None))
+        return keeping_contracts(run, ServedSampler(embedded_engine(run, run.engine, served, text), lambda: None))
     return keeping_contracts(run, _vllm(run, run.engine, policy))
 
 
-def keeping_contracts(run: Run, serving: Serving) -> Serving:
+def keeping_contracts(run: Run, serving: ServedSampler) -> ServedSampler:
     """The same, where it can keep every stage's sampling contract; else it is closed.
 
     Raises:
@@ -197,7 +197,7 @@ def check_vllm(run: Run, how: VLLM, policy: Policy) -> None:
             check(stage.contract, able)
 
 
-def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:
+def _vllm(run: Run, how: VLLM, policy: Policy) -> ServedSampler:
     check_vllm(run, how, policy)
     if how.apart:
         return _server(run, how, policy)
@@ -210,10 +210,10 @@ def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:
         inflight=how.update == "inflight",
         workers=how.workers,
     )
-    return Serving(engine, engine.close)
+    return ServedSampler(engine, engine.close)
 
 
-def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
+def _server(run: Run, how: VLLM, policy: Policy) -> ServedSampler:
     """A vLLM server that runs already, or one that is started here."""
     patience = Patience(answer=how.timeout)
     inflight = how.update == "inflight"
@@ -221,8 +221,10 @@ def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
     if how.url is not None:
         share = Path(how.share) if how.share is not None else folder_for_weights(policy)
         endpoint = Endpoint(how.url, ROLE, key_env=how.key_env, patience=patience)
-        return Serving(client(endpoint, share=share), lambda: None)
-    own = Spawned(policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager, workers=how.workers)
+        return ServedSampler(client(endpoint, share=share), lambda: None)
+    own = SpawnedServer(
+        policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager, workers=how.workers
+    )
     share = own.folder if how.share is None else Path(how.share)
     endpoint = Endpoint(own.url, ROLE, patience=patience)
-    return Serving(client(endpoint, share=share, ended=own.ended), own.close)
+    return ServedSampler(client(endpoint, share=share, ended=own.ended), own.close)

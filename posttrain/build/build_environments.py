@@ -16,7 +16,7 @@ from posttrain.core.ports import Environment
 from posttrain.environment.judged.judged_rows import misread
 from posttrain.environment.make import environment
 from posttrain.environment.rows.own_prompts import PromptsEnv
-from posttrain.record.runtime_objects import Given
+from posttrain.record.runtime_objects import RuntimeObjects
 from posttrain.system.errors import ConfigError, DataError
 
 REWARD_LINE = (
@@ -72,14 +72,14 @@ def _margins(stage: Preference | RewardModel, rows: Sequence[DataRow]) -> None:
         )
 
 
-def make_environment(run: Run, objects: Given = Given()) -> Environment:
+def make_environment(run: Run, objects: RuntimeObjects = RuntimeObjects()) -> Environment:
     """The run's environment, used by all stages that have none of their own. `objects`: what a program handed."""
     env = environment(run.env, run.seed, objects)
     check_environment(env, [s for s in run.stages if s.env is None], run.env)
     return env
 
 
-def own_environments(run: Run, env: Environment, objects: Given = Given()) -> dict[str, Environment]:
+def own_environments(run: Run, env: Environment, objects: RuntimeObjects = RuntimeObjects()) -> dict[str, Environment]:
     """The environments of stages that have their own, by the stage's name. Equal configurations share one object,
     also with `env`."""
     built: list[tuple[Env, Environment]] = [(run.env, env)]

@@ -40,7 +40,7 @@ from posttrain.engine.learner.learner_routers import refuse_balance, refuse_repl
 from posttrain.engine.model.policy_model import Policy, base_digest, load_policy
 from posttrain.engine.optimizer import eight_bit
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.record.run_reader import run_file
 from posttrain.role.judges.generative_judge import GenerativeJudge
 from posttrain.role.judges.generative_steps import GenerativeStepJudge
@@ -169,7 +169,7 @@ def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
 
 
 @dataclass(frozen=True)
-class Sleepers:
+class SleepingEngines:
     """The engines of a run in this process. Where the run asks for it, all of them sleep while the learner works."""
 
     run: Run
@@ -180,14 +180,14 @@ class Sleepers:
             for engine in self.engines:
                 engine.sleep()
 
-    def add(self, engine: Sampler) -> Sleepers:
+    def add(self, engine: Sampler) -> SleepingEngines:
         """These and one more, where it is in this process."""
         self.engines.extend([engine] if isinstance(engine, EmbeddedEngine) else [])
         return self
 
 
 def opponent_of(
-    run: Run, policy: Policy, roles: PolicyRoles, sleepers: Sleepers, reference: Reference, share: float
+    run: Run, policy: Policy, roles: PolicyRoles, sleepers: SleepingEngines, reference: Reference, share: float
 ) -> Opponent:
     """Returns the opponent that plays against the policy, with this share of the reference."""
     engine = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
@@ -319,7 +319,7 @@ def make_parts(
     run: Run,
     policy: Policy,
     env: Any,
-    book: Book,
+    book: RunFolder,
     trackers: list[Tracker],
     others: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda line: None,
@@ -331,7 +331,7 @@ def make_parts(
         others: see `make_policy`.
         say: tells the user of what takes long.
     """
-    models, sleepers, others = RewardModels(run, policy, book.folder), Sleepers(run), others or {}
+    models, sleepers, others = RewardModels(run, policy, book.folder), SleepingEngines(run), others or {}
     roles = make_roles(run, policy, env, models.judges(run.env), say, lead)
     learner, elsewhere = roles.learner, placed_environments(run, env, others, roles.engine, say, roles.close)
     if run.model.compile:

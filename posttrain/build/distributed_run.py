@@ -18,8 +18,8 @@ from posttrain import faults
 from posttrain.build.sharded_loading import here
 from posttrain.checks.learning.expert_checks import ExpertsCheck
 from posttrain.checks.learning.frozen_parameters import FrozenCheck
+from posttrain.checks.learning.gradient_and_update_checks import UpdateCheck
 from posttrain.checks.learning.precision_checks import ScaleCheck
-from posttrain.checks.learning.update_checks import UpdateCheck
 from posttrain.config.rank_limits import (
     Parallel,
     RankOptions,
@@ -40,7 +40,7 @@ from posttrain.engine.parallel.ranks.rank_processes import RankProcesses
 from posttrain.engine.parallel.ranks.signed_messages import users_key
 from posttrain.engine.parallel.sharded_learner import ShardedLearner, refuse_ranks
 from posttrain.engine.parallel.sharded_load import BlankPolicy, blank_policy, read_rows
-from posttrain.engine.parallel.sharded_reference import Mould
+from posttrain.engine.parallel.sharded_reference import EmptyModule
 from posttrain.engine.parallel.tensor_parallel import TensorLearner, columns_and_rows
 from posttrain.stages.checks_by_kind import checks_of
 from posttrain.stages.ranks.lead_learner import LeadExpertLearner, LeadLearner, LeadTensorLearner, OrderedLearner
@@ -96,7 +96,7 @@ class RankStart:
 
 def made(state: RankState, policy: Policy, digest: str, make: Callable[..., L], *given: Any, **how: Any) -> L:
     """The learner of a rank, as `make` makes it, in its state."""
-    state.mould = Mould(policy)
+    state.mould = EmptyModule(policy)
     if isinstance(policy, BlankPolicy):
         learner = read_rows(policy, state.ranks, make, *given, digest=digest, **how)
     else:

@@ -24,7 +24,7 @@ from posttrain.config.run import Env, Model, Reinforce, Run
 from posttrain.engine.adapters.saved_adapter import saved_adapter
 from posttrain.engine.model.locate_model import check_source
 from posttrain.record.checkpoint import find, refuse_damage_beside
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.record.run_reader import folder_of, is_run, run_file
 from posttrain.system.errors import ConfigError, DataError, RunFolderError, UntrustedError
 from posttrain.system.shell import command_line
@@ -119,7 +119,7 @@ DIGESTED = ("base_digest", "tokenizer_digest", "template_digest")
 # --- what a run folder keeps of its policy ----------------------------------------------------------------------------
 
 
-def keep_policy(book: Book, policy: Policy) -> None:
+def keep_policy(book: RunFolder, policy: Policy) -> None:
     """Write the model configuration and tokenizer that `kept_policy` and `show` read. Beneath an adapter, weights that
     were built, or that another run learned, are kept too."""
     from posttrain.engine.files.policy_files import write_config

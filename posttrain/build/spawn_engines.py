@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from posttrain import faults
-from posttrain.build.build_engines import Serving, check_vllm, keeping_contracts, make_engine
+from posttrain.build.build_engines import ServedSampler, check_vllm, keeping_contracts, make_engine
 from posttrain.build.sharded_loading import here
 from posttrain.config.engines import Embedded
 from posttrain.config.env import Env
@@ -81,7 +81,7 @@ def placed_engine(
     text: Callable[[np.ndarray], str],
     say: Callable[[str], None] = lambda line: None,
     own: bool = False,
-) -> Serving:
+) -> ServedSampler:
     """The engine of the run where `Run.placement` says: here, or several elsewhere as one.
 
     Args:
@@ -98,7 +98,7 @@ def placed_engine(
     if not isinstance(run.engine, Embedded):
         check_vllm(run, run.engine, policy)
     pool = engine_pool(run, run.placement, policy, say)
-    return keeping_contracts(run, Serving(pool, pool.close))
+    return keeping_contracts(run, ServedSampler(pool, pool.close))
 
 
 def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[str], None]) -> EnginePool:

@@ -180,7 +180,7 @@ class Trackio:
         self._finish()
 
 
-class Guarded:
+class GuardedTracker:
     """A tracker whose failure does not end the run. The first failure is reported; then it is not called again."""
 
     def __init__(self, name: str, inner: Tracker, completions: CompletionTables | None = None) -> None:
@@ -246,12 +246,12 @@ def make_trackers(run: Run, folder: Path) -> list[Tracker]:
     """Start the trackers of the run."""
     check_trackers(run)
     completions = CompletionTables(folder, run.log_completions)
-    return [Guarded(name, TRACKERS[name][1](run, folder), completions) for name in run.trackers]
+    return [GuardedTracker(name, TRACKERS[name][1](run, folder), completions) for name in run.trackers]
 
 
 def tracker_lines(trackers: Iterable[object]) -> list[str]:
     """A line for each tracker of a run: where to look at what it logs."""
-    return [f"tracker {t.name}: {t.where}" for t in trackers if isinstance(t, Guarded)]
+    return [f"tracker {t.name}: {t.where}" for t in trackers if isinstance(t, GuardedTracker)]
 
 
 def _wandb_place(url: object, where: Path) -> str:

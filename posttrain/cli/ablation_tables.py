@@ -19,7 +19,7 @@ from posttrain.system.errors import ConfigError
 from posttrain.system.terminal_output import overwrite, tell
 
 if TYPE_CHECKING:
-    from posttrain.evaluate.ablation.ablation import Ablation, AblationRow
+    from posttrain.evaluation.ablation.ablation import Ablation, AblationRow
 
 HEAD = ("algorithm", "cosine", "norm", "ratio", "silent", "clipped", "ess", "|A|", "solved", "not", "tokens")
 LEGEND = (
@@ -54,7 +54,7 @@ class ProgressLine:
 @dataclass(frozen=True)
 class AblateOptions:
     """The steps of a run, the weights and the device for an ablation. None and '' mean the default of
-    `evaluate.ablation.ablation`."""
+    `evaluation.ablation.ablation`."""
 
     steps: str = ""
     stage: str | None = None
@@ -65,7 +65,7 @@ class AblateOptions:
 def show(run: str, against: Sequence[str], at: AblateOptions, plain: bool, trust: bool) -> None:
     """Evaluate and print; `plain` prints JSON."""
     run_file(run)  # a folder that is not there is told before torch is imported
-    from posttrain.evaluate.ablation.ablation import ablate
+    from posttrain.evaluation.ablation.ablation import ablate
 
     progress = ProgressLine()
     try:

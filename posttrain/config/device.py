@@ -1,4 +1,4 @@
-"""Which device a model computes on, and what is kept in the memory of the CPU meanwhile."""
+"""Checks the device that a model computes on, and what is kept in the memory of the CPU meanwhile."""
 
 from __future__ import annotations
 

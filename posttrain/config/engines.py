@@ -35,10 +35,11 @@ class Embedded:
     drafts: int = 4
     """Tokens per pass from the draft model."""
     update: Literal["drain", "inflight", "stale"] = "drain"
-    """What happens to unfinished sequences when new weights come. drain: they end first. inflight: they go on under the
+    """Treatment of unfinished sequences when new weights come. drain: they end first. inflight: they go on under the
     new weights, and their keys and values are computed again. stale: they go on with keys and values of the old
     weights, so their log-probs are those of no policy; `engine/stale_gap` measures by how much. A run that waits for
-    all its samples has no unfinished sequences then."""
+    all its samples has no unfinished sequences then.
+    """
     sleep: bool = False
     """Free the key-value cache while the learner works, and make it anew for the next samples, so that both need not
     fit into memory at once. The tokens stay the same. Only where samples and updates take turns (staleness=0)."""
@@ -80,15 +81,16 @@ class VLLM:
     the cache. It must divide the model's heads. On CPU each needs a core, because they spin while they wait for each
     other. 1: one holds everything."""
     update: Literal["drain", "inflight"] = "drain"
-    """What happens to unfinished sequences when new weights come. drain: they end first. inflight: they stand still
+    """Treatment of unfinished sequences when new weights come. drain: they end first. inflight: they stand still
     meanwhile and go on under the new weights, and their keys and values are computed again. A run that waits for all
-    its samples has no unfinished sequences then."""
+    its samples has no unfinished sequences then.
+    """
     timeout: float = 600.0
     """Seconds a turn, a step or an update may take before the engine counts as failed."""
 
     @property
     def apart(self) -> bool:
-        """Whether it is a server: started for the run, or running already."""
+        """True where the engine is a server: started for the run, or running already."""
         return self.server or self.url is not None
 
     def __post_init__(self) -> None:
@@ -120,7 +122,7 @@ Engine = Embedded | VLLM
 def engine_refusals(
     engine: Engine, kernels: KernelChoice, lora: bool, deterministic: bool, exact: bool, ahead: str
 ) -> Iterator[str]:
-    """What the engine of a run cannot do. Each message says what to change.
+    """Yields a message about each thing that the engine of a run cannot do. Each message says what to change.
 
     Args:
         lora: whether the model has an adapter.
@@ -173,7 +175,8 @@ def _positive(name: str, value: float) -> None:
 
 
 def pause_refusals(stage: str, engine: Engine, local: bool, deterministic: bool) -> Iterator[str]:
-    """Why turns of a stage cannot stop while the learner computes (`unfinished=pause`), with what to change.
+    """Yields the reasons why turns of a stage cannot stop while the learner computes (`unfinished=pause`), with what to
+    change.
 
     Args:
         local: whether the engine computes in the learner's process.

@@ -23,7 +23,7 @@ STAGE = "stage:"
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeEndpoint:
-    """How a model at an endpoint judges (`judge:https://HOST/v1`). It reads one answer at a time."""
+    """The settings by which a model at an endpoint judges (`judge:https://HOST/v1`). It reads one answer at a time."""
 
     rubric: str = ""
     """A text file (.md or .txt) that says what is worth how much. It is required. A column of the data stands in it by
@@ -38,8 +38,8 @@ class JudgeEndpoint:
     api: Literal["chat", "completions"] = "chat"
     """Whether the prompt is sent as a user's message, or as plain text to continue."""
     answer: Literal["json", "number"] = "json"
-    """What the judge must say: JSON with `score` (the request has its schema as `response_format`), or a number alone.
-    What is neither is asked for again, and is no verdict at last."""
+    """The form of the judge's answer: JSON with `score` (the request has its schema as `response_format`), or a number
+    alone. An answer that is neither is asked for again, and is no verdict at last."""
     low: float = 0.0
     """The lowest score of the rubric. It is paid 0."""
     high: float = 10.0
@@ -84,25 +84,27 @@ class Reward:
     noise of that model's scores (for example 1e-3). None: 2^-40, right for a verifier, and the rounding of
     `model.dtype` for a reward model."""
     combine: Literal["mean", "worst"] = "mean"
-    """Of several reward models: their mean less `pessimism` standard deviations, or the worst."""
+    """The score of several reward models: their mean less `pessimism` standard deviations, or the worst."""
     pessimism: float = 0.0
     """How many standard deviations of several reward models are subtracted from their mean (2310.02743)."""
     votes: int = 1
-    """Of a judge: judgements of each comparison, in each order of the two sides."""
+    """Number of a judge's judgements of each comparison, in each order of the two sides."""
     rivals: int = 0
-    """Of a judge of pairs: each answer is compared with the next so many of its group, and so with twice as many. 0:
-    with all."""
+    """Number of rivals, for a judge of pairs: each answer is compared with the next so many of its group, and so with
+    twice as many. 0: with all."""
     meta: str | None = None
-    """Of a judge: a reward model of judgements (a directory, a run folder or a hub id) with the judge's tokenizer. The
+    """A reward model of judgements (a directory, a run folder or a hub id) for a judge, with the judge's tokenizer. The
     half of the votes about a comparison that it scores highest counts (2504.02495)."""
     steps: Literal["score", "pay", "outcome"] = "score"
-    """Of a process reward model, which scores steps. score: each step has its score, which an algorithm reads that
-    compares steps (grpo_process). pay: each score is paid at the end of its step, for credit with values (ppo).
-    outcome: the scores as one number are the answer's reward."""
+    """The use of a process reward model's scores of steps. score: each step has its score, which an algorithm reads
+    that compares steps (grpo_process). pay: each score is paid at the end of its step, for credit with values (ppo).
+    outcome: the scores as one number are the answer's reward.
+    """
     aggregate: Aggregate = "min"
     """How the scores of steps become one number."""
     progress: bool = False
-    """Of a process reward model: a step's score is by how much it raised the chance of a right answer (2410.08146)."""
+    """Score each step, by a process reward model, as the amount by which the step raised the chance of a right answer
+    (2410.08146)."""
     measured: bool = False
     """Nothing is learned from it. Held-out accuracy and mean reward are those of what is measured, beside what is
     paid, so that over-optimisation of a reward shows."""
@@ -134,12 +136,12 @@ class Reward:
 
     @property
     def by_model(self) -> bool:
-        """Whether it is a reward model or a policy that judges, which read the answers of a whole group."""
+        """True where the reward is a reward model or a policy that judges, which read the answers of a whole group."""
         return bool(self.models) or (self.function.startswith(JUDGE) and not self.judge_url)
 
     @property
     def graded(self) -> bool:
-        """Whether a model gives the score (`Judged.by_model`)."""
+        """True where a model gives the score (`Judged.by_model`)."""
         return self.by_model or bool(self.judge_url)
 
     def __post_init__(self) -> None:
@@ -219,7 +221,7 @@ def _check_resolution(what: str, resolution: float | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxSettings:
-    """Where programs run that a model wrote: answers that are tested, and calls of a Python tool."""
+    """The place where programs run that a model wrote: answers that are tested, and calls of a Python tool."""
 
     name: str = "auto"
     """`auto`: the best of `namespaces` and `landlock` that passes the tests with attacks on this machine. Or one of
@@ -244,8 +246,8 @@ class Env:
     """Further data sets, mixed with `prompts` by weight: `env.mix=code.jsonl:0.5,chat.jsonl:2`. `prompts` has weight 1,
     and each has its share of the rows that are learned, however many it has. Each holds rows out by its share too."""
     rewards: tuple[Reward, ...] = ()
-    """What judges an answer: verifiers by their names, or `path.py:function`; several with commas. With env=prompts at
-    least one. For other environments they are added to the environment's own."""
+    """The rewards that judge an answer: verifiers by their names, or `path.py:function`; several with commas. With
+    env=prompts at least one. For other environments they are added to the environment's own."""
     heldout: int = 200
     """Held-out tasks. 0: train without measuring."""
     limits: EpisodeLimits = EpisodeLimits()
@@ -265,7 +267,7 @@ class Env:
 
     @property
     def has_reward_models(self) -> bool:
-        """Whether reward models or generative judges judge the answers, alone or beside others."""
+        """True where reward models or generative judges judge the answers, alone or beside others."""
         return any(r.by_model for r in self.rewards)
 
     def __post_init__(self) -> None:

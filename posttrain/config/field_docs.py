@@ -1,4 +1,5 @@
-"""What each setting means: the text below a field in the source of its class, and below a choice where it is declared.
+"""The meaning of each setting: the text below a field in the source of its class, and below a choice where it is
+declared.
 
 A field is documented once, at the field. `posttrain run RECIPE --help` and the comments of a written run read it here.
 """

@@ -1,5 +1,5 @@
-"""Where the roles of a run work: `placement=local`, `placement=processes` or `placement=ray`. No line of the step reads
-it."""
+"""The place where the roles of a run work: `placement=local`, `placement=processes` or `placement=ray`. No line of the
+step reads it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ Placement = Local | Processes | Ray
 
 
 def placement_refusals(placement: Placement, engine: Engine) -> str:
-    """What an engine in another process cannot do, as a message that says what to change; '' where all fits."""
+    """Returns a message that says what an engine in another process cannot do, and what to change; '' where all
+    fits."""
     if isinstance(placement, Local):
         return ""
     kind = type(placement).__name__.lower()

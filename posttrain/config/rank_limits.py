@@ -30,7 +30,7 @@ STAGES = (Reinforce, Supervised, Preference, OnlinePreference)
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """How many processes train one model together: `posttrain run --nproc N`, or torchrun."""
+    """The processes that train one model together: `posttrain run --nproc N`, or torchrun."""
 
     nproc: int | None = None
     """Processes that this one starts, itself included. None: one process that trains alone; under torchrun those that
@@ -63,12 +63,12 @@ class RankOptions:
 
     @property
     def world(self) -> int | None:
-        """How many ranks there are; None: this process trains alone."""
+        """Number of ranks; None: this process trains alone."""
         return torchrun_world() if under_torchrun() else self.nproc
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun has started this process."""
+    """Returns whether torchrun has started this process."""
     return TORCHRUN in os.environ
 
 
@@ -81,7 +81,7 @@ def torchrun_world() -> int:
 
 
 def torchrun_restarts() -> int:
-    """How often torchrun has started these processes again after one of them died."""
+    """Returns the number of times that torchrun has started these processes again after one of them died."""
     return int(os.environ.get(RESTARTS, "0"))
 
 
@@ -115,7 +115,8 @@ def _refusals(run: Run) -> Iterator[str]:
 
 
 def _whole_passes(run: Run, parallel: Parallel, world: int) -> Iterator[str]:
-    """What ranks cannot do each of which computes every token. A model that is read is asked when it is there."""
+    """Yields a message about each thing that ranks cannot do where each of them computes every token. A model that is
+    read is asked when it is there."""
     model, how = run.model, f"--parallel {parallel}"
     if model.dtype != "float32":
         yield f"{how} computes in float32 so far. Set model.dtype=float32, or leave it out"

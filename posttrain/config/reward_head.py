@@ -14,7 +14,7 @@ completion's tokens. token: at every token of the completion."""
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShape:
-    """What a reward model's head computes. Its score is one number, whatever it computes first."""
+    """The form of a reward model's head. Its score is one number, whatever it computes first."""
 
     pool: Pool = "last"
     outputs: tuple[str, ...] = ("score",)
@@ -51,5 +51,6 @@ class HeadShape:
 
     @property
     def standard(self) -> bool:
-        """Whether it is a last-token head with one output, which transformers' sequence classification reads too."""
+        """True where the head is a last-token head with one output, which transformers' sequence classification reads
+        too."""
         return self == HeadShape(outputs=self.outputs) and self.width == 1

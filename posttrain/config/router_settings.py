@@ -1,4 +1,4 @@
-"""Whose choices of experts a run's learner follows, and what a run cannot do about them."""
+"""The source of the expert choices that a run's learner follows, and what a run cannot do about them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Literal
 
 RouterReplay = Literal["none", "sampler", "start"]
-"""Whose choices the learner's experts follow: see `Model.router_replay`."""
+"""The source of the expert choices that the learner follows: see `Model.router_replay`."""
 
 
 def router_refusals(replay: RouterReplay, balanced: str, records: bool) -> Iterator[str]:
-    """What a run cannot do about routers. Each message says what to change.
+    """Yields a message about each thing that a run cannot do with routers. Each message says what to change.
 
     Args:
         balanced: the name of a stage with a load-balance loss; '' where none has one.

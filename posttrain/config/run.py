@@ -92,23 +92,24 @@ class Model:
     """Compute the largest pass that the settings allow once before the first step of a stage, so that memory that does
     not suffice shows at once. Nothing is learned from it. None: on every device but the CPU."""
     router_replay: RouterReplay = "none"
-    """Whose choice of experts the learner follows, in a mixture of experts. sampler: of each token those that its
-    sampler chose, as the engine recorded them; their weights are computed anew, so that the router learns (R3,
+    """The choice of experts that the learner follows, in a mixture of experts. sampler: for each token the experts that
+    its sampler chose, as the engine recorded them; their weights are computed anew, so that the router learns (R3,
     2510.11370). start: those of the learner at the beginning of the step (R2), which holds them fixed over several
     optimizer steps. none: every pass chooses anew. It matters where sampler and learner differ: narrow types,
-    staleness, several optimizer steps."""
+    staleness, several optimizer steps.
+    """
     gradient_checkpointing: Checkpointing | bool = "none"
-    """What the backward pass computes again instead of keeping it in memory. selective: all but matrix products and
-    torch's attention, which costs little. full: whole layers. true and false stand for full and none."""
+    """The results that the backward pass computes again instead of keeping them in memory. selective: all but matrix
+    products and torch's attention, which costs little. full: whole layers. true and false stand for full and none."""
     offload_activations: bool = False
     """Keep activations in the memory of the CPU until the backward pass. Only for accelerators."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments, and averages of the weights, in the memory of the CPU between steps. Each step
     copies them to the device and back, some parameters at a time, and computes the same. Only for accelerators."""
     history: Literal["append", "rewrite"] = "append"
-    """What to do where the chat template changes earlier turns of a conversation, for example drops their reasoning.
-    append: refuse it. rewrite: each turn becomes a sequence of its own, after the conversation as
-    it was then written."""
+    """The treatment of a chat template that changes earlier turns of a conversation, for example drops their
+    reasoning. append: refuse it. rewrite: each turn becomes a sequence of its own, after the conversation as it was
+    then written."""
 
     def __post_init__(self) -> None:
         check_device(self.device, self.offload_activations, self.offload_optimizer)
@@ -173,8 +174,8 @@ class Supervised(Stage):
     harmless = ("style", "turns", "tool_arguments")
 
     style: str
-    """What to imitate: a style the environment can write (document, answer, cot), or `completion`
-    from the user's data."""
+    """The demonstrations to imitate: a style the environment can write (document, answer, cot), or `completion` from
+    the user's data."""
     wrong: float = 0.0
     """Share of demonstrations that are plausible but false."""
     turns: Turns = "all"
@@ -213,12 +214,12 @@ class Supervised(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How held-out accuracy is measured. Tasks and seeds are fixed."""
+    """The settings by which held-out accuracy is measured. Tasks and seeds are fixed."""
 
     samples: int = 8
     """Samples per prompt, at temperature 1 (or the stage's sampling)."""
     seed: int = 1234
-    """Of the sampling of held-out answers."""
+    """Seed of the sampling of held-out answers."""
     greedy: bool = True
     """Also score one greedy answer per prompt."""
 
@@ -234,14 +235,14 @@ class Run:
     recipe: str
     """The recipe it began from; it decides the stages."""
     seed: int = 0
-    """Of everything random: the built weights, the order of the tasks, what is sampled."""
+    """Seed of everything random: the built weights, the order of the tasks, what is sampled."""
     model: Model = Model()
     env: Env = Env()
     stages: tuple[Stage, ...]
-    """What is done, one after another."""
+    """The stages of the run, one after another."""
     evaluation: Evaluation = Evaluation()
     engine: Engine = Embedded()
-    """What samples: `embedded` or `vllm`."""
+    """The engine that samples: `embedded` or `vllm`."""
     placement: Placement = Local()
     """Where the engine works: `local`, in the learner's process; `processes`, one or several in processes of their own;
     or `ray`."""

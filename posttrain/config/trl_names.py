@@ -1,4 +1,4 @@
-"""What settings of TRL, transformers and PEFT are called here: for whoever writes the name that they know
+"""The names that settings of TRL, transformers and PEFT have here: for whoever writes the name that they know
 (docs/coming-from-trl.md has all fields of all configurations)."""
 
 from __future__ import annotations
@@ -56,5 +56,5 @@ OTHERS: dict[str, str] = {
 
 
 def our_name(name: str) -> str:
-    """What a name of another library is called here, as a sentence for an error; '' where it is none."""
+    """Returns our name for a name of another library, as a sentence for an error; '' where it is none."""
     return f"{name} of other libraries is here: {OTHERS[name]} (docs/coming-from-trl.md)" if name in OTHERS else ""

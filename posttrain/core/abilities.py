@@ -28,12 +28,12 @@ Turns = tuple[str, ...]
 
 @dataclass(frozen=True)
 class StepNumber:
-    """Which step of a stage is played, for rewards that change with it. Outside training it is the last one."""
+    """The step of a stage that is played, for rewards that change with it. Outside training it is the last one."""
 
     step: int = 1
     """Counted from 1."""
     steps: int = 1
-    """Of the whole stage."""
+    """Number of steps of the whole stage."""
 
 
 class Declared:
@@ -91,7 +91,7 @@ class GoldAnswers(Declared):
 
     @property
     def vouched(self) -> bool:
-        """Whether the environment promises that `right` scores 1."""
+        """True where the environment promises that `right` scores 1."""
         return self.verdict is not None
 
 
@@ -153,7 +153,7 @@ class Judgements(Declared):
     """The true value of a completion, where the environment knows it: what a judge without error would go by. No loss
     and no reward model reads it; it measures what they learned."""
     features: Callable[[Task, str], Mapping[str, float]] | None = None
-    """What that value is made of, by name, each in 0..1."""
+    """The parts of the value from `utility`, by name, each in 0..1."""
     good: float = 0.5
     """A completion of at least this value is good."""
 
@@ -167,12 +167,13 @@ class Judgements(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class Judging(Declared):
-    """How a policy that learned this environment judges the answers of another one (`env.rewards=judge:PATH`)."""
+    """The rules by which a policy that learned this environment judges the answers of another one
+    (`env.rewards=judge:PATH`)."""
 
     sides: int
     """Completions that one judgement sees: 1 or 2."""
     prompt: Callable[[str, Sequence[str]], str]
-    """What the judge is shown: the question and the completions, in this order."""
+    """Function that writes the text the judge is shown, from the question and the completions, in this order."""
     read: Callable[[str], tuple[float, ...] | None]
     """The verdict's score of each completion; None where a text has no verdict."""
     ends: tuple[str, ...]
@@ -200,11 +201,11 @@ class LintFinding:
 
     name: str = field(kw_only=False)
     seen: str = field(kw_only=False)
-    """What was seen, in figures."""
+    """The finding, in figures."""
     warns: bool = False
     """Whether somebody should look at it."""
     advice: str = ""
-    """What to do, where it warns."""
+    """Advice to the user, where the finding warns."""
 
 
 class Lint(Protocol):
@@ -234,7 +235,7 @@ class DataRow(Protocol):
 
     @property
     def judged(self) -> Any:
-        """What was judged in the row; None where it was not judged."""
+        """The judgement of the row; None where the row was not judged."""
         ...
 
     @property
@@ -281,9 +282,9 @@ class Abilities(Declared):
     judging: Judging | None = None
     """How to judge as this environment does. Without it a policy that was trained here cannot be a reward."""
     measures: Measures | None = None
-    """What is measured of held-out episodes beside accuracy and reward. Without it nothing more is."""
+    """Measures of held-out episodes beside accuracy and reward. Without it nothing more is measured."""
     seats: Callable[[Task], Mapping[str, Turns]] | None = None
-    """What the other seats of an episode say where the policy is a script. Without it no scripted policy can play an
+    """Turns of the other seats of an episode, where the policy is a script. Without it no scripted policy can play an
     episode in which they speak."""
 
     hint: Callable[[Task], str | tuple[Message, ...] | None] | None = None
@@ -339,7 +340,7 @@ def judgements(environment: Any) -> Judgements:
 
 
 def hints(environment: Any) -> Callable[[Task], str | tuple[Message, ...] | None]:
-    """What writes the hinted prompts of an environment. Raises ConfigError if it has none."""
+    """Returns the function that writes the hinted prompts of an environment. Raises ConfigError if it has none."""
     found = declared(environment).hint
     if found is None:
         raise ConfigError(

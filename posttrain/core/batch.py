@@ -20,7 +20,7 @@ from posttrain.core.exchange.expert_choices import check_routed, packed_routed
 from posttrain.core.exchange.micro_batches import Room, alike, balanced, bins, saved
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import Streamed
-from posttrain.core.types import Kept, Segment
+from posttrain.core.types import Segment, TruncationSets
 from posttrain.system.errors import InvariantError
 
 
@@ -42,7 +42,7 @@ class Packed:
     """int32: episode of each segment, 0..E-1, ascending."""
     sampling: Sampling
     """The contract every spoken token was drawn under."""
-    kept: Kept | None = None
+    kept: TruncationSets | None = None
     """One kept set per spoken token, exactly where the sampling truncates."""
     in_turn_M: np.ndarray | None = None
     """int32: position of each spoken token in its turn, exactly where the sampling reads it."""
@@ -137,7 +137,7 @@ class Packed:
             segment_M=np.repeat(np.arange(len(segments), dtype=np.int32), [len(a) for a in at]),
             sequence_S=np.arange(len(segments), dtype=np.int32) if sequence is None else np.asarray(sequence, np.int32),
             sampling=segments[0].sampling,
-            kept=Kept.of(kept) if segments[0].sampling.truncated else None,
+            kept=TruncationSets.of(kept) if segments[0].sampling.truncated else None,
             in_turn_M=(
                 np.concatenate([s.in_turn for s in segments if s.in_turn is not None])
                 if segments[0].sampling.in_turn
@@ -185,7 +185,9 @@ class Packed:
         new_position = np.cumsum(keep_N) - 1
         new_segment = np.cumsum(keep_S) - 1
         kept = (
-            None if self.kept is None else Kept.of([k for k, yes in zip(self.kept.sets(), keep_M, strict=True) if yes])
+            None
+            if self.kept is None
+            else TruncationSets.of([k for k, yes in zip(self.kept.sets(), keep_M, strict=True) if yes])
         )
         return replace(
             self,
@@ -275,7 +277,7 @@ def positions(lengths_S: np.ndarray) -> np.ndarray:
 
 
 def _counts_up(unit_E: np.ndarray) -> bool:
-    """Whether it starts at 0 and each entry equals the one before it or is greater by 1."""
+    """Returns whether `unit_E` starts at 0 and each entry equals the one before it or is greater by 1."""
     return not len(unit_E) or (int(unit_E[0]) == 0 and bool(np.isin(np.diff(unit_E), (0, 1)).all()))
 
 

@@ -19,7 +19,7 @@ Kind = Literal["pair", "ranking", "label", "rating", "steps"]
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What all kinds share. A completion is the text after the prompt, without a stop token."""
+    """The fields that all kinds of judgement share. A completion is the text after the prompt, without a stop token."""
 
     task: Task
     """The prompt, and the row's further columns."""
@@ -33,7 +33,7 @@ class Judgement:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair(Judgement):
-    """Of two completions, the one that was preferred."""
+    """Two completions, of which one was preferred."""
 
     chosen: str
     rejected: str
@@ -79,7 +79,7 @@ class StepLabels(Judgement):
     values: tuple[float, ...] = ()
     """The chance of a right answer after each step, in [0, 1]; empty where the data has none."""
     separator: str = "\n"
-    """What stands between two steps in the completion, where a step does not end with it."""
+    """Text between two steps in the completion, where a step does not end with it."""
 
     def __post_init__(self) -> None:
         if self.values and len(self.values) != len(self.steps):

@@ -16,7 +16,7 @@ from posttrain.core.exchange.scores import AdapterTrial, Odds, TokenScores
 from posttrain.core.exchange.shards import Shard
 from posttrain.core.gauge import Gauges, Step
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Episode, Message, Said, Stop, Task, Top
+from posttrain.core.types import Episode, Message, SampledTurn, Stop, Task, Top
 from posttrain.core.verdict import Judged
 from posttrain.system.errors import InvariantError
 
@@ -31,12 +31,12 @@ class Sampler(Protocol):
 
     @property
     def keeps_sets(self) -> bool:
-        """Whether truncated draws are returned with their kept token sets."""
+        """True where truncated draws are returned with their kept token sets."""
         ...
 
     @property
     def draws_by_place(self) -> bool:
-        """Whether the draw at position t of a turn can be repeated: inverse-CDF sampling, ids ascending, with the
+        """True where the draw at position t of a turn can be repeated: inverse-CDF sampling, ids ascending, with the
         uniform number `seeds.uniforms(place, ...)[t]`."""
         ...
 
@@ -45,7 +45,7 @@ class Sampler(Protocol):
         """Most tokens a sequence may have, prompt included."""
         ...
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         """Sample one turn after `ids` (int32 [T]), with the random numbers of `place`.
 
         Raises:
@@ -113,7 +113,7 @@ class Learner(Examiner, Protocol):
 
     @property
     def computes_once(self) -> bool:
-        """Whether what several segments of a pass begin with is computed once."""
+        """True where a beginning that several segments of a pass share is computed once."""
         ...
 
     def forward(
@@ -138,7 +138,8 @@ class Learner(Examiner, Protocol):
         ...
 
     def examine(self, packed: Packed, names: Collection[str]) -> Mapping[str, np.ndarray]:
-        """What its methods of these `names` (score, value, entropy, energy) return, from one pass of the layers."""
+        """Returns the results of the learner's methods of these `names` (score, value, entropy, energy), from one pass
+        of the layers."""
         ...
 
     def value(self, packed: Packed) -> np.ndarray:
@@ -150,7 +151,7 @@ class Learner(Examiner, Protocol):
         ...
 
     def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
-        """How probable each spoken token is in the distribution it was drawn from."""
+        """Returns how probable each spoken token is in the distribution it was drawn from."""
         ...
 
     def exact(self, packed: Packed) -> np.ndarray | None:
@@ -170,11 +171,12 @@ class Learner(Examiner, Protocol):
         ...
 
     def adapter(self) -> AdapterTrial | None:
-        """None where all weights train."""
+        """Returns the trial of the adapter; None where all weights train."""
         ...
 
     def routers(self) -> Routers | None:
-        """Those of a mixture of experts. None where it is none, or where its routers are not understood."""
+        """Returns the routers of a mixture of experts. None where the model is none, or where its routers are not
+        understood."""
         ...
 
     def packed_score(self, packed: Packed) -> np.ndarray:
@@ -182,7 +184,8 @@ class Learner(Examiner, Protocol):
         ...
 
     def price(self, packed: Packed) -> float | None:
-        """How many times as long as its own forward pass the sampler's takes, where it takes log-probs from that."""
+        """Returns the time of the sampler's forward pass divided by that of the learner's own, where the learner takes
+        log-probs from the sampler's."""
         ...
 
     def train_mode(self, on: bool) -> None:
@@ -300,7 +303,7 @@ class Dialogue(Protocol):
 
     @property
     def restarted(self) -> bool:
-        """Whether the last result of `see` begins a new sequence, because the chat template rewrote history."""
+        """True where the last result of `see` begins a new sequence, because the chat template rewrote history."""
         ...
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:

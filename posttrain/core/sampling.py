@@ -38,8 +38,8 @@ Spell = Callable[[str], Sequence[Sequence[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a turn is sampled. All fields are explicit. What depends on the tokenizer is resolved once, when the model is
-    loaded (`resolve`)."""
+    """The settings by which a turn is sampled. All fields are explicit. Those that depend on the tokenizer are resolved
+    once, when the model is loaded (`resolve`)."""
 
     temperature: float = 1.0
     """Divides the logits. From 1e-6 to 1e6; use greedy=true for the argmax."""
@@ -172,29 +172,30 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
-        """Whether top-k, top-p or min-p cut the support, so that the kept sets must be stored."""
+        """True where top-k, top-p or min-p cut the support, so that the kept sets must be stored."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def bans(self) -> bool:
-        """Whether a rule gives some tokens probability zero."""
+        """True where a rule gives some tokens probability zero."""
         return self.allowed_ids is not None or bool(
             self.allowed_words or self.bad_ids or self.bad_words or self.min_tokens
         )
 
     @property
     def rules(self) -> bool:
-        """Whether any of steps 1 to 3, before the temperature, changes the logits."""
+        """True where any of steps 1 to 3, before the temperature, changes the logits."""
         return self.repetition_penalty != 1 or bool(self.logit_bias) or self.bans
 
     @property
     def in_turn(self) -> bool:
-        """Whether the distribution depends on a token's position in its turn, so that the position must be stored."""
+        """True where the distribution depends on a token's position in its turn, so that the position must be
+        stored."""
         return self.min_tokens > 0 or bool(self.bad_words) or any(len(s) > 1 for s in self.bad_ids)
 
     @property
     def resolved(self) -> bool:
-        """Whether everything that depends on the tokenizer is filled in."""
+        """True where everything that depends on the tokenizer is filled in."""
         return self.stop_ids is not None and not self.bad_words and not self.allowed_words
 
     def resolve(self, stop_ids: tuple[int, ...], spell: Spell | None = None) -> Sampling:

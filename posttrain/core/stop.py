@@ -9,7 +9,7 @@ from posttrain.system.errors import ConfigError
 
 
 class Stop(StrEnum):
-    """Why an episode or a turn ended. If several reasons hold, it is the one that came first."""
+    """The reason why an episode or a turn ended. If several reasons hold, it is the one that came first."""
 
     SAID = "stop"
     """The policy sampled a stop token."""
@@ -32,12 +32,12 @@ class Stop(StrEnum):
 
     @property
     def finished(self) -> bool:
-        """Whether the policy ended its turn itself, by a stop token or a stop string."""
+        """True where the policy ended its turn itself, by a stop token or a stop string."""
         return self in (Stop.SAID, Stop.STRING)
 
     @property
     def cut(self) -> bool:
-        """Whether a limit on tokens or time ended a turn of the policy, or came before one."""
+        """True where a limit on tokens or time ended a turn of the policy, or came before one."""
         return self in (Stop.LENGTH, Stop.TOKENS, Stop.CONTEXT, Stop.TIME)
 
 

@@ -36,7 +36,7 @@ class Stream:
     """Its numpy type in a batch. A wider type of the same kind is accepted too, because laws compute in float64."""
     what: str
     readers: str
-    """What reads it; the error for a missing stream shows this."""
+    """The readers of the stream, in words; the error for a missing stream shows them."""
     wide: bool = False
 
     def check(self, x: np.ndarray, tokens: int) -> None:
@@ -167,7 +167,8 @@ OPPONENT = Stream(
 
 
 class Distilled(Protocol):
-    """How an algorithm learns from a teacher's distribution (`ladder.pieces.token_choice.Distill`)."""
+    """The settings by which an algorithm learns from a teacher's distribution
+    (`ladder.pieces.token_choice.Distill`)."""
 
     @property
     def top(self) -> int: ...
@@ -217,7 +218,7 @@ class Scoring:
 
     @property
     def read(self) -> Packed:
-        """What the reference reads."""
+        """The packed tokens that the reference reads."""
         return self.packed if self.hinted is None else self.hinted
 
 
@@ -279,7 +280,7 @@ TOP_LOGP = Stream(
 
 
 def _start_is_scored(s: Scoring) -> bool:
-    """Whether the log-probs at the start of the step are scored.
+    """Returns whether the log-probs at the start of the step are scored.
 
     With one optimizer step per step they equal those of the training forward, so they are scored only where credit
     already needs them.
@@ -308,7 +309,7 @@ OWN: dict[str, Callable[[Scoring], bool]] = {
     "entropy": lambda s: "entropy" in s.algorithm.reads,
     "energy": lambda s: "energy" in s.algorithm.reads,
 }
-"""What the policy is asked about its own tokens (`Learner.examine`), and when."""
+"""The numbers that the policy gives about its own tokens (`Learner.examine`), and the condition of each."""
 
 SCORED: list[Maker[Scoring]] = [
     Maker((START,), OWN["score"], lambda s: (s.own["score"],)),

@@ -9,7 +9,7 @@ import numpy as np
 
 from posttrain.core.exchange.expert_choices import filled
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import SHOWN, Kept, Said, Segment, Top
+from posttrain.core.types import SHOWN, SampledTurn, Segment, Top, TruncationSets
 from posttrain.system.errors import InvariantError
 
 
@@ -40,7 +40,7 @@ class Transcript:
 
     @property
     def spoke(self) -> bool:
-        """Whether it has any spoken token."""
+        """True where the transcript has any spoken token."""
         return any(m.any() for m in self._mask)
 
     def see(self, ids: Sequence[int] | np.ndarray) -> None:
@@ -48,7 +48,7 @@ class Transcript:
         n = len(ids)
         self._append(ids, np.zeros(n, bool), np.full(n, np.nan, np.float32), np.full(n, -1, np.int32))
 
-    def say(self, said: Said) -> None:
+    def say(self, said: SampledTurn) -> None:
         """Add a turn that the policy sampled under this transcript's sampling."""
         n = len(said.ids)
         if self.sampling.truncated != (said.kept is not None):
@@ -107,7 +107,7 @@ class Transcript:
             logp=np.concatenate([np.zeros(0, np.float32), *self._logp]),
             version=np.concatenate([np.zeros(0, np.int32), *self._version]),
             sampling=self.sampling,
-            kept=Kept.of(self._kept) if self.sampling.truncated else None,
+            kept=TruncationSets.of(self._kept) if self.sampling.truncated else None,
             top=Top.join(self._top, self.sampling.top) if self.sampling.top else None,
             in_turn=np.concatenate([np.zeros(0, np.int32), *self._in_turn]) if self.sampling.in_turn else None,
             routed=None if self._routed is None else filled(self._routed, self._length),

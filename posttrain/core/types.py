@@ -67,7 +67,7 @@ OPPOSED = -4
 
 
 @dataclass(frozen=True)
-class Kept:
+class TruncationSets:
     """The token sets that truncated sampling (top-k, top-p, min-p) kept, one for each of n draws.
 
     Draw i kept `ids[offsets[i]:offsets[i+1]]`, ascending.
@@ -91,9 +91,9 @@ class Kept:
         return len(self.offsets) - 1
 
     @staticmethod
-    def of(sets: Sequence[np.ndarray]) -> Kept:
+    def of(sets: Sequence[np.ndarray]) -> TruncationSets:
         offsets = np.concatenate([[0], np.cumsum([len(s) for s in sets])]).astype(np.int64)
-        return Kept(offsets, np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32))
+        return TruncationSets(offsets, np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32))
 
     def sets(self) -> list[np.ndarray]:
         return [self.ids[a:b] for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
@@ -125,7 +125,7 @@ class Top:
 
 
 @dataclass(frozen=True, eq=False)
-class Said:
+class SampledTurn:
     """One turn as an engine returns it.
 
     ids int32 [n], logp float32 [n] (under the resolved `Sampling`), version int32 [n] (of the weights that sampled each
@@ -137,7 +137,7 @@ class Said:
     logp: np.ndarray
     version: np.ndarray
     stop: Stop
-    kept: Kept | None = None
+    kept: TruncationSets | None = None
     top: Top | None = None
     routed: np.ndarray | None = None
     """int16 [P + n - 1, R, K]: the experts of each token that was computed, those of the prompt first
@@ -179,7 +179,7 @@ class Segment:
     logp: np.ndarray
     version: np.ndarray
     sampling: Sampling
-    kept: Kept | None = None
+    kept: TruncationSets | None = None
     top: Top | None = None
     in_turn: np.ndarray | None = None
     routed: np.ndarray | None = None
@@ -234,7 +234,7 @@ class Segment:
 
     @cached_property
     def shown(self) -> bool:
-        """Whether any spoken token comes from a demonstration."""
+        """True where any spoken token comes from a demonstration."""
         return bool(np.any(self.version[self.mask] == SHOWN))
 
     @cached_property
@@ -268,7 +268,7 @@ class Episode:
     stop: Stop
     verdicts: tuple[Judged, ...]
     text: str = ""
-    """What the policy said, decoded, for people to read. Nothing is computed from it after judging."""
+    """The policy's words, decoded, for people to read. Nothing is computed from it after judging."""
     error: str = ""
     state: Any = None
     """The environment's state at the end of the episode (`Talk.leave`), as verifiers saw it."""
@@ -295,22 +295,24 @@ class Episode:
 
     @cached_property
     def truth(self) -> float | None:
-        """What is measured of it and not paid (`Judged.measured`). None where nothing is."""
+        """The outcome that is measured of the episode and not paid (`Judged.measured`). None where nothing is
+        measured."""
         return truth(self.verdicts)
 
     @property
     def figure(self) -> float | None:
-        """What held-out accuracy and mean reward are made of: the truth where one is measured, else the reward."""
+        """The number that held-out accuracy and mean reward are made of: the truth where one is measured, else the
+        reward."""
         return self.truth if any(j.measured for j in self.verdicts) else self.reward
 
     @property
     def right(self) -> Right:
-        """What counts as right of its `figure`."""
+        """The rule by which its `figure` is right."""
         return right_of(self.verdicts, self.right_at, any(j.measured for j in self.verdicts))
 
     @property
     def solved(self) -> bool:
-        """Whether what it is paid is right."""
+        """True where the reward that the episode is paid is right."""
         measured = any(j.measured for j in self.verdicts)
         return right_of(self.verdicts, None if measured else self.right_at).of(self.reward)
 
@@ -320,17 +322,17 @@ class Episode:
 
     @cached_property
     def shown(self) -> bool:
-        """Whether any of its spoken tokens comes from a demonstration."""
+        """True where any of its spoken tokens comes from a demonstration."""
         return any(s.shown for s in self.segments)
 
     @cached_property
     def opposed(self) -> bool:
-        """Whether the policy's opponent said it."""
+        """True where the policy's opponent spoke in the episode."""
         return any(bool(np.any(s.version[s.mask] == OPPOSED)) for s in self.segments)
 
     @property
     def own(self) -> bool:
-        """Whether the policy said it: it is no demonstration, and not its opponent's."""
+        """True where the episode is the policy's own: it is no demonstration, and not its opponent's."""
         return not self.shown and not self.opposed
 
 
@@ -351,7 +353,7 @@ class Group:
     aborted_tokens: int = 0
     """Tokens in the complete turns of the aborted siblings."""
     logged: Mapping[str, Gauge] = field(default_factory=dict[str, Gauge])
-    """What batch rewards logged about this group, as gauges of the step."""
+    """Gauges of the step that batch rewards logged about this group."""
     discount: float = 1.0
     """Factor of its credit: less than 1 where a step learns from it again (`config.stages.replay_settings`)."""
     again: bool = False
@@ -377,8 +379,8 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Whether the judged siblings that the policy sampled differ in raw outcome by
-        more than rounding (`core.measure.equal_numbers`)."""
+        """True where the judged siblings that the policy sampled differ in raw outcome by more than rounding
+        (`core.measure.equal_numbers`)."""
         own = [e for e in self.judged if e.own]
         noise = rounding([size(e.verdicts) for e in own], max((resolution(e.verdicts) for e in own), default=0.0))
         return spread([e.reward for e in own if e.reward is not None], noise)

@@ -15,7 +15,7 @@ SOLVED = 1.0 - 1e-9
 
 
 class State(StrEnum):
-    """Whether a verdict has a score. `failed` is an outage on our side, never a wrong answer."""
+    """The state of a verdict: whether it has a score. `failed` is an outage on our side, never a wrong answer."""
 
     VALUE = "value"
     ABSTAIN = "abstain"
@@ -86,7 +86,7 @@ class Judged:
 
     @property
     def counts(self) -> bool:
-        """Whether it is a part of the outcome."""
+        """True where the verdict is a part of the outcome."""
         return not self.measured and (self.end is None or self.paid)
 
 
@@ -102,7 +102,7 @@ def outcome(verdicts: Sequence[Judged]) -> float | None:
 
 
 def failed(verdicts: Sequence[Judged]) -> bool:
-    """Whether a source of the outcome has a verdict `failed`."""
+    """Returns whether a source of the outcome has a verdict `failed`."""
     return any(j.counts and j.verdict.state is State.FAILED for j in verdicts)
 
 

@@ -14,7 +14,7 @@ from posttrain.config.run import Env
 from posttrain.core.measure.equal_numbers import RESOLUTION
 from posttrain.environment.gallery import GALLERY, gallery_class
 from posttrain.environment.single import SingleTurn
-from posttrain.record.runtime_objects import Given, is_inline
+from posttrain.record.runtime_objects import RuntimeObjects, is_inline
 from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.configured import measured_names, sources
 from posttrain.verifier.user_code import load
@@ -34,7 +34,7 @@ def shipped_class(name: str) -> type[SingleTurn] | None:
     return gallery_class(name) if name in GALLERY else None
 
 
-def environment(config: Env, seed: int, given: Given = Given()) -> Any:
+def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()) -> Any:
     """The environment of a run's configuration: a `SingleTurn`, or any `Environment` that a program handed.
 
     `given` holds what a Python program handed to the run.

@@ -36,8 +36,8 @@ Rewards = Literal["sum", "each", "none"]
 """Which rewards are compared. sum: the weighted sum of all sources. each: every source on its own, then summed (GDPO,
 A31). none: no reward at all."""
 Scale = Literal["one", "group_std", "batch_std", "group_mean", "best_std", "mixed_share"]
-"""What the credit is divided by. Standard deviations have ddof 1 and no epsilon. `best_std` is that of the best of k
-over all k-subsets of siblings. `mixed_share` is the share of the step's samples whose group has spread (GPG, A12)."""
+"""The divisor of the credit. Standard deviations have ddof 1 and no epsilon. `best_std` is that of the best of k over
+all k-subsets of siblings. `mixed_share` is the share of the step's samples whose group has spread (GPG, A12)."""
 Whiten = Literal["token", "sample", "source"]
 """Whitening of the credit over the step (mean 0, standard deviation 1 with ddof 1): over every token, over every
 sample, or over the samples whose tasks have the same `source`."""
@@ -45,9 +45,10 @@ Ratio = Literal["one", "token", "sequence_mean", "sequence_product", "sequence_t
 """Importance ratio pi/anchor in the push: none, per token, exp(mean log-ratio) or exp(sum) of the episode.
 `sequence_token` is `sequence_mean` for credit that varies inside an episode (GSPO-token)."""
 Anchor = Literal["behaviour", "start", "proximal"]
-"""What pi is compared with. behaviour: the sampler's stored log-prob. start: the learner's at the start of the step.
-proximal: an interpolation of sampler and policy by their versions, which approximates `start` without its forward pass
-(A-3PO, A26)."""
+"""The log-prob that pi is compared with. behaviour: the sampler's stored log-prob. start: the learner's at the start of
+the step. proximal: an interpolation of sampler and policy by their versions, which approximates `start` without its
+forward pass (A-3PO, A26).
+"""
 Aggregate = Literal["token_mean", "prompt_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
@@ -60,7 +61,7 @@ class Algorithm:
     paper: str
     """Its publication: an arXiv id, or author and year."""
     baseline: Baseline = Zero()
-    """What a reward is compared with."""
+    """The value that a reward is compared with."""
     scale: Scale = "one"
     rewards: Rewards = "sum"
     whiten: Whiten | None = None
@@ -92,7 +93,7 @@ class Algorithm:
     distill: Distill | None = None
     """Learning from a teacher over whole next-token distributions; none: no teacher."""
     hint: Hint | None = None
-    """What the teacher is shown and the policy is not; none: the same prompt."""
+    """The hint that the teacher is shown and the policy is not; none: the same prompt."""
     step_scale: StepScale | None = None
     """The share of the learning rate that an optimizer step uses, by its minibatch; none: all of it."""
     note: str = ""
@@ -120,7 +121,7 @@ class Algorithm:
 
     @property
     def group_relative(self) -> bool:
-        """Whether credit compares siblings, so that a group without spread has credit exactly 0."""
+        """True where credit compares siblings, so that a group without spread has credit exactly 0."""
         return any(p.compares_siblings() for p in self.pieces)
 
     @property
@@ -140,46 +141,48 @@ class Algorithm:
 
     @property
     def taught(self) -> bool:
-        """Whether it learns from a teacher alone that the stage must name. With a hint the policy is its own."""
+        """True where the algorithm learns from a teacher alone that the stage must name. With a hint the policy is its
+        own teacher."""
         return self.rewards == "none" and self.hint is None
 
     @property
     def own_teacher(self) -> bool:
-        """Whether the teacher is the policy as each step begins, or its moving average, and so no reference is kept."""
+        """True where the teacher is the policy as each step begins, or its moving average, and so no reference is
+        kept."""
         return self.hint is not None and self.hint.weights != "start"
 
     @property
     def charges_tokens(self) -> bool:
-        """Whether a KL is subtracted from the credit of each token alone."""
+        """True where a KL is subtracted from the credit of each token alone."""
         return self.kl_in_credit is not None and self.kl_in_credit.placement == "token"
 
     @property
     def charges_answers(self) -> bool:
-        """Whether a KL is subtracted from the rewards by which siblings are compared."""
+        """True where a KL is subtracted from the rewards by which siblings are compared."""
         return self.kl_in_credit is not None and self.kl_in_credit.placement != "token"
 
     @property
     def varies(self) -> bool:
-        """Whether credit can differ between the tokens of one episode."""
+        """True where credit can differ between the tokens of one episode."""
         return self.baseline.per_token or self.charges_tokens or (self.baseline.to_go and self.kl_in_credit is not None)
 
     # --- what roles read ----------------------------------------------------------------------------------------------
 
     @property
     def forms_ratio(self) -> bool:
-        """Whether a ratio of the policy and the anchor is computed."""
+        """True where a ratio of the policy and the anchor is computed."""
         return self.ratio != "one" or any(p.forms_ratio for p in self.pieces)
 
     @property
     def start_before_loss(self) -> bool:
-        """Whether credit, or the choice of tokens, needs the log-probs at the start of the step before the loss
+        """True where credit, or the choice of tokens, needs the log-probs at the start of the step before the loss
         computes them."""
         return any(p.reads_start_early(self) for p in self.pieces)
 
     @property
     def reads(self) -> frozenset[str]:
-        """What the step must score before the loss: subset of {start, reference, values, entropy, energy, teacher,
-        implicit}."""
+        """The streams that the step must score before the loss: subset of {start, reference, values, entropy, energy,
+        teacher, implicit}."""
         need = {stream for p in self.pieces for stream in p.reads(self)}
         if (self.forms_ratio and self.anchor == "start") or self.start_before_loss:
             need.add("start")
@@ -187,23 +190,23 @@ class Algorithm:
 
     @property
     def stores_top(self) -> int:
-        """How many of its most probable tokens the sampler stores with every sampled token."""
+        """Number of the most probable tokens that the sampler stores with every sampled token."""
         return max((p.stores_top() for p in self.pieces), default=0)
 
     @property
     def reads_silent_tokens(self) -> bool:
-        """Whether a token with zero credit still has a gradient (from pull, entropy, value or imitation), and so must
-        stay in the batch."""
+        """True where a token with zero credit still has a gradient (from pull, entropy, value or imitation), and so
+        must stay in the batch."""
         return any(p.reads_silent for p in self.pieces)
 
     @property
     def hears(self) -> bool:
-        """Whether it also learns from what the policy was told between its turns."""
+        """True where the algorithm also learns from what the policy was told between its turns."""
         return self.imitate is not None and self.imitate.of == "heard"
 
     @property
     def silences(self) -> bool:
-        """Whether its trust region gives tokens outside its bounds a push of exactly 0."""
+        """True where the trust region gives tokens outside its bounds a push of exactly 0."""
         return self.clip is not None and self.clip.silences
 
     @property
@@ -229,7 +232,8 @@ class Algorithm:
 
 
 def _meaningless(a: Algorithm) -> Iterator[str]:
-    """Why a combination of choices means nothing. Each message says what to change. The pieces add theirs."""
+    """Yields the reasons why a combination of choices means nothing. Each message says what to change. The pieces add
+    their own."""
     yield from _meaningless_credit(a)
     for piece in a.pieces:
         yield from piece.refuses(a)

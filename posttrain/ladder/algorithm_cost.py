@@ -1,4 +1,5 @@
-"""What an algorithm reads, and what a step costs beside rollout and learning. Torch-free; computed from the choices."""
+"""The inputs of an algorithm, and the cost of a step beside rollout and learning. Torch-free; computed from the
+choices."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def anchor(a: Algorithm) -> str:
 
 
 def reads(a: Algorithm) -> tuple[str, ...]:
-    """What credit and loss read beside what the sampler stores with every sampled token."""
+    """Returns the inputs of credit and loss beside those that the sampler stores with every sampled token."""
     own = (
         ("log-probs at the start of the step", "start" in a.reads),
         ("reference", "reference" in a.reads),
@@ -67,8 +68,8 @@ def cost(a: Algorithm) -> Cost:
 
 
 def _own(a: Algorithm) -> list[str]:
-    """What one pass of the policy over its own tokens gives (`core.streams.OWN`), besides what needs a pass only where
-    a step takes several optimizer steps."""
+    """Returns the results of one pass of the policy over its own tokens (`core.streams.OWN`), besides those that need a
+    pass only where a step takes several optimizer steps."""
     named = (
         ("the policy at the start of the step", a.start_before_loss),
         ("the values", "values" in a.reads),

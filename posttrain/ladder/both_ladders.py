@@ -48,7 +48,7 @@ def algorithms_of(stages: Sequence[NamedStage]) -> dict[str, AnyAlgorithm]:
 
 
 def learns_from(kind: type[Any]) -> str:
-    """What the algorithms of a ladder learn from, in a word."""
+    """Returns the source that the algorithms of a ladder learn from, in a word."""
     return "preferences" if kind is PreferenceAlgorithm else "reward"
 
 

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from posttrain.core.judgements import Kind
 
 Rows = Literal["pair", "label", "triple"]
-"""What one row is. pair: a chosen and a rejected completion. label: one completion, good or bad. triple: a gold
+"""The content of one row. pair: a chosen and a rejected completion. label: one completion, good or bad. triple: a gold
 completion, a chosen and a rejected one, in this order."""
 Match = Literal["margins", "rewards"]
 """Optimal transport over the minibatch (AOT). margins: the sorted margins of the policy against those of the reference.
 rewards: the sorted log-ratios of the chosen against those of the rejected."""
 Shift = Literal["mismatched", "running"]
-"""What is subtracted from a reward. mismatched: beta times the mean log-ratio of completions under other prompts, at
-least 0 (KTO's z). running: the mean of all rewards seen so far (BCO's delta)."""
+"""The number that is subtracted from a reward. mismatched: beta times the mean log-ratio of completions under other
+prompts, at least 0 (KTO's z). running: the mean of all rewards seen so far (BCO's delta)."""
 
 KINDS: dict[Rows, Kind] = {"pair": "pair", "label": "label", "triple": "ranking"}
 SIDES: dict[Rows, tuple[int, ...]] = {"pair": (1, 0), "label": (), "triple": (2, 1, 0)}
@@ -72,9 +72,9 @@ class PreferenceAlgorithm:
     link: Link = LogSigmoid()
     """How a margin, or a reward, becomes a loss."""
     noise: LabelNoise | None = None
-    """What is done about wrong labels; none: they are taken as they are."""
+    """The correction for wrong labels; none: they are taken as they are."""
     margin: MarginTerm | None = None
-    """What the chosen completion must be ahead by; none: nothing."""
+    """The amount by which the chosen completion must be ahead; none: nothing."""
     shift: Shift | None = None
     match: Match | None = None
     weights: Literal["wpo"] | None = None
@@ -123,8 +123,8 @@ class PreferenceAlgorithm:
 
     @property
     def reads(self) -> frozenset[str]:
-        """What must be known before the loss: subset of {reference, start, collision, margin}. All but `margin`, which
-        the data gives, are scored by models."""
+        """The inputs that must be known before the loss: subset of {reference, start, collision, margin}. All but
+        `margin`, which the data gives, are scored by models."""
         need = {stream for p in self.pieces for stream in p.reads()}
         if self.against == "reference":
             need.add("reference")
@@ -140,29 +140,29 @@ class PreferenceAlgorithm:
 
     @property
     def reads_start(self) -> bool:
-        """Whether the log-probs of the policy at the start of the optimizer step must be scored, because something is
-        made of them over the whole minibatch."""
+        """True where the log-probs of the policy at the start of the optimizer step must be scored, because something
+        is made of them over the whole minibatch."""
         return "start" in self.reads
 
     @property
     def reads_collision(self) -> bool:
-        """Whether `COLLISION` must be scored, for the weights of wpo."""
+        """True where `COLLISION` must be scored, for the weights of wpo."""
         return "collision" in self.reads
 
     @property
     def reads_margin(self) -> bool:
-        """Whether each pair needs `MARGIN`: the data's margin, or for link=nash the probability that the chosen one is
-        preferred."""
+        """True where each pair needs `MARGIN`: the data's margin, or for link=nash the probability that the chosen one
+        is preferred."""
         return "margin" in self.reads
 
     @property
     def reads_mismatched(self) -> bool:
-        """Whether completions under other prompts must be scored by policy and reference (KTO's z)."""
+        """True where completions under other prompts must be scored by policy and reference (KTO's z)."""
         return self.shift == "mismatched"
 
     @property
     def online(self) -> bool:
-        """Whether each step draws its own pairs, of completions of the policy, of an opponent, or of both."""
+        """True where each step draws its own pairs, of completions of the policy, of an opponent, or of both."""
         return self.draw is not None
 
     def lineage(self) -> tuple[PreferenceAlgorithm, ...]:
@@ -171,7 +171,8 @@ class PreferenceAlgorithm:
 
 
 def _meaningless(a: PreferenceAlgorithm) -> Iterator[str]:
-    """Why a combination of choices means nothing. Each message says what to change. The pieces add theirs."""
+    """Yields the reasons why a combination of choices means nothing. Each message says what to change. The pieces add
+    their own."""
     for piece in a.pieces:
         yield from piece.refuses(a)
     if a.rows == "label":

@@ -1,4 +1,4 @@
-"""What an algorithm asks of a rollout: one object, made from the algorithm and its stage."""
+"""The request of an algorithm to a rollout: one object, made from the algorithm and its stage."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class PassRate:
-    """How many of the groups played passed a filter. Older groups may count for less."""
+    """Number of groups that were played, and of those that passed a filter. Older groups may count for less."""
 
     played: float = 0.0
     passed: float = 0.0
@@ -68,7 +68,8 @@ class PassRate:
         return PassRate(self.played / 2, self.passed / 2)
 
     def wave(self, missing: int) -> int:
-        """How many groups to play so that on average `missing` of them pass. It is `missing` where no group was played.
+        """Returns the number of groups to play so that on average `missing` of them pass. It is `missing` where no
+        group was played.
 
         32 missing, 20 of 50 passed -> 80. None of 50 passed counts as half a group: -> 3200.
         """

@@ -2,7 +2,7 @@
 
 A step goes through instants. What is always there is counted at each of them, the rest where it is there, and the
 peak is the highest sum, so training and sampling are added only where both are in memory. Two instants come in the
-first step alone, because a run proves once what it does (`checks.learning.update_checks`,
+first step alone, because a run proves once what it does (`checks.learning.gradient_and_update_checks`,
 `engine.layers.shared_prefixes`).
 
 On a processor memory is what is resident: glibc keeps blocks below 32 MiB that were freed
@@ -62,7 +62,7 @@ STATE = {
 WORTH = 1 << 22
 """Numbers of an embedding from which on a gradient of rows is made (`engine.layers.embedding_gradient`)."""
 SAMPLED = 1 << 20
-"""Most numbers of a weight whose first update is checked in full (`checks.learning.update_checks`)."""
+"""Most numbers of a weight whose first update is checked in full (`checks.learning.gradient_and_update_checks`)."""
 RESERVED = 0.05
 """Share of the memory allocated for an instant on an accelerator that its allocator holds and cannot use. Assumed."""
 

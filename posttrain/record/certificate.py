@@ -37,7 +37,7 @@ class ExportComparison:
     count: int
     """How many were compared."""
     unit: str
-    """What is counted: files, tensors, tokens, prompts."""
+    """The unit of the count: files, tensors, tokens, prompts."""
     unlike: str = ""
     worst: float | None = None
     """The largest difference, of what is compared by numbers."""
@@ -52,7 +52,7 @@ class ExportCertificate:
     """All that was compared of an export."""
 
     made: str
-    """What was exported: weights, merged adapter, adapter, moving average."""
+    """Kind of the export: weights, merged adapter, adapter, moving average."""
     run: str
     """Identity of the run."""
     checkpoint: str
@@ -78,7 +78,7 @@ class ExportCertificate:
 
     @property
     def line(self) -> str:
-        """What was compared, and what that cost, as a line of text."""
+        """The comparisons and their cost, as a line of text."""
         counted = [c for c in self.comparisons if c.unit == "tokens"]
         said = ", ".join(f"{c.count:,} {c.unit} ({c.what})" for c in counted if c.count)
         said += "".join(f"; {c.what}: not compared, {why}" for c in counted if (why := c.notes.get("not_compared")))

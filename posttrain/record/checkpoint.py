@@ -55,7 +55,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Damaged:
+class DamagedCheckpoint:
     """A checkpoint whose state cannot be read, and why."""
 
     name: str
@@ -68,7 +68,7 @@ class Damaged:
     """Whether the index says that it is the best one."""
 
 
-def survey(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
+def survey(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
     """All checkpoints of a run folder, oldest first, and those whose state cannot be read. Reads state.json only;
     `verify` reads the rest.
 
@@ -91,7 +91,10 @@ def survey(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
                 unread[path] = str(error)
     found.sort(key=lambda c: (c.order, c.name))
     best_one, listed = _index(folder) if unread else ("", {})
-    damaged = [Damaged(p.name, p, why, _order(p.name, listed, found), p.name == best_one) for p, why in unread.items()]
+    damaged = [
+        DamagedCheckpoint(p.name, p, why, _order(p.name, listed, found), p.name == best_one)
+        for p, why in unread.items()
+    ]
     return found, sorted(damaged, key=lambda d: (d.order, d.name))
 
 

@@ -1,4 +1,4 @@
-"""What a run's settings can use outside its own folder: code, addresses, secrets, files and models elsewhere.
+"""The things outside a run's folder that its settings can use: code, addresses, secrets, files and models elsewhere.
 
 For a run folder from somebody else the user must accept these (`build.request.trust_prompt`). All fields of the tree
 are classified here. `DECIDED` gives what a field asks for. `HARMLESS` names the texts and switches that use nothing
@@ -29,7 +29,7 @@ from posttrain.system import dataclass_json
 
 
 class Kind(StrEnum):
-    """What is asked for."""
+    """The kind of thing that a field asks for."""
 
     CODE = "code"
     """Foreign Python code is run, or programs of a model run without a sandbox."""
@@ -49,7 +49,7 @@ class Ask:
     kind: Kind
     what: str
     reads: tuple[str, ...] = ()
-    """What is read there: files, folders, and hub ids."""
+    """The files, folders and hub ids that are read there."""
 
     @property
     def digest(self) -> str:
@@ -76,7 +76,7 @@ def _shipped(name: str) -> bool:
 
 
 def code_of(name: str) -> Found:
-    """What a value `path.py:name` asks for."""
+    """Returns the access that a value `path.py:name` asks for."""
     if is_inline(name):  # an object that the user's own program hands again
         return None
     path, colon, attribute = name.rpartition(":")
@@ -99,7 +99,7 @@ def _env(name: str) -> Found:
 
 
 def _here(name: str) -> bool:
-    """Whether a name is that of a file or folder of this machine, there or not, and no hub id."""
+    """Returns whether a name is that of a file or folder of this machine, there or not, and no hub id."""
     path = Path(name).expanduser()  # no hub id has two slashes, or the ending of a file of data
     return name.count("/") > 1 or path.exists() or path.suffix in DATA_FILES
 
@@ -254,8 +254,8 @@ def decided(cls: type, name: str) -> Decision | None:
 
 
 def _asked(node: Any, name: str, value: Any) -> Found:
-    """What a value asks for. A field without a classification, in a foreign kind of stage,
-    asks for code with any value."""
+    """Returns the access that a value asks for. A field without a classification, in a foreign kind of stage, asks for
+    code with any value."""
     cls = cast("type[Any]", type(node))
     if value is None:
         return None
@@ -267,8 +267,8 @@ def _asked(node: Any, name: str, value: Any) -> Found:
 
 
 def grave(found: Iterable[Ask]) -> tuple[Ask, ...]:
-    """Those that need the user's word even in a run file, which people also write themselves: an address together with
-    the secret that is sent there (to an executor always one), and code that comes with a model."""
+    """Returns the requests that need the user's word even in a run file, which people also write themselves: an address
+    together with the secret that is sent there (to an executor always one), and code that comes with a model."""
     by_owner: dict[str, list[Ask]] = {}
     for ask in found:
         by_owner.setdefault(ask.path.rpartition(".")[0].removesuffix(".judge"), []).append(ask)
@@ -321,7 +321,7 @@ def _walk(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
 
 
 def ask_of(path: str, found: Found) -> Ask | None:
-    """What was found at a field, with its path."""
+    """Returns the request at a field, with its path; None where there is none."""
     return None if found is None else Ask(path, found[0], found[1], *found[2:])
 
 

@@ -34,7 +34,7 @@ class LineageLink:
     kind: str
     """base, adapter (of somebody else), run, or export."""
     name: str
-    """Of a run: its identity. Else words for people."""
+    """The identity of a run; else words for people."""
     weights: str = ""
     """Fingerprint of the weights it ends with."""
     tokenizer: str = ""
@@ -43,9 +43,9 @@ class LineageLink:
     began: str = ""
     """Fingerprint of the weights it began with."""
     base: str = ""
-    """Of a run that trains an adapter: fingerprint of the weights beneath it."""
+    """Fingerprint of the weights beneath the adapter, for a run that trains one."""
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What was done: stages with algorithms, steps, environments and digests of data."""
+    """The work that was done: stages with algorithms, steps, environments and digests of data."""
 
     @property
     def words(self) -> str:

@@ -1,4 +1,4 @@
-"""Which run folders this user made on this machine: a private note per run, outside its folder.
+"""Records which run folders this user made on this machine: a private note per run, outside its folder.
 
     $XDG_STATE_HOME/posttrain/runs/ID.json          (~/.local/state where XDG_STATE_HOME is not set)
 

@@ -22,7 +22,7 @@ class QueuedGroup:
     """A group of the queue as plain data."""
 
     index: int
-    """Of its task, in the source."""
+    """Index of its task in the source."""
     visit: int
     cursor: int
     """Prompts that were taken up to it."""
@@ -37,7 +37,7 @@ class QueuedGroup:
     logged: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     tokens: int = 0
     turns: int = 0
-    """What the engine said for it."""
+    """Number of turns that the engine said for it."""
 
     def ended(self, group: Group, said: Gauge) -> QueuedGroup:
         """The same of a group that has ended."""

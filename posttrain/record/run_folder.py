@@ -63,7 +63,7 @@ def _unwritable(folder: Path, error: OSError) -> str:
     )
 
 
-class Book:
+class RunFolder:
     """Writes a run folder. Only one process has it at a time. Use it as a context manager, or call `close`."""
 
     def __init__(self, folder: Path, run: Run, lock: files.Lock) -> None:
@@ -95,7 +95,7 @@ class Book:
             raise RunFolderError(f"{folder} is not empty ({', '.join(others[:3])}). Choose another --out")
 
     @staticmethod
-    def create(folder: Path | str, run: Run, facts: Mapping[str, Any]) -> Book:
+    def create(folder: Path | str, run: Run, facts: Mapping[str, Any]) -> RunFolder:
         """A new run folder. `facts` (versions, machine, digests, argv) are written into run.json beside the tree.
 
         Raises:
@@ -109,7 +109,7 @@ class Book:
             raise RunFolderError(f"cannot create run folder {folder}: {error.strerror}") from error
         try:
             files.sweep(folder)
-            Book.refuse(folder)
+            RunFolder.refuse(folder)
             data = {
                 "schema": run_reader.SCHEMA,
                 "identity": secrets.token_hex(16),
@@ -121,7 +121,7 @@ class Book:
                 files.write_json(
                     folder / "run.json", {**data, "digests": run_reader.digests(json.loads(json.dumps(data)))}
                 )
-            return Book(folder, run, lock)
+            return RunFolder(folder, run, lock)
         except OSError as error:
             lock.release()
             raise RunFolderError(_unwritable(folder, error)) from error
@@ -130,7 +130,7 @@ class Book:
             raise
 
     @staticmethod
-    def open_for_resume(path: Path | str) -> tuple[Book, Checkpoint | None]:
+    def open_for_resume(path: Path | str) -> tuple[RunFolder, Checkpoint | None]:
         """The book cut back to its last checkpoint, and that checkpoint. It is None where none was written; the run
         then starts from its beginning.
 
@@ -142,7 +142,7 @@ class Book:
         lock = files.Lock(folder)
         try:
             with files.disk_full_is_reported(folder / "checkpoints" / "index.json", lambda: "No checkpoint was lost"):
-                book = Book(folder, run, lock)
+                book = RunFolder(folder, run, lock)
                 checkpoint = book._choose(chosen)
                 book._cut_back(checkpoint)
             return book, checkpoint
@@ -176,7 +176,8 @@ class Book:
         return found[i]
 
     def _way_out(self, name: str, wrong: str, older: Sequence[Checkpoint]) -> str:
-        """What is wrong with a checkpoint, and the command that goes on from the newest undamaged one before it."""
+        """Returns a message that says what is wrong with a checkpoint, and the command that goes on from the newest
+        undamaged one before it."""
         if good := newest_good(older):
             return (
                 f"checkpoint {name}: {wrong}. Go on from the newest one that is whole with:"
@@ -214,7 +215,7 @@ class Book:
         self._write_columns(stage, index, "eval", step_format.of_groups(groups))
 
     def holds_evaluation(self, stage: str, index: int) -> bool:
-        """Whether an evaluation after `index` steps of a stage is in the record."""
+        """Returns whether an evaluation after `index` steps of a stage is in the record."""
         return run_reader.episode_name(stage, index, "eval") in self._written
 
     def write_losses(self, stage: str, index: int, measured: HeldoutLoss) -> None:
@@ -341,7 +342,7 @@ class Book:
             self._index.close()
             self._lock.release()
 
-    def __enter__(self) -> Book:
+    def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -34,9 +34,9 @@ STAGES: tuple[type[Stage], ...] = (
 HELDOUT = "heldout"
 """The folder of held-out losses."""
 SCHEMA = 2
-MEASURED = ("clock", "memory")
-"""What a line of the record says of the machine; no digest covers it."""
 """Version of the format of run.json and of the record beside it."""
+MEASURED = ("clock", "memory")
+"""Entries of a line of the record that describe the machine; no digest covers them."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class EpisodeFile:
 
 
 def is_run(path: Path | str) -> bool:
-    """Whether a path is that of a run folder."""
+    """Returns whether a path is that of a run folder."""
     return (Path(path) / "run.json").is_file()
 
 
@@ -80,7 +80,8 @@ def folder_of(path: Path | str) -> tuple[Path, str | None]:
 
 
 def run_file(folder: Path | str) -> RunFile:
-    """What the `run.json` of a run folder holds. Raises RunFolderError where there is none, or it is damaged."""
+    """Returns the content of the `run.json` of a run folder. Raises RunFolderError where there is none, or it is
+    damaged."""
     folder = Path(folder)
     path = folder / "run.json"
     if not path.exists():

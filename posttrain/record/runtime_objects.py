@@ -1,7 +1,7 @@
 """Objects that a program hands to a run beside its tree: reward functions, environments, pieces, rows of data.
 
-The tree stays plain data. It names an object as `inline:NAME`, and the object itself is in `Given`. run.json records
-its source text and a digest of it under `objects`. Rows are data, so they are kept in the run folder, in
+The tree stays plain data. It names an object as `inline:NAME`, and the object itself is in `RuntimeObjects`. run.json
+records its source text and a digest of it under `objects`. Rows are data, so they are kept in the run folder, in
 `data/DIGEST.jsonl`, and a run is resumed or evaluated with them. Code is not kept in a form that could be run: whoever
 goes on with the run hands the object again.
 """
@@ -38,7 +38,7 @@ OBJECTS = "objects"
 
 
 def is_inline(name: str | None) -> bool:
-    """Whether a name of the tree stands for an object handed by a program."""
+    """Returns whether a name of the tree stands for an object that a program handed."""
     return name is not None and name.startswith(INLINE)
 
 
@@ -68,7 +68,7 @@ def file_digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class OwnPiece:
-    """What run.json records about the class of a piece that is no part of posttrain."""
+    """The record in run.json of the class of a piece that is no part of posttrain."""
 
     name: str
     file: str = ""
@@ -98,7 +98,7 @@ def object_of(data: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ObjectNote:
-    """What run.json records about one object."""
+    """The record in run.json of one object."""
 
     name: str
     kind: str
@@ -107,9 +107,9 @@ class ObjectNote:
     closes_over: tuple[str, ...] = ()
     """Names outside the function that it reads where it was defined. Their values are not recorded."""
     file: str = ""
-    """Of a piece: the Python file to import for it."""
+    """The Python file to import for a piece."""
     files: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Of a piece: the digests of that file and of the one that has the class."""
+    """The digests, for a piece, of that file and of the one that has the class."""
 
     @staticmethod
     def of(name: str, kind: str, thing: Any) -> ObjectNote:
@@ -137,7 +137,7 @@ def rows_digest(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Given:
+class RuntimeObjects:
     """The objects of one run, by their names in the tree without `inline:`."""
 
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
@@ -176,7 +176,8 @@ class Given:
         )
 
     def lacking(self, rewards: Sequence[str], environments: Sequence[str]) -> str:
-        """What is missing of these names of the tree, and the way to hand all of them; '' where nothing is."""
+        """Returns a message that says which of these names of the tree is missing, and how to hand all of them; ''
+        where nothing is."""
         ways: list[str] = []
         if environments:
             ways.append(f"env={_word(environments[0].removeprefix(INLINE))}")
@@ -217,7 +218,7 @@ class Given:
         return text
 
     def notes(self) -> tuple[ObjectNote, ...]:
-        """What run.json records of the objects."""
+        """Returns the notes of the objects, which run.json records."""
         kinds = (("reward", self.rewards), ("environment", self.environments))
         notes = [ObjectNote.of(name, kind, thing) for kind, things in kinds for name, thing in things.items()]
         return (*notes, *(self._piece_note(name, cls) for name, cls in self.pieces.items()))

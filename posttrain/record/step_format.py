@@ -35,7 +35,7 @@ from posttrain.core.gauge import Gauge, Step
 from posttrain.core.measure.equal_numbers import RESOLUTION
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Credit
-from posttrain.core.types import Episode, Group, Kept, Message, Segment, Stop, Task, Top
+from posttrain.core.types import Episode, Group, Message, Segment, Stop, Task, Top, TruncationSets
 from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.system import read_untrusted
 from posttrain.system.dataclass_json import from_plain, to_plain
@@ -307,11 +307,11 @@ class _Cut:
         self.top = here.stop
         return Top(self.columns["top_ids"][here].reshape(draws, k), self.columns["top_logp"][here].reshape(draws, k))
 
-    def _kept(self, draws: int) -> Kept:
+    def _kept(self, draws: int) -> TruncationSets:
         offsets = np.concatenate([[0], np.cumsum(self.columns["kept_length"][self.draw : self.draw + draws])]).astype(
             np.int64
         )
-        kept = Kept(offsets, self.columns["kept_ids"][self.kept : self.kept + int(offsets[-1])])
+        kept = TruncationSets(offsets, self.columns["kept_ids"][self.kept : self.kept + int(offsets[-1])])
         self.draw, self.kept = self.draw + draws, self.kept + int(offsets[-1])
         return kept
 

@@ -21,7 +21,7 @@ from posttrain.core.redact_secrets import scrubbed
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Message, Said, Segment, Stop
+from posttrain.core.types import Message, SampledTurn, Segment, Stop
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.templates.rendering_differences import TAIL, opening
 from posttrain.system.errors import ConfigError, DataError, InvariantError, nearest
@@ -39,7 +39,7 @@ class Player:
 
 
 @dataclass
-class Spent:
+class SeatUsage:
     """Turns and tokens that all seats of one episode have used so far, and the turns of the untrained seats."""
 
     limits: EpisodeLimits
@@ -52,7 +52,7 @@ class Spent:
     others: list[SeatTurn] = field(default_factory=list[SeatTurn])
 
 
-class SeatTalk:
+class SeatConversation:
     """A seat (`core.ports.Seat`) with its transcript. It has several if a template rewrote the history.
 
     Args:
@@ -60,7 +60,7 @@ class SeatTalk:
         place: maps the number of this seat's turn to the key of its random numbers.
     """
 
-    def __init__(self, player: Player, task: str, spent: Spent, place: Callable[..., int]) -> None:
+    def __init__(self, player: Player, task: str, spent: SeatUsage, place: Callable[..., int]) -> None:
         self._sampler, self._dialogue, self._sampling = player.sampler, player.dialogue(task), player.sampling
         self._spent, self._place = spent, place
         self._transcript = Transcript(player.sampling)
@@ -100,7 +100,7 @@ class SeatTalk:
         stop = limit if said.stop is Stop.LENGTH and len(said.ids) == allowed else said.stop
         return Utterance(text, stop, len(said.ids), opened)
 
-    async def _generate(self, allowed: int) -> Said:
+    async def _generate(self, allowed: int) -> SampledTurn:
         """Sample the next turn. Its tokens are reserved meanwhile, so that seats that speak at once stay within the
         limits."""
         spent = self._spent
@@ -136,12 +136,12 @@ class SeatTalk:
         raise NotImplementedError
 
 
-class OtherSeat(SeatTalk):
+class OtherSeat(SeatConversation):
     """A seat that is not trained. The record keeps its text and token counts only
     (`core.exchange.other_seats.SeatTurn`)."""
 
     def __init__(
-        self, name: str, player: Player, task: str, spent: Spent, place: Callable[..., int], *, policy: bool
+        self, name: str, player: Player, task: str, spent: SeatUsage, place: Callable[..., int], *, policy: bool
     ) -> None:
         super().__init__(player, task, spent, place)
         self._name, self._policy = name, policy
@@ -154,7 +154,7 @@ class OtherSeat(SeatTalk):
         self._spent.others.append(SeatTurn(self._name, scrubbed(text), tokens, self._spent.trained, self._policy))
 
 
-class Conversation(SeatTalk):
+class Conversation(SeatConversation):
     """The `core.ports.Talk` of an episode: the trained seat, with access to the other seats.
 
     Args:
@@ -172,7 +172,7 @@ class Conversation(SeatTalk):
         place: Callable[..., int],
         players: Mapping[str, Player] = MappingProxyType({}),
     ) -> None:
-        super().__init__(policy, task, Spent(limits), place)
+        super().__init__(policy, task, SeatUsage(limits), place)
         self._policy, self._task, self._players = policy, task, players
         self._seats: dict[str, OtherSeat] = {}
         self.paid: list[Judged] = []

@@ -1,4 +1,4 @@
-"""GROUP SOURCE: where a step's groups come from. `Waves` plays them for the step, `GroupQueue` ahead of it.
+"""GROUP SOURCE: where a step's groups come from. `StepGroups` plays them for the step, `GroupQueue` ahead of it.
 
 In a `GroupQueue` groups are asked one by one, in the order of the prompts, and taken in the same order. How many may be
 on their way follows from `plan.staleness.capacity`. So three things hold whatever takes how long:
@@ -26,7 +26,7 @@ from posttrain.core.exchange.role_status import RoleRow
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Group, Said, Task
+from posttrain.core.types import Group, SampledTurn, Task
 from posttrain.ladder.rollout_request import PassRate, RolloutRequest
 from posttrain.plan.staleness import capacity
 from posttrain.record.queued_groups import QueuedGroup
@@ -85,7 +85,7 @@ class GroupSource(Protocol):
 
 
 @dataclass
-class Waves:
+class StepGroups:
     """Plays a step's groups for that step: samples and updates alternate."""
 
     rollout: Rollout
@@ -147,7 +147,7 @@ class MeteredSampler:
     def context(self) -> int:
         return self._inner.context
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         said = await self._inner.generate(ids, sampling, place)
         self.tokens, self.turns = self.tokens + len(said.ids), self.turns + 1
         return said

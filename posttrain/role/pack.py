@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.algorithm.loss.minibatch_streams import WHOLE, Whole
+from posttrain.algorithm.loss.minibatch_streams import WHOLE, MinibatchContext
 from posttrain.algorithm.loss.token_weights import weigh
 from posttrain.config.run import Reinforce
 from posttrain.core import seeds
@@ -104,7 +104,7 @@ def _minibatch(
         return Minibatch(None, first, len(members))
     credits = [e for e, _ in loud]
     batch = _batch(credits, np.array([w for _, w in loud]))
-    look = Whole(a, batch, credits, versions, rng, now)
+    look = MinibatchContext(a, batch, credits, versions, rng, now)
     return Minibatch(
         batch.having({stream: x_M for maker in WHOLE for stream, x_M in maker.make(look).items()}), first, len(members)
     )

@@ -20,7 +20,7 @@ from posttrain.config.stages.step_labels import StepLabeling
 from posttrain.core import seeds
 from posttrain.core.ports import Dialogue, Environment, Learner, PairRenderer, Reference, TaskSource
 from posttrain.core.sampling import Sampling
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.role.events import Observers
 from posttrain.role.group_queue import GroupSource
 from posttrain.role.judges.regenerate import Regenerator
@@ -111,7 +111,7 @@ class StageRoles(Generic[S]):
     learner: Learner
     trainer: Trainer
     sync: Sync
-    book: Book
+    book: RunFolder
     text: Callable[[np.ndarray], str]
     """Decodes token ids, for messages."""
     watch: Observers = field(default_factory=Observers)

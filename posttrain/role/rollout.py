@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from posttrain.core import abilities, seeds
-from posttrain.core.exchange.request_owner import DEADLY, Asker, DeadLetter, asked_for
+from posttrain.core.exchange.request_owner import DEADLY, RequestOwner, UnanswerableTurn, asked_for
 from posttrain.core.exchange.role_status import RoleRow
 from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Dialogue, Environment, EpisodeJudge, PairRenderer, Sampler, Talk
@@ -105,12 +105,12 @@ class Rollout:
         if talks is not None:
             talks[sibling] = talk
         try:
-            with asked_for(Asker(stream, task.id, visit, sibling)):
+            with asked_for(RequestOwner(stream, task.id, visit, sibling)):
                 stop = await self._play(task, talk)
         except PosttrainError:
             raise
         except Exception as error:
-            source = DEADLY if isinstance(error, DeadLetter) else "environment"
+            source = DEADLY if isinstance(error, UnanswerableTurn) else "environment"
             why = scrubbed(f"{type(error).__name__}: {error}")
             verdicts: tuple[Judged, ...] = (Judged(source, 1.0, Verdict.failed(source, why)),)
             return self._episode(task, visit, sibling, talk, talk.segments(), Stop.ERROR, verdicts, why)

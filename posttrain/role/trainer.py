@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithm.loss.losses import STEP_SHARE, Loss
-from posttrain.algorithm.loss.objective import Terms
+from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.config.run import Optimizer as OptimizerConfig
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.ranks import ALONE, Ranks

@@ -1,2 +1,2 @@
-"""Runs untrusted Python isolated from files, network and other processes: `open_sandbox.open_sandbox`, `Sandbox.run`,
+"""Runs untrusted Python isolated from files, network and other processes: `choose_backend.open_sandbox`, `Sandbox.run`,
 and its outcome `Ran`."""

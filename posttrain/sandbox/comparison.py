@@ -15,7 +15,7 @@ from typing import Any
 from posttrain.sandbox.cell.program import encode
 
 
-class Unheard(ValueError):
+class NoValidValue(ValueError):
     """No valid value arrived. `kind`: `no_result`, `type` (not plain built-in types) or `forged`."""
 
     def __init__(self, kind: str, why: str) -> None:
@@ -37,17 +37,17 @@ class Comparison:
 
 
 def heard(result: bytes) -> Any:
-    """The encoded value in a job's result. Raises `Unheard` where there is none."""
+    """The encoded value in a job's result. Raises `NoValidValue` where there is none."""
     if not result:
-        raise Unheard("no_result", "ended without returning from the call, or returned too much")
+        raise NoValidValue("no_result", "ended without returning from the call, or returned too much")
     try:
         said = json.loads(result)
     except (ValueError, RecursionError) as error:
-        raise Unheard("forged", f"the result is no JSON: {type(error).__name__}") from None
+        raise NoValidValue("forged", f"the result is no JSON: {type(error).__name__}") from None
     if isinstance(said, dict) and list(said) == ["type"]:
-        raise Unheard("type", str(said["type"])[:200])
+        raise NoValidValue("type", str(said["type"])[:200])
     if not isinstance(said, dict) or list(said) != ["value"]:
-        raise Unheard("forged", "the result is not one value")
+        raise NoValidValue("forged", "the result is not one value")
     return said["value"]
 
 

@@ -28,8 +28,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from posttrain.sandbox.choose_backend import open_sandbox
 from posttrain.sandbox.executor_callers import Callers
-from posttrain.sandbox.open_sandbox import open_sandbox
 from posttrain.sandbox.program_session import PythonSession
 from posttrain.sandbox.remote import TOKEN, VERSION, packed
 from posttrain.sandbox.sandbox_pool import IDLE, SESSIONS, Sandbox

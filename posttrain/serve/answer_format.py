@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from posttrain.serve.answer_stream import Choice, TextChunk
 from posttrain.serve.detokenize import HALF, TokenText
+from posttrain.serve.generated_answer import Choice, TextChunk
 from posttrain.serve.protocol import ChatRequest, GenerationRequest
 from posttrain.serve.tool_answer import ToolAnswer
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from posttrain.serve.app import Server
 from posttrain.serve.caller_limits import CallerLimits, check_address, most_connections
 from posttrain.serve.connections import Listener, bind
 from posttrain.serve.limited_log import quiet
+from posttrain.serve.routes import Server
 from posttrain.serve.served_model import ServedModel
 from posttrain.system.errors import ConfigError
 from posttrain.system.hostile_callers import loopback, raise_file_limit

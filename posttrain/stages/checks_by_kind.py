@@ -15,11 +15,11 @@ from posttrain.checks.learning.credit_checks import CreditCheck
 from posttrain.checks.learning.expert_balance_checks import BalanceCheck
 from posttrain.checks.learning.expert_checks import ExpertsCheck
 from posttrain.checks.learning.frozen_parameters import FrozenCheck
+from posttrain.checks.learning.gradient_and_update_checks import UpdateCheck
 from posttrain.checks.learning.hint_checks import HintCheck
 from posttrain.checks.learning.implicit_reward_checks import ImplicitCheck
 from posttrain.checks.learning.precision_checks import ScaleCheck, scale_was_checked
 from posttrain.checks.learning.synthetic_loss import LossCheck
-from posttrain.checks.learning.update_checks import UpdateCheck
 from posttrain.checks.live_rules import LiveRules
 from posttrain.checks.resume_checks import OptimizerResumeCheck, RestoreCheck, ResumeCheck
 from posttrain.checks.sampling.policy_change import ChangeGauges

@@ -51,8 +51,8 @@ DRIVERS: dict[type[Stage], type[Driver[Any, Any, Any]]] = {}
 class Driver(ABC, Generic[S, T, A]):
     """One stage of a run, from where it stands to its end.
 
-    A kind derives `class MyDriver(Driver[MyStage, MyState, Asked], stage=MyStage, state=MyState)`, where `Asked` is
-    what its `ask` returns and its `learn` takes.
+    A kind derives `class MyDriver(Driver[MyStage, MyState, RoundSamples], stage=MyStage, state=MyState)`, where
+    `RoundSamples` is what its `ask` returns and its `learn` takes.
     """
 
     state_type: ClassVar[type[StageState]]

@@ -15,7 +15,7 @@ from posttrain.config.stages.stage import Stage
 from posttrain.core.gauge import Step
 from posttrain.core.ports import Environment, EpisodeJudge, Learner, PairRenderer, Reference, Sampler, Tracker
 from posttrain.core.sampling import Sampling, Spell
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.role.events import Observers
 from posttrain.role.group_queue import GroupQueue
 from posttrain.role.heldout_evaluation import EvaluationReport, evaluate
@@ -81,7 +81,7 @@ class RunParts:
     sampler: Sampler
     rollout: Rollout
     sync: Sync
-    book: Book
+    book: RunFolder
     stop_ids: tuple[int, ...]
     spell: Spell
     """The token sequences that spell a word."""

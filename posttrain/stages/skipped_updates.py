@@ -21,7 +21,7 @@ from posttrain.core.batch import Batch
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import Stream
-from posttrain.core.types import Kept
+from posttrain.core.types import TruncationSets
 from posttrain.role.roles import StageRoles
 from posttrain.system import dataclass_json, read_untrusted
 from posttrain.system.errors import InvariantError, PosttrainError, RunFolderError
@@ -87,7 +87,7 @@ def load_batch(folder: Path, further: Iterable[Stream] = ()) -> Batch:
         with safe_open(path, "numpy") as file:
             arrays = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
             sampling = dataclass_json.from_plain(Sampling, json.loads(file.metadata()["sampling"]))
-        kept = Kept(arrays["kept.offsets"], arrays["kept.ids"]) if "kept.ids" in arrays else None
+        kept = TruncationSets(arrays["kept.offsets"], arrays["kept.ids"]) if "kept.ids" in arrays else None
         held = {declared[n.removeprefix(STREAM)]: x for n, x in arrays.items() if n.startswith(STREAM)}
         fields: dict[str, Any] = {n: arrays.get(n) for n in ARRAYS}
         whole = Batch(sampling=sampling, kept=kept, **fields)

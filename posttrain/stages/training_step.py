@@ -21,7 +21,7 @@ import numpy as np
 
 from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState, remember, standing, steered
 from posttrain.algorithm.credit.step_credit import credit_step, without_credit
-from posttrain.algorithm.loss.load_balance_loss import Balanced, to_balance
+from posttrain.algorithm.loss.load_balance_loss import BalancedLoss, to_balance
 from posttrain.algorithm.loss.losses import Loss, PolicyLoss
 from posttrain.core.abilities import StepNumber
 from posttrain.core.batch import Batch, Packed
@@ -148,7 +148,7 @@ def objective_of(roles: ReinforceRoles, batch: Batch, loss: PolicyLoss) -> tuple
     coef, routers = roles.stage.router_aux_loss_coef, roles.learner.routers()
     if not coef or loss.warming or routers is None:
         return batch, loss
-    return to_balance(batch, routers.experts), Balanced(loss, coef)
+    return to_balance(batch, routers.experts), BalancedLoss(loss, coef)
 
 
 def _adapted(roles: ReinforceRoles, partial: UnfinishedStep, credit: Credit) -> AdaptiveState:

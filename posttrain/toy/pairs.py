@@ -22,7 +22,7 @@ from posttrain.core.batch import Batch
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import REFERENCE, SIDE
 from posttrain.core.types import Segment
-from posttrain.toy.prefixes import Response
+from posttrain.toy.enumerated_policy import Response
 
 AnswerPair = tuple[Response, Response]
 """The chosen answer and the rejected one."""

@@ -1,7 +1,7 @@
 """Steps of gradient descent on pairs in a small world, with the library's preference losses.
 
 >>> from posttrain.ladder.preference_rows import IPO
->>> from posttrain.toy.prefixes import PrefixPolicy
+>>> from posttrain.toy.enumerated_policy import PrefixPolicy
 >>> policy, start = (PrefixPolicy(0, vocabulary=3, longest=1) for _ in range(2))
 >>> round(descend(IPO, policy, start, [((0,), (1,))], steps=400, lr=0.1)[-1], 2)
 5.0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posttrain.algorithm.credit.step_credit import credit_step, whitened
 from posttrain.algorithm.loss.minibatch_streams import CHOSEN
-from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.policy_loss import objective
 from posttrain.algorithm.loss.token_selection import choose
 from posttrain.algorithm.loss.token_weights import weigh
 from posttrain.algorithm.loss.torch_streams import streams

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from posttrain.config.env import Reward, SandboxSettings
 from posttrain.core.types import Task
-from posttrain.record.runtime_objects import INLINE, Given, is_inline
-from posttrain.sandbox.open_sandbox import opened
+from posttrain.record.runtime_objects import INLINE, RuntimeObjects, is_inline
+from posttrain.sandbox.choose_backend import opened
 from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.builtin import BUILTIN, NAMES
 from posttrain.verifier.code.code_reward import Code
@@ -25,7 +25,7 @@ def sources(
     rewards: Sequence[Reward],
     tasks: Sequence[Task] = (),
     where: SandboxSettings = SandboxSettings(),
-    given: Given = Given(),
+    given: RuntimeObjects = RuntimeObjects(),
 ) -> tuple[Checked, ...]:
     """The configured reward sources, in order. Reward models are no sources: they judge tokens
     (`core.ports.EpisodeJudge`).
@@ -55,7 +55,7 @@ def measured_names(rewards: Sequence[Reward], made: Sequence[Checked]) -> tuple[
     return tuple(s.name for r, s in zip(own, made, strict=True) if r.measured)
 
 
-def _source(reward: Reward, where: SandboxSettings, given: Given) -> Checked:
+def _source(reward: Reward, where: SandboxSettings, given: RuntimeObjects) -> Checked:
     """One configured reward: a verifier by its name, or a function in a thread or in worker processes."""
     if is_inline(reward.function):
         return _handed(reward, given)
@@ -88,7 +88,7 @@ def _source(reward: Reward, where: SandboxSettings, given: Given) -> Checked:
     return pooled(local, Path(path), attribute, reward.workers, timeout)
 
 
-def _handed(reward: Reward, given: Given) -> FunctionSource:
+def _handed(reward: Reward, given: RuntimeObjects) -> FunctionSource:
     """A function that a Python program handed to the run. It runs in a thread of this process."""
     name = reward.function.removeprefix(INLINE)
     function = given.reward(reward.function)

@@ -28,7 +28,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Said, Segment
+from posttrain.core.types import SampledTurn, Segment
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.cache import cached_model
 from posttrain.engine.embedded.cache.prefix_tree import PrefixTree
@@ -80,7 +80,7 @@ class Subject:
 
     async def say(
         self, prompts: Sequence[np.ndarray], contract: Sampling, places: Sequence[int] | None = None
-    ) -> list[Said]:
+    ) -> list[SampledTurn]:
         """All prompts at once."""
         at = self.places(len(prompts)) if places is None else places
         return await asyncio.gather(
@@ -106,7 +106,7 @@ def randomize(policy: Policy, seed: int) -> None:
                 p.copy_(torch.randn(p.shape, generator=generator) * (1.5 / p.shape[-1] ** 0.5))
 
 
-def segment(prompt: np.ndarray, said: Said, contract: Sampling) -> Segment:
+def segment(prompt: np.ndarray, said: SampledTurn, contract: Sampling) -> Segment:
     """What a rollout makes of one turn."""
     transcript = Transcript(contract)
     transcript.see(prompt)
@@ -233,12 +233,12 @@ def _vllm(workers: int = 1) -> Subject:
 
 
 def _vllm_server(workers: int = 1) -> Subject:
-    from posttrain.engine.vllm.spawn_server import Spawned
+    from posttrain.engine.vllm.spawn_server import SpawnedServer
     from posttrain.engine.vllm.vllm_server import VLLMServer
     from posttrain.verifier.http_client import Endpoint
 
     policy = new_policy()
-    own = Spawned(policy, slots=SLOTS, cache_bytes=64 << 20, eager=True, workers=workers)
+    own = SpawnedServer(policy, slots=SLOTS, cache_bytes=64 << 20, eager=True, workers=workers)
     endpoint = Endpoint(own.url, "rollout")
     engine = VLLMServer(policy, endpoint, share=own.folder / "share", timeout=60, ended=own.ended, workers=workers)
 

@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.core.batch import Packed
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said, Stop
+from posttrain.core.types import SampledTurn, Stop
 from posttrain.role.learning.logprob_tolerance import LEAST
 from posttrain.system.errors import ConfigError, DataError, EngineError
 from tests.conformance.subjects import CONTEXT, Subject, contract, segment
@@ -67,7 +67,7 @@ async def test_stored_log_probs_are_the_learners(subject: Subject, option: str) 
         kept_to(wanted, s)
 
 
-def kept_to(c: Sampling, s: Said) -> None:
+def kept_to(c: Sampling, s: SampledTurn) -> None:
     """Nothing was said that the contract bans."""
     ids = s.ids.tolist()
     assert c.allowed_ids is None or set(ids) <= set(c.allowed_ids)
@@ -220,7 +220,7 @@ async def test_characters_that_span_tokens_are_said_whole(subject: Subject) -> N
 @pytest.mark.beside
 async def test_the_score_of_a_sequence_is_the_learners(subject: Subject) -> None:
     ids = subject.ids("naïve café")
-    given = Said(ids[1:], np.zeros(len(ids) - 1, np.float32), np.zeros(len(ids) - 1, np.int32), Stop.LENGTH)
+    given = SampledTurn(ids[1:], np.zeros(len(ids) - 1, np.float32), np.zeros(len(ids) - 1, np.int32), Stop.LENGTH)
     theirs = subject.learner.score(Packed.of([segment(ids[:1], given, contract())]))
     assert np.abs(await subject.sampler.score(ids) - theirs).max() < LEAST["float32"].worst
 
@@ -239,8 +239,8 @@ def test_every_loop_may_ask(subject: Subject) -> None:
     assert one[0].ids.tolist() == two[0].ids.tolist()
 
 
-def _one(token: int) -> Said:
-    return Said(np.array([token], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), Stop.LENGTH)
+def _one(token: int) -> SampledTurn:
+    return SampledTurn(np.array([token], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), Stop.LENGTH)
 
 
 def test_options_are_for_training() -> None:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.config.engines import KernelChoice
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Kept
+from posttrain.core.types import TruncationSets
 from posttrain.engine.embedded.cache.cache_blocks import BLOCK
 from posttrain.engine.embedded.cache.key_value_cache import CachedLayout, CachePool
 from posttrain.engine.head.kernel_table import FORMS, TABLE, Kernel, kernel
@@ -183,7 +183,7 @@ def draws(device: torch.device, dtype: torch.dtype) -> list[Made]:
 
 def heads(device: torch.device, dtype: torch.dtype) -> list[Made]:
     targets = torch.arange(300, device=device) % 50
-    kept = Kept.of([np.array([i % 50, (i + 7) % 50, (i + 9) % 50], np.int32) for i in range(300)])
+    kept = TruncationSets.of([np.array([i % 50, (i + 7) % 50, (i + 9) % 50], np.int32) for i in range(300)])
 
     def case(sampling: Sampling, softcap: float | None) -> Made:
         def made(form: Callable[..., Any]) -> list[Tensor]:

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from posttrain.core.batch import Packed
-from posttrain.core.types import Said, Stop
+from posttrain.core.types import SampledTurn, Stop
 from posttrain.role.learning.logprob_tolerance import LEAST
 from tests.conformance.subjects import Subject, contract, segment
 
@@ -75,7 +75,7 @@ async def test_a_cancelled_request_leaves_nothing_and_harms_nobody(subject: Subj
         task.cancel()
     done = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(d, asyncio.CancelledError) for d in done[::2])
-    kept = [d for d in done[1::2] if isinstance(d, Said)]
+    kept = [d for d in done[1::2] if isinstance(d, SampledTurn)]
     assert len(kept) == 30 and all(len(s.ids) == 100 and s.stop is Stop.LENGTH for s in kept)
     assert subject.gap([segment(asked[0], s, wanted) for s in kept]).max() < LEAST["float32"].worst
     for _ in range(200):

@@ -15,9 +15,9 @@ from posttrain.engine.endpoint import TokenSampler, discover
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import Policy
 from posttrain.environment.templates.renderer import Renderer
-from posttrain.serve.app import Server
 from posttrain.serve.detokenize import TokenText
 from posttrain.serve.listen import listening
+from posttrain.serve.routes import Server
 from posttrain.serve.served_model import ServedModel
 from posttrain.system.errors import ConfigError, DataError, EngineError
 from posttrain.verifier.http_client import Endpoint, Patience

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.types import Said
-from posttrain.engine.vllm.spawn_server import Spawned
+from posttrain.core.types import SampledTurn
+from posttrain.engine.vllm.spawn_server import SpawnedServer
 from posttrain.engine.vllm.vllm_server import VLLMServer
 from posttrain.role.weights.weight_transport import whole_tensors
 from posttrain.system.errors import EndpointError, EngineError
@@ -28,7 +28,7 @@ PROGRAM = """
 import sys
 from tests.conformance import subjects
 from posttrain.engine.vllm import spawn
-spawn.Spawned._wait = lambda self: (print(self._process.pid, flush=True), sys.stdin.read())
+spawn.SpawnedServer._wait = lambda self: (print(self._process.pid, flush=True), sys.stdin.read())
 spawn.Spawned(subjects.new_policy(), slots=2, cache_bytes=1 << 24, eager=True)
 """
 """A run that has started a server and then waits."""
@@ -69,12 +69,12 @@ def test_a_server_that_cannot_start_says_why() -> None:
     with pytest.raises(
         EngineError, match=r"did not start: it has ended with exit code 1\. Its last words:[\s\S]*max_num_seqs"
     ):
-        Spawned(subjects.new_policy(), slots=-1, cache_bytes=1 << 24, eager=True)
+        SpawnedServer(subjects.new_policy(), slots=-1, cache_bytes=1 << 24, eager=True)
 
 
 def test_a_server_that_dies_is_reported_with_its_role() -> None:
     policy = subjects.new_policy()
-    own = Spawned(policy, slots=4, cache_bytes=64 << 20, eager=True)
+    own = SpawnedServer(policy, slots=4, cache_bytes=64 << 20, eager=True)
     endpoint = Endpoint(own.url, "rollout", patience=Patience(tries=2, first=0.1))
     engine = VLLMServer(policy, endpoint, share=own.folder, timeout=60, ended=own.ended)
     group = own._process.pid
@@ -93,7 +93,7 @@ def test_a_server_that_dies_is_reported_with_its_role() -> None:
         outcomes = await asyncio.gather(*running, return_exceptions=True)
         failed = [x for x in outcomes if isinstance(x, EndpointError)]
         kinds = Counter(type(x).__name__ for x in outcomes)
-        assert failed and len(failed) + kinds[Said.__name__] == 200, kinds
+        assert failed and len(failed) + kinds[SampledTurn.__name__] == 200, kinds
         assert all(x.role == "rollout" and "exit code -9" in str(x) for x in failed)
         with pytest.raises(EndpointError, match="exit code -9"):
             await engine.load(9, whole_tensors(subject.learner.shards()))

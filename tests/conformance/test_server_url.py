@@ -11,7 +11,7 @@ import pytest
 from posttrain.build.build_environments import make_environment
 from posttrain.build.build_run import make_policy
 from posttrain.config.engines import VLLM
-from posttrain.engine.vllm.spawn_server import Spawned
+from posttrain.engine.vllm.spawn_server import SpawnedServer
 from posttrain.record.run_reader import steps as read_steps
 from tests.conformance import subjects
 from tests.tiny import MODEL, only_rl, play, tiny_parts, tiny_run
@@ -23,7 +23,7 @@ def test_a_run_trains_against_a_server_by_its_address(tmp_path: Path) -> None:
     """Every canary holds on the way: what is served has the learner's fingerprint after each push, and rho is 1."""
     # vLLM for CPU attends with heads of 32 and more
     run = replace(only_rl(tiny_run(steps=2)), model=replace(MODEL, hidden=64))
-    own = Spawned(make_policy(run, make_environment(run)), slots=16, cache_bytes=64 << 20, eager=True)
+    own = SpawnedServer(make_policy(run, make_environment(run)), slots=16, cache_bytes=64 << 20, eager=True)
     try:
         run = replace(run, engine=VLLM(url=own.url, share=str(own.folder)))
         (result,) = asyncio.run(play(tiny_parts(tmp_path, run)))

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said, Stop
+from posttrain.core.types import SampledTurn, Stop
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.cache.forward_plan import Drafts, Plan
 from posttrain.engine.embedded.speculation import Draft, Lookup, verify
-from posttrain.engine.embedded.token_sampler import Contracts, Spread
+from posttrain.engine.embedded.token_sampler import Contracts, DrawDistributions
 from posttrain.system.errors import EngineError
 
 SMALL = {
@@ -49,7 +49,7 @@ def engine(vocabulary: int = 5, scale: float = 3.0, **options: object) -> Embedd
     return EmbeddedEngine(model(vocabulary, 0, scale), **({"slots": 16, "context": 96} | options))  # type: ignore[arg-type]
 
 
-async def ask(e: EmbeddedEngine, prompts: list[np.ndarray], contract: Sampling) -> list[Said]:
+async def ask(e: EmbeddedEngine, prompts: list[np.ndarray], contract: Sampling) -> list[SampledTurn]:
     return list(await asyncio.gather(*[e.generate(p, contract, i) for i, p in enumerate(prompts)]))
 
 
@@ -67,7 +67,7 @@ def by_the_rule(p: list[float], q: list[float]) -> tuple[np.ndarray, np.ndarray]
     chance = [np.random.default_rng(i).random(N) for i in range(3)]
     draft = np.searchsorted(np.cumsum(q), chance[0], side="right")
     rows: Tensor = torch.log(torch.tensor(p)).repeat(2 * N, 1)
-    spread = Spread.of(rows, Contracts.plain(2 * N))
+    spread = DrawDistributions.of(rows, Contracts.plain(2 * N))
     drafts = Drafts(draft[:, None], np.ones(N, np.int64), [torch.tensor(q).repeat(N, 1)])
     drawn, accepted = verify(spread, drafts, np.repeat(chance[1], 2), np.repeat(chance[2], 2))
     return drawn.ids[::2], accepted
@@ -299,8 +299,8 @@ def under_rules(target: tf.PreTrainedModel, prompt: np.ndarray, s: Sampling) -> 
 async def ask_all(e: EmbeddedEngine, prompt: np.ndarray, s: Sampling, count: int) -> list[tuple[int, ...]]:
     """What each request said; () where it failed because nothing was left."""
     got = await asyncio.gather(*[e.generate(prompt, s, i) for i in range(count)], return_exceptions=True)
-    assert all(isinstance(x, Said) or (isinstance(x, EngineError) and "bans every token" in str(x)) for x in got)
-    return [tuple(x.ids.tolist()) if isinstance(x, Said) else () for x in got]
+    assert all(isinstance(x, SampledTurn) or (isinstance(x, EngineError) and "bans every token" in str(x)) for x in got)
+    return [tuple(x.ids.tolist()) if isinstance(x, SampledTurn) else () for x in got]
 
 
 @pytest.mark.parametrize("how", ["one at a time", "lookup", "draft"])
@@ -364,7 +364,7 @@ def test_an_engine_that_failed_remembers_nobody(
         with pytest.raises(RuntimeError, match="no logits"):
             asyncio.run(ask(e, looping(4, 6), contract()))
 
-    async def elsewhere(which: EmbeddedEngine) -> list[Said]:
+    async def elsewhere(which: EmbeddedEngine) -> list[SampledTurn]:
         return list(
             await asyncio.gather(*[which.generate(p, contract(), 100 + i) for i, p in enumerate(looping(8, 6)[4:])])
         )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.types import Said, Stop
+from posttrain.core.types import SampledTurn, Stop
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.role.learning.logprob_tolerance import LEAST
 from posttrain.role.weights.weight_transport import whole_tensors
@@ -40,7 +40,7 @@ async def test_every_token_carries_the_version_that_said_it(subject: Subject) ->
         assert np.where(s.version == old, n, o).mean() > 10 * LEAST["float32"].worst
 
 
-def _gaps(subject: Subject, prompt: np.ndarray, said: Iterable[Said]) -> list[np.ndarray]:
+def _gaps(subject: Subject, prompt: np.ndarray, said: Iterable[SampledTurn]) -> list[np.ndarray]:
     return [subject.gap([segment(prompt, s, contract())]) for s in said]
 
 

@@ -89,10 +89,10 @@ def started(name: str, policy: Policy, workers: int = 1) -> Served:
     if name == "vllm":
         engine = VLLMEngine(policy, slots=16, cache_bytes=32 << 20, eager=True, workers=workers)
         return Served(engine, policy, HFLearner(policy), engine.close)
-    from posttrain.engine.vllm.spawn_server import Spawned
+    from posttrain.engine.vllm.spawn_server import SpawnedServer
     from posttrain.verifier.http_client import Endpoint
 
-    own = Spawned(policy, slots=16, cache_bytes=32 << 20, eager=True, workers=workers)
+    own = SpawnedServer(policy, slots=16, cache_bytes=32 << 20, eager=True, workers=workers)
     endpoint = Endpoint(own.url, "rollout")
     server = VLLMServer(policy, endpoint, share=own.folder / "share", timeout=60, ended=own.ended, workers=workers)
     return Served(server, policy, HFLearner(policy), own.close)

@@ -15,7 +15,7 @@ from posttrain.build.build_run import make_policy
 from posttrain.build.spawn_engines import engine_pool
 from posttrain.config.engines import VLLM
 from posttrain.config.placement import Processes
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.role.weights.weight_transport import whole_tensors
 from tests.conformance import subjects
@@ -50,7 +50,7 @@ def test_a_vllm_server_that_is_killed_is_replaced_and_asked_again() -> None:
     assert first is not None
     (server,) = [p for p in children(first) if os.getpgid(p) == p]
 
-    async def play() -> list[Said]:
+    async def play() -> list[SampledTurn]:
         served = await pool.load(3, whole_tensors(learner.shards()))
         assert served == learner.fingerprint()
         turns = [asyncio.create_task(pool.generate(prompt, contract, t)) for t in range(64)]

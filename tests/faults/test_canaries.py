@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.checks.learning.update_checks import Handed, moved
+from posttrain.checks.learning.gradient_and_update_checks import StepGradients, moved
 from posttrain.config.run import Optimizer, Run
 from posttrain.core.batch import Packed
 from posttrain.core.verdict import Judged, Verdict
@@ -185,7 +185,7 @@ def test_a_move_that_earlier_gradients_cancel_is_no_fault() -> None:
     w.grad = torch.full((4,), 1.0)
     optimizer.step()
     w.grad = torch.full((4,), -0.9)
-    handed, told = Handed.of(optimizer, config), Handed.of(StageOptimizer({"norm": w}, config), config)
+    handed, told = StepGradients.of(optimizer, config), StepGradients.of(StageOptimizer({"norm": w}, config), config)
     optimizer.step()
     assert float(w[0]) == handed.largest["norm"].weight
     assert moved(handed, {"norm": w}, config.lr) == {}

@@ -17,7 +17,7 @@ import torch
 
 import posttrain
 from posttrain.checks.data_checks import TaskCheck
-from posttrain.checks.learning.update_checks import Handed, UpdateCheck, update_agrees
+from posttrain.checks.learning.gradient_and_update_checks import StepGradients, UpdateCheck, update_agrees
 from posttrain.checks.sampling.policy_change import before
 from posttrain.config.run import Optimizer, Reinforce
 from posttrain.config.stages.stage import Stage
@@ -212,7 +212,7 @@ def test_a_gradient_that_float32_cannot_square_is_no_fault(size: float) -> None:
     w = torch.nn.Parameter(torch.linspace(0.5, 1.5, 7))
     optimizer = StageOptimizer({"w": w}, config)
     w.grad = torch.linspace(-1, 1, 7) * size
-    handed = Handed.of(optimizer, config)
+    handed = StepGradients.of(optimizer, config)
     optimizer.step()
     update_agrees(config, handed, optimizer.trained(), optimizer.state_tensors())
 

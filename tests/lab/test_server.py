@@ -18,10 +18,10 @@ from posttrain.web.guard import POLICY
 from posttrain.web.html import data, markdown, tag
 from posttrain.web.local import bound_socket
 
-Asked = Callable[[ClientSession, str, Lab], Awaitable[None]]
+RoundSamples = Callable[[ClientSession, str, Lab], Awaitable[None]]
 
 
-def served(play: Asked, loaded: bool = True) -> None:
+def served(play: RoundSamples, loaded: bool = True) -> None:
     """Plays a caller against a real server on a port of its own."""
 
     async def whole() -> None:

@@ -29,7 +29,7 @@ from law_ranks import (
 )
 from transformers.distributed import expert_parallel as plans
 
-from posttrain.algorithm.loss.load_balance_loss import Balanced, to_balance
+from posttrain.algorithm.loss.load_balance_loss import BalancedLoss, to_balance
 from posttrain.algorithm.loss.losses import Loss
 from posttrain.config.adapter import Lora
 from posttrain.core.batch import Batch
@@ -75,7 +75,7 @@ class Mixed:
             rng, n = np.random.default_rng(3), len(batch.ids_N)
             rows = [np.arange(2) if self.given == "two" else rng.permutation(EXPERTS)[:2] for _ in range(2 * n)]
             batch = replace(batch, routed_N=np.array(rows, np.int16).reshape(n, 2, 2))
-        return (to_balance(batch, EXPERTS), Balanced(loss, BALANCE)) if self.balanced else (batch, loss)
+        return (to_balance(batch, EXPERTS), BalancedLoss(loss, BALANCE)) if self.balanced else (batch, loss)
 
     def policy(self) -> Policy:
         made = mixture(self.arch, layers=2, experts=EXPERTS)

@@ -16,7 +16,7 @@ from law_toys import NOW, batch_of
 from torch import Tensor
 
 from posttrain.algorithm.credit.step_credit import credit_step
-from posttrain.algorithm.loss.objective import Terms, objective
+from posttrain.algorithm.loss.policy_loss import Terms, objective
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.scores import TokenScores

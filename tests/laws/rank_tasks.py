@@ -19,7 +19,7 @@ from posttrain.core.streams import ADVANTAGE, WEIGHT
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.optimizer import optimizer as optimizers
 from posttrain.engine.optimizer.optimizer import StageOptimizer
-from posttrain.engine.parallel import sharded_cut, sharded_learner
+from posttrain.engine.parallel import shard_modules, sharded_learner
 from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.sharded_checkpoint import load_sharded, save_sharded
@@ -46,11 +46,11 @@ def _own_norm(rank: int) -> Any:
 
 def _factor(factor: float | None) -> Callable[[int], Any]:
     """Gradients divided by this after they are summed; None: by the number of ranks, as torch does unasked."""
-    return lambda rank: patch.object(sharded_cut.FSDPModule, "set_gradient_divide_factor", _setting(factor))
+    return lambda rank: patch.object(shard_modules.FSDPModule, "set_gradient_divide_factor", _setting(factor))
 
 
 def _setting(factor: float | None) -> Callable[[Any, float], None]:
-    real = sharded_cut.FSDPModule.set_gradient_divide_factor
+    real = shard_modules.FSDPModule.set_gradient_divide_factor
     return lambda module, _: None if factor is None else real(module, factor)
 
 

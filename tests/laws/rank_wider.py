@@ -35,7 +35,7 @@ from posttrain.engine.layers.shared_prefixes import Sharing
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import named_tensors
 from posttrain.engine.optimizer.optimizer import StageOptimizer
-from posttrain.engine.parallel import sharded_cut, sharded_learner, sharded_scoring
+from posttrain.engine.parallel import shard_modules, sharded_learner, sharded_scoring
 from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.sharded_checkpoint import load_sharded, save_sharded
@@ -132,7 +132,7 @@ def _resumed(folder: Path, case: Case, ranks: ProcessRanks | None) -> Any:
 
 def _refused(folder: Path, groups: Groups) -> str:
     """What this rank says of an adapter of other weights."""
-    real = sharded_cut.cut
+    real = shard_modules.cut
 
     def other(module: Any, *rest: Any, **more: Any) -> Any:
         with torch.no_grad():

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from law_ranks import Groups
 
-from posttrain.checks.learning.update_checks import gradient_reaches
+from posttrain.checks.learning.gradient_and_update_checks import gradient_reaches
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
 from posttrain.system.errors import InvariantError
 from tests.rooms.engine_parts import policy

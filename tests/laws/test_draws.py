@@ -38,7 +38,7 @@ from posttrain.core.exchange.experience import Experience
 from posttrain.core.exchange.scores import Odds
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Said, Stop, Task
+from posttrain.core.types import Episode, Group, SampledTurn, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded import token_sampler as drawing
@@ -343,7 +343,7 @@ def answers(rng: np.random.Generator, count: int, likely: float) -> Group:
             out.append(Episode(Task("t", "?"), 0, i, (t.segment(),), Stop.TIME, (), cut=True))
             continue
         t.say(
-            Said(
+            SampledTurn(
                 np.array([LIKELY], np.int32),
                 np.array([math.log(likely)], np.float32),
                 np.array([0], np.int32),
@@ -389,7 +389,7 @@ def test_other_draws_are_found_where_some_turns_are_cut() -> None:
                 t = Transcript(Sampling(stop_ids=()))
                 t.see([1, 2])
                 t.say(
-                    Said(
+                    SampledTurn(
                         np.array([3 + (rng.random() < 0.05)], np.int32),
                         np.array([-0.5], np.float32),
                         np.array([0], np.int32),

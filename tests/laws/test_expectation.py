@@ -17,7 +17,7 @@ from law_toys import streams_of
 from torch import Tensor
 
 from posttrain.algorithm.credit.step_credit import credit_step
-from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.policy_loss import objective
 from posttrain.algorithm.loss.token_weights import weigh
 from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.scored import ScoredGroup
@@ -26,8 +26,8 @@ from posttrain.ladder.algorithm import Algorithm, patch
 from posttrain.ladder.pieces.baseline import Ema, GroupMean, Others, Value
 from posttrain.ladder.pieces.correction import Mask, Truncate
 from posttrain.ladder.policy_rows import DR_GRPO, EMA, GRPO, PPO, REINFORCE
+from posttrain.toy.enumerated_policy import PrefixPolicy
 from posttrain.toy.episodes import PlainEpisode, rewarded, scored_group
-from posttrain.toy.prefixes import PrefixPolicy
 
 POLICY, SAMPLER = PrefixPolicy(0), PrefixPolicy(1)
 ALL = POLICY.all

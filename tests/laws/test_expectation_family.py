@@ -19,7 +19,7 @@ from torch import Tensor
 
 from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.algorithm.credit.value_estimates import v_trace
-from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.policy_loss import objective
 from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.scored import ScoredGroup
 from posttrain.ladder.algorithm import Algorithm, patch
@@ -40,8 +40,8 @@ from posttrain.ladder.policy_rows import (
     RLOO,
     TOPR,
 )
+from posttrain.toy.enumerated_policy import PrefixPolicy, answer_kl, state_kl
 from posttrain.toy.episodes import PlainEpisode, scored_group
-from posttrain.toy.prefixes import PrefixPolicy, answer_kl, state_kl
 
 POLICY, SAMPLER, REFERENCE = PrefixPolicy(0), PrefixPolicy(1), PrefixPolicy(5)
 ALL = POLICY.all

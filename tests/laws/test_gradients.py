@@ -16,7 +16,7 @@ from law_cases import CASES, THE_LADDER
 from law_world import Book, world
 
 from posttrain.algorithm.loss.minibatch_streams import CHOSEN, IMITATE, MIX, WAS_SHOWN
-from posttrain.algorithm.loss.objective import objective, supervised
+from posttrain.algorithm.loss.policy_loss import objective, supervised
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.streams import (

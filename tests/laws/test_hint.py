@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from law_toys import batch_of
 
 from posttrain.algorithm.credit.step_credit import credit_step
-from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.policy_loss import objective
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.config.run import Reinforce
 from posttrain.core.abilities import Abilities

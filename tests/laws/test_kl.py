@@ -13,15 +13,15 @@ from torch import Tensor
 
 from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.algorithm.loss.kl import estimate, in_loss
-from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.policy_loss import objective
 from posttrain.core.exchange.scores import TokenScores
 from posttrain.ladder.algorithm import patch
 from posttrain.ladder.pieces import pull as data
 from posttrain.ladder.pieces.pull import KL, Estimator, Placement, SequenceL2
 from posttrain.ladder.policy_rows import REINFORCE
 from posttrain.system.errors import ConfigError
+from posttrain.toy.enumerated_policy import PrefixPolicy, answer_kl, state_kl
 from posttrain.toy.episodes import PlainEpisode, scored_group
-from posttrain.toy.prefixes import PrefixPolicy, answer_kl, state_kl
 
 REF = torch.tensor([0.5, 0.5], dtype=torch.float64).log()
 

@@ -14,7 +14,7 @@ from posttrain.algorithm.credit.step_credit import credit_step, whitened
 from posttrain.algorithm.credit.value_estimates import gae, value_loss
 from posttrain.algorithm.loss import kl
 from posttrain.algorithm.loss.mismatch_correction import effective_share
-from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.policy_loss import objective
 from posttrain.algorithm.loss.push_factor import importance, push
 from posttrain.algorithm.loss.token_weights import weigh
 from posttrain.core.exchange.scores import TokenScores

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from posttrain.algorithm.loss.distribution_distance import binary_kl, forward_kl, total_variation
 from posttrain.algorithm.loss.mismatch_correction import correct
-from posttrain.algorithm.loss.objective import objective, shown_push, unsure
+from posttrain.algorithm.loss.policy_loss import objective, shown_push, unsure
 from posttrain.algorithm.loss.push_factor import TrustInputs, future, importance, push
 from posttrain.algorithm.loss.token_selection import mixing, within_moment
 from posttrain.algorithm.loss.torch_streams import discounted

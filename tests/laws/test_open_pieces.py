@@ -27,7 +27,7 @@ from posttrain.algorithm.credit.baseline_values import by_token, centred
 from posttrain.algorithm.credit.reward_shaping import shape, shaped, sizes
 from posttrain.algorithm.loss.mismatch_correction import factor
 from posttrain.algorithm.loss.push_factor import pushed
-from posttrain.algorithm.loss.regularisers import pull_term
+from posttrain.algorithm.loss.reference_penalty import pull_term
 from posttrain.algorithm.loss.token_selection import choose
 from posttrain.cli import ladder_tables as terminal
 from posttrain.config.overrides import apply, surface

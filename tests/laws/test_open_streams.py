@@ -13,7 +13,7 @@ import torch
 from law_toys import STAGE
 
 from posttrain.algorithm.credit.step_credit import credit_step
-from posttrain.algorithm.loss.minibatch_streams import CHOSEN, HEARD, IMITATE, MIX, WAS_SHOWN, WHOLE, Whole
+from posttrain.algorithm.loss.minibatch_streams import CHOSEN, HEARD, IMITATE, MIX, WAS_SHOWN, WHOLE, MinibatchContext
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.checks.learning.credit_by_definition import expected_credit
 from posttrain.checks.learning.credit_checks import StepCreditAudit
@@ -36,7 +36,7 @@ RANK = Stream(
 SURPRISES = Maker[Scoring](
     (SURPRISE,), lambda s: s.algorithm.name == "reinforce", lambda s: (-s.learner.score(s.packed),)
 )
-RANKS = Maker[Whole](
+RANKS = Maker[MinibatchContext](
     (RANK,),
     lambda w: SURPRISE in w.batch,
     lambda w: (np.argsort(np.argsort(-w.batch[SURPRISE], kind="stable")).astype(np.int32),),

@@ -20,7 +20,7 @@ from posttrain.engine.transfer.receiver import ParcelReceiver
 from posttrain.engine.transfer.sender import ParcelSender
 
 
-class Kept:
+class TruncationSets:
     """A carrier and its `Fetch` in this process: blocks are bytes, which a test can change."""
 
     transport = "kept"
@@ -44,7 +44,7 @@ class Kept:
 
 
 class KeptSink:
-    def __init__(self, carrier: Kept, place: str) -> None:
+    def __init__(self, carrier: TruncationSets, place: str) -> None:
         self._carrier, self._place, self._bytes = carrier, place, bytearray()
 
     def write(self, data: memoryview | bytes, at: int, tensor: str = "") -> None:
@@ -59,7 +59,7 @@ class KeptSink:
         return None
 
 
-def sides(carrier: Kept, **options: object) -> tuple[ParcelSender, ParcelReceiver]:
+def sides(carrier: TruncationSets, **options: object) -> tuple[ParcelSender, ParcelReceiver]:
     return ParcelSender(carrier, **options), ParcelReceiver({"kept": carrier.fetch})  # type: ignore[arg-type]
 
 
@@ -95,7 +95,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @given(named_tensors())
 def test_what_is_read_is_what_was_published(weights: dict[str, Tensor]) -> None:
-    sender, receiver = sides(carrier := Kept())
+    sender, receiver = sides(carrier := TruncationSets())
     parcel = sender.publish(3, weights.items())
     got = dict(receiver.read(parcel))
     assert same(got, weights)
@@ -106,7 +106,7 @@ def test_what_is_read_is_what_was_published(weights: dict[str, Tensor]) -> None:
 
 @given(named_tensors(), st.data())
 def test_a_changed_byte_is_refused_and_its_tensor_named(weights: dict[str, Tensor], data: st.DataObject) -> None:
-    sender, receiver = sides(carrier := Kept())
+    sender, receiver = sides(carrier := TruncationSets())
     parcel = sender.publish(3, weights.items())
     block = carrier.blocks[parcel.place]
     full = [e for e in parcel.entries if e.size]
@@ -123,7 +123,7 @@ def test_a_changed_byte_is_refused_and_its_tensor_named(weights: dict[str, Tenso
 @given(named_tensors(), st.data())
 def test_half_of_a_block_is_refused(weights: dict[str, Tensor], data: st.DataObject) -> None:
     """However much of it is missing at the end: head, tensors, or table."""
-    sender, receiver = sides(carrier := Kept())
+    sender, receiver = sides(carrier := TruncationSets())
     parcel = sender.publish(3, weights.items())
     block = carrier.blocks[parcel.place]
     del block[data.draw(st.integers(0, len(block) - 1)) :]
@@ -133,7 +133,7 @@ def test_half_of_a_block_is_refused(weights: dict[str, Tensor], data: st.DataObj
 
 @given(named_tensors(), named_tensors())
 def test_a_block_in_which_parts_of_two_versions_lie_is_refused(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-    sender, receiver = sides(carrier := Kept())
+    sender, receiver = sides(carrier := TruncationSets())
     first, second = sender.publish(1, old.items()), sender.publish(2, new.items())
     a, b = carrier.blocks[first.place], carrier.blocks[second.place]
     if len(a) > len(b) and any(e.size for e in first.entries):
@@ -170,7 +170,7 @@ def histories(draw: st.DrawFn) -> list[dict[str, Tensor]]:
 @given(histories())
 def test_deltas_are_the_versions_themselves(versions: list[dict[str, Tensor]]) -> None:
     """However many follow one another; and never more bytes than the whole version."""
-    sender, receiver = sides(Kept(), deltas=True)
+    sender, receiver = sides(TruncationSets(), deltas=True)
     for number, weights in enumerate(versions):
         parcel = sender.publish(number, weights.items())
         assert parcel.base == (number - 1 if number else None)
@@ -184,7 +184,7 @@ def test_a_receiver_without_the_base_says_so_and_the_whole_version_is_the_answer
     versions: list[dict[str, Tensor]], data: st.DataObject
 ) -> None:
     """It never guesses: one that missed a version, or is new, refuses every delta until it got a version whole."""
-    sender, receiver = sides(carrier := Kept(), deltas=True)
+    sender, receiver = sides(carrier := TruncationSets(), deltas=True)
     late = ParcelReceiver({"kept": carrier.fetch})
     held: int | None = None
     for number, weights in enumerate(versions):
@@ -204,7 +204,7 @@ def test_a_receiver_without_the_base_says_so_and_the_whole_version_is_the_answer
 @given(named_tensors(), st.data())
 def test_a_delta_that_was_damaged_is_refused(weights: dict[str, Tensor], data: st.DataObject) -> None:
     """Any bytes in place of any of its: what comes out is refused by its checksum, or by the decoder."""
-    sender, receiver = sides(carrier := Kept(), deltas=True)
+    sender, receiver = sides(carrier := TruncationSets(), deltas=True)
     weights["w"] = torch.arange(400.0).reshape(20, 20)
     receiver.read(sender.publish(0, weights.items()))
     weights["w"] = weights["w"].clone()
@@ -241,7 +241,7 @@ def test_a_spot_is_rows_of_the_tensor_and_every_row_has_its_turn(count: int, one
 
 def test_large_models_are_checked_by_spots_with_an_audit_every_few_pushes() -> None:
     """A tensor of the version before is found at every push; one wrong word is found at an audit at the latest."""
-    carrier = Kept()
+    carrier = TruncationSets()
     sender, receiver = sides(carrier, audit=AuditRule(above=1000, every=4))
     wide = {"a": torch.randn(80 * 2 * ROW), "b": torch.arange(5)}
     found = list[bool]()
@@ -268,7 +268,7 @@ def test_large_models_are_checked_by_spots_with_an_audit_every_few_pushes() -> N
 @given(st.data())
 def test_no_bytes_are_read_as_something_else_than_a_parcel(data: st.DataObject) -> None:
     """Any bytes over a head or a table are refused with an error of ours, or were nobody's."""
-    sender, receiver = sides(carrier := Kept())
+    sender, receiver = sides(carrier := TruncationSets())
     weights = {"a": torch.randn(3, 4), "b": torch.arange(5)}
     parcel = sender.publish(1, weights.items())
     block = carrier.blocks[parcel.place]

@@ -21,7 +21,7 @@ from posttrain.api import main
 from posttrain.config.env import Env
 from posttrain.config.placement import Local, Placement, Processes
 from posttrain.config.run import Run
-from posttrain.core.exchange.request_owner import Asker, DeadLetter, asked_for
+from posttrain.core.exchange.request_owner import RequestOwner, UnanswerableTurn, asked_for
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.turn_router import BLOCK, CALLS_AHEAD, Beginnings, EngineLoad, choose
 from posttrain.record import checkpoint as checkpoints
@@ -123,14 +123,14 @@ def test_a_turn_that_kills_engines_fails_alone(count: int, deaths: int, others: 
     deadly = data.draw(st.integers(0, others))
     script = Script(deadly={deadly})
 
-    async def turn(pool, t: int) -> np.ndarray | DeadLetter:
-        with asked_for(Asker("train", f"task {t}", 1, 2)):
+    async def turn(pool, t: int) -> np.ndarray | UnanswerableTurn:
+        with asked_for(RequestOwner("train", f"task {t}", 1, 2)):
             try:
                 return (await pool.generate(prompt(t), PLAIN, t)).ids
-            except DeadLetter as letter:
+            except UnanswerableTurn as letter:
                 return letter
 
-    async def play() -> list[np.ndarray | DeadLetter]:
+    async def play() -> list[np.ndarray | UnanswerableTurn]:
         pool = scripted_pool(script, count, deaths=deaths)
         found = await asyncio.gather(*(turn(pool, t) for t in range(others + 1)))
         assert not any(e.reserved or e.turns for e in pool.engines)
@@ -139,8 +139,8 @@ def test_a_turn_that_kills_engines_fails_alone(count: int, deaths: int, others: 
 
     found = asyncio.run(play())
     letter = found[deadly]
-    assert isinstance(letter, DeadLetter)
-    assert letter.deaths == deaths and letter.who == Asker("train", f"task {deadly}", 1, 2)
+    assert isinstance(letter, UnanswerableTurn)
+    assert letter.deaths == deaths and letter.who == RequestOwner("train", f"task {deadly}", 1, 2)
     assert f"task 'task {deadly}', visit 1, sibling 2" in str(letter) and "a deadly turn" in str(letter)
     if deaths > 1:
         rest = [t for t in range(others + 1) if t != deadly]

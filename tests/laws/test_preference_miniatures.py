@@ -22,8 +22,8 @@ from posttrain.environment.gallery.replies import POLITE, Replies, best_reply, f
 from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.ladder.preference_rows import CDPO, DPO, IPO, ROBUST_DPO, SIMPO
 from posttrain.system.errors import ConfigError
+from posttrain.toy.enumerated_policy import PrefixPolicy
 from posttrain.toy.pairs import AnswerPair, TablePolicy, TiedPolicy, batch_of_pairs, pair_logp
-from posttrain.toy.prefixes import PrefixPolicy
 from tests.laws.best_of import best_of_kl_bound, best_of_mean, best_of_probabilities
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.algorithm.loss.objective import Terms
+from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.algorithm.preference.reward_model_loss import RankingLoss
 from posttrain.config.reward_head import HeadShape
 from posttrain.config.stages.reward_model_settings import Regulariser

@@ -22,7 +22,7 @@ from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Said, Task
+from posttrain.core.types import Episode, Group, SampledTurn, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.learning.demonstrations import imitated
 from posttrain.role.learning.rejection_selection import HINTED, candidates_of, select, to_ask_again
@@ -51,7 +51,9 @@ def played(group: str, kind: int, shares: np.ndarray, true: dict[int, float], rn
         transcript = Transcript(SAMPLING)
         transcript.see([kind, HINT] if group.endswith(HINTED) else [kind])
         transcript.say(
-            Said(np.array([rationale, result], np.int32), np.full(2, -1, np.float32), np.zeros(2, np.int32), Stop.SAID)
+            SampledTurn(
+                np.array([rationale, result], np.int32), np.full(2, -1, np.float32), np.zeros(2, np.int32), Stop.SAID
+            )
         )
         verdict = Judged("own", 1.0, Verdict.value(float(result == RIGHT)))
         out.append(Episode(task, 0, i, (transcript.segment(),), Stop.SAID, (verdict,)))

@@ -20,7 +20,7 @@ from posttrain.core.ports import Learner
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Credit, Scored, ScoredGroup
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Said, Stop, Task
+from posttrain.core.types import Episode, Group, SampledTurn, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.ladder.policy_rows import DR_GRPO, EMA, GRPO, RAE, RLOO
@@ -34,7 +34,11 @@ def group(name: str, visit: int, rewards: tuple[float, ...] = (0.0, 1.0), versio
     for i, reward in enumerate(rewards):
         t = Transcript(Sampling(max_tokens=4))
         t.see(np.array([1, 2], np.int32))
-        t.say(Said(np.array([3 + i], np.int32), np.array([-1.0], np.float32), np.array([version], np.int32), Stop.SAID))
+        t.say(
+            SampledTurn(
+                np.array([3 + i], np.int32), np.array([-1.0], np.float32), np.array([version], np.int32), Stop.SAID
+            )
+        )
         judged = (Judged("mine", 1.0, Verdict.value(reward)),)
         episodes.append(Episode(task, visit, i, (t.segment(),), Stop.SAID, judged, turns=(1,)))
     return Group(task, visit, tuple(episodes))

@@ -19,14 +19,14 @@ from law_mixtures import mixture as policy
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from posttrain.algorithm.loss.load_balance_loss import GAUGE, Balanced, balance_weights, to_balance
+from posttrain.algorithm.loss.load_balance_loss import GAUGE, BalancedLoss, balance_weights, to_balance
 from posttrain.algorithm.loss.losses import Likelihood
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.exchange.expert_choices import UNKNOWN, check_routed, known_rows
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import ADVANTAGE, MU, WEIGHT
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Said, Segment, Stop, Task
+from posttrain.core.types import Episode, SampledTurn, Segment, Stop, Task
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.speculation import Lookup
 from posttrain.engine.layers.expert_routing import routers_of, weights_of, why_not
@@ -53,8 +53,8 @@ def undecided(made: Policy) -> Policy:
     return made
 
 
-def said(engine: EmbeddedEngine, prompts: Sequence[np.ndarray], sampling: Sampling = SAMPLING) -> list[Said]:
-    async def ask() -> list[Said]:
+def said(engine: EmbeddedEngine, prompts: Sequence[np.ndarray], sampling: Sampling = SAMPLING) -> list[SampledTurn]:
+    async def ask() -> list[SampledTurn]:
         return await asyncio.gather(*(engine.generate(p, sampling, i) for i, p in enumerate(prompts)))
 
     return asyncio.run(ask())
@@ -229,9 +229,9 @@ def test_an_earlier_turn_keeps_its_own_choices() -> None:
     t = Transcript(Sampling(stop_ids=()))
     first, second = np.full((3, 1, 1), 4, np.int16), np.full((6, 1, 1), 5, np.int16)
     t.see([1, 2])
-    t.say(Said(np.int32([3, 4]), np.float32([-1, -1]), np.int32([0, 0]), Stop.LENGTH, routed=first))
+    t.say(SampledTurn(np.int32([3, 4]), np.float32([-1, -1]), np.int32([0, 0]), Stop.LENGTH, routed=first))
     t.see([5])
-    t.say(Said(np.int32([6, 7]), np.float32([-1, -1]), np.int32([1, 1]), Stop.LENGTH, routed=second))
+    t.say(SampledTurn(np.int32([6, 7]), np.float32([-1, -1]), np.int32([1, 1]), Stop.LENGTH, routed=second))
     routed = t.segment().routed
     assert routed is not None and routed[:, 0, 0].tolist() == [4, 4, 4, 5, 5, 5, UNKNOWN]
 
@@ -241,7 +241,7 @@ def test_choices_of_other_tokens_than_were_computed_are_refused() -> None:
     t.see([1, 2])
     with pytest.raises(InvariantError, match="computed 3 tokens"):
         t.say(
-            Said(
+            SampledTurn(
                 np.int32([3, 4]),
                 np.float32([-1, -1]),
                 np.int32([0, 0]),
@@ -429,7 +429,7 @@ def test_the_loss_with_it_is_the_loss_and_its_weight_times_it() -> None:
     batch, learner = to_balance(batch_of(packed), 6), HFLearner(made, replays=True)
     scores = learner.forward(batch, entropy=False, value=False)
     inner = Likelihood()
-    both = Balanced(inner, 0.5)
+    both = BalancedLoss(inner, 0.5)
     assert float(both.terms(batch, scores).loss.detach()) == pytest.approx(
         float((inner.terms(batch, scores).loss + 0.5 * scores.balance).detach()), rel=1e-6
     )

@@ -19,7 +19,7 @@ from law_world import L_MAX, World, world
 from torch import Tensor
 
 from posttrain.algorithm.credit.step_credit import credit_step
-from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.policy_loss import objective
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.core.batch import Batch
 from posttrain.core.gauge import Gauges, merge

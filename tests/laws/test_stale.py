@@ -17,7 +17,7 @@ from posttrain.algorithm.credit.judged_sample import early_weight
 from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.algorithm.loss.losses import STEP_SHARE, PolicyLoss
 from posttrain.algorithm.loss.minibatch_streams import CHOSEN
-from posttrain.algorithm.loss.objective import Terms
+from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.algorithm.loss.step_scale import ANSWER_RATIO, ANSWER_RATIO_SQUARE, step_share
 from posttrain.core.batch import Packed
 from posttrain.core.gauge import Gauge, Gauges

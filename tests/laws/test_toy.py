@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from posttrain.core.types import Stop
-from posttrain.toy import answers, episodes, policies, prefixes
+from posttrain.toy import answers, enumerated_policy, episodes, policies
 from posttrain.toy.answers import Answers, ask, groups_of, logp_of, said_logp
+from posttrain.toy.enumerated_policy import PrefixPolicy
 from posttrain.toy.policies import NetworkPolicy, TabularPolicy, ToyPolicy
-from posttrain.toy.prefixes import PrefixPolicy
 
 
-@pytest.mark.parametrize("module", [answers, episodes, policies, prefixes], ids=lambda m: m.__name__.split(".")[-1])
+@pytest.mark.parametrize(
+    "module", [answers, episodes, policies, enumerated_policy], ids=lambda m: m.__name__.split(".")[-1]
+)
 def test_examples_are_true(module) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.checks.learning.update_checks import UPDATE_BOUND, Handed, departure
+from posttrain.checks.learning.gradient_and_update_checks import UPDATE_BOUND, StepGradients, departure
 from posttrain.config.run import Optimizer, Reinforce
 from posttrain.config.stages.stage import check_patterns, fits
 from posttrain.core.exchange.scores import ExpectedUpdate
@@ -292,7 +292,7 @@ def test_muons_rounding_is_no_other_step_where_singular_values_lie_far_apart(row
         u, s, v = torch.linalg.svd(torch.randn(rows, 32, generator=draws), full_matrices=False)
         g = (u * 10 ** (-6 * torch.rand(1, generator=draws) * torch.rand(s.shape, generator=draws))) @ v
         move, old = -0.01 * orthogonal(g.double()), torch.zeros(rows, 32)
-        before = Handed(1.0, {}, {name: ExpectedUpdate(move, {}, 0.01, along=True)}, {name: old})
+        before = StepGradients(1.0, {}, {name: ExpectedUpdate(move, {}, 0.01, along=True)}, {name: old})
         stepped = -0.01 * orthogonal(g.bfloat16()).double()
         apart.append(along(stepped, move))
         assert departure(before, {name: stepped}, {}).moved == 0

@@ -22,7 +22,7 @@ from posttrain.config.placement import Local, Processes
 from posttrain.config.run import Run
 from posttrain.core.exchange.request_owner import DEADLY
 from posttrain.record import run_reader, step_format
-from posttrain.sandbox.open_sandbox import choose
+from posttrain.sandbox.choose_backend import choose
 from tests.killing import (
     KINDS,
     POISON,

@@ -125,7 +125,7 @@ import sys, time
 sys.dont_write_bytecode = True
 sys.path.insert(0, sys.argv[1])
 from posttrain.sandbox.backends import *
-from posttrain.sandbox.open_sandbox import *
+from posttrain.sandbox.choose_backend import *
 from posttrain.sandbox.sandbox_types import *
 from posttrain.sandbox.selftest import selftest
 print(selftest(Namespaces(())), selftest(Landlock(())))

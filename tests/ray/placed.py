@@ -23,7 +23,7 @@ pytest.importorskip("ray")
 
 from posttrain.config.env import Reward
 from posttrain.config.placement import Local, Ray
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.environment_pool import EnvironmentPool
 from posttrain.engine.pool.ray_actor import RayCluster, RayHost
@@ -79,7 +79,7 @@ def test_a_killed_actor_is_replaced_and_its_turns_are_asked_again(cluster: RayCl
     first = pool.engines[0].host.pid
     assert first is not None and first != os.getpid()
 
-    async def play() -> list[Said]:
+    async def play() -> list[SampledTurn]:
         assert await pool.load(3, [("w", torch.tensor(2.0))]) == "weight 2"
         os.kill(first, signal.SIGKILL)
         found = await asyncio.gather(*(pool.generate(prompt(t), PLAIN, t) for t in range(40)))

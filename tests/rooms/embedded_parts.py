@@ -13,7 +13,7 @@ import transformers as tf
 from transformers import PreTrainedModel
 
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.engine.embedded import EmbeddedEngine
 
 V = 40
@@ -81,14 +81,14 @@ async def ask(
     asked: Sequence[np.ndarray],
     contract: Sampling | Sequence[Sampling],
     places: Sequence[int] | None = None,
-) -> list[Said]:
+) -> list[SampledTurn]:
     """All at once; request i has place i unless told."""
     contracts = [contract] * len(asked) if isinstance(contract, Sampling) else contract
     at = range(len(asked)) if places is None else places
     return await asyncio.gather(*[e.generate(x, s, p) for x, s, p in zip(asked, contracts, at, strict=True)])
 
 
-def reference_logp(model: PreTrainedModel, prompt: np.ndarray, said: Said, contract: Sampling) -> np.ndarray:
+def reference_logp(model: PreTrainedModel, prompt: np.ndarray, said: SampledTurn, contract: Sampling) -> np.ndarray:
     """float32 [n]: log-prob of what was said, from one full forward of the plain model and the kept sets."""
     whole = torch.from_numpy(np.concatenate([prompt, said.ids])).long()
     with torch.no_grad():

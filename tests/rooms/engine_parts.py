@@ -11,7 +11,7 @@ import torch
 from posttrain.config.run import Model
 from posttrain.core.batch import Packed
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Kept, Segment
+from posttrain.core.types import Segment, TruncationSets
 from posttrain.engine.model.policy_model import Policy, load_policy
 
 ALPHABET = "0123456789+-*= \nabcdefgh"
@@ -54,7 +54,7 @@ def segments(
         ids = rng.integers(0, vocabulary, size).astype(np.int32)
         sets = [np.union1d(rng.integers(0, vocabulary, 5), [i]).astype(np.int32) for i in ids[mask]]
         logp = np.where(mask, -1.0, np.nan).astype(np.float32)
-        kept = Kept.of(sets) if sampling.truncated else None
+        kept = TruncationSets.of(sets) if sampling.truncated else None
         out.append(Segment(ids, mask, logp, np.where(mask, 0, -1).astype(np.int32), sampling, kept))
     return out
 

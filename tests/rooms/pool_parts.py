@@ -17,7 +17,7 @@ import numpy as np
 from posttrain.core import seeds
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said, Stop
+from posttrain.core.types import SampledTurn, Stop
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.engine_process import ProcessHost
 from posttrain.engine.pool.parent_side import OpenCalls
@@ -43,12 +43,12 @@ class KnownSampler:
     def describe(self) -> str:
         return "an engine whose answers are known"
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         said = known(ids, place, self.weight)
         version = self.version
         for _ in said:
             await asyncio.sleep(0)
-        return Said(said, np.full(len(said), -1, np.float32), np.full(len(said), version, np.int32), Stop.LENGTH)
+        return SampledTurn(said, np.full(len(said), -1, np.float32), np.full(len(said), version, np.int32), Stop.LENGTH)
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         return np.full(len(ids) - 1, -self.weight, np.float32)
@@ -212,7 +212,7 @@ class NoAnswer(np.ndarray):
 class Unreadable(KnownSampler):
     """Its answers cannot be unpickled."""
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         said = await super().generate(ids, sampling, place)
         object.__setattr__(said, "ids", said.ids.view(NoAnswer))
         return said
@@ -225,7 +225,7 @@ class Ends(KnownSampler):
         super().__init__()
         self._file, self._why = file, ""
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         if not os.path.exists(self._file):
             open(self._file, "w").close()
             self._why = "its server has ended"

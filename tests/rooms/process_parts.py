@@ -17,7 +17,7 @@ from posttrain.config.stages.rejection import RFT, Regenerate, Rejection
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.config.stages.step_labels import StepLabeling
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Group, Said
+from posttrain.core.types import Group, SampledTurn
 from posttrain.ladder.policy_rows import GRPO_PROCESS
 from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.role.judges.regenerate import RegeneratedAnswer, Regenerator
@@ -58,18 +58,18 @@ class Counting:
     """A sampler that keeps what it was asked and what it said."""
 
     inner: Any
-    calls: list[tuple[np.ndarray, Said]] = field(default_factory=list[tuple[np.ndarray, Said]])
+    calls: list[tuple[np.ndarray, SampledTurn]] = field(default_factory=list[tuple[np.ndarray, SampledTurn]])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         said = await self.inner.generate(ids, sampling, place)
         self.calls.append((ids, said))
         return said
 
 
-def needed(calls: Sequence[tuple[np.ndarray, Said]]) -> int:
+def needed(calls: Sequence[tuple[np.ndarray, SampledTurn]]) -> int:
     """Positions that must be computed: each token said but the last of its turn, and each different beginning of a
     prompt that was not said before."""
     fed: set[bytes] = set()

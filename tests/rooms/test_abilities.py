@@ -29,7 +29,7 @@ from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.make import environment
 from posttrain.environment.single import Generated
 from posttrain.record import run_reader
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.role.judging import judged
 from posttrain.system.errors import ConfigError, DataError, InvariantError
 from tests.tiny import only_rl, play, tiny_run
@@ -68,7 +68,7 @@ def able(**given: Any) -> Any:
 def played(folder: Path, env: Environment, run: Run) -> Sequence[Any]:
     """A run on it, from its parts, after the proofs of a start."""
     policy = make_policy(run, env)
-    parts = make_parts(run, policy, env, Book.create(folder, run, facts(policy, 2)), [])
+    parts = make_parts(run, policy, env, RunFolder.create(folder, run, facts(policy, 2)), [])
     try:
         asyncio.run(preflight_checks.prove_start(parts, policy.tokenizer))
         return asyncio.run(play(parts))
@@ -199,7 +199,7 @@ async def test_tools_say_that_the_world_answers(tmp_path: Path) -> None:
     notes: list[bool] = []
     for number, env in enumerate((able(alphabet="0123456789<>"), able(alphabet="0123456789<>", tools=lambda _: ()))):
         policy = make_policy(run, env)
-        parts = make_parts(run, policy, env, Book.create(tmp_path / str(number), run, facts(policy, 2)), [])
+        parts = make_parts(run, policy, env, RunFolder.create(tmp_path / str(number), run, facts(policy, 2)), [])
         notes.append(await preflight_checks.conversations_append(parts, parts.setting(run.stages[-1]), env.heldout[0]))
         parts.close()
     assert notes == [False, True]

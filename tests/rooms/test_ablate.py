@@ -17,7 +17,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.cli.ablation_tables import HEAD, table
-from posttrain.evaluate.ablation.ablation import Ablation, AblationRow, ablate
+from posttrain.evaluation.ablation.ablation import Ablation, AblationRow, ablate
 from posttrain.ladder.algorithm import Algorithm, patch
 from posttrain.ladder.pieces.baseline import Greedy, Value
 from posttrain.ladder.pieces.pull import KL
@@ -25,7 +25,7 @@ from posttrain.ladder.pieces.token_choice import EntropyBonus
 from posttrain.ladder.pieces.trust_region import Divergence
 from posttrain.ladder.policy_rows import GRPO, LADDER, REINFORCE, VAPO, algorithm
 from posttrain.record import run_reader
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.system.errors import ConfigError, RunFolderError
 from tests.tiny import play, tiny_parts, tiny_run
 
@@ -237,7 +237,7 @@ def test_a_run_that_recorded_nothing_or_has_several_stages_says_so(tmp_path: Pat
         "none": replace(run, stages=(sft,)),
     }
     for name, each in made.items():
-        Book.create(tmp_path / name, each, {}).close()
+        RunFolder.create(tmp_path / name, each, {}).close()
     for name, error, message in (
         ("silent", RunFolderError, "record_episodes=false"),
         ("early", RunFolderError, "has taken no step yet"),

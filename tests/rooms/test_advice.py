@@ -26,7 +26,7 @@ from posttrain.diagnose.next_steps import next_steps
 from posttrain.diagnose.run_outcome import StageOutcome
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.recipe.recipes import recipe
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.record.step_format import _verdict as plain_verdict  # pyright: ignore[reportPrivateUsage]
 from posttrain.record.step_format import verdict_from_plain
 
@@ -194,7 +194,7 @@ def test_a_reward_model_is_used_with_its_own_model_and_prompts(tmp_path: Path) -
         ({"asked": {"recipe": "reward_model", "overrides": ["env.args.hint=x", "seed=3"]}}, " env.args.hint=x"),
     ):
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        Book.create(folder / "run", of, facts).close()
+        RunFolder.create(folder / "run", of, facts).close()
         said = " ".join(next_steps(of, folder / "run"))
         assert f"run grpo model=org/m env.prompts=pairs.jsonl{more} env.rewards=model:" in said and "seed=" not in said
 

@@ -16,7 +16,7 @@ from posttrain.core.gauge import Gauge
 from posttrain.core.ports import Attempt
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Said, Stop, Task
+from posttrain.core.types import Episode, Group, SampledTurn, Stop, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.rows.own_prompts import PromptsEnv
 from posttrain.role.judging import SiblingVerdicts
@@ -125,7 +125,7 @@ def episode(text: str, sibling: int, *verdicts: Any) -> Episode:
     t = Transcript(Sampling(stop_ids=()))
     ids = np.array(list(map(ord, text)), np.int32)
     t.see([1])
-    t.say(Said(ids, np.full(len(ids), -0.5, np.float32), np.zeros(len(ids), np.int32), Stop.SAID))
+    t.say(SampledTurn(ids, np.full(len(ids), -0.5, np.float32), np.zeros(len(ids), np.int32), Stop.SAID))
     return Episode(TASK, 0, sibling, (t.segment(),), Stop.SAID, verdicts, text, turns=(len(ids),))
 
 

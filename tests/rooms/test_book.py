@@ -28,12 +28,12 @@ from posttrain.core.gauge import Gauge, Step
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Credit, EpisodeCredit, GroupCredit, Scored
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Kept, Said, Segment, Stop, Task
+from posttrain.core.types import Episode, Group, SampledTurn, Segment, Stop, Task, TruncationSets
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.ladder.policy_rows import GRPO
 from posttrain.record import checkpoint as cp
 from posttrain.record import run_reader, step_format
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.system import files
 from posttrain.system.errors import InvariantError, RunFolderError
 
@@ -54,8 +54,8 @@ def segment(rng: np.random.Generator, truncated: bool = False) -> Segment:
         t.see(rng.integers(0, 99, rng.integers(1, 5)))
         n = int(rng.integers(1, 6))
         ids = rng.integers(0, 99, n).astype(np.int32)
-        kept = Kept.of([np.unique([i, 100]) for i in ids]) if truncated else None
-        t.say(Said(ids, -rng.random(n).astype(np.float32), np.full(n, turn, np.int32), Stop.SAID, kept))
+        kept = TruncationSets.of([np.unique([i, 100]) for i in ids]) if truncated else None
+        t.say(SampledTurn(ids, -rng.random(n).astype(np.float32), np.full(n, turn, np.int32), Stop.SAID, kept))
     return t.segment()
 
 
@@ -121,13 +121,13 @@ def weights(value: int) -> Callable[[Path], None]:
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    book = Book.create(tmp_path / "run", RUN, FACTS)
+def book(tmp_path: Path) -> Iterator[RunFolder]:
+    book = RunFolder.create(tmp_path / "run", RUN, FACTS)
     yield book
     crash(book)
 
 
-def crash(book: Book) -> None:
+def crash(book: RunFolder) -> None:
     """The owner is gone without a word: only the lock is released, as the system does."""
     book._lock.release()  # pyright: ignore[reportPrivateUsage]
 
@@ -162,7 +162,7 @@ def same(a: Episode, b: Episode) -> bool:
 
 def test_run_file(tmp_path: Path) -> None:
     run = apply(RUN, ["clip.high=0.3"])
-    Book.create(tmp_path / "r", run, FACTS).close()
+    RunFolder.create(tmp_path / "r", run, FACTS).close()
     back = run_reader.run_file(tmp_path / "r")
     assert back.run == run and back.facts == FACTS
     assert [row["name"] for row in back.lineages["rl"]] == ["reinforce", "ppo", "grpo", "grpo+user"]
@@ -174,7 +174,7 @@ def test_run_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-def test_episodes_round_trip(book: Book, truncated: bool) -> None:
+def test_episodes_round_trip(book: RunFolder, truncated: bool) -> None:
     credit, lost = a_step(truncated=truncated)
     book.write_episodes("rl", 12, credit, lost)
     assert [p.name for p in (book.folder / "episodes").glob("*.npz")] == ["rl-000012.npz"]
@@ -186,7 +186,7 @@ def test_episodes_round_trip(book: Book, truncated: bool) -> None:
         assert all(np.array_equal(x, y) for x, y in zip(a.advantage or (), b.advantage or (), strict=True))
 
 
-def test_evaluation_episodes_lie_beside_training_ones(book: Book) -> None:
+def test_evaluation_episodes_lie_beside_training_ones(book: RunFolder) -> None:
     credit, lost = a_step()
     book.write_episodes("rl", 0, credit, lost)
     book.write_evaluation("rl", 0, lost)
@@ -199,7 +199,7 @@ def test_evaluation_episodes_lie_beside_training_ones(book: Book) -> None:
         book.write_evaluation("rl", 0, lost)
 
 
-def test_values_json_cannot_hold_are_stored_by_value_or_as_text(book: Book) -> None:
+def test_values_json_cannot_hold_are_stored_by_value_or_as_text(book: RunFolder) -> None:
     task = Task("t", "p", np.float32(2.5), {"array": np.arange(2), "thing": object(), "odd": "\udc80"})
     book.write_evaluation("rl", 0, [Group(task, 3, (episode(np.random.default_rng(0), task, 0),))])
     back = run_reader.episodes(book.folder, "rl", 0, "eval")[0].episode.task
@@ -224,7 +224,7 @@ def test_steps_round_trip(one: Step) -> None:
     assert step_format.step_from_plain(json.loads(json.dumps(step_format.step_to_plain(one), allow_nan=False))) == one
 
 
-def test_a_gauge_that_is_not_a_number_survives(book: Book) -> None:
+def test_a_gauge_that_is_not_a_number_survives(book: RunFolder) -> None:
     book.write(step(1, loss=Gauge(math.nan, 1), norm=Gauge(math.inf, np.float32(2))))
     gauges = run_reader.steps(book.folder)[0].gauges
     assert math.isnan(gauges["loss"].sum) and gauges["norm"] == Gauge(math.inf, 2.0)
@@ -258,7 +258,7 @@ def test_every_cut_of_one_record(tmp_path: Path) -> None:
     "line",
     [b'{"stage":', b"{}", b"[1]", b'{"stage":"rl","index":1,"version":1,"gauges":{"x":1},"clock":{},"notes":[]}'],
 )
-def test_a_broken_line_before_the_last_names_file_and_line(book: Book, line: bytes) -> None:
+def test_a_broken_line_before_the_last_names_file_and_line(book: RunFolder, line: bytes) -> None:
     book.write(step(1))
     with (book.folder / "steps.jsonl").open("ab") as f:
         f.write(line + b"\n")
@@ -266,7 +266,7 @@ def test_a_broken_line_before_the_last_names_file_and_line(book: Book, line: byt
         run_reader.steps(book.folder)
 
 
-def test_a_damaged_episode_file_is_named_at_any_cut(book: Book) -> None:
+def test_a_damaged_episode_file_is_named_at_any_cut(book: RunFolder) -> None:
     book.write_episodes("rl", 0, *a_step())
     path = book.folder / "episodes" / "rl-000000.npz"
     whole = path.read_bytes()
@@ -282,25 +282,25 @@ def test_a_damaged_episode_file_is_named_at_any_cut(book: Book) -> None:
 # --- one owner --------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_opener_is_told_who_holds_it(book: Book) -> None:
+def test_a_second_opener_is_told_who_holds_it(book: RunFolder) -> None:
     with pytest.raises(RunFolderError, match=rf"in use by another process \(pid {os.getpid()} on "):
-        Book.open_for_resume(book.folder)
+        RunFolder.open_for_resume(book.folder)
 
 
 def test_a_dead_owners_lock_is_taken_over(tmp_path: Path) -> None:
     program = (
-        "import os,sys; from pathlib import Path; from posttrain.record.run_folder import Book;"
+        "import os,sys; from pathlib import Path; from posttrain.record.run_folder import RunFolder;"
         " from posttrain.config.run import *;Book.create(Path(sys.argv[1]), "
         "Run(recipe='r', stages=(Reinforce(name='rl'),)), {}); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "r")], check=False).returncode == 9
     assert (tmp_path / "r" / "lock").read_text().startswith("pid ")
-    book, checkpoint = Book.open_for_resume(tmp_path / "r")
+    book, checkpoint = RunFolder.open_for_resume(tmp_path / "r")
     assert checkpoint is None and f"pid {os.getpid()} " in (tmp_path / "r" / "lock").read_text()
     book.close()
 
 
-def test_a_forked_child_does_not_keep_the_lock(book: Book) -> None:
+def test_a_forked_child_does_not_keep_the_lock(book: RunFolder) -> None:
     stop, go = os.pipe()
     born, birth = os.pipe()
     child = os.fork()
@@ -321,29 +321,29 @@ def test_a_forked_child_does_not_keep_the_lock(book: Book) -> None:
         os.waitpid(child, 0)
 
 
-def test_an_existing_run_or_other_folder_is_refused(book: Book, tmp_path: Path) -> None:
+def test_an_existing_run_or_other_folder_is_refused(book: RunFolder, tmp_path: Path) -> None:
     crash(book)
     with pytest.raises(RunFolderError, match=r"already holds a run\. Go on with it by --resume"):
-        Book.create(book.folder, RUN, FACTS)
+        RunFolder.create(book.folder, RUN, FACTS)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(RunFolderError, match=r"is not empty \(thesis\.tex\)"):
-        Book.create(tmp_path / "mine", RUN, FACTS)
+        RunFolder.create(tmp_path / "mine", RUN, FACTS)
     (tmp_path / "file").write_text("x")
     with pytest.raises(RunFolderError, match="cannot create run folder"):
-        Book.create(tmp_path / "file" / "run", RUN, FACTS)
+        RunFolder.create(tmp_path / "file" / "run", RUN, FACTS)
     with pytest.raises(RunFolderError, match="is not a run folder"):
-        Book.open_for_resume(tmp_path / "mine")
+        RunFolder.open_for_resume(tmp_path / "mine")
 
 
-def test_another_schema_is_refused(book: Book) -> None:
+def test_another_schema_is_refused(book: RunFolder) -> None:
     data = json.loads((book.folder / "run.json").read_text())
     (book.folder / "run.json").write_text(json.dumps({**data, "schema": 99}))
     with pytest.raises(RunFolderError, match="has schema 99; this posttrain reads 2"):
         run_reader.run_file(book.folder)
 
 
-def test_a_folder_of_an_older_version_is_said_to_be_one(book: Book) -> None:
+def test_a_folder_of_an_older_version_is_said_to_be_one(book: RunFolder) -> None:
     """Its stages have settings of that time, which are no damage."""
     data = json.loads((book.folder / "run.json").read_text())
     data["run"]["stages"][0]["beside"] = None
@@ -359,7 +359,7 @@ def test_a_folder_of_an_older_version_is_said_to_be_one(book: Book) -> None:
 
 @pytest.mark.parametrize(("compiled", "kernels"), [(None, "auto"), (True, "compiled"), (False, "torch")])
 def test_a_folder_from_before_the_kernels_had_one_choice_is_read(
-    book: Book, compiled: bool | None, kernels: str
+    book: RunFolder, compiled: bool | None, kernels: str
 ) -> None:
     """It has `engine.layers.compiled_layers`, and neither `model.kernels` nor `engine.update`."""
     data = json.loads((book.folder / "run.json").read_text())
@@ -377,7 +377,7 @@ def names(folder: Path) -> list[str]:
     return [c.name for c in cp.scan(folder)]
 
 
-def test_the_newest_and_the_best_are_kept(book: Book) -> None:
+def test_the_newest_and_the_best_are_kept(book: RunFolder) -> None:
     for i, metric in enumerate([0.1, 0.9, 0.5, None, math.nan, 0.3]):
         book.checkpoint(f"c{i}", weights(i), {"step": i}, metric)
     assert names(book.folder) == ["c1", "c4", "c5"]
@@ -391,7 +391,7 @@ def test_the_newest_and_the_best_are_kept(book: Book) -> None:
         book.checkpoint("c5", weights(0), {})
 
 
-def test_kept_files_are_replaced_and_verified(book: Book) -> None:
+def test_kept_files_are_replaced_and_verified(book: RunFolder) -> None:
     book.keep("start", weights(1))
     book.keep("start", weights(2))
     assert (book.kept("start") / "weights.bin").read_bytes() == b"\2" * 1000
@@ -403,7 +403,7 @@ def test_kept_files_are_replaced_and_verified(book: Book) -> None:
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove", "sub"])
-def test_damage_is_named_with_the_way_out(book: Book, harm: str) -> None:
+def test_damage_is_named_with_the_way_out(book: RunFolder, harm: str) -> None:
     book.checkpoint("a", weights(1), {"at": "a"})
     book.checkpoint("b", weights(2), {"at": "b"})
     target = book.folder / "checkpoints" / "b" / ("sub/more.bin" if harm == "sub" else "weights.bin")
@@ -421,13 +421,13 @@ def test_damage_is_named_with_the_way_out(book: Book, harm: str) -> None:
             r"posttrain run --resume .*checkpoints/a"
         ),
     ):
-        Book.open_for_resume(folder)
-    again, checkpoint = Book.open_for_resume(folder / "checkpoints" / "a")
+        RunFolder.open_for_resume(folder)
+    again, checkpoint = RunFolder.open_for_resume(folder / "checkpoints" / "a")
     assert checkpoint is not None and checkpoint.state == {"at": "a"} and names(folder) == ["a"]
     again.close()
 
 
-def life(book: Book, upto: int) -> None:
+def life(book: RunFolder, upto: int) -> None:
     """A small run: three steps with episodes and a checkpoint each, a pure function of the position."""
     start = len(run_reader.steps(book.folder))
     for i in range(start, upto):
@@ -440,7 +440,7 @@ def test_kill_at_any_system_call_leaves_old_or_new(tmp_path: Path, monkeypatch: 
     """A child dies at its n-th rename, fsync, write, unlink..., for every n; the run then goes on to the same
     record."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # a kill, unlike a power cut, loses no written page
-    with Book.create(tmp_path / "never", SHORT, FACTS) as whole:
+    with RunFolder.create(tmp_path / "never", SHORT, FACTS) as whole:
         life(whole, 2)
     expected = run_reader.record_digest(tmp_path / "never")
     for n in range(1000):
@@ -448,7 +448,7 @@ def test_kill_at_any_system_call_leaves_old_or_new(tmp_path: Path, monkeypatch: 
         child = os.fork()
         if child == 0:
             _die_at(n)
-            book = Book.create(folder, SHORT, FACTS)
+            book = RunFolder.create(folder, SHORT, FACTS)
             book.keep("start", weights(7))
             life(book, 2)
             os._exit(0)
@@ -476,11 +476,11 @@ def _die_at(n: int) -> None:
 
 def _goes_on(folder: Path, expected: str) -> None:
     if not (folder / "run.json").exists():
-        with Book.create(folder, SHORT, FACTS) as book:
+        with RunFolder.create(folder, SHORT, FACTS) as book:
             life(book, 2)
     else:
         done = [c.state["step"] for c in cp.scan(folder)]
-        book, checkpoint = Book.open_for_resume(folder)
+        book, checkpoint = RunFolder.open_for_resume(folder)
         assert (checkpoint.state["step"] if checkpoint else None) == (max(done) if done else None)
         assert len(run_reader.steps(folder)) == (checkpoint.state["step"] if checkpoint else 0)
         assert not list(folder.rglob(".*"))
@@ -490,7 +490,7 @@ def _goes_on(folder: Path, expected: str) -> None:
     assert len(cp.scan(folder)) <= 1 and cp.find(folder).state == {"step": 2}
 
 
-def test_resume_cuts_the_record_back_to_the_checkpoint(book: Book) -> None:
+def test_resume_cuts_the_record_back_to_the_checkpoint(book: RunFolder) -> None:
     life(book, 2)
     before = run_reader.record_digest(book.folder)
     book.write_episodes("rl", 2, *a_step(2))
@@ -500,24 +500,24 @@ def test_resume_cuts_the_record_back_to_the_checkpoint(book: Book) -> None:
     crash(book)
     with (book.folder / "steps.jsonl").open("ab") as f:
         f.write(b'{"stage":"rl","ind')
-    again, checkpoint = Book.open_for_resume(book.folder)
+    again, checkpoint = RunFolder.open_for_resume(book.folder)
     assert checkpoint is not None and checkpoint.state == {"step": 2} and again.run == RUN
     assert run_reader.record_digest(book.folder) == before
     assert sorted(p.name for p in (book.folder / "episodes").glob("*.npz")) == ["rl-000000.npz", "rl-000001.npz"]
     again.close()
 
 
-def test_lost_lines_are_noticed(book: Book) -> None:
+def test_lost_lines_are_noticed(book: RunFolder) -> None:
     life(book, 1)
     crash(book)
     (book.folder / "steps.jsonl").write_bytes(b"")
     with pytest.raises(RunFolderError, match="lines are missing"):
-        Book.open_for_resume(book.folder)
+        RunFolder.open_for_resume(book.folder)
 
 
 def test_the_digest_covers_all_but_the_clock(tmp_path: Path) -> None:
     def digest(name: str, **changed: object) -> str:
-        with Book.create(tmp_path / name, RUN, FACTS) as book:
+        with RunFolder.create(tmp_path / name, RUN, FACTS) as book:
             book.write_episodes("rl", 0, *a_step(int(str(changed.get("seed", 0)))))
             book.write(
                 Step(
@@ -539,7 +539,7 @@ def test_the_digest_covers_all_but_the_clock(tmp_path: Path) -> None:
 # --- full disks -------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_says_which_checkpoint_is_still_good(book: Book) -> None:
+def test_a_full_disk_says_which_checkpoint_is_still_good(book: RunFolder) -> None:
     book.checkpoint("a", weights(1), {"step": 1})
 
     def full(folder: Path) -> None:
@@ -556,7 +556,7 @@ def test_a_full_disk_says_which_checkpoint_is_still_good(book: Book) -> None:
     assert cp.find(book.folder).state == {"step": 2}
 
 
-def test_other_failures_of_the_writer_are_passed_on_and_leave_nothing(book: Book) -> None:
+def test_other_failures_of_the_writer_are_passed_on_and_leave_nothing(book: RunFolder) -> None:
     def broken(folder: Path) -> None:
         raise ZeroDivisionError
 
@@ -565,7 +565,7 @@ def test_other_failures_of_the_writer_are_passed_on_and_leave_nothing(book: Book
     assert not list((book.folder / "checkpoints").glob("[!i]*"))
 
 
-def test_a_line_that_does_not_fit_leaves_no_trace(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_does_not_fit_leaves_no_trace(book: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     book.write(step(1))
     real = os.write
 
@@ -604,7 +604,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_really_full_disk(small_disk: Path) -> None:
     """Steps, episodes and checkpoints until nothing fits; what was promised as good can be gone on from."""
-    book = Book.create(small_disk / "run", RUN, FACTS)
+    book = RunFolder.create(small_disk / "run", RUN, FACTS)
     with pytest.raises(RunFolderError, match="the disk is full") as error:
         for i in range(10000):
             book.write(step(i + 1))
@@ -612,7 +612,7 @@ def test_a_really_full_disk(small_disk: Path) -> None:
             if i % 5 == 4:
                 book.checkpoint(f"c{i}", weights(i % 256), {"step": i + 1})
     crash(book)
-    again, checkpoint = Book.open_for_resume(small_disk / "run")
+    again, checkpoint = RunFolder.open_for_resume(small_disk / "run")
     assert checkpoint is not None and checkpoint.name in str(error.value)
     assert len(run_reader.steps(small_disk / "run")) == checkpoint.state["step"]
     again.close()
@@ -630,14 +630,14 @@ def test_a_full_disk_as_safetensors_reports_it() -> None:
     )
 
 
-def test_the_default_algorithm_is_recorded_without_a_user_patch(book: Book) -> None:
+def test_the_default_algorithm_is_recorded_without_a_user_patch(book: RunFolder) -> None:
     assert run_reader.run_file(book.folder).lineages["rl"][-1]["name"] == GRPO.name
 
 
 # --- folders that somebody else made, or that something damaged -------------------------------------------------------
 
 
-def three(book: Book) -> Path:
+def three(book: RunFolder) -> Path:
     """Checkpoints a, b and c; the owner is gone."""
     for name in "abc":
         book.write(step(1))
@@ -661,11 +661,11 @@ STATES = {
 @pytest.mark.parametrize("harm", STATES)
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_damaged_state_of_an_older_checkpoint_blocks_nothing(tmp_path: Path, harm: str, which: int) -> None:
-    folder = three(Book.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS))
+    folder = three(RunFolder.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS))
     path = sorted((folder / "checkpoints").glob("0*"))[which]
     (path / "state.json").write_bytes(STATES[harm])
     assert cp.find(folder).state == cp.find(folder, "best").state == {"at": "c"} and len(cp.scan(folder)) == 2
-    again, checkpoint = Book.open_for_resume(folder)
+    again, checkpoint = RunFolder.open_for_resume(folder)
     assert checkpoint is not None and checkpoint.state == {"at": "c"}
     again.checkpoint("00000004-d", weights(9), {"at": "d"})
     again.close()
@@ -675,7 +675,7 @@ def test_a_damaged_state_of_an_older_checkpoint_blocks_nothing(tmp_path: Path, h
 
 @pytest.mark.parametrize("harm", STATES)
 def test_a_damaged_state_of_the_newest_checkpoint_names_the_newest_good_one(tmp_path: Path, harm: str) -> None:
-    folder = three(Book.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS))
+    folder = three(RunFolder.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS))
     newest, good = folder / "checkpoints" / "00000003-c", folder / "checkpoints" / "00000002-b"
     (newest / "state.json").write_bytes(STATES[harm])
     with pytest.raises(
@@ -686,18 +686,18 @@ def test_a_damaged_state_of_the_newest_checkpoint_names_the_newest_good_one(tmp_
     with pytest.raises(
         RunFolderError, match=rf"checkpoint 00000003-c: .*state\.json .*with: .*posttrain run --resume {good}$"
     ):
-        Book.open_for_resume(folder)
-    again, checkpoint = Book.open_for_resume(good)
+        RunFolder.open_for_resume(folder)
+    again, checkpoint = RunFolder.open_for_resume(good)
     assert checkpoint is not None and checkpoint.state == {"at": "b"} and not newest.exists()
     again.close()
-    again, checkpoint = Book.open_for_resume(folder)
+    again, checkpoint = RunFolder.open_for_resume(folder)
     assert checkpoint is not None and checkpoint.state == {"at": "b"}
     again.close()
 
 
 def test_a_damaged_state_is_that_of_the_newest_and_of_the_best_by_the_index(tmp_path: Path) -> None:
     """The end of a stage is named with step 0, so its name comes before that of the checkpoint before it."""
-    book = Book.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS)
+    book = RunFolder.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS)
     book.checkpoint("00000002-rl-000002", weights(1), {"at": "middle"}, 0.25)
     end = book.checkpoint("00000002-rl-000000", weights(1), {"at": "end"}, 0.75).folder
     book.close()
@@ -707,27 +707,27 @@ def test_a_damaged_state_is_that_of_the_newest_and_of_the_best_by_the_index(tmp_
         lambda: cp.find(tmp_path / "run"),
         lambda: cp.find(tmp_path / "run", "best"),
         lambda: cp.newest(tmp_path / "run"),
-        lambda: Book.open_for_resume(tmp_path / "run"),
+        lambda: RunFolder.open_for_resume(tmp_path / "run"),
     ):
         with pytest.raises(RunFolderError, match=r"checkpoint 00000002-rl-000000: .*state.json is damaged"):
             use()
 
 
 def test_the_newest_good_one_is_one_whose_files_are_whole(tmp_path: Path) -> None:
-    folder = three(Book.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS))
+    folder = three(RunFolder.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS))
     for name in ("00000003-c/state.json", "00000002-b/weights.bin"):
         os.truncate(folder / "checkpoints" / name, 10)
     with pytest.raises(RunFolderError, match=r"00000003-c: .*--resume .*00000001-a$"):
-        Book.open_for_resume(folder)
+        RunFolder.open_for_resume(folder)
     os.truncate(folder / "checkpoints" / "00000001-a" / "digests.json", 10)
     with pytest.raises(RunFolderError, match=r"No checkpoint before it is whole"):
-        Book.open_for_resume(folder)
+        RunFolder.open_for_resume(folder)
     with pytest.raises(RunFolderError, match=r"No other one is whole"):
         cp.find(folder)
 
 
 def test_what_else_lies_among_the_checkpoints_is_left_alone(tmp_path: Path) -> None:
-    folder = three(Book.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS))
+    folder = three(RunFolder.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS))
     place, outside = folder / "checkpoints", tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").write_text("x")
@@ -740,7 +740,7 @@ def test_what_else_lies_among_the_checkpoints_is_left_alone(tmp_path: Path) -> N
     (place / ".staged-link").symlink_to(outside)
     (place / ".trash-file").write_text("x")
     (folder / ".run.json.part").symlink_to(outside / "precious")
-    again, checkpoint = Book.open_for_resume(folder)
+    again, checkpoint = RunFolder.open_for_resume(folder)
     assert checkpoint is not None and checkpoint.state == {"at": "c"} and cp.find(folder).state == {"at": "c"}
     for i in range(4, 9):
         again.checkpoint(f"0000000{i}-d", weights(i), {"at": "d"})
@@ -754,7 +754,9 @@ def test_what_else_lies_among_the_checkpoints_is_left_alone(tmp_path: Path) -> N
     ["run.json", "steps.jsonl", "episodes/index.jsonl", "episodes/rl-000000.npz", "checkpoints/a/state.json", "lock"],
 )
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory", "link", "loop"])
-def test_no_file_is_waited_for_and_no_link_is_written_through(book: Book, name: str, kind: str, tmp_path: Path) -> None:
+def test_no_file_is_waited_for_and_no_link_is_written_through(
+    book: RunFolder, name: str, kind: str, tmp_path: Path
+) -> None:
     book.write_episodes("rl", 0, *a_step(0))
     book.write(step(1))
     book.checkpoint("a", weights(1), {"at": "a"})
@@ -778,7 +780,7 @@ def test_no_file_is_waited_for_and_no_link_is_written_through(book: Book, name: 
         run_reader.steps(book.folder)
         for row in run_reader.episode_files(book.folder):
             run_reader.read_episodes(row.path)
-        again, _ = Book.open_for_resume(book.folder)
+        again, _ = RunFolder.open_for_resume(book.folder)
         again.close()
     assert outside.read_text() == "precious"
 

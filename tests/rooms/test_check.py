@@ -30,7 +30,7 @@ from posttrain.environment.make import environment
 from posttrain.environment.rows.own_prompts import PromptsEnv
 from posttrain.environment.rows.row_reader import PromptRow, digest
 from posttrain.environment.scripted_policy import judged
-from posttrain.evaluate.check_environment import expected_rate
+from posttrain.evaluation.check_environment import expected_rate
 from posttrain.record import run_reader
 from posttrain.sandbox.backends import Unconfined
 from posttrain.sandbox.sandbox_pool import Sandbox

@@ -22,7 +22,7 @@ from posttrain.build.request.run_request import RunOptions
 from posttrain.cli import main
 from posttrain.cli.ladder_tables import diff, one
 from posttrain.cli.parser import COMMANDS, split_overrides
-from posttrain.evaluate.evaluate_endpoint import EndpointOptions
+from posttrain.evaluation.evaluate_endpoint import EndpointOptions
 from posttrain.ladder.algorithm import CHOICES, Algorithm
 from posttrain.ladder.formula import formula, formulas
 from posttrain.ladder.policy_rows import LADDER

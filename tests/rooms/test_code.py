@@ -18,7 +18,7 @@ from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.sandbox.cell.program import NotPlain, decode, encode
-from posttrain.sandbox.comparison import Comparison, Unheard, heard, same
+from posttrain.sandbox.comparison import Comparison, NoValidValue, heard, same
 from posttrain.sandbox.sandbox_pool import Sandbox
 from posttrain.sandbox.sandbox_types import Call, ProgramLimits, SandboxBroken
 from posttrain.system.errors import ConfigError, DataError
@@ -530,7 +530,7 @@ FORGED = [
 @pytest.mark.parametrize("result", FORGED)
 def test_a_forged_frame_is_no_value(result: bytes) -> None:
     """V-07, H-25."""
-    with pytest.raises(Unheard):
+    with pytest.raises(NoValidValue):
         heard(result)
 
 

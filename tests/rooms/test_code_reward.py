@@ -16,7 +16,7 @@ from posttrain.core.types import Stop, Task
 from posttrain.environment.make import environment
 from posttrain.environment.tools.offered import OfferedTools
 from posttrain.record import run_reader
-from posttrain.sandbox import open_sandbox
+from posttrain.sandbox import choose_backend
 from posttrain.sandbox.backends import Namespaces
 from posttrain.sandbox.sandbox_types import SandboxUnavailableError
 from posttrain.verifier.configured import sources
@@ -86,7 +86,7 @@ def test_a_run_without_a_sandbox_says_so_on_every_record(tmp_path: Path, monkeyp
     all the same."""
     backend("namespaces")
     monkeypatch.setattr(
-        open_sandbox, "_unconfined", lambda packages, interpreter: Namespaces(packages, interpreter, name="none")
+        choose_backend, "_unconfined", lambda packages, interpreter: Namespaces(packages, interpreter, name="none")
     )
     words = asked(tmp_path / "task", [{"function": "f", "args": [2], "expected": 4}], "code,exact")
     rows = (tmp_path / "task" / "mine.jsonl").read_text().splitlines()

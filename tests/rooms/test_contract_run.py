@@ -20,7 +20,7 @@ from posttrain.config.run import Env, Reinforce, Run
 from posttrain.core.ports import Utterance
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Said, Stop, Task
+from posttrain.core.types import Episode, Group, SampledTurn, Stop, Task
 from posttrain.environment.make import environment
 from posttrain.environment.templates.renderer import Renderer
 from posttrain.ladder.policy_rows import LUFFY
@@ -153,7 +153,7 @@ def _ended(stop: Stop, *ids: int) -> list[Group]:
     t = Transcript(Sampling(stop_ids=(9,), stop=("x",)))
     t.see([1])
     n = len(ids)
-    t.say(Said(np.array(ids, np.int32), np.full(n, -1, np.float32), np.zeros(n, np.int32), stop))
+    t.say(SampledTurn(np.array(ids, np.int32), np.full(n, -1, np.float32), np.zeros(n, np.int32), stop))
     task = Task("t", "p")
     return [Group(task, 0, (Episode(task, 0, 0, (t.segment(),), stop, ()),))]
 

@@ -14,7 +14,7 @@ from posttrain.build.request.defaults import (
     LR,
     SMALL_LR,
     Choices,
-    ForModel,
+    ModelDefaults,
     for_model,
     given_paths,
     learning_rate,
@@ -55,7 +55,7 @@ def qwen(tmp_path: Path) -> Path:
     return folder
 
 
-def chosen(name: str, *words: str, on: Machine = GPU) -> ForModel:
+def chosen(name: str, *words: str, on: Machine = GPU) -> ModelDefaults:
     base = recipe(name)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(defaults, "machine", lambda asked=None: on)
@@ -140,8 +140,8 @@ def test_a_model_that_does_not_fit_is_told(qwen: Path) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_as_it_is_stays_as_it_is(name: str) -> None:
-    assert for_model(recipe(name), frozenset()) == ForModel(recipe(name))
-    assert for_model(recipe(name), frozenset({"seed", "rl.steps"})) == ForModel(recipe(name))
+    assert for_model(recipe(name), frozenset()) == ModelDefaults(recipe(name))
+    assert for_model(recipe(name), frozenset({"seed", "rl.steps"})) == ModelDefaults(recipe(name))
 
 
 def test_a_small_model_keeps_the_settings_of_the_recipe(qwen: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from posttrain.config.run import Optimizer
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.record.run_reader import steps as read_steps
 from posttrain.system.concurrency import settled
 from posttrain.system.errors import ConfigError
@@ -90,7 +90,7 @@ def test_the_bias_of_a_run_is_that_of_the_shortest(tmp_path: Path) -> None:
         parts, said = tiny_parts(tmp_path / str(extra), replace(run, slots=192)), list[int]()
         generate = parts.sampler.generate
 
-        async def heard(ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        async def heard(ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
             answer = await generate(ids, sampling, place)
             said.append(len(answer.ids))
             return answer

@@ -13,7 +13,7 @@ import pytest
 from embedded_parts import V, ask, engine, module, one_thread, prompts, reference_logp, sampling
 
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.speculation import Lookup
 from posttrain.system.errors import ConfigError, EngineError
@@ -45,7 +45,7 @@ EXTREME: dict[str, dict[str, Any]] = {
 def beside(e: EmbeddedEngine, act: Callable[[], Any]) -> Any:
     """The result or error of `act`, awaited while another request speaks, which must say what it says alone."""
 
-    async def main() -> tuple[Said, Any]:
+    async def main() -> tuple[SampledTurn, Any]:
         innocent = asyncio.create_task(e.generate(prompts(1)[0], sampling(max_tokens=40), 0))
         for _ in range(5):
             await asyncio.sleep(0)
@@ -70,7 +70,7 @@ def test_numbers_that_no_engine_holds_are_refused_by_the_contract(name: str) -> 
 def test_the_largest_numbers_of_a_contract_are_served(name: str) -> None:
     e, prompt = engine(), prompts(1, seed=2)[0]
     said = beside(e, lambda: e.generate(prompt, sampling(**EXTREME[name]), 1))
-    assert isinstance(said, Said) and np.isfinite(said.logp).all()
+    assert isinstance(said, SampledTurn) and np.isfinite(said.logp).all()
 
 
 def test_more_alternatives_than_tokens_are_refused_at_the_door() -> None:

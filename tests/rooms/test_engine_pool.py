@@ -21,8 +21,8 @@ import torch
 
 from posttrain.config.engines import VLLM, Embedded
 from posttrain.config.placement import Local, Processes, Ray, check_machine
-from posttrain.core.exchange.request_owner import Asker, DeadLetter, asked_for
-from posttrain.core.types import Said
+from posttrain.core.exchange.request_owner import RequestOwner, UnanswerableTurn, asked_for
+from posttrain.core.types import SampledTurn
 from posttrain.engine.pool import engine_pool
 from posttrain.engine.pool.pool_turns import PooledEngine
 from posttrain.engine.pool.ray_actor import must_answer
@@ -53,7 +53,7 @@ def test_an_engine_in_a_process_answers_and_is_replaced_when_killed() -> None:
     pool = process_pool(count=2, say=said.append)
     first = pool.engines[0].host.pid
 
-    async def play() -> list[Said]:
+    async def play() -> list[SampledTurn]:
         assert await pool.load(3, [("w", torch.tensor(2.0))]) == "weight 2"
         assert (await pool.score(prompt()) == -2).all()
         assert first is not None
@@ -102,7 +102,7 @@ def test_an_engine_that_stands_still_is_replaced() -> None:
     pool = process_pool(timeout=20.0, say=said.append)
     first = pool.engines[0].host.pid
 
-    async def play() -> Said:
+    async def play() -> SampledTurn:
         assert first is not None
         os.kill(first, signal.SIGSTOP)
         return await pool.generate(prompt(5), PLAIN, 5)
@@ -126,7 +126,7 @@ def test_an_engine_that_reads_large_weights_gives_signs_of_life() -> None:
     said: list[str] = []
     pool = process_pool(timeout=15.0, say=said.append, receiver=SlowReceiver)
 
-    async def play() -> tuple[str, Said]:
+    async def play() -> tuple[str, SampledTurn]:
         loading = asyncio.ensure_future(pool.load(1, [("w", torch.tensor(2.0))]))
         return await loading, await pool.generate(prompt(5), PLAIN, 5)
 
@@ -143,7 +143,7 @@ def test_an_engine_that_can_never_answer_again_is_replaced(tmp_path: Path) -> No
     pool = process_pool(partial(Ends, str(tmp_path / "dead")), say=said.append)
     first = pool.engines[0].host.pid
 
-    async def play() -> list[Said]:
+    async def play() -> list[SampledTurn]:
         await pool.load(3, [("w", torch.tensor(2.0))])
         return await asyncio.gather(*(pool.generate(prompt(t), PLAIN, t) for t in range(10)))
 
@@ -180,7 +180,7 @@ def test_a_stall_says_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> Non
     pool = scripted_pool(Script(deaf={"generate"}), timeout=0.3)
 
     async def play() -> None:
-        with asked_for(Asker("train", "t7", 0, 2)):
+        with asked_for(RequestOwner("train", "t7", 0, 2)):
             await pool.generate(prompt(), PLAIN, 1)
 
     with pytest.raises(EngineError) as found:
@@ -232,7 +232,7 @@ def test_an_answer_that_cannot_be_read_ends_its_engine(monkeypatch: pytest.Monke
     async def play() -> None:
         await pool.generate(prompt(), PLAIN, 1)
 
-    with pytest.raises(DeadLetter, match="could not be read"):
+    with pytest.raises(UnanswerableTurn, match="could not be read"):
         asyncio.run(asyncio.wait_for(play(), 100))
     pool.close()
 
@@ -243,7 +243,7 @@ def test_time_in_which_the_learner_computes_is_no_stall(monkeypatch: pytest.Monk
     monkeypatch.setattr(engine_pool, "WATCH_EVERY", 0.02)
     pool = scripted_pool(Script(), timeout=0.5)
 
-    async def play() -> list[Said]:
+    async def play() -> list[SampledTurn]:
         turns = [asyncio.ensure_future(pool.generate(prompt(t), PLAIN, t)) for t in range(4)]
         for _ in range(3):
             await asyncio.sleep(0.05)

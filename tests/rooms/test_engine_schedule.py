@@ -13,7 +13,7 @@ import pytest
 import torch
 from embedded_parts import V, ask, engine, module, one_thread, prompts, reference_logp, sampling
 
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.model.policy_model import named_tensors
@@ -25,7 +25,7 @@ BLOCK_BYTES = 16 * 2 * 2 * 2 * 8 * 4
 """16 rows of keys and values: two layers, two heads, eight wide, float32."""
 
 
-def same(a: list[Said], b: list[Said]) -> None:
+def same(a: list[SampledTurn], b: list[SampledTurn]) -> None:
     for x, y in zip(a, b, strict=True):
         assert np.array_equal(x.ids, y.ids)
         assert np.abs(x.logp - y.logp).max() < 2e-5
@@ -110,7 +110,7 @@ def test_who_is_heard_is_who_is_answered() -> None:
     e = engine(slots=3)
     heard: dict[int, list[tuple[int, float]]] = {i: [] for i in range(5)}
 
-    async def main() -> list[Said]:
+    async def main() -> list[SampledTurn]:
         def listen(i: int):
             return lambda ids, logp: heard[i].extend(zip(ids.tolist(), logp.tolist(), strict=True))
 
@@ -211,7 +211,7 @@ def check_held(e: EmbeddedEngine) -> None:
     assert all(owners(n.parent.block) > 1 for n in nodes if n.parent is not None and owners(n.block) > 1)
 
 
-def check_mixed(prompt: np.ndarray, said: Said, models: dict[int, torch.nn.Module]) -> None:
+def check_mixed(prompt: np.ndarray, said: SampledTurn, models: dict[int, torch.nn.Module]) -> None:
     """Every token has the log-prob its own version gives it after everything before."""
     for version, model in models.items():
         at = said.version == version
@@ -224,7 +224,7 @@ def test_weights_in_flight() -> None:
     models = {0: module(), 2: module(seed=1)}
     asked = [*prompts(5), long(70)]
 
-    async def main() -> list[Said]:
+    async def main() -> list[SampledTurn]:
         running = [asyncio.create_task(e.generate(p, sampling(), i)) for i, p in enumerate(asked)]
         await ticks(9)
         await e.load(2, named_tensors(models[2]))
@@ -242,7 +242,7 @@ def test_stale_blocks_are_an_option_with_a_gap() -> None:
     e = engine(slots=2, context=96, update="stale")
     asked = prompts(2)
 
-    async def main() -> list[Said]:
+    async def main() -> list[SampledTurn]:
         running = [asyncio.create_task(e.generate(p, sampling(), i)) for i, p in enumerate(asked)]
         await ticks(9)
         await e.load(1, named_tensors(module(seed=1)))
@@ -295,7 +295,7 @@ def test_a_stale_block_would_be_seen() -> None:
 def test_a_paused_engine_holds_its_tongue() -> None:
     e = engine()
 
-    async def main() -> Said:
+    async def main() -> SampledTurn:
         running = asyncio.create_task(e.generate(long(5), sampling(max_tokens=10), 0))
         await ticks(4)
         e.pause()
@@ -383,7 +383,7 @@ def test_any_traffic_leaves_the_books_in_order(seed: int) -> None:
     e = engine(slots=slots, context=96, cache_bytes=blocks * BLOCK_BYTES, budget=budget, update=update)
     models = {v: module(seed=v) for v in range(4)}
     beginnings = [long(40, i) for i in range(2)]
-    done: list[tuple[np.ndarray, Said]] = []
+    done: list[tuple[np.ndarray, SampledTurn]] = []
 
     async def episode(i: int) -> None:
         ids = np.concatenate([beginnings[i % 2][: rng.integers(0, 40)], long(int(rng.integers(1, 9)), 10 + i // 3)])

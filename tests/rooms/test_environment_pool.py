@@ -20,7 +20,7 @@ from posttrain.build.build_environments import make_environment, own_environment
 from posttrain.build.spawn_environments import _sent, placed_environments
 from posttrain.config.env import Env, Reward
 from posttrain.config.placement import Local, Processes
-from posttrain.core.exchange.request_owner import Asker, DeadLetter, asked_for
+from posttrain.core.exchange.request_owner import RequestOwner, UnanswerableTurn, asked_for
 from posttrain.core.ports import Sampler
 from posttrain.core.stop import Stop
 from posttrain.core.types import Task
@@ -115,7 +115,7 @@ def test_whoever_is_killed_no_turn_is_said_twice(marks: Path) -> None:
 @LONG
 def test_a_deadly_episode_fails_alone_and_by_name() -> None:
     async def one(pool: EnvironmentPool, t: Task) -> tuple[str, str]:
-        with asked_for(Asker("train", t.id, 1, 2)):
+        with asked_for(RequestOwner("train", t.id, 1, 2)):
             return await outcome(pool.play(0, t, WrittenTalk()))
 
     async def play() -> None:
@@ -125,7 +125,7 @@ def test_a_deadly_episode_fails_alone_and_by_name() -> None:
             assert "task 'deadly 3', visit 1, sibling 2 (train): 2 processes of environments died" in found[3][1]
             assert "killed by SIGKILL" in found[3][1]
         with pool_of(1, deaths=1) as pool:
-            assert (await one(pool, task("deadly", 0)))[0] == DeadLetter.__name__
+            assert (await one(pool, task("deadly", 0)))[0] == UnanswerableTurn.__name__
 
     asyncio.run(play())
 
@@ -176,7 +176,7 @@ def test_a_stall_names_the_episode_and_the_process(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(environment_pool, "WATCH_EVERY", 0.1)
 
     async def play() -> None:
-        with pool_of(1) as pool, asked_for(Asker("train", "a task", 0, 1)):
+        with pool_of(1) as pool, asked_for(RequestOwner("train", "a task", 0, 1)):
             pool._timeout = pool._waits.timeout = 2.0  # a process may need longer to start
             assert await pool.play(0, task("plain", 1), WrittenTalk(pause=1.5)) is Stop.SAID
             begun = time.monotonic()
@@ -219,7 +219,7 @@ def test_what_a_pool_does_in_the_background_ends_no_run_unseen(what: str, monkey
         os.kill(self.pid, signal.SIGSTOP)
 
     async def play() -> None:
-        with pool_of(1) as pool, asked_for(Asker("train", "a task", 0, 1)), monkeypatch.context() as patched:
+        with pool_of(1) as pool, asked_for(RequestOwner("train", "a task", 0, 1)), monkeypatch.context() as patched:
             pool._timeout = pool._waits.timeout = 2.0
             os.kill(pool.processes[0].host.pid or 0, signal.SIGKILL)
             if what in ("new", "say"):

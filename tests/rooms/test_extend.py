@@ -18,7 +18,7 @@ from posttrain.recipe.recipes import RECIPES
 from posttrain.record import run_reader
 from posttrain.record.checkpoint import find, scan
 from posttrain.record.external_access import values
-from posttrain.record.run_folder import AMENDED, Book
+from posttrain.record.run_folder import AMENDED, RunFolder
 from posttrain.system import files
 from posttrain.system.errors import ConfigError, RunFolderError
 
@@ -87,7 +87,7 @@ def test_a_kill_while_a_run_is_reopened_loses_nothing(copy: Path, after: str, mo
         with pytest.raises(KeyboardInterrupt):
             posttrain.run("rl.steps=7", resume=copy, quiet=True)
     assert (copy / AMENDED).exists() and (copy / "steps.jsonl").read_bytes() == before
-    book, checkpoint = Book.open_for_resume(copy)
+    book, checkpoint = RunFolder.open_for_resume(copy)
     book.close()
     assert checkpoint is not None and not (copy / AMENDED).exists()
     assert ((copy / "steps.jsonl").read_bytes() == before) == (after == "amended")

@@ -24,13 +24,13 @@ from posttrain.config.run import Optimizer, Run, Supervised
 from posttrain.core.abilities import Judging
 from posttrain.core.batch import Packed
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Episode, Group, Said, Segment, Stop, Task
+from posttrain.core.types import Episode, Group, SampledTurn, Segment, Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.engine.model.built_tokenizers import characters
 from posttrain.environment.gallery.judge import Judge
 from posttrain.environment.judged.judge_rules import chosen
 from posttrain.environment.templates.renderer import Renderer
-from posttrain.evaluate.evaluate_search import evaluate_searches
+from posttrain.evaluation.evaluate_search import evaluate_searches
 from posttrain.record import run_reader
 from posttrain.record.external_access import asks
 from posttrain.role.judges.generative_judge import GenerativeJudge, Vote, comparisons, says_yes
@@ -57,12 +57,12 @@ class Scripted:
         self.asked: list[str] = []
         self.places: list[int] = []
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         prompt = self._renderer.decode(ids)
         self.asked.append(prompt)
         self.places.append(place)
         said = self._renderer.encode(self._says(prompt))
-        return Said(said, np.full(len(said), -1.0, np.float32), np.zeros(len(said), np.int32), Stop.LENGTH)
+        return SampledTurn(said, np.full(len(said), -1.0, np.float32), np.zeros(len(said), np.int32), Stop.LENGTH)
 
 
 def judge(says: Callable[[str], str], format: str = "j1", **changes: Any) -> GenerativeJudge:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.build.request.user_objects import HandedObjects, named_rewards, place, setting_words
+from posttrain.build.request.user_objects import UserObjects, named_rewards, place, setting_words
 from posttrain.cli import main
 from posttrain.config.env import Env, Reward
 from posttrain.core.abilities import Abilities
@@ -358,5 +358,5 @@ def test_a_stage_of_each_kind_stops_where_its_measure_is_no_longer_the_best(tmp_
 def test_settings_of_an_environment_with_rewards_are_the_users_own() -> None:
     """A reward in an `Env` that a program hands is as much its own as one in `rewards=`: rows need no answer."""
     env = Env(name="prompts", prompts="rows.jsonl", rewards=(Reward(function="exact"),))
-    assert "env.rewards" in HandedObjects(env=env).paths
-    assert "env.rewards" not in HandedObjects(env=replace(env, rewards=())).paths
+    assert "env.rewards" in UserObjects(env=env).paths
+    assert "env.rewards" not in UserObjects(env=replace(env, rewards=())).paths

@@ -105,9 +105,9 @@ def test_columns_of_other_names_and_conversations(tmp_path: Path) -> None:
 
 
 def handed(data: Any) -> Any:
-    from posttrain.build.request.user_objects import HandedObjects
+    from posttrain.build.request.user_objects import UserObjects
 
-    return HandedObjects(env=data)
+    return UserObjects(env=data)
 
 
 def test_what_is_wrong_is_said_with_its_row(tmp_path: Path) -> None:

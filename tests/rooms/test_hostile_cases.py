@@ -19,7 +19,7 @@ from posttrain.core.types import Task
 from posttrain.core.verdict import State
 from posttrain.environment.make import environment
 from posttrain.environment.rows.data_rows import read
-from posttrain.sandbox.open_sandbox import open_sandbox
+from posttrain.sandbox.choose_backend import open_sandbox
 from posttrain.sandbox.sandbox_types import ProgramLimits, SandboxUnavailableError
 from posttrain.sandbox.sandbox_worker import Job, SandboxWorker
 from posttrain.sandbox.selftest import attacks, bait
@@ -370,7 +370,7 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "engine/",
             "core/redact_secrets.py",
             "api/main.py",
-            "evaluate/evaluate_endpoint.py",
+            "evaluation/evaluate_endpoint.py",
             "report/export/hub.py",
             "system/hostile_callers.py",
             "serve/",

@@ -10,7 +10,7 @@ from posttrain.config.run import Env
 from posttrain.core.abilities import LintFinding
 from posttrain.environment.make import environment
 from posttrain.environment.rows.own_prompts import PromptsEnv
-from posttrain.evaluate.check_environment import check
+from posttrain.evaluation.check_environment import check
 
 
 def env(tmp_path: Path, rows: list[Any], heldout: int = 0, **args: Any) -> PromptsEnv:

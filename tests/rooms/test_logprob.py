@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain.config.engines import KernelChoice
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Kept
+from posttrain.core.types import TruncationSets
 from posttrain.engine.head import logit_transform, logprob
 from posttrain.engine.head.kernel_table import TABLE
 from posttrain.engine.head.logprob import candidates, energies, logprobs, most_probable, odds
@@ -58,10 +58,10 @@ def targets() -> Tensor:
     return torch.from_numpy(np.random.default_rng(1).integers(0, V, M))
 
 
-def kept_sets() -> Kept:
+def kept_sets() -> TruncationSets:
     """Of 1 to 5 ids each, the token said among them."""
     rng = np.random.default_rng(2)
-    return Kept.of([np.union1d(rng.integers(0, V, rng.integers(0, 5)), [int(t)]) for t in targets()])
+    return TruncationSets.of([np.union1d(rng.integers(0, V, rng.integers(0, 5)), [int(t)]) for t in targets()])
 
 
 def inputs(dtype: torch.dtype = torch.float64, bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -235,7 +235,7 @@ def test_a_large_vocabulary_is_within_the_bound_of_its_definition(dtype: torch.d
     ours = [torch.randn(n, width, generator=g).to(dtype).requires_grad_() for n in (tokens, vocabulary)]
     theirs = [x.detach().double().requires_grad_() for x in ours]
     said = torch.randint(0, vocabulary, (tokens,), generator=g)
-    kept = Kept.of([np.unique([int(t), 5, 20_000, vocabulary - 1]) for t in said]) if truncated else None
+    kept = TruncationSets.of([np.unique([int(t), 5, 20_000, vocabulary - 1]) for t in said]) if truncated else None
     how: dict[str, Any] = {"sampling": Sampling(temperature=0.8, top_k=4 if truncated else 0), "kept": kept}
     found = logprobs(*ours, None, said, softcap=20.0, want_entropy=True, **how)
     wanted = logprobs(*theirs, None, said, softcap=20.0, want_entropy=True, kernels="reference", **how)
@@ -252,7 +252,12 @@ def test_blocks_far_apart_in_size_lose_nothing() -> None:
     """Logits of a later block that are larger by thousands, and blocks that a kept set leaves empty, forward and
     backward, in float64."""
     logits = torch.tensor([[-9000.0, -9001.0, 3.0, 2.0, 9000.0, 8999.0]], dtype=torch.float64)
-    for kept in (None, Kept.of([np.array([4, 5])]), Kept.of([np.array([2, 4])]), Kept.of([np.array([0, 4])])):
+    for kept in (
+        None,
+        TruncationSets.of([np.array([4, 5])]),
+        TruncationSets.of([np.array([2, 4])]),
+        TruncationSets.of([np.array([0, 4])]),
+    ):
         found = []
         for block in (1, 2, 6):
             w = logits.t().clone().requires_grad_()
@@ -356,7 +361,7 @@ def test_refuses_what_has_no_distribution() -> None:
         logprobs(h, w, b, targets(), sampling=Sampling(), kept=kept_sets())
     with pytest.raises(InvariantError, match="hidden states"):
         logprobs(h[1:], w, b, targets(), sampling=Sampling())
-    wrong = Kept.of([np.array([(int(t) + 1) % V]) for t in targets()])
+    wrong = TruncationSets.of([np.array([(int(t) + 1) % V]) for t in targets()])
     with pytest.raises(InvariantError, match="not in its own kept set"):
         logprobs(h, w, b, targets(), sampling=Sampling(top_k=1), kept=wrong)
 

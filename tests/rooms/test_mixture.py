@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.policy_mixture import Mixture
 from posttrain.engine.embedded.speculation import Lookup
@@ -50,8 +50,8 @@ def textbook(share: float, ids: np.ndarray, temperature: float = 1.0) -> torch.T
     return torch.log(product / product.sum(-1, keepdim=True))
 
 
-def say(e: EmbeddedEngine, asked: list[np.ndarray], how: Sampling, first: int = 0) -> list[Said]:
-    async def all_of_them() -> list[Said]:
+def say(e: EmbeddedEngine, asked: list[np.ndarray], how: Sampling, first: int = 0) -> list[SampledTurn]:
+    async def all_of_them() -> list[SampledTurn]:
         return await asyncio.gather(*(e.generate(ids, how, first + i) for i, ids in enumerate(asked)))
 
     return asyncio.run(all_of_them())

@@ -17,7 +17,7 @@ from torch import Tensor
 from posttrain.config.run import Model, Optimizer
 from posttrain.engine.optimizer import optimizer as module
 from posttrain.engine.optimizer.optimizer import StageOptimizer
-from posttrain.engine.optimizer.optimizer_offload import StateAtHome, groups
+from posttrain.engine.optimizer.optimizer_offload import OffloadedState, groups
 from posttrain.engine.optimizer.update_rules import exact
 from posttrain.system.errors import ConfigError
 from tests.peak import peak_bytes
@@ -171,7 +171,7 @@ def test_tensors_made_of_several_are_moved_part_by_part() -> None:
         for held in rule.inner.state.values()
         if hasattr(held["exp_avg"], "codes")
     )
-    again = StateAtHome(CPU).stored(moment)
+    again = OffloadedState(CPU).stored(moment)
     assert type(again) is type(moment) and again.codes.data_ptr() != moment.codes.data_ptr()
     assert torch.equal(again.dequantize(), moment.dequantize())
 

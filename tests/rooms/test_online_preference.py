@@ -24,7 +24,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.streams import MARGIN, OPPONENT, SIDE
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import OPPOSED, Episode, Group, Said, Segment, Task
+from posttrain.core.types import OPPOSED, Episode, Group, SampledTurn, Segment, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.ladder.algorithm import patch
 from posttrain.ladder.pieces.pair_source import BestWorst, RejectionSampled
@@ -47,7 +47,7 @@ def episode(sibling: int, score: float | None, tokens: int = 2, resolution: floa
     transcript = Transcript(SAMPLING)
     transcript.see([1, 2])
     ids = np.arange(3, 3 + tokens, dtype=np.int32)
-    transcript.say(Said(ids, np.full(tokens, -0.5, np.float32), np.zeros(tokens, np.int32), Stop.LENGTH))
+    transcript.say(SampledTurn(ids, np.full(tokens, -0.5, np.float32), np.zeros(tokens, np.int32), Stop.LENGTH))
     verdict = Verdict.failed("outage") if score is None else Verdict.value(score)
     return Episode(
         Task("t", "p"),

@@ -14,7 +14,7 @@ import torch
 from engine_parts import policy, segments
 
 from posttrain.algorithm.loss.losses import STEP_SHARE, Reads
-from posttrain.algorithm.loss.objective import Terms
+from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.config.run import Optimizer
 from posttrain.core.batch import Batch

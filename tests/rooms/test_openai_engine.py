@@ -23,10 +23,10 @@ from posttrain.config.run import Env, Evaluation
 from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import OUTSIDE, Message, Said, Stop, Top
+from posttrain.core.types import OUTSIDE, Message, SampledTurn, Stop, Top
 from posttrain.engine.endpoint import RemoteModel, TextSampler, TextVocabulary, TokenSampler, discover
 from posttrain.engine.endpoint.request_fields import fields
-from posttrain.evaluate.evaluate_endpoint import EndpointOptions, remote_rollout, remote_run
+from posttrain.evaluation.evaluate_endpoint import EndpointOptions, remote_rollout, remote_run
 from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.role.heldout_evaluation import evaluate as measure
 from posttrain.system.errors import ConfigError, DataError, EndpointError, EngineError, InvariantError
@@ -134,7 +134,7 @@ async def test_training_is_admitted_only_where_log_probs_are_those_of_the_draws(
             await sampler.for_training(Sampling(top_p=0.9, stop_ids=()))
         real = u.engine.generate
 
-        async def raw(ids: Any, s: Sampling, place: int, **more: Any) -> Said:
+        async def raw(ids: Any, s: Sampling, place: int, **more: Any) -> SampledTurn:
             """As vLLM does by default: log-probs before the temperature."""
             said = await real(ids, s, place, **more)
             assert said.top is not None
@@ -403,7 +403,7 @@ async def test_text_answers_that_cannot_be_right() -> None:
             },
         )
 
-    async def say(said: bytes) -> Said:
+    async def say(said: bytes) -> SampledTurn:
         async with server(said) as (url, _), endpoint(url) as e:
             sampler = TextSampler(e, replace(SEEN, dialect="compatible"), TextVocabulary())
             ids = sampler.dialogue("t").see("hello")

@@ -15,7 +15,7 @@ from posttrain.core.content import ContentPart, content_of, mapped, plain, shown
 from posttrain.core.ports import Attempt
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Message, Said, Stop, Task
+from posttrain.core.types import Episode, Group, Message, SampledTurn, Stop, Task
 from posttrain.environment.rows.data_rows import read
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
 from posttrain.record.step_format import from_columns, of_groups, to_columns
@@ -119,7 +119,7 @@ def test_the_record_holds_parts_and_gives_them_back() -> None:
     task = Task("t", user(content_of([*TWO, IMAGE])))
     t = Transcript(Sampling(stop_ids=()))
     t.see([1])
-    t.say(Said(*(np.array([x], d) for x, d in ((2, "int32"), (-1.0, "float32"), (0, "int32"))), Stop.LENGTH))
+    t.say(SampledTurn(*(np.array([x], d) for x, d in ((2, "int32"), (-1.0, "float32"), (0, "int32"))), Stop.LENGTH))
     episode = Episode(task, 0, 0, (t.segment(),), Stop.LENGTH, ())
     [back] = from_columns(to_columns(of_groups([Group(task, 0, (episode,))])))
     assert back.episode.task == task and isinstance(back.episode.task.prompt[0]["content"], tuple)  # type: ignore[index]

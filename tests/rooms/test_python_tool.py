@@ -13,7 +13,7 @@ from posttrain.core.stop import EpisodeLimits
 from posttrain.environment.tools.offered import OfferedTools
 from posttrain.environment.tools.python import LOST, InterpreterSlots, Python
 from posttrain.environment.tools.tool import Toolbox
-from posttrain.sandbox.open_sandbox import open_sandbox
+from posttrain.sandbox.choose_backend import open_sandbox
 from posttrain.sandbox.sandbox_pool import Sandbox
 from posttrain.verifier.calling import ToolCall
 

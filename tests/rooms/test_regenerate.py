@@ -26,7 +26,7 @@ from posttrain.core.gauge import Step
 from posttrain.core.ports import Attempt
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
-from posttrain.core.types import Episode, Said, Segment, Task
+from posttrain.core.types import Episode, SampledTurn, Segment, Task
 from posttrain.core.verdict import SOLVED, Judged, Verdict
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.record import run_reader
@@ -141,7 +141,7 @@ class Chains:
 
     context, draws_by_place, keeps_sets, version = 64, True, False, 0
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         rng = np.random.default_rng(place)
         before = ids[1:]
         steps = rng.choice([1, 3], size=LENGTH - len(before))
@@ -152,7 +152,7 @@ class Chains:
         elif 2 in before and len(steps):
             steps[:] = rng.choice([1, 2, 3], size=len(steps))
         new = np.append(steps, 0).astype(np.int32)
-        return Said(new, np.full(len(new), -1, np.float32), np.zeros(len(new), np.int32), Stop.SAID)
+        return SampledTurn(new, np.full(len(new), -1, np.float32), np.zeros(len(new), np.int32), Stop.SAID)
 
 
 def scripted(how: Regenerate, seed: int, judge_steps: bool = False) -> tuple[Any, tuple[RegeneratedAnswer, ...]]:

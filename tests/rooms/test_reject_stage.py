@@ -28,7 +28,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.streams import WEIGHT
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Said, Task
+from posttrain.core.types import Episode, Group, SampledTurn, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.record import run_reader
@@ -37,8 +37,8 @@ from posttrain.role.learning import rejection_selection as kept_module
 from posttrain.role.learning.demonstrations import imitated
 from posttrain.role.learning.rejection_selection import (
     HINTED,
-    Asked,
     Candidate,
+    RoundSamples,
     candidates_of,
     drawn,
     once,
@@ -69,7 +69,7 @@ def episode(
     transcript = Transcript(SAMPLING)
     transcript.see(prompt)
     ids = np.array(said, np.int32)
-    transcript.say(Said(ids, np.full(len(ids), -0.5, np.float32), np.zeros(len(ids), np.int32), stop))
+    transcript.say(SampledTurn(ids, np.full(len(ids), -0.5, np.float32), np.zeros(len(ids), np.int32), stop))
     verdict = Verdict.failed("outage") if score is None else Verdict.value(score)
     return Episode(Task(name, "p"), 0, sibling, (transcript.segment(),), stop, (Judged("own", 1.0, verdict),))
 
@@ -224,10 +224,10 @@ def test_each_pass_takes_each_kept_completion_once(count: int, own: int, epochs:
 
 def test_candidates_come_back_from_disk_bit_for_bit(tmp_path: Path) -> None:
     names = ["a", "with\nline", "ü"]
-    asked = Asked(
+    asked = RoundSamples(
         tuple(candidate(n, i, 0.1 + 0.2, range(3, 4 + i), i == 1) for i, n in enumerate(names)), 5, 7, 1, 2, 1
     )
-    for one in (asked, Asked((), 3, 0, 3)):
+    for one in (asked, RoundSamples((), 3, 0, 3)):
         write_candidates(tmp_path, one)
         again = read(tmp_path)
         assert (again.prompts, again.judged, again.unjudged, again.cut, again.hints) == (

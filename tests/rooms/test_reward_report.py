@@ -23,7 +23,7 @@ from posttrain.core.judgements import Label
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.environment.make import environment
 from posttrain.environment.templates.renderer import Renderer
-from posttrain.evaluate.reward_report import evaluate_reward_model, is_reward_model
+from posttrain.evaluation.reward_report import evaluate_reward_model, is_reward_model
 from posttrain.stages.preference.judged_batches import batch_of
 from posttrain.stages.reward_model.reward_model_batches import ScoredJudgements, agreement
 from posttrain.system.errors import ConfigError

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from test_look_up import Sizes, embedding
 from torch import Tensor
 
-from posttrain.checks.learning.update_checks import Handed
+from posttrain.checks.learning.gradient_and_update_checks import StepGradients
 from posttrain.config.reward_head import HeadShape
 from posttrain.config.run import Optimizer
 from posttrain.core.exchange.row_gradient import held, joined, number, place, whole
@@ -108,14 +108,14 @@ def test_a_clip_and_a_scale_act_on_them(scaled: bool) -> None:
 
 
 def test_the_update_is_told_from_them_as_from_whole_ones() -> None:
-    told: list[Handed] = []
+    told: list[StepGradients] = []
     for sparse in (True, False):
         config = Optimizer(lr=0.01, warmup=0)
         _, _, optimizer = stepped(config, sparse, torch.float32, "auto")
         found = by_rows(77)
         (weight,) = (t for n, t in optimizer.trained().items() if n.startswith("embed"))
         weight.grad = found if sparse else found.to_dense()
-        told.append(Handed.of(optimizer, config))
+        told.append(StepGradients.of(optimizer, config))
     assert told[0].norm == pytest.approx(told[1].norm, rel=1e-12)
     assert told[0].largest == told[1].largest and told[0].largest
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from posttrain.core.batch import Packed
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Kept, Said, Segment, Stop
+from posttrain.core.types import SampledTurn, Segment, Stop, TruncationSets
 from posttrain.engine.head import logprob
 from posttrain.engine.head.logit_rules import LogitRules, banned_here, seen_before
 from posttrain.engine.head.logprob import candidates, logprobs, most_probable
@@ -78,8 +78,12 @@ def walk(rng: np.random.Generator, s: Sampling, segments: int = 3) -> list[Segme
                 np.union1d(np.setdiff1d(rng.integers(0, V, 5), list(banned(s, said[:i]))), [said[i]]).astype(np.int32)
                 for i in range(n)
             ]
-            kept = Kept.of(sets) if s.truncated else None
-            t.say(Said(np.array(said, np.int32), np.full(n, -1, np.float32), np.zeros(n, np.int32), Stop.LENGTH, kept))
+            kept = TruncationSets.of(sets) if s.truncated else None
+            t.say(
+                SampledTurn(
+                    np.array(said, np.int32), np.full(n, -1, np.float32), np.zeros(n, np.int32), Stop.LENGTH, kept
+                )
+            )
             if rng.random() < 0.5:
                 t.see(rng.integers(0, V, 2))
         out.append(t.segment())
@@ -196,7 +200,7 @@ def _segment(s: Sampling, seen: list[int], *turns: list[int]) -> Segment:
     t.see(seen)
     for said in turns:
         t.say(
-            Said(
+            SampledTurn(
                 np.array(said, np.int32), np.full(len(said), -1, np.float32), np.zeros(len(said), np.int32), Stop.LENGTH
             )
         )

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.sandbox.backends import ALLOW, Landlock, Namespaces, Start, Unconfined
+from posttrain.sandbox.choose_backend import ORDER, choose, first
 from posttrain.sandbox.comparison import heard, same
-from posttrain.sandbox.open_sandbox import ORDER, choose, first
 from posttrain.sandbox.sandbox_pool import Sandbox
 from posttrain.sandbox.sandbox_types import Call, ProgramLimits, SandboxBroken, SandboxUnavailableError
 from posttrain.sandbox.sandbox_worker import Job, SandboxWorker

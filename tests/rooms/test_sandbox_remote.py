@@ -23,8 +23,8 @@ import pytest
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
 from posttrain.sandbox import reference_server, remote
+from posttrain.sandbox.choose_backend import choose, examined
 from posttrain.sandbox.comparison import heard, same
-from posttrain.sandbox.open_sandbox import choose, examined
 from posttrain.sandbox.reference_server import Executor
 from posttrain.sandbox.remote import TOKEN, RemoteExecutor
 from posttrain.sandbox.sandbox_pool import Sandbox

@@ -26,10 +26,10 @@ from posttrain.core.measure.answer_steps import aggregated
 from posttrain.core.measure.interval import Score
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
-from posttrain.core.types import Said, Task
+from posttrain.core.types import SampledTurn, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.evaluate.evaluate_search import SearchReport, evaluate_searches
-from posttrain.evaluate.search_words import asks_search, kinds_of, search_request
+from posttrain.evaluation.evaluate_search import SearchReport, evaluate_searches
+from posttrain.evaluation.search_words import asks_search, kinds_of, search_request
 from posttrain.report.console import lines_of
 from posttrain.report.plots import search_plot
 from posttrain.search.beam import beam
@@ -68,7 +68,7 @@ class Dice:
 
     asked: list[np.ndarray] = field(default_factory=list[np.ndarray])
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         self.asked.append(ids)
         said: list[int] = []
         begun = len(ids) - 1
@@ -82,7 +82,7 @@ class Dice:
                 stop = Stop.STRING
             if stop is not None:
                 n = len(said)
-                return Said(np.array(said, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), stop)
+                return SampledTurn(np.array(said, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), stop)
 
 
 class Likes:

@@ -15,7 +15,7 @@ import pytest
 from serve_parts import TOKEN, save_model, tokenizer, up
 
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said, Stop
+from posttrain.core.types import SampledTurn, Stop
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +77,11 @@ class Spoken:
     ids: list[int]
     context: int = 96
 
-    async def generate(self, prompt: np.ndarray, sampling: Sampling, place: int, heard: Any = None) -> Said:
+    async def generate(self, prompt: np.ndarray, sampling: Sampling, place: int, heard: Any = None) -> SampledTurn:
         ids, logp = np.array(self.ids, np.int32), np.zeros(len(self.ids), np.float32)
         for i in range(len(ids)) if heard is not None else ():
             heard(ids[i : i + 1], logp[i : i + 1])
-        return Said(ids, logp, np.zeros(len(ids), np.int32), Stop.LENGTH)
+        return SampledTurn(ids, logp, np.zeros(len(ids), np.int32), Stop.LENGTH)
 
 
 @pytest.mark.parametrize("stop", [None, "ab", "b!"])

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from serve_parts import TOKEN, Up, save_model, up
 
-from posttrain.core.types import Said, Stop
+from posttrain.core.types import SampledTurn, Stop
 from posttrain.serve import connections, intake, listen
 from posttrain.serve.caller_limits import CallerLimits, most_connections, read_limits
 from posttrain.serve.limited_log import LOG
@@ -47,7 +47,7 @@ class Endless:
     context: int = 1 << 20
     speaking: int = 0
 
-    async def generate(self, prompt: np.ndarray, sampling: Any, place: int, heard: Any = None) -> Said:
+    async def generate(self, prompt: np.ndarray, sampling: Any, place: int, heard: Any = None) -> SampledTurn:
         ids, logp = np.full(64, 70, np.int32), np.zeros(64, np.float32)
         self.speaking += 1
         try:
@@ -66,9 +66,9 @@ class Brief:
     context: int = 96
     prompts: list[int] = field(default_factory=list[int])
 
-    async def generate(self, prompt: np.ndarray, sampling: Any, place: int, heard: Any = None) -> Said:
+    async def generate(self, prompt: np.ndarray, sampling: Any, place: int, heard: Any = None) -> SampledTurn:
         self.prompts.append(len(prompt))
-        return Said(np.array([70], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), Stop.LENGTH)
+        return SampledTurn(np.array([70], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), Stop.LENGTH)
 
 
 def post(

@@ -18,7 +18,7 @@ import pytest
 from serve_parts import TEMPLATE, save_model, up
 
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said, Stop
+from posttrain.core.types import SampledTurn, Stop
 from posttrain.serve.tool_answer import ToolAnswer
 
 TOOLS_TEMPLATE = (
@@ -54,7 +54,7 @@ class Saying:
     context: int = 2048
     prompts: list[str] | None = None
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int, heard: Any = None) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int, heard: Any = None) -> SampledTurn:
         if self.prompts is not None:
             self.prompts.append(self.decode(ids))
         stop = (sampling.stop_ids or (0,))[0]
@@ -63,7 +63,7 @@ class Saying:
             for i in range(len(said)):
                 heard(said[i : i + 1], np.full(1, -0.5, np.float32))
         ended = Stop.SAID if said[-1] == stop else Stop.LENGTH
-        return Said(said, np.full(len(said), -0.5, np.float32), np.zeros(len(said), np.int32), ended)
+        return SampledTurn(said, np.full(len(said), -0.5, np.float32), np.zeros(len(said), np.int32), ended)
 
 
 class Talk:

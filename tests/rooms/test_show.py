@@ -19,9 +19,9 @@ from posttrain.config.run import Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Credit, EpisodeCredit, GroupCredit, Scored
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Said, Stop, Task
+from posttrain.core.types import Episode, Group, SampledTurn, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.system.errors import ConfigError
 from posttrain.system.terminal_output import visible
 
@@ -33,7 +33,7 @@ def a_group(task: Task, rewards: list[float | None]) -> Group:
     for i, reward in enumerate(rewards):
         t = Transcript(Sampling(stop_ids=(9,)))
         t.see([1, 2, 3])
-        t.say(Said(np.int32([4, 9]), np.float32([-0.1, -3.0]), np.int32([5, 5]), Stop.SAID))
+        t.say(SampledTurn(np.int32([4, 9]), np.float32([-0.1, -3.0]), np.int32([5, 5]), Stop.SAID))
         verdict = Verdict.failed("outage", "down") if reward is None else Verdict.value(reward, "", "as expected")
         brief = Judged("brief", 0.1, Verdict.value(1.0))
         episodes.append(
@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
         Reinforce(name="rl"),
         Supervised(name="control", style="answer", start="sft", hands_on=False),
     )
-    with Book.create(tmp_path / "run", Run(recipe="r", stages=stages), {}) as book:
+    with RunFolder.create(tmp_path / "run", Run(recipe="r", stages=stages), {}) as book:
         book.write_evaluation("sft", 60, [evaluated("4", 1.0), evaluated("2", 0.0, "t1")])
         book.write_evaluation("rl", 2, [evaluated("five", 0.0), evaluated("2", 1.0, "t1"), evaluated("1", 0.0, "t2")])
         book.write_evaluation("control", 9, [evaluated("0", 0.0)])
@@ -107,7 +107,7 @@ def test_show_filters_and_orders(folder: Path) -> None:
 def test_siblings_that_are_alike_are_one_and_mixed_prompts_come_first(tmp_path: Path) -> None:
     alike, mixed = a_group(Task("t0", "all right", 4), [1.0] * 4), a_group(Task("t1", "mixed", 4), [1.0, 0.0, 0.0, 0.0])
     told = [replace(g, episodes=tuple(replace(e, text="it is 4") for e in g.episodes)) for g in (alike, mixed)]
-    with Book.create(tmp_path / "run", Run(recipe="r", stages=(Reinforce(name="rl"),)), {}) as book:
+    with RunFolder.create(tmp_path / "run", Run(recipe="r", stages=(Reinforce(name="rl"),)), {}) as book:
         book.write_evaluation("rl", 1, told)
     shown = text(tmp_path / "run").splitlines()
     assert [x.strip() for x in shown if x in ("  mixed", "  all right")] == ["mixed", "all right"]
@@ -131,7 +131,7 @@ def test_show_one_episode_token_by_token(folder: Path) -> None:
 def test_show_without_tokenizer_or_episodes_says_so(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer" / "tokenizer.json").unlink()
     assert "#4" in text(folder, episode=0) and "token ids are shown" in text(folder, episode=0)
-    Book.create(tmp_path / "empty", Run(recipe="r", stages=(Reinforce(name="rl"),)), {}).close()
+    RunFolder.create(tmp_path / "empty", Run(recipe="r", stages=(Reinforce(name="rl"),)), {}).close()
     assert (
         " ".join(text(tmp_path / "empty").split())
         == f"no episodes in {tmp_path / 'empty'} yet: they appear after its first step or evaluation"
@@ -194,7 +194,7 @@ def test_two_steps_are_compared_on_the_prompts_of_both(folder: Path) -> None:
 
 def test_training_steps_are_compared_only_where_they_share_prompts(folder: Path, tmp_path: Path) -> None:
     assert text(folder, compare=(1, 2)).startswith("rl step 1 and step 2: 1 prompt in both")
-    with Book.create(tmp_path / "two", Run(recipe="r", stages=(Reinforce(name="rl"),)), {}) as book:
+    with RunFolder.create(tmp_path / "two", Run(recipe="r", stages=(Reinforce(name="rl"),)), {}) as book:
         for step in (1, 2):
             group = a_group(Task(f"t{step}", "2+2=", 4), [1.0])
             book.write_episodes("rl", step, Credit((), 0.0), [group])
@@ -207,7 +207,7 @@ def test_training_steps_are_compared_only_where_they_share_prompts(folder: Path,
 
 def test_long_text_is_wrapped_and_a_hint_says_what_is_left_out(tmp_path: Path) -> None:
     long = "\n".join(f"line {i} " + "word " * 30 for i in range(20)) + "\nthe end"
-    with Book.create(tmp_path / "run", Run(recipe="r", stages=(Reinforce(name="rl"),)), {}) as book:
+    with RunFolder.create(tmp_path / "run", Run(recipe="r", stages=(Reinforce(name="rl"),)), {}) as book:
         group = evaluated(long, 1.0)
         prompt = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "数" * 100})
         task = replace(group.task, prompt=prompt)

@@ -11,7 +11,7 @@ import pytest
 from embedded_parts import V, ask, engine, module, one_thread, prompts, sampling
 from engine_parts import ALPHABET, tiny
 
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.cache.cache_blocks import Blocks
 from posttrain.engine.embedded.policy_mixture import Mixture
@@ -23,7 +23,7 @@ from posttrain.system.errors import EngineError, InvariantError
 __all__ = ["one_thread"]
 
 
-def same(a: list[Said], b: list[Said]) -> bool:
+def same(a: list[SampledTurn], b: list[SampledTurn]) -> bool:
     return all(np.array_equal(x.ids, y.ids) and np.array_equal(x.logp, y.logp) for x, y in zip(a, b, strict=True))
 
 

@@ -17,7 +17,7 @@ from posttrain.core.types import Stop, Task
 from posttrain.environment.check import Mark, Subject
 from posttrain.environment.check.pair_probe import surface
 from posttrain.environment.gallery.replies import POLITE, Replies, best_reply, features
-from posttrain.environment.judged.length_bias import Surface, surface_baselines, surface_features
+from posttrain.environment.judged.length_bias import SurfaceFeature, surface_baselines, surface_features
 from posttrain.environment.judged.synthetic_preferences import KINDS, Taste
 from posttrain.environment.single import SingleTurn
 from posttrain.system.errors import ConfigError
@@ -81,7 +81,7 @@ def test_the_score_rises_with_the_utility_and_is_zero_for_wrong_replies() -> Non
 
 
 @cache
-def baselines() -> list[Surface]:
+def baselines() -> list[SurfaceFeature]:
     env = Replies()
     known, held = (drawn(env, "pair", n, name) for n, name in ((2000, "known"), (2000, "held")))
     return surface_baselines([p for p in known if isinstance(p, Pair)], [p for p in held if isinstance(p, Pair)])

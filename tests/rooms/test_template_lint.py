@@ -20,7 +20,7 @@ from posttrain.core.ports import Attempt
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Message, Said, Stop, Task
+from posttrain.core.types import Episode, Message, SampledTurn, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.model.built_tokenizers import raw_bytes
@@ -307,9 +307,9 @@ class Says:
     ids: list[int]
     context: int = 512
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         said = np.array(self.ids, np.int32)
-        return Said(said, np.zeros(len(said), np.float32), np.zeros(len(said), np.int32), Stop.SAID)
+        return SampledTurn(said, np.zeros(len(said), np.float32), np.zeros(len(said), np.int32), Stop.SAID)
 
 
 @pytest.mark.parametrize(("begin", "run"), [("", []), ("perhaps</think>", ["W"])])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.build.trackers import COLUMNS, CompletionTables, Guarded, check_trackers, make_trackers, scalars
+from posttrain.build.trackers import COLUMNS, CompletionTables, GuardedTracker, check_trackers, make_trackers, scalars
 from posttrain.config.run import Reinforce, Run
 from posttrain.core.gauge import Gauge, Step
 from posttrain.record.external_access import asks
@@ -159,7 +159,7 @@ class Failing:
 
 def test_a_failing_tracker_is_reported_once_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     failing = Failing()
-    guarded = Guarded("wandb", failing)
+    guarded = GuardedTracker("wandb", failing)
     guarded.log(STEPS[0])
     guarded.log(STEPS[1])
     guarded.close({})

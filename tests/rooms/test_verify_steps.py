@@ -22,14 +22,14 @@ from posttrain.config.run import Optimizer, Supervised
 from posttrain.core.abilities import Judging
 from posttrain.core.ports import Attempt
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Episode, Said, Segment, Stop, Task
+from posttrain.core.types import Episode, SampledTurn, Segment, Stop, Task
 from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.engine.model.built_tokenizers import characters
 from posttrain.environment.gallery.verify import VerifySteps
 from posttrain.environment.judged.verify_rules import FORMATS, chance_of_yes, read_boxed_yes
 from posttrain.environment.make import environment
 from posttrain.environment.templates.renderer import Renderer
-from posttrain.evaluate.evaluate_search import evaluate_searches
+from posttrain.evaluation.evaluate_search import evaluate_searches
 from posttrain.ladder.policy_rows import GRPO_PROCESS
 from posttrain.record import run_reader
 from posttrain.role.judges.generative_judge import GenerativeJudge
@@ -142,12 +142,12 @@ class Adds:
         self._renderer = renderer
         self.asked: list[str] = []
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         prompt = self._renderer.decode(ids)
         self.asked.append(prompt)
         verdict = "0" if "8" in prompt else "Yes" if first_wrong(prompt)[0] < 0 else "No"
         said = self._renderer.encode(f"ok {verdict}")
-        return Said(said, np.full(len(said), -1.0, np.float32), np.zeros(len(said), np.int32), Stop.LENGTH)
+        return SampledTurn(said, np.full(len(said), -1.0, np.float32), np.zeros(len(said), np.int32), Stop.LENGTH)
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """log-probs of each token after the first: the verdict's letters share what it is sure of."""

@@ -17,7 +17,7 @@ from posttrain.config.placement import Local, Processes, Ray, placement_refusals
 from posttrain.engine.files.fingerprint import digest_of, fingerprints
 from posttrain.engine.vllm import worker_parts, worker_refusals
 from posttrain.engine.vllm.sampler_requests import ExpectedTensors
-from posttrain.engine.vllm.staged_weights import Staged
+from posttrain.engine.vllm.staged_weights import StagedTensors
 from posttrain.engine.vllm.worker_parts import WorkerPart, buckets, fingerprint_served, served
 from posttrain.system.errors import ConfigError, EngineError
 
@@ -164,7 +164,7 @@ def test_what_else_is_refused_by_name() -> None:
 def test_weights_in_files_are_those_that_were_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor after another, by name; and nothing is left of them."""
     monkeypatch.setattr(worker_parts, "BUCKET", 300)
-    staged = Staged(tmp_path / "share", "version-3")
+    staged = StagedTensors(tmp_path / "share", "version-3")
     staged.write(iter(given()))
     assert len(staged.files) > 2 and staged.bytes == sum(t.nbytes for t in WHOLE.values())
     for name, tensor in WHOLE.items():
@@ -194,14 +194,14 @@ def test_no_more_than_a_bucket_is_in_memory(tmp_path: Path, monkeypatch: pytest.
             yield f"t{i}", tensor
             del tensor
 
-    staged = Staged(tmp_path, "version-1")
+    staged = StagedTensors(tmp_path, "version-1")
     expected = ExpectedTensors({f"t{i}": ("float32", (100,)) for i in range(40)})
     staged.write((n, t) for n, t in expected.checked(made()))
     assert len(staged.files) == 10 and most <= 5, most
 
 
 def test_a_tensor_that_is_missing_is_found_before_anything_is_served(tmp_path: Path) -> None:
-    staged = Staged(tmp_path, "version-1")
+    staged = StagedTensors(tmp_path, "version-1")
     expected = ExpectedTensors({"a": ("float32", (2,)), "b": ("float32", (2,))})
     with pytest.raises(EngineError, match="1 of 2 tensors are missing: b"):
         staged.write(expected.checked([("a", torch.zeros(2))]))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from posttrain.algorithm.loss.losses import Loss, Reads
-from posttrain.algorithm.loss.objective import Terms
+from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.expert_choices import known_rows
 from posttrain.core.exchange.scores import TokenScores
@@ -52,7 +52,7 @@ def to_balance(batch: Batch, experts: int) -> Batch:
 
 
 @dataclass(frozen=True)
-class Balanced:
+class BalancedLoss:
     """A loss with `coef` times the load-balance loss. The batch must be one of `to_balance`."""
 
     loss: Loss

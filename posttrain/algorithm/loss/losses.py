@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from posttrain.algorithm.loss.objective import Terms, objective, supervised
+from posttrain.algorithm.loss.policy_loss import Terms, objective, supervised
 from posttrain.algorithm.loss.step_scale import step_share
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.core.batch import Batch

@@ -46,7 +46,7 @@ WAS_SHOWN = Stream(
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class MinibatchContext:
     """The context of makers of these streams: a minibatch with all its tokens, scores and credit."""
 
     algorithm: Algorithm
@@ -65,7 +65,7 @@ class Whole:
         return self.batch[VERSION] == SHOWN
 
 
-def _chosen(w: Whole) -> np.ndarray:
+def _chosen(w: MinibatchContext) -> np.ndarray:
     tokens, batch = w.algorithm.tokens, w.batch
     assert tokens is not None
     if tokens.reads_now and w.now is not None:
@@ -73,7 +73,7 @@ def _chosen(w: Whole) -> np.ndarray:
     return choose(tokens, batch, batch.find(ENTROPY), w.rng)
 
 
-def _imitated(w: Whole) -> np.ndarray:
+def _imitated(w: MinibatchContext) -> np.ndarray:
     """Equal weights for the shown tokens, or for the policy's own tokens in solved episodes."""
     assert w.algorithm.imitate is not None
     solved = np.array([e.episode.solved for e in w.credits])
@@ -81,16 +81,16 @@ def _imitated(w: Whole) -> np.ndarray:
     return wanted / max(1, int(wanted.sum()))
 
 
-def _heard(w: Whole) -> np.ndarray:
+def _heard(w: MinibatchContext) -> np.ndarray:
     return np.full(w.batch.spoken, 1 / max(1, w.batch.heard().spoken))
 
 
-def _sampled_top(w: Whole) -> tuple[np.ndarray, np.ndarray]:
+def _sampled_top(w: MinibatchContext) -> tuple[np.ndarray, np.ndarray]:
     tops = [s.top for e in w.credits for s in e.episode.segments if s.top]
     return np.concatenate([t.ids for t in tops]), np.concatenate([t.logp for t in tops])
 
 
-WHOLE: list[Maker[Whole]] = [
+WHOLE: list[Maker[MinibatchContext]] = [
     Maker((WAS_SHOWN,), lambda w: w.algorithm.shown is not None, lambda w: (w.shown_M,)),
     Maker((MIX,), lambda w: w.algorithm.anchor == "proximal", lambda w: (mixing(w.batch[VERSION], *w.versions),)),
     Maker((CHOSEN,), lambda w: w.algorithm.tokens is not None, lambda w: (_chosen(w),)),

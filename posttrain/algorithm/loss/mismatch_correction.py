@@ -25,7 +25,7 @@ from posttrain.ladder.pieces.correction import BinaryKL, Correction, Mask, Negat
 
 
 @dataclass(frozen=True, eq=False)
-class Corrected:
+class CorrectionFactor:
     """raw_M = start/mu, and used_M, the factor of the push. Both [M], with one number per episode at sequence level."""
 
     raw_M: Tensor
@@ -45,7 +45,7 @@ class Mismatch:
     batch: Streams
 
 
-def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch: Streams) -> Corrected:
+def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch: Streams) -> CorrectionFactor:
     """The correction of each token: the product over `pieces`. Tokens it masks stay in the denominator of the
     aggregation.
 
@@ -62,7 +62,7 @@ def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch:
         if piece.of_episodes():
             raw_M = bounded_exp(batch.episode_sum(log_M))
         used_M = used_M * factor(piece, Mismatch(raw_M, log_M, now_M.detach(), batch))
-    return Corrected(raw_M, used_M)
+    return CorrectionFactor(raw_M, used_M)
 
 
 @singledispatch

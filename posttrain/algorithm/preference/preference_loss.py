@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithm.loss.losses import Reads
-from posttrain.algorithm.loss.objective import Terms
+from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.algorithm.loss.torch_streams import Streams, streams
 from posttrain.algorithm.preference.preference_link import (
     Completions,

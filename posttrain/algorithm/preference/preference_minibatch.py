@@ -113,7 +113,7 @@ def scores_of(a: PreferenceAlgorithm, batch: Batch, l_M: np.ndarray) -> np.ndarr
 
 
 @dataclass(frozen=True, eq=False)
-class PreferenceWhole:
+class PreferenceContext:
     """The context of makers of these streams: a minibatch with all its units and what was scored."""
 
     algorithm: PreferenceAlgorithm
@@ -132,7 +132,7 @@ class PreferenceWhole:
         return start_M - self.batch[REFERENCE] if self.algorithm.against == "reference" else start_M
 
 
-def _likelihood(w: PreferenceWhole) -> np.ndarray:
+def _likelihood(w: PreferenceContext) -> np.ndarray:
     side_M, weight_M = w.batch[SIDE], w.batch[WEIGHT]
     out = np.zeros(w.batch.spoken)
     for wanted in (1, 2):
@@ -141,7 +141,7 @@ def _likelihood(w: PreferenceWhole) -> np.ndarray:
     return out
 
 
-def _match(w: PreferenceWhole) -> np.ndarray:
+def _match(w: PreferenceContext) -> np.ndarray:
     """Returns, where margins are matched, the margin of the reference at the rank of the pair's own margin; where
     rewards are matched, the score on the other side at the rank of the completion's own score."""
     a, batch = w.algorithm, w.batch
@@ -169,7 +169,7 @@ def _ranks(x: np.ndarray) -> np.ndarray:
     return out
 
 
-def _own(w: PreferenceWhole) -> np.ndarray:
+def _own(w: PreferenceContext) -> np.ndarray:
     """exp of the mean of log pi - log sum pi^2 of each side, multiplied over the two (2406.11827, Eq. 2)."""
     batch = w.batch
     aligned_M = batch[START].astype(np.float64) - np.log(batch[COLLISION].astype(np.float64))
@@ -181,11 +181,11 @@ def _own(w: PreferenceWhole) -> np.ndarray:
     return w.spread(product_U[unit_E])
 
 
-def _imitates(w: PreferenceWhole) -> bool:
+def _imitates(w: PreferenceContext) -> bool:
     return any(isinstance(x, ChosenNLL | GoldNLL) for x in w.algorithm.add)
 
 
-PREFERENCE_WHOLE: list[Maker[PreferenceWhole]] = [
+PREFERENCE_WHOLE: list[Maker[PreferenceContext]] = [
     Maker((LIKELIHOOD,), _imitates, lambda w: (_likelihood(w),)),
     Maker((MATCH,), lambda w: w.algorithm.match is not None, lambda w: (_match(w),)),
     Maker((OWN,), lambda w: w.algorithm.weights == "wpo", lambda w: (_own(w),)),
@@ -220,11 +220,11 @@ def prepared(
             )
         shift = a.beta * max(0.0, float(np.mean(mismatched_E)))
     if a.shift == "running":
-        u_E = a.beta * scores_of(a, batch, PreferenceWhole(a, batch, 0.0).log_ratio_M)
+        u_E = a.beta * scores_of(a, batch, PreferenceContext(a, batch, 0.0).log_ratio_M)
         total = remembered.get("sum", 0.0) + float(u_E.sum())
         count = remembered.get("count", 0.0) + len(u_E)
         remembered, shift = {"sum": total, "count": count}, total / count
-    whole = PreferenceWhole(a, batch, shift)
+    whole = PreferenceContext(a, batch, shift)
     made = {s: x for maker in PREFERENCE_WHOLE for s, x in maker.make(whole).items()}
     return batch.having(made), remembered
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid, softplus
 
 from posttrain.algorithm.loss.losses import Reads
-from posttrain.algorithm.loss.objective import Terms
+from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.config.reward_head import HeadShape
 from posttrain.config.stages.reward_model_settings import Regulariser
 from posttrain.core.batch import Batch

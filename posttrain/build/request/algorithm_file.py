@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.build.request.own_pieces import algorithm_module
-from posttrain.build.request.user_objects import HandedObjects
+from posttrain.build.request.user_objects import UserObjects
 from posttrain.config.run import Run
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.ladder.both_ladders import AnyAlgorithm, algorithms_of, any_named, learns_from
@@ -67,7 +67,7 @@ def _is_own(value: Any, module: str) -> bool:
     return callable(value) and not isinstance(value, type) and getattr(value, "__module__", "") == module
 
 
-def without_algorithm(overrides: Sequence[str], handed: HandedObjects) -> tuple[list[str], HandedObjects]:
+def without_algorithm(overrides: Sequence[str], handed: UserObjects) -> tuple[list[str], UserObjects]:
     """The overrides without `algorithm=path.py:NAME` and `STAGE.algorithm=path.py:NAME`, which are handed to the run as
     objects."""
     files, rest = dict[str, tuple[str, AnyAlgorithm]](), list[str]()
@@ -83,7 +83,7 @@ def without_algorithm(overrides: Sequence[str], handed: HandedObjects) -> tuple[
     return rest, replace(handed, files=files)
 
 
-def check_same(folder: Path, stored: Run, handed: HandedObjects) -> None:
+def check_same(folder: Path, stored: Run, handed: UserObjects) -> None:
     """ConfigError where a run goes on with another algorithm than it was begun with."""
     used = list(algorithms_of(stored.stages).values())
     for given in (handed.algorithm, *(a for _, a in handed.files.values())):

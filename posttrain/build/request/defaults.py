@@ -27,7 +27,7 @@ from posttrain.config.stages.rejection import Rejection
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.config.stages.stage import Stage
 from posttrain.config.stages.step_labels import StepLabeling
-from posttrain.record.runtime_objects import Given
+from posttrain.record.runtime_objects import RuntimeObjects
 
 TRAINED = 1_000_000
 """A model with fewer parameters is as small as those that recipes build, and the recipe's settings are for it."""
@@ -293,7 +293,7 @@ def _floor_power(number: float) -> int:
 
 
 @dataclass(frozen=True)
-class ForModel:
+class ModelDefaults:
     """A run with its choices. `chosen`: the reason of each, by path, for run.json."""
 
     run: Run
@@ -313,8 +313,8 @@ def for_model(
     *,
     trained: bool = True,
     only: Collection[str] = (),
-    objects: Given = Given(),
-) -> ForModel:
+    objects: RuntimeObjects = RuntimeObjects(),
+) -> ModelDefaults:
     """The run with everything chosen that was not given. Without `model.path`, and for a model as small as a recipe's
     own (`trained`), only the stages are looked at.
 
@@ -328,11 +328,11 @@ def for_model(
     run, lines = without_completions(run, given, data)
     chosen = {"stages": "; ".join(lines)} if lines else {}
     if run.model.path is None:
-        return ForModel(run, tuple(lines), chosen)
+        return ModelDefaults(run, tuple(lines), chosen)
     source = run_source(run.model.path)
     size = model_size(run.model.path if source is None else str(source[0] / MODEL))
     if not trained or (size is not None and size.parameters < TRAINED):
-        return ForModel(run) if only else _as_the_recipe(run, given, size, trained, lines, chosen)
+        return ModelDefaults(run) if only else _as_the_recipe(run, given, size, trained, lines, chosen)
     asked = run.model.device if "model.device" in given else None
     choices = Choices(run, given, data, size, machine(asked))
     made = {path: c for path, c in choices.made().items() if not only or {*path.split(".")[:2]} & {*only}}
@@ -340,12 +340,14 @@ def for_model(
     lines += [f"settings chosen for {run.model.path} (give any of them yourself):"]
     lines += [f"  {path} = {word(value)}: {why}" for path, (value, why) in made.items()]
     lines += [w for w in (choices.warning(),) if w]
-    return ForModel(dotted.apply(run, words), tuple(lines), chosen | {path: why for path, (_, why) in made.items()})
+    return ModelDefaults(
+        dotted.apply(run, words), tuple(lines), chosen | {path: why for path, (_, why) in made.items()}
+    )
 
 
 def _as_the_recipe(
     run: Run, given: frozenset[str], size: ModelSize | None, trained: bool, lines: list[str], chosen: dict[str, str]
-) -> ForModel:
+) -> ModelDefaults:
     """The run with the settings of the recipe, which are for a model as small as its own. One that a run built larger
     gets the learning rates of its size."""
     about = "" if size is None else f"about {float(f'{size.parameters:.2g}'):,.0f} parameters"
@@ -356,10 +358,10 @@ def _as_the_recipe(
         lines += [f"settings: those of the recipe, because a run built the model; by its {about}:"]
         lines += [f"  {path} = {word(value)}: {why}" for path, (value, why) in made.items()]
         words = [f"{path}={value}" for path, (value, _) in made.items()]
-        return ForModel(dotted.apply(run, words), tuple(lines), chosen | {p: why for p, (_, why) in made.items()})
+        return ModelDefaults(dotted.apply(run, words), tuple(lines), chosen | {p: why for p, (_, why) in made.items()})
     why = f"it has {about}" if trained or about else "a run built it"
     lines.append(f"settings: those of the recipe, because the model is as small as its own ({why})")
-    return ForModel(run, tuple(lines), chosen)
+    return ModelDefaults(run, tuple(lines), chosen)
 
 
 def room_for_minibatches(run: Run, overrides: Sequence[str]) -> list[str]:

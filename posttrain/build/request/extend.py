@@ -24,7 +24,7 @@ from posttrain.core.redact_secrets import scrubbed_data
 from posttrain.record import provenance
 from posttrain.record.checkpoint import Checkpoint
 from posttrain.record.external_access import Ask, asks, values
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.record.run_reader import damage_is_named, run_file
 from posttrain.record.runtime_objects import own_pieces
 from posttrain.system.errors import ConfigError
@@ -167,7 +167,7 @@ def _branch(folder: Path, run: Run, words: Sequence[str], path: str = "") -> str
 
 
 @dataclass(frozen=True)
-class Extension:
+class ResumedRun:
     """The way a run goes on: its new settings, the state it starts from, and the changes."""
 
     run: Run
@@ -186,7 +186,7 @@ class Extension:
         return tuple(f"changed: {c.line}" for c in self.changes)
 
 
-def extension(book: Book, checkpoint: Checkpoint | None, new: Run) -> Extension:
+def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> ResumedRun:
     """Returns the extension of a run that goes on from a checkpoint with new settings.
 
     Raises:
@@ -194,7 +194,7 @@ def extension(book: Book, checkpoint: Checkpoint | None, new: Run) -> Extension:
     """
     made = check_changes(book.folder, book.run, new)
     if checkpoint is None:
-        return Extension(new, made, None, None, 0)
+        return ResumedRun(new, made, None, None, 0)
     state: dict[str, Any] = dict(checkpoint.state)
     done, longer = int(state.get("stage", 0)), {c.path.partition(".")[0] for c in made if c.field in LENGTH}
     over, last = [s for s in new.stages[:done] if s.name in longer], new.stages[-1]
@@ -211,11 +211,11 @@ def extension(book: Book, checkpoint: Checkpoint | None, new: Run) -> Extension:
             _enough_steps(book.folder, new.stages[done], step, allow_equal=True)
         if running.get("ended") and new.stages[done].name in longer:
             state["running"] = {**running, "ended": ""}
-        return Extension(new, made, state, None, step)
+        return ResumedRun(new, made, state, None, step)
     return _reopened(book, checkpoint, new, made)
 
 
-def _reopened(book: Book, checkpoint: Checkpoint, new: Run, made: tuple[Change, ...]) -> Extension:
+def _reopened(book: RunFolder, checkpoint: Checkpoint, new: Run, made: tuple[Change, ...]) -> ResumedRun:
     """The last stage of a finished run goes on."""
     last = new.stages[-1]
     reopening: Any = checkpoint.state.get("reopening")
@@ -239,7 +239,7 @@ def _reopened(book: Book, checkpoint: Checkpoint, new: Run, made: tuple[Change, 
     state["running"] = {**running, "ended": ""}
     with damage_is_named(f"{checkpoint.folder}/state.json"):
         gauges = {name: Gauge(float(total), float(n)) for name, (total, n) in reopening["gauges"].items()}
-    return Extension(new, made, state, gauges, step)
+    return ResumedRun(new, made, state, gauges, step)
 
 
 def _enough_steps(folder: Path, stage: Stage, step: int, allow_equal: bool) -> None:
@@ -269,7 +269,7 @@ def _ended_still(stage: Stage, running: Mapping[str, Any], made: Sequence[Change
     return ""
 
 
-def history_entry(e: Extension, edited: Sequence[str]) -> dict[str, Any]:
+def history_entry(e: ResumedRun, edited: Sequence[str]) -> dict[str, Any]:
     """Returns the entry that run.json keeps of an extension: who changed what, and at which step."""
     state: Any = e.state or {}
     stage = e.run.stages[min(int(state.get("stage", 0)), len(e.run.stages) - 1)].name
@@ -290,7 +290,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value if known else str(value)
 
 
-def begin(e: Extension, book: Book, checkpoint: Checkpoint | None) -> Checkpoint | None:
+def begin(e: ResumedRun, book: RunFolder, checkpoint: Checkpoint | None) -> Checkpoint | None:
     """Write down that the run goes on with other settings. Returns the checkpoint to go on from."""
     found = run_file(book.folder)
     note = provenance.recall(found.identity)
@@ -303,7 +303,7 @@ def begin(e: Extension, book: Book, checkpoint: Checkpoint | None) -> Checkpoint
 
 
 def carry_note(folder: Path, before: provenance.Note | None, old: Run, new: Run) -> None:
-    """Write this user's note of a run anew after its run.json was written by `Book.record_change`.
+    """Write this user's note of a run anew after its run.json was written by `RunFolder.record_change`.
 
     The folder of somebody else has no note and gets none: what it asks for stays unasked.
     """

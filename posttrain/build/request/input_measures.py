@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.config.env import Env
 from posttrain.engine.adapters.saved_adapter import saved_adapter
-from posttrain.record.runtime_objects import Given
+from posttrain.record.runtime_objects import RuntimeObjects
 from posttrain.system import read_untrusted
 from posttrain.system.errors import DataError
 from posttrain.system.machine import cores
@@ -124,7 +124,7 @@ class DataSize:
     """The longest prompt together with its completion."""
 
 
-def data_size(env: Env, objects: Given = Given()) -> DataSize | None:
+def data_size(env: Env, objects: RuntimeObjects = RuntimeObjects()) -> DataSize | None:
     """The size of the user's data; None where the environment makes its tasks itself. `objects`: what a program handed.
 
     Raises:

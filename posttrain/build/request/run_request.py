@@ -14,13 +14,13 @@ from posttrain.build.build_environments import check_environment, distinct, own_
 from posttrain.build.request.algorithm_file import check_same, without_algorithm
 from posttrain.build.request.branch import MODEL, is_branch, pinned, run_source, was_built
 from posttrain.build.request.defaults import for_model, given_paths, room_for_minibatches
-from posttrain.build.request.extend import Extension, check_changes, extension
+from posttrain.build.request.extend import ResumedRun, check_changes, extension
 from posttrain.build.request.input_digests import accepted, changed_files, changed_tasks, input_notes, refuse_gone
 from posttrain.build.request.own_pieces import own_classes
 from posttrain.build.request.run_file import is_recipe, is_yaml, run_of
 from posttrain.build.request.settings_from_rows import with_epochs, without_answers
 from posttrain.build.request.trust_prompt import admitted, edit_notes, missing_notes, permit_file
-from posttrain.build.request.user_objects import HandedObjects, given_again, given_notes, object_notes, recorded
+from posttrain.build.request.user_objects import UserObjects, given_again, given_notes, object_notes, recorded
 from posttrain.build.reward_paths import check_reward_models
 from posttrain.build.trackers import check_trackers
 from posttrain.config import overrides as dotted
@@ -39,9 +39,9 @@ from posttrain.engine.vllm import installed
 from posttrain.environment.make import environment as named_environment
 from posttrain.recipe.recipes import listed
 from posttrain.record.checkpoint import Checkpoint
-from posttrain.record.run_folder import Book
+from posttrain.record.run_folder import RunFolder
 from posttrain.record.run_reader import folder_of, run_file
-from posttrain.record.runtime_objects import Given
+from posttrain.record.runtime_objects import RuntimeObjects
 from posttrain.system.errors import ConfigError
 from posttrain.system.shell import command_line
 
@@ -58,7 +58,7 @@ class RunOptions:
     accept_changed: bool = False
     """Go on although files that it reads are not as they were when it was begun."""
     ranks: RankOptions = RankOptions()
-    handed: HandedObjects = HandedObjects()
+    handed: UserObjects = UserObjects()
     """Objects of the Python program that starts it."""
     on_step: Callable[[Step], object] | None = None
     """Called after each step; it ends the run where it returns True."""
@@ -71,7 +71,7 @@ class RunRequest:
 
     run: Run
     out: Path | None = None
-    book: Book | None = None
+    book: RunFolder | None = None
     checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
     """Lines about its settings and its folder, printed at the start."""
@@ -80,14 +80,14 @@ class RunRequest:
     """The environments of all stages, each once; the run's own first."""
     others: Mapping[str, Environment] = field(default_factory=dict[str, Environment])
     """The environments of stages that have their own, by the stage's name."""
-    longer: Extension | None = None
+    longer: ResumedRun | None = None
     """Set where a run goes on with other settings."""
     recorded: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Facts that run.json records beside the settings: why some were chosen, and which run it is a branch of."""
     given: frozenset[str] | None = None
     """Full paths of the settings that the user gave with a recipe; the others may be chosen for a real model. None:
     the whole run was given."""
-    objects: Given = Given()
+    objects: RuntimeObjects = RuntimeObjects()
     """Objects that a Python program handed to the run."""
     ranks: RankOptions = RankOptions()
     """The processes that train its model together."""
@@ -161,8 +161,8 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
             f"no recipe given: {command_line('run', 'RECIPE')}, or {command_line('run', '--resume', 'RUN')}\n{listed()}"
         )
     if options.out is not None:
-        Book.refuse(options.out)
-    words = asked_words(recipe, overrides) if options.handed == HandedObjects() else {}
+        RunFolder.refuse(options.out)
+    words = asked_words(recipe, overrides) if options.handed == UserObjects() else {}
     overrides, handed = without_algorithm(overrides, options.handed)
     base, objects = handed.place(run_of(recipe))
     room = room_for_minibatches(base, overrides) if is_recipe(recipe) else []
@@ -211,7 +211,7 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
     check_changes(folder, stored, run, overrides)
     objects = given_again(folder, handed)
     taken = accepted(folder, changed_files(folder, run), options.accept_changed)
-    book, checkpoint = Book.open_for_resume(Path(options.resume))
+    book, checkpoint = RunFolder.open_for_resume(Path(options.resume))
     try:
         longer = replace(extension(book, checkpoint, run), inputs=taken) if overrides or taken else None
     except BaseException:

@@ -13,12 +13,12 @@ from posttrain.config.run import Run, Supervised
 from posttrain.core.ports import Environment
 from posttrain.environment.rows.columns import Columns
 from posttrain.environment.rows.row_reader import source_rows
-from posttrain.record.runtime_objects import Given, is_inline
+from posttrain.record.runtime_objects import RuntimeObjects, is_inline
 from posttrain.role.prompt_order import RevisitingTasks
 from posttrain.system.errors import ConfigError
 
 
-def without_answers(run: Run, given: Collection[str], objects: Given) -> tuple[Run, tuple[str, ...]]:
+def without_answers(run: Run, given: Collection[str], objects: RuntimeObjects) -> tuple[Run, tuple[str, ...]]:
     """The run without the rewards of its recipe where a row of the user's data has no answer that they could read, and
     a line that says so.
 
@@ -45,7 +45,7 @@ def without_answers(run: Run, given: Collection[str], objects: Given) -> tuple[R
     return replace(run, env=replace(env, rewards=())), (line,)
 
 
-def _rows(env: Env, columns: Columns, objects: Given) -> Iterator[tuple[str, Mapping[str, object]]]:
+def _rows(env: Env, columns: Columns, objects: RuntimeObjects) -> Iterator[tuple[str, Mapping[str, object]]]:
     """The rows that are objects; what is wrong with others is said where they are read."""
     for path, _ in env.data:
         rows = objects.rows(path) if is_inline(path) else source_rows(path, columns.split)

@@ -1,8 +1,7 @@
-"""Objects that a Python program hands to a run: rows, functions, environments and algorithms become names in the run's
-tree.
+"""Objects that a Python program hands to a run: rows, functions, environments, algorithms, as names in its tree.
 
-`posttrain.run(env=..., rewards=[...], algorithm=...)` and `posttrain.evaluate` come here. The tree gets `inline:NAME`,
-and the objects go beside it (`record.runtime_objects`).
+`posttrain.run(env=..., rewards=[...])` and `posttrain.evaluate` come here. The tree gets `inline:NAME`, and the objects
+go beside it (`record.runtime_objects`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,15 @@ from posttrain.environment.rows.own_prompts import PromptsEnv
 from posttrain.environment.single import SingleTurn
 from posttrain.ladder.both_ladders import AnyAlgorithm, algorithm_type, learns_from
 from posttrain.record.run_reader import run_file
-from posttrain.record.runtime_objects import INLINE, OBJECTS, Given, ObjectNote, is_inline, own_pieces, rows_digest
+from posttrain.record.runtime_objects import (
+    INLINE,
+    OBJECTS,
+    ObjectNote,
+    RuntimeObjects,
+    is_inline,
+    own_pieces,
+    rows_digest,
+)
 from posttrain.system.errors import ConfigError, nearest
 
 RewardWord = str | Reward | Callable[..., Any] | tuple[Any, float]
@@ -110,9 +117,9 @@ def place(
     env: Any = None,
     rewards: Sequence[RewardWord] | RewardWord | None = None,
     algorithm: AnyAlgorithm | None = None,
-) -> tuple[Run, Given]:
+) -> tuple[Run, RuntimeObjects]:
     """The run with these objects named in its tree, and the objects."""
-    given = Given()
+    given = RuntimeObjects()
     if env is not None:
         run, given = _with_env(run, env, given)
     if rewards is not None:
@@ -126,7 +133,7 @@ def place(
 
 
 @dataclass(frozen=True)
-class HandedObjects:
+class UserObjects:
     """The objects that a program hands to a run or an evaluation: the arguments `env`, `rewards` and `algorithm` that
     are no text."""
 
@@ -137,7 +144,7 @@ class HandedObjects:
     """Algorithms that were named by `path.py:NAME`: that word and the algorithm, by the name of the stage; '': the only
     one that can have it."""
 
-    def place(self, run: Run) -> tuple[Run, Given]:
+    def place(self, run: Run) -> tuple[Run, RuntimeObjects]:
         """The run with these objects named in its tree, and the objects."""
         run, given = place(run, self.env, self.rewards, self.algorithm)
         for stage, (_, algorithm) in self.files.items():
@@ -158,7 +165,7 @@ class HandedObjects:
         )
 
 
-def _with_env(run: Run, env: Any, given: Given) -> tuple[Run, Given]:
+def _with_env(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeObjects]:
     """`env=`: an `Env`, `prompts(...)`, rows, or an environment of the program."""
     if isinstance(env, Env):
         return replace(run, env=env), given
@@ -176,7 +183,7 @@ def _with_env(run: Run, env: Any, given: Given) -> tuple[Run, Given]:
     return replace(run, env=placed), replace(given, data=data.data)
 
 
-def _with_single(run: Run, env: Any, given: Given) -> tuple[Run, Given]:
+def _with_single(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeObjects]:
     """A class of `SingleTurn`, or an object of one: its settings that are plain values go into the tree."""
     cls: Any = env if inspect.isclass(env) else type(env)
     name = _plain_name(cls.__name__)
@@ -303,13 +310,13 @@ def _setting(value: Any, name: str) -> str:
 # --- the record, and going on -----------------------------------------------------------------------------------------
 
 
-def recorded(given: Given) -> dict[str, Any]:
+def recorded(given: RuntimeObjects) -> dict[str, Any]:
     """Returns the entry of the objects in run.json; an empty one where there are no objects."""
     notes = given.notes()
     return {OBJECTS: [note.plain() for note in notes]} if notes else {}
 
 
-def given_again(folder: Path, handed: HandedObjects) -> Given:
+def given_again(folder: Path, handed: UserObjects) -> RuntimeObjects:
     """Returns the objects that a program hands to a run that goes on, checked against the names in its folder.
 
     Raises:
@@ -338,7 +345,7 @@ def given_again(folder: Path, handed: HandedObjects) -> Given:
     return found
 
 
-def _changed(own: Env, placed: Env, handed: HandedObjects) -> Iterator[str]:
+def _changed(own: Env, placed: Env, handed: UserObjects) -> Iterator[str]:
     """Yields a sentence for each object that is handed again with another weight or setting than the run has."""
     before = {r.function: r for r in own.rewards}
     if {r.function for r in placed.rewards} != before.keys():
@@ -356,7 +363,7 @@ def _changed(own: Env, placed: Env, handed: HandedObjects) -> Iterator[str]:
                 yield f"env.args.{name} is {own.args.get(name)!r} in this run, and was handed as {value!r}"
 
 
-def given_notes(folder: Path, given: Given) -> Iterator[str]:
+def given_notes(folder: Path, given: RuntimeObjects) -> Iterator[str]:
     """Lines about objects that differ from those the run was begun with."""
     then: Any = run_file(folder).facts.get(OBJECTS)
     before = (
@@ -375,7 +382,7 @@ def given_notes(folder: Path, given: Given) -> Iterator[str]:
             )
 
 
-def object_notes(given: Given) -> Iterator[str]:
+def object_notes(given: RuntimeObjects) -> Iterator[str]:
     """Lines about objects at the start of a run: where they run, and what is needed to go on."""
     notes: list[ObjectNote] = [n for n in given.notes() if n.kind != "piece"]
     if not notes:

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.ranks import joint_norm, of_one_copy
-from posttrain.engine.parallel.sharded_cut import first_row
+from posttrain.engine.parallel.shard_modules import first_row
 from posttrain.engine.parallel.sharded_learner import NARROW, ShardedLearner
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
 from posttrain.system.errors import InvariantError

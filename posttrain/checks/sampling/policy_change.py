@@ -25,7 +25,7 @@ LIMIT = 20.0
 
 
 @dataclass(frozen=True, eq=False)
-class Before:
+class PolicyBefore:
     """The policy before a step, on some of the step's episodes, and a slice of its weights."""
 
     version: int
@@ -38,7 +38,7 @@ class ChangeGauges(Observer):
     """Measures `policy/kl_step` and `optim/update`. It draws nothing and changes nothing."""
 
     def __init__(self) -> None:
-        self._before: Before | None = None
+        self._before: PolicyBefore | None = None
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
@@ -55,12 +55,12 @@ class ChangeGauges(Observer):
         return None
 
 
-def before(roles: ReinforceRoles, e: Experience) -> Before:
+def before(roles: ReinforceRoles, e: Experience) -> PolicyBefore:
     """Returns the state that is compared after the step."""
     segments = chosen([x for g in e.groups for x in g.episodes[:1]])
     packed = Packed.of(segments) if segments else None
     logp = log_probs(roles, segments, packed) if packed is not None else np.zeros(0, np.float32)
-    return Before(roles.trainer.version, packed, logp, slices(roles.trainer.trained()))
+    return PolicyBefore(roles.trainer.version, packed, logp, slices(roles.trainer.trained()))
 
 
 def log_probs(roles: ReinforceRoles, segments: Sequence[Segment], packed: Packed) -> np.ndarray:
@@ -102,7 +102,7 @@ def divergence(before_M: np.ndarray, after_M: np.ndarray) -> Gauge:
     return Gauge(float(np.sum(np.exp(gap) - 1 - gap)), float(len(gap)))
 
 
-def change(roles: ReinforceRoles, was: Before) -> Gauges:
+def change(roles: ReinforceRoles, was: PolicyBefore) -> Gauges:
     """The gauges of a step that moved weights."""
     out: Gauges = {}
     if was.packed is not None:

@@ -25,7 +25,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.exchange.scores import Odds
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.types import Episode, Group, Kept, Segment, Top
+from posttrain.core.types import Episode, Group, Segment, Top, TruncationSets
 from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent, ScoredEvent
 from posttrain.role.learning.logprob_tolerance import as_sampled, noise, unmeasured
 from posttrain.role.roles import ReinforceRoles
@@ -93,7 +93,7 @@ def beginning(s: Segment, spoken: int) -> Segment:
     if s.spoken <= spoken:
         return s
     end = int(np.flatnonzero(s.mask)[spoken - 1]) + 1
-    kept = None if s.kept is None else Kept.of(s.kept.sets()[:spoken])
+    kept = None if s.kept is None else TruncationSets.of(s.kept.sets()[:spoken])
     top = None if s.top is None else Top(s.top.ids[:spoken], s.top.logp[:spoken])
     in_turn = None if s.in_turn is None else s.in_turn[:spoken]
     routed = None if s.routed is None else s.routed[:end]

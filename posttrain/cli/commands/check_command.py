@@ -36,6 +36,6 @@ def add(sub: Subparsers) -> None:
 
 
 def check(o: Namespace) -> int:
-    from posttrain.evaluate import check_environment as checker
+    from posttrain.evaluation import check_environment as checker
 
     return checker.show(o.target, *o.overrides, tasks=o.tasks, rate=o.rate, as_json=o.json, trust=o.trust)

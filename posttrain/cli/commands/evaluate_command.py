@@ -82,7 +82,7 @@ def _add_search(p: ArgumentParser) -> None:
 
 
 def _search(o: Namespace) -> int:
-    from posttrain.evaluate.evaluate_search import evaluate_searches
+    from posttrain.evaluation.evaluate_search import evaluate_searches
 
     away = {
         "--answers": o.answers,
@@ -108,15 +108,15 @@ def _search(o: Namespace) -> int:
 
 
 def evaluate(o: Namespace) -> int:
-    from posttrain.evaluate.search_words import asks_search
+    from posttrain.evaluation.search_words import asks_search
 
     if asks_search(o.overrides):
         return _search(o)
     if o.out is not None or o.allow_fault:
         raise ConfigError("--out and --allow-fault are for searches: add search=best_of, say, or leave them out")
     from posttrain.api import main
-    from posttrain.evaluate.evaluate_endpoint import EndpointOptions, is_url
-    from posttrain.evaluate.reward_report import is_reward_model
+    from posttrain.evaluation.evaluate_endpoint import EndpointOptions, is_url
+    from posttrain.evaluation.reward_report import is_reward_model
 
     if not is_url(o.target) and is_reward_model(o.target, o.checkpoint):
         for line in _of_reward_model(o):
@@ -140,7 +140,7 @@ def evaluate(o: Namespace) -> int:
 def _of_reward_model(o: Namespace) -> list[str]:
     """Returns the report on a reward model's order of judged completions, or of the answers of policies."""
     from posttrain.api.reward_transfer import transfer
-    from posttrain.evaluate.reward_report import evaluate_reward_model
+    from posttrain.evaluation.reward_report import evaluate_reward_model
 
     given = {"--samples": o.samples, "--max-tokens": o.max_tokens, "--temperature": o.temperature}
     which = {"checkpoint": o.checkpoint, "trust": o.trust, "ema": o.ema}

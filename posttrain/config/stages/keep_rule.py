@@ -1,4 +1,5 @@
-"""Which of a prompt's judged completions are kept, to be imitated. Each rule is a type that owns its numbers.
+"""Rules that choose which of a prompt's judged completions are kept, to be imitated. Each rule is a type that owns its
+numbers.
 
 A rule reads the raw rewards of one prompt's completions and nothing else. Completions that could not be judged, and
 those that were cut off, never reach it (`role.learning.rejection_selection`).
@@ -24,7 +25,8 @@ class Keep(Open, ABC, begin=True):
 
     @abstractmethod
     def chosen(self, rewards: Sequence[float], improvement: int = 0) -> list[int]:
-        """Which of one prompt's completions are kept, the first to keep first. It may be none.
+        """Returns the indices of the completions of one prompt that are kept, the first to keep first. There may be
+        none.
 
         Args:
             improvement: how often the same completions were imitated from before (`RejectionMethod.improvements`).
@@ -36,7 +38,7 @@ class Keep(Open, ABC, begin=True):
 
     @property
     def thresholds(self) -> bool:
-        """Whether a completion is kept for its own reward, whatever the others got."""
+        """True where a completion is kept for its own reward, whatever the others got."""
         return False
 
 

@@ -30,9 +30,10 @@ class Regenerate:
     separator: str = "\n"
     """Text that ends a step, where completions find the first wrong one."""
     by: Literal["completions", "scores"] = "completions"
-    """What finds the first wrong step. completions: a step is right while any completion from its end is, and the steps
-    are halved until the first wrong one is left (2406.06592). scores: it is the first step that scores below `at`, by
-    a process reward model or by the environment; then only the steps before it are completed."""
+    """The method that finds the first wrong step. completions: a step is right while any completion from its end is,
+    and the steps are halved until the first wrong one is left (2406.06592). scores: it is the first step that scores
+    below `at`, by a process reward model or by the environment; then only the steps before it are completed.
+    """
     at: float = 0.5
     """The score below which a step is wrong, where scores find it."""
 
@@ -49,7 +50,8 @@ class Regenerate:
 
 @dataclass(frozen=True, kw_only=True)
 class RejectionMethod:
-    """What is kept of a round's completions, and from which weights it is imitated. Fields are choices."""
+    """The choice of which completions of a round are kept, and from which weights they are imitated. Fields are
+    choices."""
 
     name: str
     """As `method=NAME` names it."""
@@ -210,7 +212,8 @@ class Rejection(Stage):
         return self.method.rationalise
 
     def judged_alone(self, other: str) -> str:
-        """Why `other` cannot judge beside the environment: what goes on from a step is judged by the environment."""
+        """Returns the reason why `other` cannot judge beside the environment: what goes on from a step is judged by the
+        environment."""
         return (
             f"{self.name}.method.regenerate: completions are judged by the environment alone, and {other} pays the"
             " answers too. Take it out of env.rewards, or set regenerate=none; a process reward model that scores steps"

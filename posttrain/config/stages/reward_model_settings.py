@@ -33,37 +33,40 @@ class RewardModel(Stage):
     leaves_policy: ClassVar[bool] = False
 
     judgement: Literal["pair", "ranking", "rating", "label", "steps"] = "pair"
-    """What it learns from. pair: Bradley-Terry. ranking: Plackett-Luce, one unit a prompt. rating: numbers for the
-    attributes, squared error. label: good and bad completions, logistic. steps: labels of steps, logistic at the end of
-    each (a process reward model)."""
+    """The kind of judgement that it learns from. pair: Bradley-Terry. ranking: Plackett-Luce, one unit a prompt.
+    rating: numbers for the attributes, squared error. label: good and bad completions, logistic. steps: labels of
+    steps, logistic at the end of each (a process reward model).
+    """
     pool: Pool = "last"
     """Where its head reads. last: at the stop token, as transformers' sequence classification does. mean: the mean over
     the completion's tokens. token: every token of the completion, for labels alone (2110.14168)."""
     separator: str = "\n"
-    """Of steps: text that ends a step, in what it learns from and in what it scores."""
+    """Text that ends a step, where it learns labels of steps: in what it learns from and in what it scores."""
     soft: bool = False
-    """Of steps: learn the chance of a right answer (the rows' values), in place of whether there is one."""
+    """Learn, from labels of steps, the chance of a right answer (the rows' values), in place of whether there is
+    one."""
     labels_of: str | None = None
-    """Of steps: the earlier stage of this run that labelled them. None: the data has them."""
+    """The earlier stage of this run that labelled the steps. None: the data has the labels."""
     attributes: tuple[str, ...] = ()
     """Names of the ratings to learn, an output for each. None: one output."""
     gate: bool = False
     """With several attributes: the score weighs them by the prompt (2406.12845). Pairs train the weights, ratings the
     attributes: two stages, the second with optimizer.freeze=reward_head.score."""
     classes: int = 0
-    """Of one attribute with ratings 0, 1, ..., classes - 1: learn the class, and score the expected one. 0: learn the
-    number."""
+    """Number of classes, for one attribute with ratings 0, 1, ..., classes - 1: learn the class, and score the expected
+    one. 0: learn the number."""
     margin: bool = True
-    """Of pairs: the scores must differ by the margin that the data gives, where it gives one (2307.09288)."""
+    """Require that the scores of a pair differ by the margin that the data gives, where it gives one (2307.09288)."""
     centre: float = 0.0
     """Coefficient of (sum of a pair's scores)^2, which keeps scores near 0; 0.01 is usual (2312.09244)."""
     pairs: bool = False
     """Take a ranking as all of its pairs (2203.02155), in place of Plackett-Luce."""
     regularise: Regulariser = "none"
-    """Of pairs: what the language head, which stays beside the reward head, learns meanwhile, so that the hidden states
-    go on saying what they said of text and the score holds on other policies' answers (2406.10216). sft: the chosen
-    completion. dpo: DPO with the model that the stage begins with as its reference, the closed form of a reward model
-    against its own KL-regularised policy. dpo_free: DPO without a reference."""
+    """The task, for pairs, that the language head, which stays beside the reward head, learns meanwhile, so that the
+    hidden states still say of text what they said before, and the score holds on other policies' answers (2406.10216).
+    sft: the chosen completion. dpo: DPO with the model that the stage begins with as its reference, the closed form of
+    a reward model against its own KL-regularised policy. dpo_free: DPO without a reference.
+    """
     alpha: float = 0.01
     """With regularise: the loss is (1 - alpha) of the pairs' and alpha of the language head's, .01 as in the authors'
     code."""
@@ -149,7 +152,7 @@ class RewardModel(Stage):
         )
 
     def _unlabelled(self, stages: tuple[Stage, ...]) -> str:
-        """Why the stage that should have labelled steps for it did not."""
+        """Returns the reason why the stage that should have labelled steps for this one did not; '' where it did."""
         name = self.labels_of
         before = {s.name: s for s in stages[: next(i for i, s in enumerate(stages) if s.name == self.name)]}
         labeling = before.get(name or "")

@@ -31,7 +31,8 @@ OF_ADAM = ("beta1", "beta2", "eps")
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """How gradients change weights: the kind, the learning rate over the steps, and which parameters it is for.
+    """The rule by which gradients change weights: the kind, the learning rate over the steps, and which parameters it
+    is for.
 
     The global gradient norm is clipped, and weight decay is decoupled from the gradient, in every kind.
     """
@@ -140,12 +141,12 @@ class Optimizer:
         return next((factor for pattern, factor in self.rates if fits(pattern, name)), 1.0)
 
     def frozen(self, name: str) -> bool:
-        """Whether a parameter stays as it is."""
+        """Returns whether a parameter stays as it is."""
         return any(fits(pattern, name) for pattern in self.freeze)
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether the words of a pattern fit some words of a name that lie side by side.
+    """Returns whether the words of a pattern fit some words of a name that lie side by side.
 
     >>> fits("layers.0", "model.layers.0.mlp.up_proj.weight"), fits("layers.0", "model.layers.01.weight")
     (True, False)
@@ -271,22 +272,22 @@ class Stage(Open, begin=True):
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """How the names of parameters begin that belong to a head of the learner and that this stage trains."""
+        """The beginnings of the names of parameters that belong to a head of the learner and that this stage trains."""
         return ()
 
     @property
     def stores_top(self) -> int:
-        """How many of the most probable tokens are stored with each sampled token."""
+        """Number of the most probable tokens that are stored with each sampled token."""
         return 0
 
     @property
     def demonstrated(self) -> bool:
-        """Whether it reads demonstrations of the environment."""
+        """True where the stage reads demonstrations of the environment."""
         return False
 
     @property
     def hinted(self) -> bool:
-        """Whether it reads prompts with a hint, which the environment writes."""
+        """True where the stage reads prompts with a hint, which the environment writes."""
         return False
 
     @property
@@ -301,16 +302,16 @@ class Stage(Open, begin=True):
 
     @property
     def leaves_out_long(self) -> bool:
-        """Whether judgements that do not fit into the context are left out; else such data is refused."""
+        """True where judgements that do not fit into the context are left out; else such data is refused."""
         return False
 
     def beside(self, stages: tuple[Stage, ...]) -> str:
-        """Why it cannot be in a run with these stages; '' where it can."""
+        """Returns the reason why this stage cannot be in a run with these stages; '' where it can."""
         return ""
 
     def refuses(self, env: str, styles: tuple[str, ...]) -> str:
-        """Why this stage cannot use an environment of this name that writes demonstrations in these styles;
-        '' where it can."""
+        """Returns the reason why this stage cannot use an environment of this name that writes demonstrations in these
+        styles; '' where it can."""
         return ""
 
 
@@ -320,7 +321,7 @@ def offered(styles: Sequence[str]) -> str:
 
 
 def refusals(stages: tuple[Stage, ...]) -> Iterator[str]:
-    """What is wrong with these stages in this order. Each message says what to change."""
+    """Yields a message about each fault of these stages in this order. Each message says what to change."""
     names = [s.name for s in stages]
     for i, s in enumerate(stages):
         before = [START, *names[:i]]

@@ -1,4 +1,5 @@
-"""What roles, learners and samplers hand to each other beside batches: scores, expert choices, parts of weights, ranks.
+"""The data that roles, learners and samplers give each other beside batches: scores, expert choices, parts of weights,
+ranks.
 
 Begin with `experience` (all that one step played) and `scores` (what a forward pass gives).
 """

@@ -1,4 +1,4 @@
-"""Which experts a mixture's routers chose for each token: the sampler's choices, as they travel to the learner.
+"""The experts that a mixture's routers chose for each token: the sampler's choices, as they travel to the learner.
 
 `routed` is int16 [T, R, K]: for each of T tokens and each of R layers with a router the K experts that computed it,
 in the order of their weights. A row is UNKNOWN where nothing is known of a token: the last one of a sequence is never
@@ -68,12 +68,12 @@ def packed_routed(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) ->
 
 @dataclass(frozen=True, eq=False)
 class RoutedPass:
-    """What the routers of one forward pass did with N packed tokens. int16 [N, R, K] and float32."""
+    """The record of the routers in one forward pass of N packed tokens. int16 [N, R, K] and float32."""
 
     used: np.ndarray
     """The experts that computed each token."""
     own: np.ndarray
-    """Those that its router would have chosen from the same hidden state."""
+    """The experts that each router would have chosen from the same hidden state."""
     regret: np.ndarray
     """[N, R]: how much higher the best expert that was not used has its router logit than the worst used one; below 0
     where the used ones are the router's own choice."""
@@ -94,7 +94,7 @@ class Routers(Protocol):
     """The routers of a learner's mixture of experts."""
 
     def read(self, packed: Packed, *, replay: bool) -> RoutedPass:
-        """What they do in a forward pass with the learner's present weights, without gradient.
+        """Returns the record of the routers in a forward pass with the learner's present weights, without gradient.
 
         Args:
             replay: follow the choices of `packed.routed_N` where they are known.

@@ -1,4 +1,5 @@
-"""Which sequences of a minibatch share a micro-batch: first-fit decreasing, with sequences that begin alike together.
+"""Decides which sequences of a minibatch share a micro-batch: first-fit decreasing, with sequences that begin alike
+together.
 
 What begins alike is computed once where it lies in one micro-batch: the prompt of siblings, earlier turns of an
 episode, the question of a pair. So sequences are first joined to families, and the families are packed.
@@ -31,7 +32,7 @@ devices keys and values, lie in memory once for every token."""
 
 @dataclass(frozen=True)
 class Room:
-    """How much fits into a micro-batch.
+    """The capacity of a micro-batch.
 
     Args:
         tokens: positions that are computed at once.
@@ -42,8 +43,8 @@ class Room:
     once: bool = False
 
     def holds(self, packed: Any, own: Any) -> Any:
-        """Whether items of `packed` tokens fit, of which `own` positions are computed where they are shared. Numbers or
-        arrays."""
+        """Returns whether items of `packed` tokens fit, of which `own` positions are computed where beginnings are
+        shared. Numbers or arrays."""
         shared = (own <= self.tokens) & (packed <= PACKED * self.tokens) & (own <= (1 - WORTH) * packed)
         return (packed <= self.tokens) | (shared if self.once else False)
 

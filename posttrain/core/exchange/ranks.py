@@ -26,7 +26,7 @@ class Ranks(Protocol):
 
     @property
     def world(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         ...
 
     def every(self, value: Any) -> list[Any]:
@@ -63,7 +63,7 @@ def check_same(ranks: Ranks, value: Any, what: str, advice: str) -> None:
 
 
 def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
-    """What `function` returns on each rank, in the order of the ranks.
+    """Returns the results of `function` on each rank, in the order of the ranks.
 
     Raises:
         InvariantError: on every rank, where it was raised on one; the first such rank is named.
@@ -83,8 +83,9 @@ def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
 
 
 def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
-    """Of one value of each rank, a norm of its part of `what`, those of the ranks that hold one copy of all weights
-    together. Ranks with copies (`replicas`) hold the same parts in the same order, so theirs must be the same bits.
+    """Returns the values of the ranks that hold one copy of all weights together. The value of a rank is a norm of its
+    part of `what`. Ranks with copies (`replicas`) hold the same parts in the same order, so theirs must be the same
+    bits.
 
     Raises:
         InvariantError: on every rank, where two copies differ.

@@ -1,5 +1,5 @@
-"""Who asks an engine for a turn. It travels with the coroutine, so that an engine pool can name the episode that waits,
-or whose turn killed its engines."""
+"""The episode that asks an engine for a turn. It travels with the coroutine, so that an engine pool can name the
+episode that waits, or whose turn killed its engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Asker:
+class RequestOwner:
     """One episode."""
 
     stream: str
@@ -22,16 +22,16 @@ class Asker:
         return f"task {self.task!r}, visit {self.visit}, sibling {self.sibling} ({self.stream})"
 
 
-_ASKER: ContextVar[Asker | None] = ContextVar("asker", default=None)
+_ASKER: ContextVar[RequestOwner | None] = ContextVar("asker", default=None)
 
 
-def asker() -> Asker | None:
+def asker() -> RequestOwner | None:
     """The episode in whose coroutine this is called; None outside of one."""
     return _ASKER.get()
 
 
 @contextmanager
-def asked_for(who: Asker) -> Generator[None]:
+def asked_for(who: RequestOwner) -> Generator[None]:
     """Everything that is asked inside the block is asked for this episode."""
     token = _ASKER.set(who)
     try:
@@ -41,10 +41,10 @@ def asked_for(who: Asker) -> Generator[None]:
 
 
 DEADLY = "dead_letter"
-"""Source and kind of the verdict on an episode whose turn raised `DeadLetter`."""
+"""Source and kind of the verdict on an episode whose turn raised `UnanswerableTurn`."""
 
 
-class DeadLetter(Exception):
+class UnanswerableTurn(Exception):
     """A turn that killed every engine it was given to, or an episode that killed every process that played it. It fails
     its episode, and does not stop the run.
 
@@ -52,7 +52,7 @@ class DeadLetter(Exception):
     """
 
     def __init__(
-        self, who: Asker | None, deaths: int, cause: str, of: str = "engines died while they sampled its turn"
+        self, who: RequestOwner | None, deaths: int, cause: str, of: str = "engines died while they sampled its turn"
     ) -> None:
         self.who, self.deaths, self.cause = who, deaths, cause
         super().__init__(

@@ -1,4 +1,5 @@
-"""What one role of a run does now: a row of the table that a terminal shows, and a line of the message of a stall."""
+"""The present work of one role of a run: a row of the table that a terminal shows, and a line of the message of a
+stall."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ class RoleRow:
     name: str
     doing: str
     depth: str = ""
-    """What it holds, such as `3 turns`."""
+    """The work that the role holds, such as `3 turns`."""
     tokens: int | None = None
     """In flight: asked for and not answered yet, those of prompts included."""
     age: float | None = None

@@ -26,7 +26,7 @@ def whole(gradient: Any) -> Any:
 
 
 def place(gradient: Any, at: int) -> int:
-    """Where number `at` of the flattened `held` stands in the flattened whole."""
+    """Returns the position in the flattened whole of number `at` of the flattened `held`."""
     if not gradient.is_sparse:
         return at
     row, column = divmod(at, gradient.shape[1])

@@ -14,7 +14,7 @@ from posttrain.core.batch import Packed
 
 @dataclass(frozen=True)
 class Rewards:
-    """What a reward model's head gives for S segments: torch tensors, float32 at least."""
+    """The output of a reward model's head for S segments: torch tensors, float32 at least."""
 
     score: Any
     """[S]: the one number of each segment."""
@@ -77,7 +77,7 @@ class ExpectedUpdate:
 
 
 class AdapterTrial(Protocol):
-    """What is needed to show that a sampler computes with the learner's adapter."""
+    """The methods that are needed to show that a sampler computes with the learner's adapter."""
 
     def loud(self) -> AbstractContextManager[None]:
         """Inside, the adapter holds numbers that change log-probs by much; afterwards its own again, bit for bit."""

@@ -44,7 +44,7 @@ class Shard:
 
     @property
     def whole(self) -> bool:
-        """Whether this is all of the weight."""
+        """True where this shard is all of the weight."""
         return tuple(self.tensor.shape) == self.shape
 
     @property
@@ -53,5 +53,5 @@ class Shard:
         return tuple(slice(at, at + n) for at, n in zip(self.offsets, self.tensor.shape, strict=True))
 
     def overlaps(self, other: Shard) -> bool:
-        """Whether some entry of the full tensor is in both parts."""
+        """Returns whether some entry of the full tensor is in both parts."""
         return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(self.box, other.box, strict=True))

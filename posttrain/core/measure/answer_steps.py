@@ -86,8 +86,8 @@ def aggregated(scores: Sequence[float], how: Aggregate) -> float:
 
 
 def progress(scores: Sequence[float]) -> tuple[float, ...]:
-    """Of each step by how much it raised the chance of success: its score less that of the step before it (2410.08146).
-    The chance before the first step is the same for all answers to a prompt, and is taken as 0.
+    """Returns the amount by which each step raised the chance of success: its score less that of the step before it
+    (2410.08146). The chance before the first step is the same for all answers to a prompt, and is taken as 0.
 
     >>> [round(x, 3) for x in progress([0.2, 0.3, 0.1])]
     [0.2, 0.1, -0.2]
@@ -106,7 +106,7 @@ def first_error(scores: Sequence[float], at: float = 0.5) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepValues:
-    """How often the completions from the end of each step were right."""
+    """Counts of the completions from the end of each step, and of the right ones among them."""
 
     right: tuple[int, ...]
     """Right completions, of each step."""
@@ -115,7 +115,7 @@ class StepValues:
 
     @property
     def hard(self) -> tuple[bool, ...]:
-        """Whether any completion was right (2312.08935, hard estimation).
+        """Returns for each step whether any completion was right (2312.08935, hard estimation).
 
         >>> StepValues(right=(0, 3, 8), asked=(8, 8, 8)).hard
         (False, True, True)

@@ -1,4 +1,4 @@
-"""Whether numbers differ, or are equal up to rounding. Credit, filters, whitening and scales use this one rule.
+"""Decides whether numbers differ, or are equal up to rounding. Credit, filters, whitening and scales use this one rule.
 
 Rounding is relative to the terms that a number was summed from, not to the number itself. For example .1 + .2 - .3 is
 5.6e-17 instead of 0, and the sum of its absolute terms is .6. So rewards are stored with the sum of their absolute
@@ -23,7 +23,7 @@ def rounding(sizes: Sequence[float] | np.ndarray, resolution: float = RESOLUTION
 
 
 def spread(values: Sequence[float] | np.ndarray, noise: float) -> bool:
-    """Whether values have spread: there are at least two, and max - min > `noise` (from `rounding`).
+    """Returns whether values have spread: there are at least two, and max - min > `noise` (from `rounding`).
 
     >>> alike, summed = rounding([0.3]), rounding([0.0, 0.6])
     >>> spread([0.3, 0.1 + 0.2, 0.3], alike), spread([0.0, 0.1 + 0.2 - 0.3], summed), spread([0, 1], rounding([1]))

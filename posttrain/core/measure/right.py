@@ -1,4 +1,4 @@
-"""What counts as a right answer, and whether rewards are pass or fail or grades. Every reader of a reward asks here.
+"""Decides which answers are right, and whether rewards are pass or fail or grades. Every reader of a reward asks here.
 
 Outcomes are pass or fail if each is 0 or 1. Then what leads is the accuracy, the share of right answers. Else they are
 grades, and the mean reward leads. A right answer has an outcome of at least `Env.right`. Where that is not set it is
@@ -36,7 +36,7 @@ class Right:
     """Whether the weights of the sources sum to 1, so that it may be full marks."""
 
     def of(self, outcome: float | None) -> bool:
-        """Whether an outcome is right."""
+        """Returns whether an outcome is right."""
         return self.at is not None and outcome is not None and outcome >= self.at - SLACK * max(1.0, abs(self.at))
 
     def share(self, outcomes: Sequence[float] | np.ndarray) -> float:
@@ -49,7 +49,7 @@ class Right:
 
 
 def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = False) -> Right:
-    """What is right by the sources of what is paid, or of what is measured."""
+    """Returns the rule for right answers, from the sources of what is paid, or of what is measured."""
     if named is not None:
         return Right(named, True)
     own = [j for j in verdicts if (j.measured if measured else j.counts)]
@@ -60,7 +60,7 @@ def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = F
 
 
 class Vouching(Protocol):
-    """What an environment says of its right answers (`core.abilities.GoldAnswers`)."""
+    """The promise of an environment about its right answers (`core.abilities.GoldAnswers`)."""
 
     @property
     def vouched(self) -> bool: ...
@@ -76,7 +76,7 @@ class PaidBy(Protocol):
 
 
 class Paid(Protocol):
-    """What pays an episode (`config.env.Env`)."""
+    """The settings by which an episode is paid (`config.env.Env`)."""
 
     @property
     def right(self) -> float | None: ...
@@ -99,7 +99,7 @@ def named_right(config: Paid, gold: Vouching | None) -> float | None:
 
 @dataclass(frozen=True)
 class Grades:
-    """How some outcomes are to be read.
+    """The way to read some outcomes: as pass or fail, or as grades.
 
     >>> letters, rubric = Grades.of([16, 17, 18.0]), Grades.of([0.1, 0.9])
     >>> letters.graded, letters.tells, rubric.tells, Grades.of([0.2, 1.0]).tells, Grades.of([0, 1, 1]).graded
@@ -121,12 +121,12 @@ class Grades:
 
     @property
     def graded(self) -> bool:
-        """Whether the mean reward leads."""
+        """True where the outcomes are grades, so that the mean reward leads."""
         return not (self.binary and self.right.at is not None and 0 < self.right.at <= 1)
 
     @property
     def tells(self) -> bool:
-        """Whether the share of right answers says something."""
+        """True where the share of right answers says something."""
         r = self.right
         sure = r.named or not self.graded
         return r.at is not None and (sure or (r.full and abs(self.high - r.at) <= SLACK))
@@ -144,7 +144,7 @@ class Grades:
         return min(0.0, self.low), max(1.0, self.high)
 
     def __or__(self, other: Grades) -> Grades:
-        """How the outcomes of both are to be read."""
+        """Returns the way to read the outcomes of both."""
         right = self.right if self.right.at is None else other.right
         low, high = min(self.low, other.low), max(self.high, other.high)
         return Grades(right, low, high, self.binary and other.binary)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from posttrain.config.engines import KernelChoice
 from posttrain.core.gauge import Gauges
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.engine.embedded.cache.cache_blocks import BLOCK, Blocks, blocks_for
 from posttrain.engine.embedded.cache.forward_plan import BUDGET
 from posttrain.engine.embedded.cache.recurrent_recompute import RecomputedModel
@@ -176,7 +176,7 @@ class EmbeddedEngine:
 
     async def generate(
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
-    ) -> Said:
+    ) -> SampledTurn:
         """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call
         frees its slot and blocks.
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.engine.embedded.cache.cached_model import CachedModel
 from posttrain.engine.embedded.cache.forward_plan import Drafts, Plan
 from posttrain.engine.embedded.cache.key_value_cache import ragged_arange
@@ -19,7 +19,7 @@ from posttrain.engine.embedded.schedule.slot_rules import NoDraw, NothingLeft
 from posttrain.engine.embedded.schedule.slots import GenerateCall
 from posttrain.engine.embedded.schedule.timeline import Timeline
 from posttrain.engine.embedded.speculation import DraftModel, Proposer, positions_ahead, verify, within
-from posttrain.engine.embedded.token_sampler import DrawnTokens, Spread, draw
+from posttrain.engine.embedded.token_sampler import DrawDistributions, DrawnTokens, draw
 from posttrain.system.errors import EngineError
 
 
@@ -144,7 +144,9 @@ class Stepper:
         ahead = np.where(np.arange(padded.shape[1]) < step[:, None], padded[each], -1)
         accept = self.proposer.accepts(slots, at[each], step) if isinstance(self.proposer, DraftModel) else None
         try:
-            spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[each], ahead), self.served.kernels)
+            spread = DrawDistributions.of(
+                self.served.logits(hidden), slots.contracts.at(at[each], ahead), self.served.kernels
+            )
             drawn, accepted = verify(spread, drafts, slots.uniforms[at[each], slots.said[at[each]] + step], accept)
         # for some slot nothing can be drawn: a draw without drafts gives only that request the error
         except NoDraw:
@@ -176,7 +178,7 @@ class Stepper:
                 self.scheduler.free(s)
                 self._answer(request, said)
 
-    def _with_experts(self, s: int, said: Said) -> Said:
+    def _with_experts(self, s: int, said: SampledTurn) -> SampledTurn:
         """A turn with the experts of every token that was computed for it, where the model is a mixture of them."""
         slots = self.scheduler.slots
         routed = self.served.routed(slots.table[s, : slots.cached[s]])
@@ -193,7 +195,7 @@ class Stepper:
             self.scheduler.free(s)
             self._answer(request, error)
 
-    def _answer(self, request: GenerateCall | None, answer: Said | Exception) -> None:
+    def _answer(self, request: GenerateCall | None, answer: SampledTurn | Exception) -> None:
         assert request is not None
         if self.timeline is not None:
             self.timeline.phase(request, None)

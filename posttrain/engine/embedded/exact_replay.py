@@ -97,7 +97,8 @@ class SamplerReplay:
         rules: LogitRules | None,
         mask: KeptMask | None,
     ) -> Tensor:
-        """As `token_sampler.Spread` computes it, with the kept sets of the draw. `said`: the tokens [C] of z [C, V]."""
+        """As `token_sampler.DrawDistributions` computes it, with the kept sets of the draw. `said`: the tokens [C] of z
+        [C, V]."""
         if rules is not None:
             for row, m in zip(z.split(1), said.tolist(), strict=True):
                 rules.adjust(row, m)

@@ -32,7 +32,7 @@ from posttrain.engine.embedded.cache.cached_model import CachedModel
 from posttrain.engine.embedded.cache.forward_plan import Drafts
 from posttrain.engine.embedded.cache.key_value_cache import ragged_arange
 from posttrain.engine.embedded.schedule.slots import GenerateCall, Slots
-from posttrain.engine.embedded.token_sampler import DrawnTokens, Spread, pick
+from posttrain.engine.embedded.token_sampler import DrawDistributions, DrawnTokens, pick
 from posttrain.system.errors import EngineError
 
 MAX_NGRAM = 3
@@ -165,7 +165,7 @@ class DraftModel:
             go = np.flatnonzero(most > j)
             position = slots.cached[at[go]] + j
             hidden = self.served.ahead(slots, at[go], token[go], position)
-            spread = Spread.of(
+            spread = DrawDistributions.of(
                 self.served.logits(hidden), slots.contracts.at(at[go], ids[go] if j else None), self.served.kernels
             )
             drawn = spread.draw(self._chance[at[go], 0, slots.said[at[go]] + j])
@@ -191,7 +191,7 @@ class DraftModel:
 
 
 def verify(
-    spread: Spread, drafts: Drafts, uniform: np.ndarray, accept_at: np.ndarray | None
+    spread: DrawDistributions, drafts: Drafts, uniform: np.ndarray, accept_at: np.ndarray | None
 ) -> tuple[DrawnTokens, np.ndarray]:
     """(a token for every row, and int64 [n] how many drafts of each slot are accepted).
 
@@ -214,7 +214,7 @@ def verify(
 
 
 def _residual(
-    spread: Spread,
+    spread: DrawDistributions,
     drafts: Drafts,
     uniform: np.ndarray,
     accept_at: np.ndarray,

@@ -172,7 +172,7 @@ class DrawnTokens:
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
+class DrawDistributions:
     """The distributions that B tokens are drawn from, each under its contract."""
 
     logp: Tensor
@@ -190,7 +190,7 @@ class Spread:
     """Rows after drafted tokens in which every token is banned. Their distributions have no meaning."""
 
     @staticmethod
-    def of(logits: Tensor, contracts: Contracts, kernels: KernelChoice = "auto") -> Spread:
+    def of(logits: Tensor, contracts: Contracts, kernels: KernelChoice = "auto") -> DrawDistributions:
         """logits: float32 [B, V], overwritten. `kernels` as in `pick`.
 
         Raises:
@@ -198,7 +198,7 @@ class Spread:
         """
         c, dead = contracts, NOTHING
         if c.easy:
-            return Spread(torch.log_softmax(logits, -1), c, None, NOTHING, None, kernels, NOTHING)
+            return DrawDistributions(torch.log_softmax(logits, -1), c, None, NOTHING, None, kernels, NOTHING)
         if c.rules is not None:
             dead = c.rules.adjust(logits, np.arange(len(logits)) if c.slots is None else c.slots, c.ahead)
         if np.any(c.beta != 1):
@@ -211,7 +211,7 @@ class Spread:
             z = logits.index_select(0, rows)
             mask = kept_mask(z, c.at(cut)) & (z > INF)
             logits.index_copy_(0, rows, z.masked_fill_(~mask, INF))
-        return Spread(torch.log_softmax(logits, -1), c, best, cut, mask, kernels, dead)
+        return DrawDistributions(torch.log_softmax(logits, -1), c, best, cut, mask, kernels, dead)
 
     def probabilities(self) -> Tensor:
         """[B, V]: the probabilities. A greedy row has probability 1 on its most probable token."""
@@ -252,7 +252,7 @@ def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray, kernels: Ker
         NothingLeft: in some rows every token is banned.
         NotADistribution: some rows have probabilities that are not finite.
     """
-    return Spread.of(logits, contracts, kernels).draw(uniform)
+    return DrawDistributions.of(logits, contracts, kernels).draw(uniform)
 
 
 def _top(logp: Tensor, k: int) -> Top | None:

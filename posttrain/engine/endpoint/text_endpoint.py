@@ -14,7 +14,7 @@ import numpy as np
 
 from posttrain.core.content import content_of, text_of
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import OUTSIDE, Message, Said, Stop
+from posttrain.core.types import OUTSIDE, Message, SampledTurn, Stop
 from posttrain.engine.endpoint.endpoint_sampler import EndpointSampler
 from posttrain.system.errors import ConfigError, EngineError, InvariantError
 from posttrain.verifier.discover import RemoteModel
@@ -112,7 +112,7 @@ class TextSampler(EndpointSampler):
         """The ids are not tokens, so there is no bound here. The endpoint refuses what is too long."""
         return 2**31 - 1
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         """One turn after `ids`, which are ids of this sampler's vocabulary."""
         if sampling.stop_ids != ():
             raise EngineError(
@@ -135,7 +135,7 @@ class TextSampler(EndpointSampler):
             raise self.broken(f"what it said is no text but {type(text).__name__}")
         said = [self._pieces.id(TextPiece("assistant", text or "")), *[0] * (count - 1)]
         n = len(said)
-        return Said(
+        return SampledTurn(
             np.array(said, np.int32),
             np.zeros(n, np.float32),
             np.full(n, OUTSIDE, np.int32),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import OUTSIDE, Said, Stop, Top
+from posttrain.core.types import OUTSIDE, SampledTurn, Stop, Top
 from posttrain.engine.endpoint.endpoint_sampler import EndpointSampler, checked_prompt
 from posttrain.system.errors import ConfigError, DataError, EndpointError, EngineError
 from posttrain.verifier.discover import RemoteModel
@@ -36,7 +36,7 @@ class TokenSampler(EndpointSampler):
                 " the tokenizer out (evaluation by text), or say dialect=vllm if it is vLLM behind a proxy"
             )
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         """Continue int32 [T] `ids` by one turn; `place` becomes the request's seed."""
         if sampling.stop_ids is None:
             raise EngineError(
@@ -74,7 +74,7 @@ class TokenSampler(EndpointSampler):
         stop = self._stop(choice.get("finish_reason"), said, sampling, most)
         version = np.full(len(said), 0 if self.cut is None else OUTSIDE, np.int32)
         told = np.zeros(len(said), np.float32) if sampling.greedy else logp
-        return Said(np.array(said, np.int32), told, version, stop, None, top)
+        return SampledTurn(np.array(said, np.int32), told, version, stop, None, top)
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`; from the endpoint's prompt_logprobs."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.core.types import Kept
+from posttrain.core.types import TruncationSets
 from posttrain.engine.head.logit_rules import LogitRules
 from posttrain.engine.layers.layer_products import fits, linear
 from posttrain.system.errors import InvariantError
@@ -21,7 +21,7 @@ from posttrain.system.errors import InvariantError
 class KeptMask:
     """Kept sets on the device, from which the mask of each chunk is made."""
 
-    def __init__(self, kept: Kept, device: torch.device) -> None:
+    def __init__(self, kept: TruncationSets, device: torch.device) -> None:
         self.offsets = kept.offsets
         self.rows = torch.from_numpy(np.repeat(np.arange(len(kept)), np.diff(kept.offsets))).to(device)
         self.ids = torch.from_numpy(kept.ids.astype(np.int64)).to(device)
@@ -42,7 +42,7 @@ class KeptMask:
 class KeptSets(KeptMask):
     """Kept sets, checked at construction: each holds the token that was said. InvariantError otherwise."""
 
-    def __init__(self, kept: Kept, targets: Tensor) -> None:
+    def __init__(self, kept: TruncationSets, targets: Tensor) -> None:
         said = np.repeat(targets.cpu().numpy(), np.diff(kept.offsets)) == kept.ids
         inside = np.logical_or.reduceat(said, kept.offsets[:-1]) if len(kept) else np.zeros(0, bool)
         if not inside.all():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from posttrain.config.engines import KernelChoice
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Kept
+from posttrain.core.types import TruncationSets
 from posttrain.engine.head.kernel_table import kernel
 from posttrain.engine.head.logit_rules import LogitRules
 from posttrain.engine.head.logit_transform import KeptMask, KeptSets, LogitTransform, logit_dtype
@@ -48,7 +48,7 @@ def logprobs(
     targets: Tensor,
     *,
     sampling: Sampling,
-    kept: Kept | None = None,
+    kept: TruncationSets | None = None,
     rules: LogitRules | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
@@ -97,7 +97,7 @@ def candidates(
     ids_MK: Tensor,
     *,
     sampling: Sampling,
-    kept: Kept | None = None,
+    kept: TruncationSets | None = None,
     rules: LogitRules | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
@@ -120,7 +120,7 @@ def most_probable(
     k: int,
     *,
     sampling: Sampling,
-    kept: Kept | None = None,
+    kept: TruncationSets | None = None,
     rules: LogitRules | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
@@ -156,7 +156,7 @@ def energies(
     targets: Tensor | None,
     *,
     sampling: Sampling,
-    kept: Kept | None = None,
+    kept: TruncationSets | None = None,
     rules: LogitRules | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
@@ -188,7 +188,7 @@ def odds(
     temperatures: Sequence[float],
     *,
     sampling: Sampling,
-    kept: Kept | None = None,
+    kept: TruncationSets | None = None,
     rules: LogitRules | None = None,
     softcap: float | None = None,
     scale: float = 1.0,

@@ -25,7 +25,7 @@ from posttrain.engine.layers.fused_layers import training_read_out
 from posttrain.engine.layers.packed_routing import PackedRouting
 from posttrain.engine.layers.shared_prefixes import Sharing
 from posttrain.engine.model.policy_model import Policy
-from posttrain.engine.model.recurrent_state import Alone, is_stateful
+from posttrain.engine.model.recurrent_state import SeparateRows, is_stateful
 from posttrain.system.errors import DataError
 
 SCORE_TOKENS = 16384
@@ -51,7 +51,7 @@ class PackedReader:
         self._proved = False
         self.out = training_read_out(policy.module, policy.kernels)
         self._rows = (
-            Alone(self.out, policy.kernels)
+            SeparateRows(self.out, policy.kernels)
             if is_stateful(policy.module)
             else Sharing(self.out, policy.kernels, policy.share_prefixes, every=self.routers is not None)
         )

@@ -71,7 +71,7 @@ class RowLayout:
         return function(query, key, value, mask, scaling, softcap).transpose(1, 2)
 
 
-class Alone:
+class SeparateRows:
     """Hidden states of packed segments, each computed in a row of its own. It has the interface of
     `shared_prefixes.Sharing` and its order of rows."""
 

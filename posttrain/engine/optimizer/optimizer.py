@@ -22,7 +22,7 @@ from posttrain.core.exchange.ranks import ALONE, Ranks, check_same, joint_norm, 
 from posttrain.core.exchange.row_gradient import held, joined, whole
 from posttrain.core.exchange.scores import ExpectedUpdate
 from posttrain.engine.optimizer.loss_scale import WORDS, LossScale
-from posttrain.engine.optimizer.optimizer_offload import StateAtHome, groups
+from posttrain.engine.optimizer.optimizer_offload import OffloadedState, groups
 from posttrain.engine.optimizer.update_rules import Moments, Momentum, Orthogonal, UpdateRule
 from posttrain.system.errors import ConfigError, InvariantError, RunFolderError
 
@@ -81,7 +81,7 @@ class StageOptimizer:
                 f" several ranks. Set it to {' or '.join(ELEMENTWISE)}, or train in one process"
             )
         self.config, self.ranks = config, ranks
-        self._home = None if home is None else StateAtHome(home)
+        self._home = None if home is None else OffloadedState(home)
         self._scale = LossScale() if scaled else None
         self.steps = 0
         """Optimizer steps taken."""

@@ -37,7 +37,7 @@ def groups(tensors: Mapping[str, Tensor], most: int = GROUP) -> Iterator[list[st
         yield group
 
 
-class StateAtHome:
+class OffloadedState:
     """Moves tensors between their home and the device that computes.
 
     Args:

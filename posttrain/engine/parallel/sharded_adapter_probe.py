@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from posttrain.engine.adapters.adapter_modules import layers
 from posttrain.engine.learner.learner import HFLearner
-from posttrain.engine.parallel.sharded_cut import first_row
+from posttrain.engine.parallel.shard_modules import first_row
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 
 

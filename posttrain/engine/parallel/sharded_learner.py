@@ -38,8 +38,8 @@ from posttrain.engine.model.architecture_kinds import EXPERTS
 from posttrain.engine.model.policy_model import Policy, named_tensors, served_tensors
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
-from posttrain.engine.parallel.sharded_cut import Inside, cut, first_row, rows_of, shard_of, with_memory
-from posttrain.engine.parallel.sharded_layers import prove_layers
+from posttrain.engine.parallel.shard_modules import OutermostModule, cut, first_row, rows_of, shard_of, with_memory
+from posttrain.engine.parallel.sharded_fused_proof import prove_layers
 from posttrain.engine.parallel.sharded_scoring import divided
 from posttrain.engine.parallel.sharded_sharing import prove
 from posttrain.system.errors import ConfigError
@@ -242,7 +242,7 @@ class ShardedLearner(HFLearner):
 
 
 @torch.no_grad()
-def _filled(outermost: Inside, policy: Policy, dtype: torch.dtype, fill: Filler) -> None:
+def _filled(outermost: OutermostModule, policy: Policy, dtype: torch.dtype, fill: Filler) -> None:
     """Read this rank's parts of weights that have no memory yet. Those of a value head are 0."""
     blank = with_memory(outermost)
     held = dict(outermost.named_parameters())

@@ -32,7 +32,7 @@ from posttrain.engine.model.policy_model import Policy, prepared
 from posttrain.engine.model.stop_tokens import resolve_stops
 from posttrain.engine.model.supported_models import accept
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
-from posttrain.engine.parallel.sharded_cut import remade
+from posttrain.engine.parallel.shard_modules import remade
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.system.errors import ConfigError, InvariantError
 from posttrain.system.machine import freed_at_once

@@ -19,11 +19,11 @@ from posttrain.engine.learner.frozen_reference import AdapterOff, begins
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
-from posttrain.engine.parallel.sharded_cut import rows_of
+from posttrain.engine.parallel.shard_modules import rows_of
 from posttrain.engine.parallel.sharded_learner import Filler, ShardedLearner
 
 
-class Mould:
+class EmptyModule:
     """The module of a policy without its numbers, taken before the policy is cut. Buffers are kept."""
 
     def __init__(self, policy: Policy) -> None:
@@ -53,7 +53,7 @@ class ShardedReference:
 
     _held: HFLearner
 
-    def __init__(self, learner: ShardedLearner, mould: Mould, ranks: ProcessRanks) -> None:
+    def __init__(self, learner: ShardedLearner, mould: EmptyModule, ranks: ProcessRanks) -> None:
         self._held = ShardedLearner(mould.blank(), ranks, fill=rows_now(learner))
         self._held.policy.module.eval()
         self.digest = self.fingerprint()
@@ -74,7 +74,7 @@ class ShardedReference:
         return self._held.fingerprint()
 
 
-def frozen_rows(learner: ShardedLearner, mould: Mould, ranks: ProcessRanks) -> Reference:
+def frozen_rows(learner: ShardedLearner, mould: EmptyModule, ranks: ProcessRanks) -> Reference:
     """A reference that scores as the policy does now, whatever is learned later. Every rank calls it."""
     if learner.policy.lora is not None and begins(learner.policy, learner.inside):
         return AdapterOff(learner)

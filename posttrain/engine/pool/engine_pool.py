@@ -5,7 +5,7 @@ from another one, and a synchronous run ends as if nobody had died. All engines 
 come, no new turn is given away.
 
 A turn that has seen all but one of the engine deaths it may cause is asked alone. If that engine dies too, the turn is
-guilty: it raises `DeadLetter`, which fails its episode only.
+guilty: it raises `UnanswerableTurn`, which fails its episode only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from posttrain.core.exchange.request_owner import DeadLetter, asker
+from posttrain.core.exchange.request_owner import UnanswerableTurn, asker
 from posttrain.core.exchange.role_status import RoleRow
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.engine.pool.parent_side import EngineDied, EngineHost, NewHost, PoolSender, has_started
 from posttrain.engine.pool.pool_turns import PooledEngine, PooledTurn, measured, summary, unassigned
 from posttrain.engine.pool.pool_waits import WaitList, aside, attended, briefly
@@ -114,7 +114,7 @@ class EnginePool:
         n = len(self._engines)
         return f"{n} engine{'s' * (n > 1)} in processes of {'their' if n > 1 else 'its'} own; {self._facts.described}"
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         """Sample one turn; see `core.ports.Sampler`. It is asked again where its engine dies.
 
         Raises:
@@ -245,7 +245,7 @@ class EnginePool:
             self._free(engine)
         return empty
 
-    async def _asked(self, engine: PooledEngine, turn: PooledTurn) -> Said:
+    async def _asked(self, engine: PooledEngine, turn: PooledTurn) -> SampledTurn:
         try:
             future = engine.host.call("generate", turn.ids, turn.sampling, turn.place)
             future.add_done_callback(lambda _: engine.meter.end(turn))
@@ -261,9 +261,9 @@ class EnginePool:
         """Count the death of an engine that had the turn."""
         turn.deaths += 1
         if turn.deaths >= self._deaths and (turn.alone or self._deaths == 1):
-            raise DeadLetter(turn.who, turn.deaths, cause)
+            raise UnanswerableTurn(turn.who, turn.deaths, cause)
 
-    def _delivered(self, engine: PooledEngine, turn: PooledTurn, said: Said) -> None:
+    def _delivered(self, engine: PooledEngine, turn: PooledTurn, said: SampledTurn) -> None:
         """Count an answer, whose tokens must be of versions that the pool served meanwhile."""
         first, last = (int(said.version.min()), int(said.version.max())) if len(said.ids) else (turn.version,) * 2
         newest = self._parcel.version if self._parcel is not None and self._loads else self._version

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from posttrain.engine.pool.parent_side import OpenCalls
-from posttrain.engine.pool.worker_side import EngineEnded, EngineReport, Hosted, HostStart, portable
+from posttrain.engine.pool.worker_side import EngineEnded, EngineReport, HostStart, WorkerMethods, portable
 from posttrain.system.child_lifetime import begun
 from posttrain.system.terminal_output import tell
 
@@ -75,7 +75,7 @@ async def _serve(connection: Connection) -> None:
         calls[number].add_done_callback(lambda _, n=number: calls.pop(n))
 
 
-async def _answer(hosted: Hosted, connection: Connection, number: int, method: str, given: Any) -> None:
+async def _answer(hosted: WorkerMethods, connection: Connection, number: int, method: str, given: Any) -> None:
     try:
         value, report = await hosted.answer(method, given)
     except asyncio.CancelledError:

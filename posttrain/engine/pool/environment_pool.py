@@ -6,7 +6,7 @@ twice, and an environment that is a function of its task and of what is said end
 something else the second time fails its episode, by name.
 
 An episode that has seen all but one of the deaths that it may cause is played in a process that plays nothing else. If
-that dies too, the episode is guilty: it raises `DeadLetter`.
+that dies too, the episode is guilty: it raises `UnanswerableTurn`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core.exchange.request_owner import Asker, DeadLetter, asker
+from posttrain.core.exchange.request_owner import RequestOwner, UnanswerableTurn, asker
 from posttrain.core.exchange.role_status import RoleRow
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Talk, Utterance
@@ -57,7 +57,7 @@ class PlayedElsewhere:
     task: Task
     talk: Talk
     environment: int
-    who: Asker | None
+    who: RequestOwner | None
     done: list[Move] = field(default_factory=list[Move])
     """The moves in the conversation so far."""
     said: dict[int, Utterance] = field(default_factory=dict[int, Utterance])
@@ -208,7 +208,7 @@ class EnvironmentPool:
                     episode.deaths += 1
                     if episode.deaths >= self._deaths and (alone or self._deaths == 1):
                         what = "processes of environments died while they played it"
-                        raise DeadLetter(episode.who, episode.deaths, str(death), what) from None
+                        raise UnanswerableTurn(episode.who, episode.deaths, str(death), what) from None
         finally:
             running = list(episode.turns.values())
             for turn in running:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.exchange.request_owner import Asker
+from posttrain.core.exchange.request_owner import RequestOwner
 from posttrain.core.exchange.role_status import RoleRow
 from posttrain.core.sampling import Sampling
 from posttrain.engine.pool.engine_load import BusyMeter
@@ -27,7 +27,7 @@ class PooledTurn:
     ids: np.ndarray
     sampling: Sampling
     place: int
-    who: Asker | None
+    who: RequestOwner | None
     version: int = 0
     """Version of the pool when the turn was given to its engine."""
     during: bool = False

@@ -1,5 +1,5 @@
 """An engine, or environments, as an actor of a Ray cluster (`pip install "posttrain[ray]"`). The actor answers as a
-process does (`worker_side.Hosted`)."""
+process does (`worker_side.WorkerMethods`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from posttrain.engine.pool.parent_side import OpenCalls
 from posttrain.engine.pool.pool_waits import in_thread
-from posttrain.engine.pool.worker_side import EngineEnded, EngineFacts, EngineReport, Hosted, portable
+from posttrain.engine.pool.worker_side import EngineEnded, EngineFacts, EngineReport, WorkerMethods, portable
 from posttrain.system.errors import ConfigError, EngineError
 
 AT_ONCE = 100_000
@@ -33,7 +33,7 @@ class RayEngine:
 
     def __init__(self, start: bytes) -> None:
         self._start: bytes | None = start
-        self._hosted: Hosted | None = None
+        self._hosted: WorkerMethods | None = None
 
     async def answer(self, method: str, given: Any) -> tuple[Any, BaseException | None, EngineReport | None]:
         """(value, error, report) of one call. The first one makes what answers."""

@@ -16,7 +16,7 @@ import numpy as np
 from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.engine.transfer.parcel import Parcel, WeightReceiver
 
 REPORT_EVERY = 0.25
@@ -51,7 +51,7 @@ class EngineReport:
 
 
 @dataclass(frozen=True)
-class Installed:
+class ServedVersion:
     """The answer of an engine when it serves new weights."""
 
     served: str
@@ -67,7 +67,7 @@ class EngineEnded(Exception):
     the cause. The learner's side ends the process and begins a new one."""
 
 
-class Hosted(Protocol):
+class WorkerMethods(Protocol):
     """The object that answers calls in a process, by the names of its methods."""
 
     async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
@@ -78,7 +78,7 @@ class Hosted(Protocol):
 class HostStart(Protocol):
     """The object with which a process is begun. It is pickled."""
 
-    def host(self) -> Hosted:
+    def host(self) -> WorkerMethods:
         """Make what the process answers for, in it."""
         ...
 
@@ -125,13 +125,13 @@ class HostedEngine:
         described = getattr(e, "describe", lambda: f"engine: {type(e).__name__}")()
         return EngineFacts(e.version, e.keeps_sets, e.draws_by_place, e.context, described, os.getpid())
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         return await self._engine.generate(ids, sampling, place)
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         return await self._engine.score(ids)
 
-    async def install(self, parcel: Parcel, probe: np.ndarray | None = None) -> Installed:
+    async def install(self, parcel: Parcel, probe: np.ndarray | None = None) -> ServedVersion:
         """Serve the weights of a parcel. All tensors are checked before one is loaded. While they come and are checked,
         turns go on under the version before.
 
@@ -144,7 +144,7 @@ class HostedEngine:
         served = await self._engine.load(parcel.version, tensors)
         scores = None if probe is None else await self._engine.score(probe)
         self._installed += time.perf_counter() - begun
-        return Installed(served, probe, scores)
+        return ServedVersion(served, probe, scores)
 
     async def report(self) -> None:
         """A sign of life; the report comes with the answer."""

@@ -22,7 +22,7 @@ import torch
 
 from posttrain.core.gauge import Gauges
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.adapter_load import HotLoad
@@ -50,7 +50,7 @@ class _Turn:
     """One turn that was asked for and has not ended."""
 
     request: CheckedRequest
-    future: Future[Said]
+    future: Future[SampledTurn]
     heard: TokenCallback | None
     delivered: int = 0
     """Tokens that the callback `heard` has received."""
@@ -126,7 +126,7 @@ class VLLMEngine:
 
     async def generate(
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
-    ) -> Said:
+    ) -> SampledTurn:
         """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call
         aborts the request in vLLM.
 

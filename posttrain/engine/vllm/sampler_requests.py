@@ -15,7 +15,7 @@ from torch import Tensor
 
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said, Stop
+from posttrain.core.types import SampledTurn, Stop
 from posttrain.engine.model.policy_model import Policy, served_tensors
 from posttrain.engine.vllm.sampling_parameters import Capabilities, check
 from posttrain.system.errors import DataError, EngineError, nearest
@@ -190,7 +190,7 @@ class ClientCounters:
     pushes: int = 0
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
-    def delivered(self, said: Said, prompt: Sequence[int], cached: int | None) -> None:
+    def delivered(self, said: SampledTurn, prompt: Sequence[int], cached: int | None) -> None:
         """Count a turn that has ended. `cached` of its prompt's tokens were found in vLLM's prefix cache."""
         self.tokens += len(said.ids)
         self.turns += 1

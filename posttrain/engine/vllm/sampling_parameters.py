@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Kept, Said, Stop, Top
+from posttrain.core.types import SampledTurn, Stop, Top, TruncationSets
 from posttrain.system.errors import ConfigError, EngineError
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -125,7 +125,7 @@ class Answer:
     """(version, first token, end): which weights drew which tokens, as vLLM reports it."""
 
 
-def said(a: Answer, s: Sampling, limit: int, end: Stop, limits: Capabilities) -> Said:
+def said(a: Answer, s: Sampling, limit: int, end: Stop, limits: Capabilities) -> SampledTurn:
     """The turn in our types. Every guarantee of vLLM is checked.
 
     Args:
@@ -149,14 +149,14 @@ def said(a: Answer, s: Sampling, limit: int, end: Stop, limits: Capabilities) ->
         )
     stop = _stop(a, s, int(ids[-1]), len(ids) == limit, end)
     kept = (
-        Kept.of([_kept(row, t, s, limits) for t, row in zip(ids.tolist(), of_row, strict=True)])
+        TruncationSets.of([_kept(row, t, s, limits) for t, row in zip(ids.tolist(), of_row, strict=True)])
         if s.truncated
         else None
     )
     top = Top.join([_top(row, s.top) for row in of_row], s.top) if s.top else None
     if s.greedy:
         logp = np.zeros(len(ids), np.float32)
-    return Said(ids, np.minimum(logp, 0), _versions(a.spans, len(ids)), stop, kept, top)
+    return SampledTurn(ids, np.minimum(logp, 0), _versions(a.spans, len(ids)), stop, kept, top)
 
 
 def _stop(a: Answer, s: Sampling, last: int, full: bool, end: Stop) -> Stop:

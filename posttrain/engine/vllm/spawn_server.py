@@ -28,7 +28,7 @@ STOP_SECONDS = 20.0
 """Seconds that the server has to end after a signal."""
 
 
-class Spawned:
+class SpawnedServer:
     """The server process, on a free port of this machine. It has a process group of its own, so
     that all of it is ended.
 

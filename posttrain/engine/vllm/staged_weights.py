@@ -19,7 +19,7 @@ from posttrain.engine.vllm.worker_parts import buckets, fingerprint_served
 from posttrain.system.errors import EngineError
 
 
-class Staged:
+class StagedTensors:
     """The tensors of one version in safetensors files, until `remove`.
 
     Args:

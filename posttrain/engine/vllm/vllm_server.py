@@ -23,7 +23,7 @@ import numpy as np
 
 from posttrain.core.gauge import Gauges
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said
+from posttrain.core.types import SampledTurn
 from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.vllm.adapter_load import HotLoad, rank_for
 from posttrain.engine.vllm.sampler_requests import (
@@ -36,7 +36,7 @@ from posttrain.engine.vllm.sampler_requests import (
     newer,
 )
 from posttrain.engine.vllm.sampling_parameters import Answer, fields, said
-from posttrain.engine.vllm.staged_weights import Staged
+from posttrain.engine.vllm.staged_weights import StagedTensors
 from posttrain.engine.vllm.start_vllm import limits
 from posttrain.system.errors import ConfigError, EndpointError, EngineError
 from posttrain.verifier.http_client import Endpoint
@@ -112,7 +112,7 @@ class VLLMServer:
 
     async def generate(
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
-    ) -> Said:
+    ) -> SampledTurn:
         """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call closes the connection,
         and the server then aborts the request.
 
@@ -170,7 +170,7 @@ class VLLMServer:
         and shapes are checked before anything is sent."""
         newer(version, self._version)
         name, hot, checked = f"posttrain-{self._name}-{version}", self._hot, self._expected.checked(tensors)
-        staged = Staged(self._share, name)
+        staged = StagedTensors(self._share, name)
         try:
             if hot is None:
                 staged.write(checked)
@@ -200,7 +200,7 @@ class VLLMServer:
         finally:
             await self._post("/resume", None)
 
-    async def _send(self, staged: Staged, version: int) -> str:
+    async def _send(self, staged: StagedTensors, version: int) -> str:
         """Have the server read whole tensors from files, one after another."""
         for number, path in enumerate(staged.files):
             if not number:

@@ -1,10 +1,10 @@
 """Runs inside vLLM's worker: loads new weights, and reads back the weights that the worker computes with.
 
-`Direct` is a weight transfer backend in vLLM's own registry. It takes named Hugging Face tensors, in process or in a
-safetensors file that both sides can read. `ServedWeights` is a worker extension. It recovers every tensor, under its
-Hugging Face name, from what the layers multiply with now. So the fingerprint is that of the served weights, not a
-copy of what was sent. One of several workers takes its part of each tensor (vLLM's own loader cuts it), and reads back
-that part; `worker_parts` says how the whole is shown to be right.
+`DirectLoad` is a weight transfer backend in vLLM's own registry. It takes named Hugging Face tensors, in process or in
+a safetensors file that both sides can read. `ServedWeights` is a worker extension. It recovers every tensor, under its
+Hugging Face name, from what the layers multiply with now. So the fingerprint is that of the served weights, not a copy
+of what was sent. One of several workers takes its part of each tensor (vLLM's own loader cuts it), and reads back that
+part; `worker_parts` says how the whole is shown to be right.
 
 Importing this module registers both. A server imports it because of `--worker-extension-cls`.
 """
@@ -60,7 +60,7 @@ class DirectUpdate(WeightTransferUpdateInfo):
     path: str | None = None
 
 
-class Direct(WeightTransferEngine[DirectInit, DirectUpdate]):
+class DirectLoad(WeightTransferEngine[DirectInit, DirectUpdate]):
     """Loads whole Hugging Face tensors into vLLM's layers. vLLM's own loader repacks them."""
 
     init_info_cls = DirectInit
@@ -302,7 +302,7 @@ def _multiplied(layer: Any) -> Tensor:
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, Direct)
+    WeightTransferEngineFactory.register_engine(BACKEND, DirectLoad)
 
 
 def _end_with(engine: Any) -> None:

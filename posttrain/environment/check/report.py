@@ -10,8 +10,8 @@ from typing import Any
 from posttrain.core.abilities import LintFinding
 from posttrain.environment.check.baselines import BASELINES
 from posttrain.environment.check.pair_probe import PREFERENCES
-from posttrain.environment.check.payment import PAYMENT
 from posttrain.environment.check.probe import Mark, Probe, ProbeResult
+from posttrain.environment.check.reward_probes import PAYMENT
 from posttrain.environment.check.subject import Subject
 from posttrain.environment.check.workings import WORKINGS
 from posttrain.environment.conformance import Check, claims

@@ -21,7 +21,7 @@ from posttrain.environment.check.probe_answers import ODD
 from posttrain.environment.check.subject import Subject
 from posttrain.environment.tools.offered import OfferedTools
 from posttrain.sandbox.backends import Unconfined
-from posttrain.sandbox.open_sandbox import HELP
+from posttrain.sandbox.choose_backend import HELP
 from posttrain.sandbox.sandbox_pool import Sandbox
 from posttrain.sandbox.selftest import selftest
 from posttrain.verifier.batch_functions import misplaced

@@ -15,7 +15,7 @@ from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import require
-from posttrain.sandbox.open_sandbox import choose, opened
+from posttrain.sandbox.choose_backend import choose, opened
 from posttrain.sandbox.sandbox_types import ProgramLimits
 from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.code.code_reward import Code

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from posttrain.core.types import Message
 from posttrain.environment.judged.judged_formats import format_of, standard
-from posttrain.environment.judged.shared_prompt import Sides, UnfitRow, sides
+from posttrain.environment.judged.shared_prompt import SharedPrompt, UnfitRow, sides
 from posttrain.environment.rows.columns import JudgedColumns
 from posttrain.environment.rows.row_reader import (
     JudgedRow,
@@ -210,7 +210,7 @@ def _steps(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow
     chances: list[float] = []
     if data.get(c.values_column) is not None:
         chances = _each(place, data, c.values_column, len(steps), lambda n, v: _chance(place, n, v))
-    found = Sides(prompt, tuple(steps))
+    found = SharedPrompt(prompt, tuple(steps))
     judged = JudgedRow("steps", found.completions, labels=tuple(labels), chances=tuple(chances))
     return _row(place, data, c, found, judged, {c.completions_column, c.labels_column, c.values_column})
 
@@ -254,7 +254,7 @@ def _demonstration(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> P
 
 
 def _row(
-    place: Place, data: Mapping[str, Any], c: JudgedColumns, found: Sides, judged: JudgedRow, read: set[str]
+    place: Place, data: Mapping[str, Any], c: JudgedColumns, found: SharedPrompt, judged: JudgedRow, read: set[str]
 ) -> PromptRow:
     tools = _offered(place, data, c, found.prompt)
     task = replace(task_of(place, data, c, found.prompt, read | ({c.tools_column} if tools else set())), tools=tools)
@@ -302,7 +302,7 @@ def _required(place: Place, data: Mapping[str, Any], column: str) -> None:
         raise DataError(f"{place}: no column {column!r}")
 
 
-def _single(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> tuple[Sides, str]:
+def _single(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> tuple[SharedPrompt, str]:
     """The prompt and the one completion of a row, and the name of its column."""
     column = c.completion_column
     _required(place, data, column)

@@ -22,7 +22,7 @@ FREQUENT = 64
 
 
 @dataclass(frozen=True)
-class Surface:
+class SurfaceFeature:
     """One feature, and its accuracy on held-out pairs."""
 
     feature: str
@@ -51,7 +51,7 @@ def surface_features(text: str) -> Iterator[tuple[str, str]]:
         yield f"presence of {part!r}", "1"
 
 
-def surface_baselines(known: Sequence[Pair], held: Sequence[Pair]) -> list[Surface]:
+def surface_baselines(known: Sequence[Pair], held: Sequence[Pair]) -> list[SurfaceFeature]:
     """Each feature as a baseline, the best on `known` first.
 
     A value of a feature is worth the share of comparisons that it won in `known`. The side of a held-out pair with the
@@ -77,7 +77,7 @@ def surface_baselines(known: Sequence[Pair], held: Sequence[Pair]) -> list[Surfa
     tested = [_sides(p) for p in held]
     fit = {n: _right(wins[n], n, sides) for n in names}
     order = sorted(names, key=lambda n: -sum(fit[n]))
-    return [Surface(n, Score.of(_right(wins[n], n, tested))) for n in order]
+    return [SurfaceFeature(n, Score.of(_right(wins[n], n, tested))) for n in order]
 
 
 def _sides(pair: Pair) -> tuple[dict[str, str], dict[str, str]]:

@@ -32,7 +32,7 @@ class UnfitRow(DataError):
 
 
 @dataclass(frozen=True)
-class Sides:
+class SharedPrompt:
     """A prompt and the completions that were judged after it."""
 
     prompt: str | tuple[Message, ...]
@@ -41,7 +41,7 @@ class Sides:
 
 def sides(
     place: Place, prompt: str | tuple[Message, ...] | None, completions: Sequence[tuple[str, Any]], column: str
-) -> Sides:
+) -> SharedPrompt:
     """The prompt and the texts of `completions`, each given with the name of its column.
 
     A completion is text, a list with the assistant's message, or the whole conversation that ends with it. Without
@@ -64,7 +64,7 @@ def sides(
         raise DataError(f"{place}: one completion is text, and {other!r} is not: write all as text or all as messages")
     if prompt is None:
         prompt, texts = _split(place, texts, [name for name, _ in completions], column)
-    return Sides(prompt, tuple(texts))
+    return SharedPrompt(prompt, tuple(texts))
 
 
 def _text(place: Place, name: str, value: str) -> str:
@@ -118,7 +118,7 @@ def _before_a_word(texts: Sequence[str], shared: str) -> int:
 
 def _talks(
     place: Place, prompt: str | tuple[Message, ...] | None, completions: Sequence[tuple[str, Any]], column: str
-) -> Sides:
+) -> SharedPrompt:
     """Completions that are messages or whole conversations."""
     found = [(name, *_ended(place, name, value)) for name, value in completions]
     texts = tuple(_some(place, name, text) for name, _, text in found)
@@ -129,7 +129,7 @@ def _talks(
                 f"{place}: no column {column!r} (env.args.prompt_column), and {found[0][0]!r} is one message: give the"
                 " prompt, or whole conversations"
             )
-        return Sides(prompt, texts)
+        return SharedPrompt(prompt, texts)
     if len(began) < len(found):
         alone = next(name for name, before, _ in found if not before)
         raise DataError(f"{place}: {alone!r} is one message, and another completion is a whole conversation")
@@ -145,10 +145,10 @@ def _talks(
                 f" {at} were judged, end the conversations with them",
             )
     if first[0]["role"] in CONTINUES:
-        return Sides(_continued(place, prompt, first, column, began[0][0]), texts)
+        return SharedPrompt(_continued(place, prompt, first, column, began[0][0]), texts)
     if prompt is not None:
         _same_prompt(place, prompt, first, column, began[0][0])
-    return Sides(first, texts)
+    return SharedPrompt(first, texts)
 
 
 def _continued(

@@ -11,7 +11,7 @@ from posttrain.environment.judged.judged_rows import also_judged, read_row
 from posttrain.environment.judged.shared_prompt import UnfitRow
 from posttrain.environment.rows.columns import UNFIT, JudgedColumns
 from posttrain.environment.rows.row_reader import Place, PromptRow, source_rows
-from posttrain.record.runtime_objects import Given, is_inline
+from posttrain.record.runtime_objects import RuntimeObjects, is_inline
 from posttrain.system.errors import DataError
 
 NAMED = 3
@@ -28,7 +28,7 @@ class DataRows:
     """Number of rows of each data set, and its weight, where there are several."""
 
 
-def read_all(config: Env, columns: JudgedColumns, given: Given) -> DataRows:
+def read_all(config: Env, columns: JudgedColumns, given: RuntimeObjects) -> DataRows:
     """The rows of `env.prompts`, and behind them those of `env.mix`.
 
     Raises:
@@ -50,12 +50,14 @@ def read_all(config: Env, columns: JudgedColumns, given: Given) -> DataRows:
     return DataRows(tuple(rows), without, tuple((len(one.rows), weight) for one, (_, weight) in sizes))
 
 
-def read(path: str, columns: JudgedColumns | None = None, given: Given = Given()) -> tuple[PromptRow, ...]:
+def read(
+    path: str, columns: JudgedColumns | None = None, given: RuntimeObjects = RuntimeObjects()
+) -> tuple[PromptRow, ...]:
     """The rows of `read_rows`."""
     return read_rows(path, columns, given).rows
 
 
-def read_rows(path: str, columns: JudgedColumns | None = None, given: Given = Given()) -> DataRows:
+def read_rows(path: str, columns: JudgedColumns | None = None, given: RuntimeObjects = RuntimeObjects()) -> DataRows:
     """All rows of a JSONL or JSON file, a parquet file, a saved data set, one on the hub, or handed by a program.
 
     Raises:
@@ -96,7 +98,7 @@ def read_rows(path: str, columns: JudgedColumns | None = None, given: Given = Gi
 
 
 def checked_rows(
-    path: str, columns: JudgedColumns, given: Given = Given()
+    path: str, columns: JudgedColumns, given: RuntimeObjects = RuntimeObjects()
 ) -> Iterator[tuple[Place, PromptRow | UnfitRow]]:
     """Each row with its place, checked alone."""
     for place, data in given.rows(path) if is_inline(path) else source_rows(path, columns.split):

@@ -28,7 +28,7 @@ from posttrain.environment.rows.row_reader import PromptRow, answer_text, digest
 from posttrain.environment.single import Listed, SingleTurn
 from posttrain.environment.tools.offered import OfferedTools
 from posttrain.environment.tools.tool_loop import Loop
-from posttrain.record.runtime_objects import Given
+from posttrain.record.runtime_objects import RuntimeObjects
 from posttrain.system.errors import ConfigError, DataError, nearest
 from posttrain.verifier.configured import measured_names, sources
 from posttrain.verifier.reward_source import Checked
@@ -299,7 +299,11 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
 
 def read_tasks(
-    config: Env, args: Mapping[str, Any], seed: int, given: Given = Given(), cls: type[PromptsEnv] = PromptsEnv
+    config: Env,
+    args: Mapping[str, Any],
+    seed: int,
+    given: RuntimeObjects = RuntimeObjects(),
+    cls: type[PromptsEnv] = PromptsEnv,
 ) -> PromptsEnv:
     """The environment that reads `env.prompts` and is judged by `env.rewards`. Stages that only read rows need none.
     `cls`: a class of the user's that plays them in its own way."""

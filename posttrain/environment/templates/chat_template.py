@@ -54,7 +54,7 @@ Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, as chat templates take them."""
 
 
-class Templated(Protocol):
+class TemplateTokenizer(Protocol):
     """The part of a transformers tokenizer that renders messages."""
 
     chat_template: Any
@@ -65,7 +65,7 @@ class Templated(Protocol):
 
 
 @dataclass(frozen=True)
-class After:
+class TurnEnding:
     """The part after an assistant's turn: the `text` after it, and the `turn` as a message of the history."""
 
     text: str
@@ -88,7 +88,7 @@ class Chat:
         stops: texts of the tokens that end a turn.
     """
 
-    def __init__(self, tokenizer: Templated, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: TemplateTokenizer, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self.stops = tuple(stops)
         self._specials = sorted(
@@ -161,7 +161,7 @@ class Chat:
             return message
         return cast("Message", {**message, "content": parts.shielded(found, self._specials, SHIELD)})
 
-    def between(self, history: Sequence[Message], new: Sequence[Message], tools: Tools = ()) -> After:
+    def between(self, history: Sequence[Message], new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
         """The text that the template writes after any assistant's turn if `new` messages follow, and a message that
         stands for the turn.
 
@@ -172,14 +172,14 @@ class Chat:
         problems: list[DataError] = []
         for calls in _call_counts(new):
             try:
-                return After(
+                return TurnEnding(
                     self._suffix(history, before, new, calls, tools), self._turn("" if calls else PROBE, calls, new)
                 )
             except DataError as error:
                 problems.append(error)
         raise problems[0]
 
-    def after(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> After:
+    def after(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
         """The text that the template writes after the turn `said` if `new` messages follow, and the turn as a message.
 
         Raises:
@@ -197,18 +197,18 @@ class Chat:
                     text = self._suffix(history, before, new, calls, tools)
                     whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
                     self._keeps(before, whole, said, calls, new)
-                    return After(text, turn)
+                    return TurnEnding(text, turn)
                 except DataError as error:
                     problems.append(error)
         raise problems[0]
 
-    def rewritten(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> After:
+    def rewritten(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
         """The whole conversation as the template writes it now. It is a new prompt, whatever was rendered before."""
         problems: list[DataError] = []
         turns = [self._turn(said, calls, new) for calls in _call_counts(new)]
         for turn in [*turns, self._structured(said)]:
             try:
-                return After(self.render([*history, turn, *new], generate=True, tools=tools), turn)
+                return TurnEnding(self.render([*history, turn, *new], generate=True, tools=tools), turn)
             except DataError as error:
                 problems.append(error)
         raise problems[0]

@@ -14,7 +14,7 @@ from posttrain.core.content import content_of, mapped
 from posttrain.core.conversation import LearnedConversation
 from posttrain.core.types import Message
 from posttrain.environment.encodable_text import EXACT, Tokenizer, Writable, leading_ids
-from posttrain.environment.templates.chat_template import SHIELD, After, Chat, Tools
+from posttrain.environment.templates.chat_template import SHIELD, Chat, Tools, TurnEnding
 from posttrain.environment.templates.conversation_tokens import weighed
 from posttrain.environment.templates.rendering_differences import TAIL, continued, opening
 from posttrain.environment.templates.tool_call_messages import MARK, written
@@ -363,7 +363,7 @@ class RenderedDialogue:
             return render.encode(found.text.lstrip())[1:]
         return render.encode(found.text)
 
-    def _rewritten(self, history: list[Message], text: str, new: list[Message]) -> After:
+    def _rewritten(self, history: list[Message], text: str, new: list[Message]) -> TurnEnding:
         """The text to append if this turn can be continued, else the whole conversation as rendered now."""
         try:
             return self._renderer.template.after(history, text, new, self._tools)
@@ -371,7 +371,7 @@ class RenderedDialogue:
             self.restarted = True
             return self._named_error(self._renderer.template.rewritten, history, text, new, self._tools)
 
-    def _named_error(self, ask: Callable[..., After], *args: Any) -> After:
+    def _named_error(self, ask: Callable[..., TurnEnding], *args: Any) -> TurnEnding:
         try:
             return ask(*args)
         except DataError as error:

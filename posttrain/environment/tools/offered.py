@@ -15,7 +15,7 @@ from posttrain.environment.tools.database import Database
 from posttrain.environment.tools.library_tools import Calculator, Files, KeyValue
 from posttrain.environment.tools.python import AT_ONCE, InterpreterSlots, Python
 from posttrain.environment.tools.tool import Toolbox, Toolboxes, ToolError
-from posttrain.sandbox.open_sandbox import choose, opened
+from posttrain.sandbox.choose_backend import choose, opened
 from posttrain.system.errors import ConfigError, DataError, nearest
 
 NAMES = ("calculator", "python", "files", "database", "store")

@@ -46,7 +46,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "search_before_the_push",
-    seam="posttrain.evaluate.evaluate_search:served",
+    seam="posttrain.evaluation.evaluate_search:served",
     what="a search begins while the weights are still being pushed",
     harm="its beginnings are those of other weights, and what goes on from them is of no policy",
     source="pain 4; issue 14: fork under another version",

@@ -136,7 +136,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "clip_never_acts",
-    seam="posttrain.algorithm.loss.objective:push",
+    seam="posttrain.algorithm.loss.policy_loss:push",
     what="the trust region is computed and not applied",
     harm="off-policy minibatches push without bound",
     source="trap 2",
@@ -266,7 +266,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "entropy_bonus_punishes",
-    seam="posttrain.algorithm.loss.objective:_further_terms",
+    seam="posttrain.algorithm.loss.policy_loss:_further_terms",
     what="the entropy term is weighed with the wrong sign",
     harm="what should keep the policy exploring makes it collapse",
     source="pain 19",
@@ -282,7 +282,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "value_loss_forgotten_factor",
-    seam="posttrain.algorithm.loss.objective:value_loss",
+    seam="posttrain.algorithm.loss.policy_loss:value_loss",
     what="the value loss lacks its factor of one half",
     harm="the value coefficient means twice what it says",
     source="trap 4: the same name, another scale",
@@ -294,7 +294,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "sequence_ratio_not_a_mean",
-    seam="posttrain.algorithm.loss.objective:importance",
+    seam="posttrain.algorithm.loss.policy_loss:importance",
     what="a sequence-level ratio multiplies its tokens' ratios instead of taking their geometric mean",
     harm="long answers leave any trust region at once and fall silent",
     source="law 1; GSPO's definition",
@@ -308,7 +308,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "correction_upside_down",
-    seam="posttrain.algorithm.loss.objective:correct",
+    seam="posttrain.algorithm.loss.policy_loss:correct",
     what="the train/inference correction is sampler over learner instead of learner over sampler",
     harm="mismatch is squared instead of removed",
     source="pain 3; A25",

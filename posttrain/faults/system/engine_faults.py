@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.types import Kept, Segment, Stop
+from posttrain.core.types import Segment, Stop, TruncationSets
 from posttrain.faults.planting import fault
 
 Real = Callable[..., Any]
@@ -194,7 +194,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "state_leaks",
-    seam="posttrain.engine.model.recurrent_state:Alone.hidden",
+    seam="posttrain.engine.model.recurrent_state:SeparateRows.hidden",
     what="sequences with a recurrent state are packed one behind the other",
     harm="every sequence but the first begins in the state of another one's end",
     source="pain 10",
@@ -210,5 +210,5 @@ def _(real: Real) -> Real:
     return hidden
 
 
-def _cut(kept: Kept | None) -> Kept | None:
-    return None if kept is None else Kept.of(kept.sets()[:-1])
+def _cut(kept: TruncationSets | None) -> TruncationSets | None:
+    return None if kept is None else TruncationSets.of(kept.sets()[:-1])

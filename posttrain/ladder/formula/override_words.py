@@ -46,7 +46,7 @@ def _set_fields(piece: Any) -> dict[str, Any]:
 
 
 def patches(a: AnyAlgorithm) -> list[str]:
-    """What an algorithm changes on its parent, as overrides; of the root, its choices that are not none."""
+    """Returns the changes of an algorithm on its parent, as overrides; of the root, its choices that are not none."""
     if a.parent is None:
         return [f"{f}={compact(getattr(a, f))}" for f in choices(type(a)) if getattr(a, f) not in (None, ())]
     out: list[str] = []
@@ -74,7 +74,8 @@ def source(a: AnyAlgorithm) -> str:
 
 
 def year(a: AnyAlgorithm) -> str:
-    """Of the source: the first two digits of an arXiv id, or the year it names; '' where it names none."""
+    """Returns the year of the source: from the first two digits of an arXiv id, or the year it names; '' where it names
+    none."""
     if _arxiv(a):
         return f"20{a.paper[:2]}"
     named = re.search(r"\b(19|20)\d\d\b", a.paper)

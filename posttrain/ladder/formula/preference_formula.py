@@ -98,7 +98,7 @@ def preference_formulas(a: PreferenceAlgorithm) -> list[tuple[str, str]]:
 
 
 def _read(a: PreferenceAlgorithm) -> tuple[str, str]:
-    """What its link reads."""
+    """Returns the input of its link, as letter and formula."""
     if a.link.of != "difference":
         return ("u", f"beta h, beta = {a.beta:g}" if a.shift is None else f"{_SHIFT[a.shift][4:]}, beta = {a.beta:g}")
     less = "" if a.margin is None else f" - {a.margin.words()}"
@@ -106,7 +106,7 @@ def _read(a: PreferenceAlgorithm) -> tuple[str, str]:
 
 
 def preference_reads(a: PreferenceAlgorithm) -> list[str]:
-    """What an algorithm reads beside the log-probs of the policy, in words."""
+    """Returns the inputs of an algorithm beside the log-probs of the policy, in words."""
     words = {
         "reference": "log-probs of the reference",
         "start": "log-probs at the start of the step",

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from posttrain.ladder.algorithm import Algorithm
 
 SEVERAL = "scale=one or group_std, shape=none, and pull=none or one in the loss"
-"""What to set where steps, turns or sources are compared, not whole answers."""
+"""The choices to set where steps, turns or sources are compared, not whole answers."""
 
 
 class Baseline(Piece, begin=True):
-    """What a reward is compared with. Its mathematics is in `algorithm.credit.baseline_values`: one number per sample,
-    or several where `per_token`."""
+    """The value that a reward is compared with. Its mathematics is in `algorithm.credit.baseline_values`: one number
+    per sample, or several where `per_token`."""
 
     relative: ClassVar[bool] = False
     """Whether siblings are compared, so that a group without spread has credit exactly 0."""
@@ -41,9 +41,9 @@ class Baseline(Piece, begin=True):
     scaled_apart: ClassVar[bool] = False
     """Whether each of its differences has a scale of its own."""
     of: ClassVar[str] = "r of the group"
-    """What it compares, in the words of a formula."""
+    """The number that it compares, in the words of a formula."""
     facts: ClassVar[tuple[str, ...]] = ()
-    """What an episode needs beside its reward: `steps` that were judged, turns that were `paid`, several `turns`."""
+    """Facts that an episode needs beside its reward: judged `steps`, turns that were `paid`, several `turns`."""
 
     def compares_siblings(self) -> bool:
         return self.relative
@@ -305,8 +305,8 @@ class AnchorMean(Baseline):
     omega: float = 1.0
     """Weight of the state's credit relative to the episode's."""
     by: Literal["observation", "history"] = "observation"
-    """What a state is. observation: the context tokens since the last turn, as in the paper; right where an observation
-    describes the whole state. history: all tokens before the turn."""
+    """The definition of a state. observation: the context tokens since the last turn, as in the paper; right where an
+    observation describes the whole state. history: all tokens before the turn."""
 
     def __post_init__(self) -> None:
         share("baseline.gamma", self.gamma)

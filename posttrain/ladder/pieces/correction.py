@@ -26,7 +26,7 @@ class Correction(Piece, begin=True):
         return () if a.anchor == "proximal" else ("start",)
 
     def of_episodes(self) -> bool:
-        """Whether it reads start/mu as the product over an episode."""
+        """Returns whether the correction reads start/mu as the product over an episode."""
         return False
 
 

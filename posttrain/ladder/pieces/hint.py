@@ -1,4 +1,4 @@
-"""What the teacher is shown and the policy is not."""
+"""The hint that the teacher is shown and the policy is not."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Hint(Piece):
     """
 
     of: Literal["sibling", "answer"] = "sibling"
-    """What the hint is. sibling: the first other answer of the group that was judged right (SDPO). answer: the answer
-    of the task, or whatever solution its data has (SDFT)."""
+    """The content of the hint. sibling: the first other answer of the group that was judged right (SDPO). answer: the
+    answer of the task, or whatever solution its data has (SDFT)."""
     weights: Literal["now", "average", "start"] = "now"
     """The teacher's weights. now: those of the policy, as each step begins. average: the moving average that
     `optimizer.ema` keeps of them; SDPO's decay is 0.95. start: the stage's reference, which is the policy as the stage

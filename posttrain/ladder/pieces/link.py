@@ -34,7 +34,7 @@ class PreferencePiece(Open, ABC):
         """Its formula, one line."""
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
-        """Why it means nothing in `a`, with what to change."""
+        """Yields the reasons why the link means nothing in `a`, with what to change."""
         yield from ()
 
     def reads(self) -> tuple[str, ...]:
@@ -51,11 +51,11 @@ def below_half(path: str, value: float) -> None:
 
 
 class Link(PreferencePiece, begin=True):
-    """How a margin, or the reward of a side, becomes a loss."""
+    """The function by which a margin, or the reward of a side, becomes a loss."""
 
     of: ClassVar[Literal["difference", "sides", "both", "own"]] = "difference"
-    """What it reads. difference: x alone. sides: u of each completion alone. both: the two of a pair. own: what the
-    policy itself said."""
+    """The input of the link. difference: x alone. sides: u of each completion alone. both: the two of a pair. own: what
+    the policy itself said."""
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
         if self.of == "difference":

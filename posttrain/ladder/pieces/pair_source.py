@@ -1,4 +1,4 @@
-"""Where the pairs of a preference algorithm come from. `stages.preference.sampled_pairs` makes them."""
+"""The sources of the pairs of a preference algorithm. `stages.preference.sampled_pairs` makes the pairs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from posttrain.system.errors import ConfigError
 
 
 class PairSource(PreferencePiece, begin=True):
-    """How pairs are drawn where no judgements are given: a reward or a judge says which completion is better."""
+    """The way in which pairs are drawn where no judgements are given: a reward or a judge says which completion is
+    better."""
 
     def samples(self) -> int:
         """Completions that are drawn for a prompt."""
@@ -21,7 +22,8 @@ class PairSource(PreferencePiece, begin=True):
         return None
 
     def opposed(self) -> range:
-        """Which of a prompt's completions are not the policy's: the second, where there is an opponent."""
+        """Returns the indices of a prompt's completions that are not the policy's: the second, where there is an
+        opponent."""
         return range(0) if self.opponent() is None else range(1, 2)
 
     def pairs(self) -> int:

@@ -33,7 +33,7 @@ class Piece(Open, ABC):
         """Its formula, one line in the letters of `ladder.formula`."""
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        """Why it means nothing in `a`, with what to change. `Algorithm` itself refuses what
+        """Yields the reasons why the piece means nothing in `a`, with what to change. `Algorithm` itself refuses what
         concerns no single piece."""
         yield from ()
 
@@ -42,15 +42,16 @@ class Piece(Open, ABC):
         return ()
 
     def reads_start_early(self, a: Algorithm) -> bool:
-        """Whether it needs the log-probs at the start of the step before the loss computes them."""
+        """Returns whether the piece needs the log-probs at the start of the step before the loss computes them."""
         return False
 
     def compares_siblings(self) -> bool:
-        """Whether it makes credit compare siblings, so that a group without spread has credit exactly 0."""
+        """Returns whether the piece makes credit compare siblings, so that a group without spread has credit exactly
+        0."""
         return False
 
     def stores_top(self) -> int:
-        """How many of its most probable tokens the sampler must store with every sampled token."""
+        """Returns the number of most probable tokens that the sampler must store with every sampled token."""
         return 0
 
     def uses(self) -> str:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Statistic(PreferencePiece, begin=True):
-    """How the tokens of a completion become one number. l is log pi - log ref of a token, or log pi without a
-    reference."""
+    """The statistic by which the tokens of a completion become one number. l is log pi - log ref of a token, or log pi
+    without a reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class AlphaDivergence(FDivergence):
 
 
 class LabelNoise(PreferencePiece, begin=True):
-    """What is done about pairs whose sides were swapped by whoever judged them."""
+    """The correction for pairs whose sides were swapped by whoever judged them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class Robust(LabelNoise):
 
 
 class MarginTerm(PreferencePiece, begin=True):
-    """What the chosen completion must be ahead by, subtracted after beta."""
+    """The amount by which the chosen completion must be ahead, subtracted after beta."""
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
         if a.match is not None:
@@ -236,7 +236,7 @@ class Added(PreferencePiece, begin=True):
     changes nothing."""
 
     of: ClassVar[Literal["chosen", "gold", "opponent"]] = "chosen"
-    """Whose tokens it reads."""
+    """The completion whose tokens it reads."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,13 +48,13 @@ _PLACE = {
 
 
 class Pull(Piece, begin=True):
-    """A regulariser beside the policy term. Its mathematics is in `algorithm.loss.regularisers`."""
+    """A regulariser beside the policy term. Its mathematics is in `algorithm.loss.reference_penalty`."""
 
     reads_silent: ClassVar[bool] = True
 
     @property
     def truth(self) -> str:
-        """Whether its gradient is that of a KL, in words; '' where it is not meant to be a KL."""
+        """Words that say whether its gradient is that of a KL; '' where it is not meant to be a KL."""
         return ""
 
     def renews(self) -> int:
@@ -143,7 +143,7 @@ class KL(Pull):
 
     @property
     def in_credit(self) -> bool:
-        """Whether it is a part of the credit."""
+        """True where the KL is a part of the credit."""
         return self.placement != "loss"
 
 

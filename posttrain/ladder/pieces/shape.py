@@ -177,7 +177,7 @@ class Repetition(Shaping):
     n: int = 3
     """Tokens of a sequence that counts as repeated."""
     penalty: float = 1.0
-    """What a response loses where all its sequences are the same."""
+    """Amount that a response loses where all its sequences are the same."""
 
     def __post_init__(self) -> None:
         positive("shape.repetition.n", self.n)

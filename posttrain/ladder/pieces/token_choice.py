@@ -106,8 +106,8 @@ class SecondMoment(Tokens):
     limit: float = 0.04
     """Largest mean square of log pi/mu over the tokens of which some are masked."""
     of: Literal["outward", "all"] = "outward"
-    """Of which tokens. outward: those whose push leads further from the sampler (pi > mu and credit above 0, pi < mu
-    and credit below 0); the others always learn, as under a clip. all: of all."""
+    """The tokens that may be masked. outward: those whose push leads further from the sampler (pi > mu and credit above
+    0, pi < mu and credit below 0); the others always learn, as under a clip. all: all tokens."""
 
     def __post_init__(self) -> None:
         positive("tokens.limit", self.limit)
@@ -167,7 +167,8 @@ class Imitate(Piece):
     coef: float = 0.1
     """Weight of the imitation."""
     of: Literal["solved", "shown", "heard"] = "solved"
-    """Whose tokens: of solved episodes, of the demonstrations shown, or what the policy heard between its turns."""
+    """The tokens that are imitated: those of solved episodes, of the demonstrations shown, or those that the policy
+    heard between its turns."""
     unsure: bool = False
     """Weight each token by sg[p (1 - p)] (CHORD-phi)."""
 
@@ -277,7 +278,8 @@ class Distill(Piece):
 
 
 class Curriculum(Piece, begin=True):
-    """Which task is played next, by its pass rate when it was last played (0 where it never was)."""
+    """The rule that decides which task is played next, by its pass rate when it was last played (0 where it never
+    was)."""
 
     drawn: ClassVar[bool] = False
     """Whether tasks are drawn in proportion to their weight. Else all tasks of weight > 0 are played in turn."""
@@ -287,7 +289,7 @@ class Curriculum(Piece, begin=True):
         """Weight of a task with this pass rate."""
 
     def left_out(self) -> str:
-        """What holds of every task that is left out, in words."""
+        """Returns the property of every task that is left out, in words."""
         return "has weight 0"
 
 

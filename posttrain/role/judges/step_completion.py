@@ -19,7 +19,7 @@ from posttrain.core.measure.answer_steps import StepValues, step_ends, steps_of_
 from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
-from posttrain.core.types import Episode, Group, Kept, Said
+from posttrain.core.types import Episode, Group, SampledTurn, TruncationSets
 from posttrain.role.judging import SiblingVerdicts
 from posttrain.role.rollout import Rollout
 from posttrain.system.concurrency import together
@@ -75,19 +75,19 @@ class TokenEnds:
 
 
 @dataclass(frozen=True)
-class Continuing:
+class ContinuedSampler:
     """A sampler whose first turn begins with these tokens, which were said before. It is for episodes of one turn.
 
     The rest of `Sampler` is that of `inner`.
     """
 
     inner: Sampler
-    said: Said
+    said: SampledTurn
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         """The tokens said before, and what the engine says after them: at most `max_tokens` together."""
         begun = self.said
         left = sampling.max_tokens - len(begun.ids)
@@ -95,8 +95,12 @@ class Continuing:
             return replace(begun, stop=Stop.LENGTH)
         rest = replace(sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - len(begun.ids)))
         new = await self.inner.generate(np.concatenate([ids, begun.ids]).astype(np.int32), rest, place)
-        kept = None if begun.kept is None else Kept.of([*begun.kept.sets(), *(new.kept.sets() if new.kept else [])])
-        return Said(
+        kept = (
+            None
+            if begun.kept is None
+            else TruncationSets.of([*begun.kept.sets(), *(new.kept.sets() if new.kept else [])])
+        )
+        return SampledTurn(
             np.concatenate([begun.ids, new.ids]).astype(np.int32),
             np.concatenate([begun.logp, new.logp]).astype(np.float32),
             np.concatenate([begun.version, new.version]).astype(np.int32),
@@ -106,16 +110,16 @@ class Continuing:
 
 
 @dataclass(frozen=True)
-class Recited:
+class RecitedSampler:
     """A sampler that says this one turn. The rest of `Sampler` is that of `inner`."""
 
     inner: Sampler
-    said: Said
+    said: SampledTurn
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         return self.said
 
 
@@ -206,7 +210,9 @@ class StepLabeler:
         upto, _ = self.ends.upto(self.said(e), (len(text), len(e.text)))
         if self.ends.text(self.said(e)[:upto]) != text:
             return None
-        ends = replace(self.rollout, sampler=Recited(self.rollout.sampler, ended(e, upto, self.sampling)), judges=())
+        ends = replace(
+            self.rollout, sampler=RecitedSampler(self.rollout.sampler, ended(e, upto, self.sampling)), judges=()
+        )
         stream = f"{self.stream}/early/{e.sibling}"
         own = await ends.episode(e.task, e.visit, e.sibling, self.sampling, stream, judging=judging)
         if own.figure is None or own.stop not in ENDED:
@@ -277,7 +283,7 @@ class StepLabeler:
 
     async def _completions(self, e: Episode, number: int, upto: int, judging: SiblingVerdicts) -> tuple[Episode, ...]:
         """The answer up to token `upto`, which ends step `number` (from 1), completed several times."""
-        continuing = replace(self.rollout, sampler=Continuing(self.rollout.sampler, begun(e, upto)), judges=())
+        continuing = replace(self.rollout, sampler=ContinuedSampler(self.rollout.sampler, begun(e, upto)), judges=())
         stream = f"{self.stream}/from/{e.sibling}/{number}"
         count, sampling = self.stage.completions, self.sampling
         return tuple(
@@ -287,18 +293,18 @@ class StepLabeler:
         )
 
 
-def ended(e: Episode, upto: int, sampling: Sampling) -> Said:
+def ended(e: Episode, upto: int, sampling: Sampling) -> SampledTurn:
     """The first `upto` tokens that the policy said, and a stop token, which it did not say there: its log-prob is
     written as 0, as those of demonstrations are. Nothing is learned from them as samples."""
     first = begun(e, upto)
     stop, zero = np.array((sampling.stop_ids or ())[:1], np.int32), np.zeros(1, np.float32)
-    kept = None if first.kept is None else Kept.of([*first.kept.sets(), stop])
+    kept = None if first.kept is None else TruncationSets.of([*first.kept.sets(), stop])
     version = np.concatenate([first.version, first.version[-1:]])
-    return Said(np.concatenate([first.ids, stop]), np.concatenate([first.logp, zero]), version, Stop.SAID, kept)
+    return SampledTurn(np.concatenate([first.ids, stop]), np.concatenate([first.logp, zero]), version, Stop.SAID, kept)
 
 
-def begun(e: Episode, upto: int) -> Said:
+def begun(e: Episode, upto: int) -> SampledTurn:
     """The first `upto` tokens that the policy said in an answer of one turn, as an engine would return them."""
     s = e.segments[-1]
-    kept = None if s.kept is None else Kept.of(s.kept.sets()[:upto])
-    return Said(s.ids[s.mask][:upto], s.logp[s.mask][:upto], s.version[s.mask][:upto], Stop.LENGTH, kept)
+    kept = None if s.kept is None else TruncationSets.of(s.kept.sets()[:upto])
+    return SampledTurn(s.ids[s.mask][:upto], s.logp[s.mask][:upto], s.version[s.mask][:upto], Stop.LENGTH, kept)

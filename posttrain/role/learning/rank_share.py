@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from posttrain.algorithm.loss.objective import Terms
+from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.ranks import Ranks, check_same
 from posttrain.core.streams import WEIGHT

@@ -15,12 +15,12 @@ import numpy as np
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import OPPOSED, Said
+from posttrain.core.types import OPPOSED, SampledTurn
 from posttrain.role.sync import Sync
 
 
 @dataclass(frozen=True)
-class Opposed:
+class OpponentSampler:
     """A sampler (`core.ports.Sampler`) whose tokens are marked as an opponent's."""
 
     engine: Sampler
@@ -41,7 +41,7 @@ class Opposed:
     def context(self) -> int:
         return self.engine.context
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         said = await self.engine.generate(ids, sampling, place)
         return replace(said, version=np.full_like(said.version, OPPOSED))
 
@@ -67,8 +67,8 @@ class Opponent:
     """Pushes the policy's weights to it; None where it holds none of them (the reference alone)."""
 
     @property
-    def sampler(self) -> Opposed:
-        return Opposed(self.engine)
+    def sampler(self) -> OpponentSampler:
+        return OpponentSampler(self.engine)
 
     async def follow(self, version: int) -> None:
         """Bring its weights of the policy up to `version`, with the checks of every push."""

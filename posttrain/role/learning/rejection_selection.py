@@ -65,7 +65,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class RoundSamples:
     """Everything that a round's rollouts gave, counted: its candidates, and what became of the others."""
 
     candidates: tuple[Candidate, ...]
@@ -109,7 +109,7 @@ def whole(e: Episode) -> bool:
 
 def candidates_of(
     plain: Sequence[Group], hinted: Sequence[Group] = (), regenerated: Sequence[RegeneratedAnswer] = ()
-) -> Asked:
+) -> RoundSamples:
     """The candidates of a round: of its rollouts, of wrong answers that were regenerated, and of rollouts with hints,
     each in prompt order."""
     prompts = {g.task.id: prompt_ids(g) for g in plain}
@@ -123,7 +123,7 @@ def candidates_of(
         name = e.task.id.removesuffix(HINTED)
         found.append(replace(_candidate(e, name, without_hint(prompts, name)), hinted=True))
     unjudged = sum(len(g.episodes) - len(g.judged) for g in plain)
-    return Asked(tuple(found), len(plain), sum(len(g.judged) for g in plain), unjudged, cut, len(hinted))
+    return RoundSamples(tuple(found), len(plain), sum(len(g.judged) for g in plain), unjudged, cut, len(hinted))
 
 
 def _candidate(e: Episode, name: str, prompt: np.ndarray | None = None) -> Candidate:
@@ -181,7 +181,7 @@ class Selection:
     distinct: Mapping[str, int] = field(default_factory=dict[str, int])
     """Different completions that the rule chose of each prompt, before the limit; of plain samples."""
 
-    def gauges(self, asked: Asked, round: int) -> Gauges:
+    def gauges(self, asked: RoundSamples, round: int) -> Gauges:
         plain = [c for c in self.kept if c.plain]
         return {
             "reject/round": Gauge(round, 1),
@@ -247,7 +247,7 @@ def drawn(kept: Sequence[Candidate], own: int, position: int, key: tuple[int, st
 # --- on disk ---------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, asked: Asked) -> None:
+def write(folder: Path, asked: RoundSamples) -> None:
     """The candidates of a round, for a stage that is resumed inside it."""
     ones = asked.candidates
     segments = [s for c in ones for s in c.segments]
@@ -272,7 +272,7 @@ def _place(c: Candidate) -> tuple[int, ...]:
     return (c.visit, c.sibling, int(c.hinted), *(c.begun or (0, 0)), len(c.segments))
 
 
-def read(folder: Path) -> Asked:
+def read(folder: Path) -> RoundSamples:
     """Reads the data that `write` wrote, bit for bit.
 
     Raises:
@@ -295,7 +295,7 @@ def read(folder: Path) -> Asked:
             own = tuple(segments[at : at + count])
             found.append(Candidate(name, visit, sibling, reward, own, bool(hinted), begun))
             at += count
-        return Asked(tuple(found), *(int(x) for x in held["counts"]))
+        return RoundSamples(tuple(found), *(int(x) for x in held["counts"]))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{path} is damaged ({error}). Go on from a checkpoint of another round") from error
 

@@ -19,7 +19,7 @@ from posttrain.core.batch import Batch, Packed
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Examiner
 from posttrain.core.streams import MU, OPPONENT, VERSION
-from posttrain.core.types import OPPOSED, Episode, Group, Kept, Segment, Top
+from posttrain.core.types import OPPOSED, Episode, Group, Segment, Top, TruncationSets
 from posttrain.core.verdict import outcome
 from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.role.events import Event, Observer, ObserverReport, PackedEvent, PlayedEvent
@@ -191,7 +191,7 @@ def beginning(s: Segment, most: int) -> Segment:
         mask=s.mask[:n],
         logp=s.logp[:n],
         version=s.version[:n],
-        kept=None if s.kept is None else Kept.of(s.kept.sets()[:m]),
+        kept=None if s.kept is None else TruncationSets.of(s.kept.sets()[:m]),
         top=None if s.top is None else Top(s.top.ids[:m], s.top.logp[:m]),
         in_turn=None if s.in_turn is None else s.in_turn[:m],
     )

@@ -26,11 +26,11 @@ from posttrain.engine.files.safetensors_rows import RowFiles
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
+from posttrain.engine.parallel.shard_modules import first_row
 from posttrain.engine.parallel.sharded_adapter_probe import loud_rows, put_rows
 from posttrain.engine.parallel.sharded_checkpoint import masters_of
-from posttrain.engine.parallel.sharded_cut import first_row
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
-from posttrain.engine.parallel.sharded_reference import Mould, frozen_rows
+from posttrain.engine.parallel.sharded_reference import EmptyModule, frozen_rows
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
 from posttrain.engine.parallel.tensor_reference import TensorReference
 from posttrain.role.events import Event, Observer
@@ -75,7 +75,7 @@ class RankState:
 
     ranks: ProcessRanks
     own: RankLearner | None = None
-    mould: Mould | None = None
+    mould: EmptyModule | None = None
     optimizer: StageOptimizer | None = None
     trained: Trainer | None = None
     references: dict[int, Reference] = field(default_factory=dict[int, Reference])

@@ -22,7 +22,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.ladder.pieces.implicit import ImplicitOthers
 from posttrain.record.queued_groups import QUEUE, REPLAY, QueuedGroup, load_groups, save_groups
 from posttrain.role.events import RestoredEvent
-from posttrain.role.group_queue import GroupQueue, GroupSource, Waves
+from posttrain.role.group_queue import GroupQueue, GroupSource, StepGroups
 from posttrain.role.heldout_evaluation import EvaluationReport
 from posttrain.role.learning.hinted_teacher import Hints
 from posttrain.role.learning.implicit_reward_model import ImplicitModel
@@ -198,7 +198,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         begun = (self.trainer.version,) * stage.most_behind
         versions = deque(state.versions or begun, maxlen=stage.most_behind + 1)
         if not stage.staleness:
-            return Waves(rollout, prompts, sampling, stream, versions)
+            return StepGroups(rollout, prompts, sampling, stream, versions)
         request, run = stage.algorithm.request(stage), self.parts.run
         return GroupQueue(
             rollout,

@@ -31,8 +31,8 @@ from posttrain.role.judges.step_completion import StepLabeler, TokenEnds
 from posttrain.role.judges.step_judge import StepJudge
 from posttrain.role.learning.demonstrations import demonstrated, imitated, imitating
 from posttrain.role.learning.rejection_selection import (
-    Asked,
     Candidate,
+    RoundSamples,
     Selection,
     candidates_of,
     drawn,
@@ -109,7 +109,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
             regenerator=self._regenerator(),
             other_environments=parts.other_environments(stage),
         )
-        self._asked = Asked((), 0, 0)
+        self._asked = RoundSamples((), 0, 0)
         self._kept: tuple[Candidate, ...] = ()
         await parts.publish()
         await self.watch.begin(self.roles)
@@ -300,7 +300,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         return super().enough(report)
 
 
-def nothing_kept(stage: Rejection, asked: Asked, found: Selection, round: int) -> str:
+def nothing_kept(stage: Rejection, asked: RoundSamples, found: Selection, round: int) -> str:
     """Returns the message about a round that kept nothing, with what to change."""
     m, name = stage.method, stage.name
     seen = f"{asked.judged} of {asked.judged + asked.unjudged} completions of {asked.prompts} prompts were judged"

@@ -23,8 +23,8 @@ from posttrain.core.redact_secrets import redacted
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.sandbox.cell.program import encode
-from posttrain.sandbox.comparison import Unheard, heard, same, shown
-from posttrain.sandbox.open_sandbox import open_sandbox
+from posttrain.sandbox.choose_backend import open_sandbox
+from posttrain.sandbox.comparison import NoValidValue, heard, same, shown
 from posttrain.sandbox.sandbox_pool import Sandbox
 from posttrain.sandbox.sandbox_types import (
     MOST_SAID,
@@ -218,7 +218,7 @@ class Code:
             return ran, (
                 Outcome() if same(heard(ran.result), nonce) else Outcome("wrong", "the tests did not come to their end")
             )
-        except Unheard as error:
+        except NoValidValue as error:
             return ran, Outcome(error.kind, str(error))
 
     async def lint(self, tasks: Sequence[Task]) -> list[str]:
@@ -257,7 +257,7 @@ def _returned(ran: Ran, test: CallTest) -> Outcome:
         return _ended(ran)
     try:
         said = heard(ran.result)
-    except Unheard as error:
+    except NoValidValue as error:
         return Outcome(error.kind, str(error))
     right = any(same(said, wanted, test.how) for wanted in (test.wanted, *test.also))
     return Outcome() if right else _differs(said, test)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Kept, Said, Stop, Top
+from posttrain.core.types import SampledTurn, Stop, Top, TruncationSets
 from posttrain.engine.embedded.cache.cache_blocks import BLOCK, blocks_for
 from posttrain.engine.embedded.schedule.stop_strings import Strings
 from posttrain.engine.embedded.token_sampler import Contracts, DrawnTokens
@@ -44,7 +44,7 @@ class GenerateCall:
     place: int
     limit: int
     end: Stop
-    future: asyncio.Future[Said]
+    future: asyncio.Future[SampledTurn]
     heard: TokenCallback | None = None
     since: float = 0.0
     """When it was queued (perf_counter)."""
@@ -214,15 +214,15 @@ class Slots:
         self.generating[at] = ~ended
         return at[ended], stopped[ended]
 
-    def turn(self, s: int, stopped: bool) -> Said:
+    def turn(self, s: int, stopped: bool) -> SampledTurn:
         """The finished turn of the slot's request."""
         request, n = self.request[s], int(self.said[s])
         assert request is not None
-        return Said(
+        return SampledTurn(
             ids=self.ids[s, :n].copy(),
             logp=self.logp[s, :n].copy(),
             version=self.version[s, :n].copy(),
             stop=Stop.SAID if stopped else Stop.STRING if self.ended_by_string[s] else request.end,
-            kept=Kept.of(self.kept[s]) if request.sampling.truncated else None,
+            kept=TruncationSets.of(self.kept[s]) if request.sampling.truncated else None,
             top=Top.join(self.top[s], request.sampling.top) if request.sampling.top else None,
         )

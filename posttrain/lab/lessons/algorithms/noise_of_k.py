@@ -107,7 +107,7 @@ LESSON = Lesson(
                   ("It is small", "The log-probs' gradient has mean 0", "It is learned"), 1,
                   why="A constant times grad log pi averages to 0."),
     ),
-    code=("posttrain.algorithm.credit.baseline_values.centred", "posttrain.algorithm.loss.objective.objective"),
+    code=("posttrain.algorithm.credit.baseline_values.centred", "posttrain.algorithm.loss.policy_loss.objective"),
     docs="miniatures.md",
     command="posttrain run arithmetic algorithm=rloo rl.siblings=16",
     grid=("K", "baseline"),

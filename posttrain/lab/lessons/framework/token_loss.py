@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.policy_loss import objective
 from posttrain.algorithm.loss.token_weights import weigh
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.config.run import Reinforce
@@ -141,7 +141,7 @@ w_t weight of a token, A credit, push_t the clipped ratio, sg: no gradient flows
         AskChoice("Credit is 0 for all. What still moves the policy?", ("The clip", "The KL term", "Nothing"), 1,
                   why="A pull lives where A = 0 too."),
     ),
-    code=("posttrain.algorithm.loss.objective.objective", "posttrain.role.trainer.Trainer"),
+    code=("posttrain.algorithm.loss.policy_loss.objective", "posttrain.role.trainer.Trainer"),
     docs="algorithms.md",
     command="posttrain run arithmetic algorithm=grpo pull.coef=0.05 clip.low=0.2",
     grid=("eps", "far"),

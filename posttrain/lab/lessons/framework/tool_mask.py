@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from posttrain.algorithm.loss.objective import objective
+from posttrain.algorithm.loss.policy_loss import objective
 from posttrain.algorithm.loss.token_weights import weigh
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.checks.sampling.sampler_checks import masks_cover_what_was_said
@@ -14,7 +14,7 @@ from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import ADVANTAGE, MU, WEIGHT
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Said, Segment, Stop, Task
+from posttrain.core.types import Episode, Group, SampledTurn, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.lab.lesson import (
     AskChoice,
@@ -43,7 +43,7 @@ def ids(words: str) -> np.ndarray:
 
 def say(t: Transcript, words: str, logp: float = -1.0) -> None:
     n = len(words)
-    t.say(Said(ids(words), np.full(n, logp, np.float32), np.zeros(n, np.int32), Stop.SAID))
+    t.say(SampledTurn(ids(words), np.full(n, logp, np.float32), np.zeros(n, np.int32), Stop.SAID))
 
 
 def segment(a: int, b: int, c: int, *, masked: bool) -> Segment:

@@ -135,7 +135,7 @@ LESSON = Lesson(
             why="Each is one addition of what was said and the next number.",
         ),
     ),
-    code=("posttrain.algorithm.loss.objective.supervised", "posttrain.toy.chains.Chain"),
+    code=("posttrain.algorithm.loss.policy_loss.supervised", "posttrain.toy.chains.Chain"),
     docs="recipes.md",
     command="posttrain run ladder",
     grid=("depth", "mode"),

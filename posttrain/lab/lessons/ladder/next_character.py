@@ -7,7 +7,7 @@ import torch
 
 from posttrain.config.run import Reinforce
 from posttrain.core.sampling import Sampling
-from posttrain.engine.embedded.token_sampler import Contracts, Spread
+from posttrain.engine.embedded.token_sampler import Contracts, DrawDistributions
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -34,9 +34,9 @@ def contract(k: Values) -> Sampling:
     return Sampling(temperature=float(k["temperature"]), top_p=float(k["top_p"]), stop_ids=())
 
 
-def spread(after: int, sampling: Sampling) -> Spread:
+def spread(after: int, sampling: Sampling) -> DrawDistributions:
     """The sampler's distribution after a character: the engine's own code on the logits of the table."""
-    return Spread.of(taught()[after : after + 1].float().clone(), Contracts.of([sampling]))
+    return DrawDistributions.of(taught()[after : after + 1].float().clone(), Contracts.of([sampling]))
 
 
 def sentence_of(k: Values) -> tuple[str, list[float]]:
@@ -143,7 +143,7 @@ LESSON = Lesson(
             why="Differences of logits grow without bound.",
         ),
     ),
-    code=("posttrain.engine.embedded.token_sampler.Spread", "posttrain.core.sampling.Sampling"),
+    code=("posttrain.engine.embedded.token_sampler.DrawDistributions", "posttrain.core.sampling.Sampling"),
     docs="sampling.md",
     command="posttrain run arithmetic rl.sampling.temperature=0.7 rl.sampling.top_p=0.9",
     grid=("temperature", "after"),

@@ -27,9 +27,9 @@ from posttrain.lab.lesson import (
 from posttrain.ladder.pieces.pull import KL
 from posttrain.ladder.policy_rows import RLOO
 from posttrain.toy.answers import ask, logp_of, siblings
+from posttrain.toy.enumerated_policy import PrefixPolicy
 from posttrain.toy.pairs import AnswerPair, batch_of_pairs
 from posttrain.toy.policies import TabularPolicy
-from posttrain.toy.prefixes import PrefixPolicy
 from posttrain.toy.training import ToyTrainer, credit_in_full
 from posttrain.web.picture import Bars, Curve
 

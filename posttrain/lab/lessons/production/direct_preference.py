@@ -23,9 +23,9 @@ from posttrain.lab.lesson import (
 )
 from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.ladder.preference_rows import DPO, IPO, SLIC
+from posttrain.toy.enumerated_policy import PrefixPolicy
 from posttrain.toy.pairs import AnswerPair, TablePolicy, TiedPolicy, pair_logp
 from posttrain.toy.preference_steps import descend, gap
-from posttrain.toy.prefixes import PrefixPolicy
 from posttrain.web.picture import Bars, Curve
 
 ALGORITHMS = {"DPO": DPO, "IPO": IPO, "SLiC": SLIC}

@@ -15,7 +15,7 @@ from posttrain import faults
 from posttrain.build.build_environments import make_environment
 from posttrain.build.open_model import run_and_checkpoint
 from posttrain.build.request.trust_prompt import to_stderr
-from posttrain.build.request.user_objects import HandedObjects
+from posttrain.build.request.user_objects import UserObjects
 from posttrain.build.reward_paths import check_judge_path, check_reward_path
 from posttrain.config.env import MODEL, STAGE, Reward
 from posttrain.config.run import Reinforce, Run
@@ -25,9 +25,9 @@ from posttrain.core.ports import Environment
 from posttrain.core.sampling import Sampling
 from posttrain.engine.model.locate_model import check_source
 from posttrain.environment.scripted_policy import attempt
-from posttrain.evaluate.evaluate_endpoint import is_url
-from posttrain.evaluate.evaluation_target import asked_run
-from posttrain.evaluate.search_words import SearchRequest, search_request
+from posttrain.evaluation.evaluate_endpoint import is_url
+from posttrain.evaluation.evaluation_target import asked_run
+from posttrain.evaluation.search_words import SearchRequest, search_request
 from posttrain.record.checkpoint import KEPT, find, kept_folder
 from posttrain.record.run_reader import is_run, run_file
 from posttrain.report.console import Group, PlainConsole, table
@@ -133,7 +133,7 @@ def evaluate_searches(
     weights = None if own is None else _weights(own, checkpoint, say)
     if own is None:
         check_source("", str(target))
-    run, _, given = asked_run(target, checkpoint, rest, HandedObjects(), quiet, trust)
+    run, _, given = asked_run(target, checkpoint, rest, UserObjects(), quiet, trust)
     request = _with_scores(request, run, own, target)
     contract = _contract(run, max_tokens, temperature)
     env = replace(run.env, rewards=tuple(r for r in run.env.rewards if not r.by_model), measured=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.evaluate.ablation.recorded_step import RecordedStep
+from posttrain.evaluation.ablation.recorded_step import RecordedStep
 from posttrain.ladder.algorithm import Algorithm
 
 _MISSING = {"steps": "no step was judged", "paid": "no turn was paid", "turns": "episodes of one turn"}

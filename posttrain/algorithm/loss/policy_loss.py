@@ -17,9 +17,9 @@ from posttrain.algorithm.credit.value_estimates import value_loss
 from posttrain.algorithm.loss import kl
 from posttrain.algorithm.loss.distribution_distance import jensen_shannon
 from posttrain.algorithm.loss.minibatch_streams import CHOSEN, HEARD, IMITATE, MIX, WAS_SHOWN
-from posttrain.algorithm.loss.mismatch_correction import Corrected, correct
+from posttrain.algorithm.loss.mismatch_correction import CorrectionFactor, correct
 from posttrain.algorithm.loss.push_factor import Push, TrustInputs, bounded_exp, importance, push
-from posttrain.algorithm.loss.regularisers import pull_term
+from posttrain.algorithm.loss.reference_penalty import pull_term
 from posttrain.algorithm.loss.step_scale import ANSWER_RATIO, ANSWER_RATIO_SQUARE
 from posttrain.algorithm.loss.token_selection import paid
 from posttrain.algorithm.loss.torch_streams import Streams
@@ -214,7 +214,7 @@ class _GaugeSums:
         self._add("value/residual", residual_M)
         self._add("value/residual_square", residual_M.square())
 
-    def correction(self, corrected: Corrected) -> None:
+    def correction(self, corrected: CorrectionFactor) -> None:
         """Raw and used start/mu. `mismatch_correction.effective_share` computes the effective sample size
         from used and used_square."""
         self._add("correction/raw", corrected.raw_M)

@@ -23,13 +23,13 @@ from posttrain.build.request.trust_prompt import STAGES, admitted, to_stderr
 from posttrain.build.request.user_objects import given_notes
 from posttrain.core.gauge import Gauges, merge
 from posttrain.core.scored import Credit, Scored, ScoredGroup
-from posttrain.evaluate.ablation.recorded_gradients import FrozenLearner, Gradient, cosine
-from posttrain.evaluate.ablation.recorded_step import RecordedStep, choose_stage, rebuild, recorded_step
-from posttrain.evaluate.ablation.replayable_algorithms import RecordedFacts
+from posttrain.evaluation.ablation.recorded_gradients import FrozenLearner, Gradient, cosine
+from posttrain.evaluation.ablation.recorded_step import RecordedStep, choose_stage, rebuild, recorded_step
+from posttrain.evaluation.ablation.replayable_algorithms import RecordedFacts
 from posttrain.ladder.algorithm import CHOICES, Algorithm
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.record import run_reader
-from posttrain.record.runtime_objects import Given
+from posttrain.record.runtime_objects import RuntimeObjects
 from posttrain.role.pack import Minibatch, pack
 from posttrain.role.score import score
 from posttrain.system.errors import ConfigError, PosttrainError
@@ -130,7 +130,7 @@ def ablate(
     folder = Path(folder)
     found = run_reader.run_file(folder)
     run = admitted(folder, parts=("model", STAGES), allow=trust)
-    for line in given_notes(folder, Given(pieces=own_classes(run))):
+    for line in given_notes(folder, RuntimeObjects(pieces=own_classes(run))):
         to_stderr(line)
     run = run if device is None else replace(run, model=replace(run.model, device=device))
     reinforce = choose_stage(folder, run, stage)

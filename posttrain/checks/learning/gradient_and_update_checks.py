@@ -145,7 +145,7 @@ def gradient_norm(optimizer: Any, grads: Mapping[str, Any]) -> float:
 
 
 @dataclass(frozen=True)
-class Handed:
+class StepGradients:
     """The gradients an optimizer gets for a step, and the update its definition expects. Made just before the step."""
 
     norm: float
@@ -158,7 +158,7 @@ class Handed:
     """Copies of the same parameters."""
 
     @classmethod
-    def of(cls, optimizer: Any, config: Optimizer, share: float = 1.0) -> Handed:
+    def of(cls, optimizer: Any, config: Optimizer, share: float = 1.0) -> StepGradients:
         """`config` is the stage's, whatever the optimizer was built with; `share` is that of the learning rate."""
         trained, part = optimizer.trained(), {} if share == 1 else {"share": share}
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
@@ -177,7 +177,7 @@ class Handed:
         return cls(norm, largest, expected, {n: trained[n].detach().clone() for n in small})
 
 
-def moved(handed: Handed, parameters: Mapping[str, Any], lr: float) -> Gauges:
+def moved(handed: StepGradients, parameters: Mapping[str, Any], lr: float) -> Gauges:
     """An optimizer step changes every parameter with a gradient, if the update is larger than the parameter's rounding.
 
     Args:
@@ -203,7 +203,7 @@ def moved(handed: Handed, parameters: Mapping[str, Any], lr: float) -> Gauges:
     return {"canary/moved": Gauge(len(pushed), len(handed.largest))} if pushed else {}
 
 
-def keeps_to_schedule(config: Optimizer, handed: Handed, parameters: Mapping[str, Any], lr: float) -> None:
+def keeps_to_schedule(config: Optimizer, handed: StepGradients, parameters: Mapping[str, Any], lr: float) -> None:
     """A step in the middle of a schedule moves the number with the largest gradient of each parameter as configured."""
     for name, top in handed.largest.items():
         moved = float(parameters[name].detach().flatten()[top.index]) - top.weight
@@ -226,7 +226,7 @@ class Update:
     state: float
 
 
-def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
+def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
     """The largest difference between a step and what was expected of it, over all parameters checked in full.
 
     Args:
@@ -258,7 +258,9 @@ def _off(step: torch.Tensor, old: torch.Tensor, expected: ExpectedUpdate) -> flo
     return off / expected.size if expected.size else float(off > 0)
 
 
-def update_agrees(config: Optimizer, handed: Handed, after: Mapping[str, Any], state: Mapping[str, Any]) -> Gauges:
+def update_agrees(
+    config: Optimizer, handed: StepGradients, after: Mapping[str, Any], state: Mapping[str, Any]
+) -> Gauges:
     """The first optimizer step is exactly the configured one: learning rate, warm-up, decay and clip included."""
     worst = departure(handed, after, state)
     if worst.moved > UPDATE_BOUND or worst.state > UPDATE_BOUND:
@@ -280,7 +282,7 @@ class UpdateCheck(Observer):
     def __init__(self, *, moved: bool) -> None:
         self._moved = moved
         """Whether a step was checked already."""
-        self._handed: Handed | None = None
+        self._handed: StepGradients | None = None
 
     async def begin(self, roles: StageRoles[Any]) -> None:
         frozen = {n: p for n, p in roles.learner.parameters().items() if roles.stage.optimizer.frozen(n)}
@@ -293,7 +295,9 @@ class UpdateCheck(Observer):
             case DifferentiatedEvent(packed, _, share):
                 falls = roles.stage.optimizer.schedule != "constant" and due(packed.index)
                 asked = _carries(packed) and (falls or not self._moved)
-                self._handed = Handed.of(roles.trainer.optimizer, roles.stage.optimizer, share) if asked else None
+                self._handed = (
+                    StepGradients.of(roles.trainer.optimizer, roles.stage.optimizer, share) if asked else None
+                )
             case LearnedEvent(lr=lr) if self._handed is not None:
                 handed, self._handed = self._handed, None  # it holds copies of weights
                 return ObserverReport(self._follow(roles, handed, lr))
@@ -301,13 +305,13 @@ class UpdateCheck(Observer):
                 pass
         return None
 
-    def _follow(self, roles: StageRoles[Any], handed: Handed, lr: float) -> Gauges:
+    def _follow(self, roles: StageRoles[Any], handed: StepGradients, lr: float) -> Gauges:
         """Over several ranks each holds its own rows against the definition, and all have the same gauges."""
         seen = merge(*of_every(roles.trainer.ranks, lambda: self._own(roles, handed, lr)))
         self._moved = self._moved or "canary/moved" in seen
         return seen
 
-    def _own(self, roles: StageRoles[Any], handed: Handed, lr: float) -> Gauges:
+    def _own(self, roles: StageRoles[Any], handed: StepGradients, lr: float) -> Gauges:
         trained, optimizer = roles.trainer.trained(), roles.trainer.optimizer
         if self._moved:
             keeps_to_schedule(roles.stage.optimizer, handed, trained, lr)

@@ -18,7 +18,7 @@ from posttrain.core.exchange.shards import Shard
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 
 
-class Inside(nn.Module):
+class OutermostModule(nn.Module):
     """The outermost module: whatever reads weights runs inside its forward, where torch has put them together.
 
     Args:
@@ -26,7 +26,7 @@ class Inside(nn.Module):
         inner: another one, whose weights come together beside.
     """
 
-    def __init__(self, parts: dict[str, nn.Module], inner: Inside | None = None) -> None:
+    def __init__(self, parts: dict[str, nn.Module], inner: OutermostModule | None = None) -> None:
         super().__init__()
         self.parts, self.inner = nn.ModuleDict(parts), inner
 
@@ -36,7 +36,7 @@ class Inside(nn.Module):
 
 def cut(
     module: Any, heads: dict[str, nn.Module], ranks: ProcessRanks, *, computes: torch.dtype | None, offload: bool
-) -> Inside:
+) -> OutermostModule:
     """Cut the weights of a model and its heads in place, and return what they are read inside.
 
     Args:
@@ -55,11 +55,11 @@ def cut(
     for layer in [part for part in module.modules() if type(part).__name__ in names]:
         shard(layer, own)
     if computes is None:
-        outermost = Inside({"policy": module, **heads})
+        outermost = OutermostModule({"policy": module, **heads})
     else:  # torch computes all weights of a unit in one type
-        inner = Inside({"policy": module})
+        inner = OutermostModule({"policy": module})
         shard(inner, own)
-        outermost = Inside(heads, inner)
+        outermost = OutermostModule(heads, inner)
     shard(outermost, MixedPrecisionPolicy())
     for part in outermost.modules():
         if isinstance(part, FSDPModule):
@@ -81,7 +81,7 @@ def remade(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter | None
                 part._parameters[name] = new
 
 
-def with_memory(outermost: Inside) -> set[str]:
+def with_memory(outermost: OutermostModule) -> set[str]:
     """Give each cut parameter without memory that of this rank's part, whose numbers are to be read. Returns their
     names."""
     blank = {n for n, p in outermost.named_parameters() if p.is_meta}

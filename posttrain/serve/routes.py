@@ -21,9 +21,9 @@ from aiohttp import web
 from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
 from posttrain.serve.answer_format import Shape
-from posttrain.serve.answer_stream import Choice, TextChunk
 from posttrain.serve.caller_limits import CallerLimits
 from posttrain.serve.connections import Connection, Phase
+from posttrain.serve.generated_answer import Choice, TextChunk
 from posttrain.serve.intake import Intake, Understood
 from posttrain.serve.limited_log import LOG
 from posttrain.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest

@@ -15,7 +15,7 @@ import numpy as np
 
 from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said, Stop, Top
+from posttrain.core.types import SampledTurn, Stop, Top
 from posttrain.serve.detokenize import Decoder, Stops, TokenText
 
 
@@ -57,7 +57,7 @@ class Choice:
         self._decoded = 0
         """Number of complete characters, with those held back for a stop string."""
         self._received = 0
-        self._task: asyncio.Task[Said] | None = None
+        self._task: asyncio.Task[SampledTurn] | None = None
 
     def drawn_again(self, draw: int) -> Choice:
         """A choice in its place with random numbers of its own."""
@@ -71,7 +71,7 @@ class Choice:
         early = self.sampling.top == 0 and self.told is not None
         heard = {"heard": self._receive} if early else {}
         task = self._task = asyncio.ensure_future(generate(self.prompt, self.sampling, self.place, **heard))
-        said: Said | None = None
+        said: SampledTurn | None = None
         try:
             said = await task
         except asyncio.CancelledError:
@@ -109,7 +109,7 @@ class Choice:
                 self._waiting.text = text
                 self._release()
 
-    def _end(self, said: Said | None) -> None:
+    def _end(self, said: SampledTurn | None) -> None:
         if not self._stops.found:
             text = self._stops.add(self._decoder.finish(), said is not None and said.stop is Stop.STRING)
             self._waiting.text = text + self._stops.finish()

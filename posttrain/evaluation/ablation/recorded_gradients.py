@@ -26,7 +26,7 @@ from posttrain.core.types import Top
 from posttrain.engine.learner.learner import FrozenScorer, HFLearner
 from posttrain.engine.learner.torch_settings import use_threads
 from posttrain.engine.optimizer.loss_scale import FIRST
-from posttrain.evaluate.ablation.recorded_step import KEPT_REFERENCE, RecordedStep
+from posttrain.evaluation.ablation.recorded_step import KEPT_REFERENCE, RecordedStep
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights.saved_weights import load_weights

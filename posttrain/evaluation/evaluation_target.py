@@ -9,27 +9,28 @@ from pathlib import Path
 
 from posttrain.build.open_model import target_run
 from posttrain.build.request.trust_prompt import to_stderr
-from posttrain.build.request.user_objects import HandedObjects
+from posttrain.build.request.user_objects import UserObjects
 from posttrain.config import overrides as dotted
 from posttrain.config.run import Run
 from posttrain.environment.gallery import GALLERY
-from posttrain.evaluate.evaluate_endpoint import is_url, remote_run
-from posttrain.evaluate.search_words import asks_search
+from posttrain.evaluation.evaluate_endpoint import is_url, remote_run
+from posttrain.evaluation.search_words import asks_search
 from posttrain.record.run_reader import is_run
-from posttrain.record.runtime_objects import Given
+from posttrain.record.runtime_objects import RuntimeObjects
 from posttrain.system.errors import ConfigError
 from posttrain.system.shell import command_line
 
 
 def asked_run(
-    target: str | Path, checkpoint: str, overrides: tuple[str, ...], handed: HandedObjects, quiet: bool, trust: bool
-) -> tuple[Run, Path | None, Given]:
+    target: str | Path, checkpoint: str, overrides: tuple[str, ...], handed: UserObjects, quiet: bool, trust: bool
+) -> tuple[Run, Path | None, RuntimeObjects]:
     """(the run whose environment and model are evaluated, the weights to load into its policy or None, the objects)."""
     if asks_search(overrides):
         raise ConfigError(
-            "searches have a report of their own: posttrain.evaluate.evaluate_search.evaluate_searches(target, *words)"
+            "searches have a report of their own:"
+            " posttrain.evaluation.evaluate_search.evaluate_searches(target, *words)"
         )
-    kept: list[Given] = []
+    kept: list[RuntimeObjects] = []
 
     def change(run: Run) -> Run:
         run, given = handed.place(run)
