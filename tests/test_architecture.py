@@ -220,6 +220,8 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 
 def test_the_test_itself_sees_every_way_to_import() -> None:
-    text = "import torch.nn as nn\nfrom posttrain import recipe\nfrom ..engine.gone import x\ndef f():\n    import cli\n"
+    text = (
+        "import torch.nn as nn\nfrom posttrain import recipe\nfrom ..engine.gone import x\ndef f():\n    import cli\n"
+    )
     found = [m for _, m in imports(ROOT / "stages" / "x.py", text)]
     assert found == ["torch.nn", "posttrain.recipe", "posttrain.engine.gone.x", "cli"]
