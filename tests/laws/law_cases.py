@@ -10,7 +10,7 @@ import textbooks_family as f
 import textbooks_mismatch as m
 import textbooks_stale as s
 from law_toys import NOW
-from law_world import RunFolder
+from law_world import Book
 
 from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState, steered
 from posttrain.ladder import policy_rows
@@ -23,7 +23,7 @@ from posttrain.ladder.pieces.shape import BestOf
 from posttrain.ladder.pieces.token_choice import ClipCov, Distill, EntropyBonus, KlCov, SecondMoment
 from posttrain.ladder.pieces.trust_region import Cap, Clip, Divergence, FutureKL, Geometric
 
-Case = tuple[Algorithm, RunFolder]
+Case = tuple[Algorithm, Book]
 
 
 THE_LADDER: list[Case] = [
