@@ -176,8 +176,8 @@ def _check_measurable(environment: Environment, config: Env, served: bool) -> No
         raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
     if not (declared(environment).judges or config.has_reward_models):
         raise ConfigError(
-            f"environment {environment.name!r} judges no answers: its rows hold judged completions alone. Give"
-            " env.rewards, which judge what the model samples"
+            f"environment {environment.name!r} judges no answers: its rows have no reward. Give env.rewards, which"
+            " judge what the model samples; what a stage without rewards measured is in posttrain summary"
         )
 
 

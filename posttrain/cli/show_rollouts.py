@@ -36,12 +36,12 @@ def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -
     run = run_file(folder).run
     files = episode_files(folder)
     if not files:
-        why = (
-            "the run was started with record_episodes=false"
-            if not run.record_episodes
-            else "they appear after its first step or evaluation"
-        )
-        yield from fold(f"no episodes in {visible(str(folder))} yet: {why}", screen_width())
+        why = "yet: they appear after its first step or evaluation"
+        if not run.record_episodes:
+            why = "yet: the run was started with record_episodes=false"
+        elif not (run.env.rewards or any(s.contract for s in run.stages)):
+            why = ": its stages learn from rows and sample nothing. posttrain summary says what it learned"
+        yield from fold(f"no episodes in {visible(str(folder))}{'' if why[0] == ':' else ' '}{why}", screen_width())
         return
     if wanted.compare is not None:
         yield from compared(run, files, wanted, on)

@@ -267,7 +267,9 @@ def _fields(declared: Any, current: Any, node: Node, path: str) -> Any:
                 for tag, kind in dataclass_json.pieces(declared).items()
                 if name in dataclass_json.hints(kind)
             ]
-            there = f"{path}={others[0]} has: choose that, or leave it out" if others else nearest(name, known)
+            there = our_name(name) or nearest(name, known)
+            if others:
+                there = f"{path}={others[0]} has: choose that, or leave it out"
             raise ConfigError(f"{dot}{name}: {cls.__name__} has no such setting; {there}")
         changes[name] = _rebuild(known[name], getattr(current, name), part, f"{dot}{name}")
     return replace(current, **changes)

@@ -198,6 +198,10 @@ class Supervised(Stage):
             raise ConfigError(f"{self.name}.wrong={self.wrong}: a share in [0, 1]")
 
     @property
+    def counts_passes(self) -> bool:
+        return self.epochs is not None
+
+    @property
     def demonstrated(self) -> bool:
         return True
 

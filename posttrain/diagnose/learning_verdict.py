@@ -86,7 +86,10 @@ def stage_learned(
         return _answer(paid, f"{s.name} is paid more, but not more often right: {figures}{beside}")
     if s.proxy is not None and s.proxy.low > 0 and max(gain.low, s.reward.low) <= 0:
         more = f"its reward pays {s.proxy.means} for held-out answers, gain {s.proxy}"
-        return _answer(replace(paid, exploited=True), f"{s.name} is paid more, and is no better: {more}; {figures}")
+        return _answer(
+            replace(paid, exploited=True),
+            f"{s.name} is paid more, and no gain is seen in what is measured: {more}; {figures}",
+        )
     said = {"learned": "learned", "got worse": "got worse", "did not learn": "did not learn"}.get(word)
     if said is None:
         return _answer(case, f"cannot be told whether {s.name} learned: {figures}, which holds 0{beside}")

@@ -11,6 +11,7 @@ from posttrain.config.overrides import address
 from posttrain.config.run import Reinforce, Run
 from posttrain.core.redact_secrets import scrubbed_data
 from posttrain.record.run_reader import episode_files, run_file
+from posttrain.record.runtime_objects import is_inline
 from posttrain.system.errors import PosttrainError
 from posttrain.system.shell import command_line, with_reasons
 
@@ -48,13 +49,15 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     judges = bool(run.env.rewards) or run.env.name != "prompts"  # else nothing was sampled
     if judges:
         out.append((command_line("show", folder), "read what it said, and what it was paid"))
-    if run.env.heldout and judges:
+    alone = not any(is_inline(name) for name in (run.env.name, *(r.function for r in run.env.rewards)))
+    if run.env.heldout and judges and alone:
         out.append((command_line("eval", folder, "--samples", "16"), "its held-out score on more samples"))
     if not worse:
         out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
     last = run.stages[-1]
     open_end = isinstance(last, Reinforce) and last.hands_on and last.wall_time is last.time_of is None
-    if open_end and not worse:
+    open_end = open_end and (last.optimizer.schedule == "constant" or last.optimizer.floor > 0)
+    if open_end and alone and not worse:
         longer = command_line("run", "--resume", folder, f"{last.name}.steps={2 * last.steps}")
         out.append((longer, "go on for as many steps again"))
     if words is not None and not worse:
@@ -66,6 +69,9 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
         kept = [w for w in overrides if _head(run, w) != "algorithm"]
         command = command_line("run", recipe, *kept, f"algorithm={other}")
         out.append((command, "another algorithm; posttrain ladder lists them"))
+    if not alone:
+        again = f"posttrain.evaluate({str(folder)!r}, ...) or posttrain.run(resume={str(folder)!r}, ...)"
+        return [*_lines(out), f"# from Python, with the same environment and rewards: {again}"]
     return _lines(out)
 
 

@@ -24,6 +24,8 @@ LONGEST = 256 << 10
 """Most bytes of a rubric."""
 CONVERSATION = "conversation"
 """The entry of an episode's state (`Talk.leave`) that is shown as the answer: messages with role and content."""
+ROW_RUBRIC = "rubric"
+"""The column of a row with a rubric of its own. Other columns are put into it, and the answer is not."""
 _FIELD = re.compile(r"\{(\w+)\}")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _BELOW = """{rubric}
@@ -77,11 +79,16 @@ class Rubric:
         """DataError where the rubric names a column that a task does not have."""
         for task in tasks:
             known = {"prompt", "response", *columns(task)}
-            if strange := [n for n in _FIELD.findall(self.text) if n not in known]:
-                raise DataError(
-                    f"the rubric {self.settings.rubric} names {{{strange[0]}}}, which task {task.id!r} does not have:"
-                    f" it has {', '.join(sorted(known))}"
-                )
+            for text, whose in ((self.text, str(self.settings.rubric)), (self._of_row(task), "of its row")):
+                if strange := [n for n in _FIELD.findall(text) if n not in known]:
+                    raise DataError(
+                        f"the rubric {whose} names {{{strange[0]}}}, which task {task.id!r} does not have:"
+                        f" it has {', '.join(sorted(known))}"
+                    )
+
+    def _of_row(self, task: Task) -> str:
+        """The rubric that stands in the task's own row, where this text puts it in; '' elsewhere."""
+        return _text(columns(task).get(ROW_RUBRIC, "")) if f"{{{ROW_RUBRIC}}}" in self.text else ""
 
     def prompt(self, attempt: Attempt) -> str:
         """The text that the judge reads about an attempt. What the policy said is put in once, and never read as a
@@ -90,7 +97,10 @@ class Rubric:
         asked = task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
         mark = hashlib.blake2b(f"{asked}\0{attempt.turns}\0{attempt.state}".encode(errors="replace"), digest_size=6)
         response = _response(attempt, mark.hexdigest())
-        fields = {**{n: _text(v) for n, v in columns(task).items()}, "prompt": asked, "response": response}
+        fields = {**{n: _text(v) for n, v in columns(task).items()}, "prompt": asked}
+        if row := self._of_row(task):
+            fields[ROW_RUBRIC] = _filled(row, {n: v for n, v in fields.items() if n != ROW_RUBRIC})
+        fields["response"] = response
         text = _filled(self.text, fields)
         if "{response}" in self.text:
             return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_parts import refused
 from serve_parts import TOKEN, up
 
 import posttrain
@@ -161,6 +163,14 @@ def test_a_rubric_with_places_is_the_whole_prompt(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"names \{thing\}, which task 't' does not have"):
         Rubric(text).check([TASK])
+
+
+def test_a_rubric_of_the_row_is_filled_in_and_the_answer_is_never_put_into_it() -> None:
+    task = replace(TASK, info={"rubric": "Right is {answer}, not {response}", "level": "easy"})
+    own = Rubric("{rubric} / {response}")
+    assert own.prompt(replace(attempt("{answer}"), task=task)) == "Right is 11, not {response} / {answer}"
+    with pytest.raises(DataError, match=r"the rubric of its row names \{thing\}"):
+        own.check([replace(task, info={"rubric": "{thing}"})])
 
 
 def test_a_conversation_that_the_environment_left_is_judged_whole() -> None:
@@ -346,3 +356,13 @@ def test_a_dialogue_is_learned_by_a_judge_that_reads_it_whole(tmp_path: Path) ->
     made = example("dialogue_judge", tmp_path, "new", "env", "host", "--dialog")
     truth = learned(made / "runs" / "host", "rollout/truth")
     assert truth[1] > truth[0] + 0.2 and not truth[2]
+
+
+def test_a_judge_that_never_answers_ends_the_check_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Name a prime.", "answer": "7"}\n' * 4)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    words = (f"env.prompts={tmp_path / 'p.jsonl'}", f"env.rewards=judge:{nobody}", "env.rewards.0.timeout=2")
+    said = refused(capsys, "check", "prompts", *words, f"env.rewards.0.judge.rubric={rubric(tmp_path)}", code=6)
+    assert "judges nothing" in said and nobody in said and "fail" not in said.split("judges nothing")[0]

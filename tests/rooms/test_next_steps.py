@@ -143,3 +143,17 @@ def test_a_run_that_was_cut_goes_on_first_and_a_worse_one_is_not_handed_out(tmp_
     cut = next_steps(settings, folder, finished=False)
     assert f"run --resume {folder}" in "".join(cut) and not any("export" in x for x in cut)
     assert not any("export" in x or "--resume" in x for x in next_steps(settings, folder, worse=True))
+
+
+def test_a_learning_rate_that_ends_with_the_stage_is_not_told_to_go_on(tmp_path: Path) -> None:
+    falls = ("rl.optimizer.schedule=linear", "rl.optimizer.horizon=1", "rl.optimizer.warmup=0", "rl.optimizer.floor=0")
+    assert main(["run", "grpo", *SMALL, *falls, "--out", str(tmp_path / "r")]) == 0
+    assert not any("--resume" in c for c in commands(tmp_path / "r"))
+
+
+def test_what_a_program_handed_is_asked_for_in_python(tmp_path: Path) -> None:
+    from posttrain import run
+
+    run("grpo", *SMALL, rewards=[lambda task, text: float(len(text))], out=tmp_path / "r", quiet=True)
+    lines = next_steps(run_file(tmp_path / "r").run, tmp_path / "r")
+    assert "posttrain.evaluate" in lines[-1] and not any("--resume" in x or " eval " in x for x in lines[:-1])

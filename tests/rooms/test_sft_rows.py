@@ -123,6 +123,12 @@ def test_passes_decide_the_steps_and_too_many_are_told(
     assert "warning: sft takes 23.3 passes over 24 rows: it will know them by heart" in capsys.readouterr().out
     said = refused(capsys, "run", *words, "sft.steps=3", "sft.epochs=1", code=2)
     assert "two lengths; keep one" in said
+    falls = ("sft.epochs=1.5", "sft.optimizer.schedule=cosine", "sft.optimizer.warmup=0")
+    play(tmp_path / "falls", *words, *falls)
+    stage = run_reader.run_file(tmp_path / "falls").run.stages[0]
+    assert stage.optimizer.horizon == stage.steps
+    said = refused(capsys, "run", *words, *falls, "sft.optimizer.horizon=2", code=2)
+    assert f"takes {stage.steps} optimizer steps" in said
     assert "without end" in refused(capsys, "run", "arithmetic", "sft.epochs=1", code=2)
 
 

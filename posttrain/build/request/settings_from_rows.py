@@ -55,14 +55,16 @@ def _rows(env: Env, columns: Columns, objects: RuntimeObjects) -> Iterator[tuple
 def with_epochs(
     run: Run, given: Collection[str] | None, environment: Environment, others: Mapping[str, Environment]
 ) -> Run:
-    """The run with `steps` set by `epochs`, where a supervised stage has them.
+    """Returns the run with `steps` set by `epochs`, where a supervised stage has them. A learning rate that falls does
+    so until the last of them, where no horizon is given.
 
     Args:
         given: full paths of the user's settings; None: the whole run was given.
         others: environments of stages that have their own, by the stage's name.
 
     Raises:
-        ConfigError: the stage's tasks are made without end, or both lengths are given.
+        ConfigError: the stage's tasks are made without end, both lengths are given, or the learning rate reaches 0
+            before the last step.
     """
     stages = list(run.stages)
     for i, stage in enumerate(stages):
@@ -80,7 +82,11 @@ def with_epochs(
             raise ConfigError(
                 f"{stage.name}.steps={stage.steps} and {stage.name}.epochs={stage.epochs:g} are two lengths; keep one"
             )
-        stages[i] = replace(stage, steps=max(1, math.ceil(stage.epochs * count / stage.batch)))
+        steps, optimizer = max(1, math.ceil(stage.epochs * count / stage.batch)), stage.optimizer
+        if optimizer.schedule != "constant" and optimizer.horizon is None:
+            optimizer = replace(optimizer, horizon=steps * stage.optimizer_steps)
+        stages[i] = replace(stage, steps=steps, optimizer=optimizer)
+        stages[i].check_horizon()
     return replace(run, stages=tuple(stages))
 
 

@@ -245,9 +245,17 @@ class Stage(Open, begin=True):
                 f"{self.name}.patience={self.patience}: counts held-out evaluations, so it must be >= 0 and needs"
                 f" {self.name}.eval_every, such as {max(1, self.steps // 10)}"
             )
-        self._check_horizon()
+        if not self.counts_passes:
+            self.check_horizon()
 
-    def _check_horizon(self) -> None:
+    @property
+    def counts_passes(self) -> bool:
+        """Whether its length is a number of passes, so that its steps, and how long the learning rate falls, are
+        known once its rows are read."""
+        return False
+
+    def check_horizon(self) -> None:
+        """ConfigError where the learning rate has no end to fall to, or reaches 0 before the last step."""
         o, all_steps = self.optimizer, self.steps * self.optimizer_steps
         if o.schedule != "constant" and o.horizon is None:
             raise ConfigError(

@@ -23,6 +23,7 @@ from posttrain.environment.check.probe_answers import SHAPES
 from posttrain.environment.rows.row_reader import answer_text
 from posttrain.environment.scripted_policy import ScriptedPolicy
 from posttrain.environment.single import SingleTurn
+from posttrain.system.errors import EndpointError
 
 TURNS = 64
 """How often an answer that does not depend on the question is repeated, in environments of several turns."""
@@ -65,8 +66,16 @@ class Subject:
         counted: Callable[[str], None] = lambda _: None,
         earned: Sequence[float] = (),
     ) -> Subject:
-        """Finds the form of right answers, and judges a right and a wrong answer to every task."""
+        """Finds the form of right answers, and judges a right and a wrong answer to every task.
+
+        Raises:
+            EndpointError: a judge gives no answer at all, so no probe could tell anything.
+        """
         subject = Subject(env, tuple(tasks), rate, counted=counted, earned=tuple(earned))
+        for task in tasks[:1]:
+            outages = [j for j in (await subject.judge(task, ("?",))).judged if j.verdict.kind == "outage"]
+            if outages:
+                raise EndpointError(f"{outages[0].source} judges nothing: {outages[0].verdict.why}", "judge")
         known = [t for t in tasks if subject.knows(t)]
         if not env.vouches_for_gold:
             subject.shape = await subject._find_shape(known[:SHAPED])
