@@ -359,7 +359,8 @@ def test_a_dialogue_is_learned_by_a_judge_that_reads_it_whole(tmp_path: Path) ->
 
 
 def test_a_judge_that_never_answers_ends_the_check_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "Name a prime.", "answer": "7"}\n' * 4)
+    rows = [{"prompt": f"Name prime {i}.", "answer": str(i)} for i in range(6)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
