@@ -268,6 +268,8 @@ def _fields(declared: Any, current: Any, node: Node, path: str) -> Any:
                 if name in dataclass_json.hints(kind)
             ]
             there = our_name(name) or nearest(name, known)
+            if issubclass(cls, Env) and name.endswith("_column"):
+                there = f"columns of your rows are renamed by {dot}args.{name}"
             if others:
                 there = f"{path}={others[0]} has: choose that, or leave it out"
             raise ConfigError(f"{dot}{name}: {cls.__name__} has no such setting; {there}")
