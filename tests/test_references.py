@@ -145,7 +145,7 @@ def test_the_test_itself_finds_what_is_gone() -> None:
         " tests/test_ci.py::test_gone, [x](gone.md), `make gone`, tests/rooms/test_{book,gone}.py, and what is there:"
         " `core/types.py`, posttrain.core.types.Group.mixed, `Group.mixed`, [x](recipes.md), `make lint`,"
         " tests/rooms/test_{book,pages}.py, `engine/occupancy`, `GroupMean`, `role/`,"
-        " python -m scripts.site.generated_pages"
+        " python -m scripts.pages.generated_pages"
     )
     assert {x.split(": ")[0] for x in wrong(text, ROOT / "docs" / "recipes.md")} == {
         "core/gone.py",

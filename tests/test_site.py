@@ -91,14 +91,14 @@ def test_where_a_page_lies() -> None:
 def test_links_turn_into_those_of_the_site() -> None:
     stage = Stage(ROOT, PAGES)
     said = stage.text(
-        "[a](../../docs/recipes.md#rlhf) [b](../../posttrain/core/ladder.py) (law 2, A05, F.2 item 5) `law 2` [c](https://x.org)\n"
+        "[a](../../docs/recipes.md#rlhf) [b](../../posttrain/ladder/policy_rows.py) (law 2, A05, F.2 item 5) `law 2` [c](https://x.org)\n"
         "```sh\nlaw 3 [d](nowhere)\n```",
         "examples/gsm8k/README.md",
         "examples/gsm8k",
     )
     law, entry, effects = (stage.marks[x].partition("#")[2] for x in ("law 2", "a05", "f.2"))
     assert said.splitlines() == [
-        "[a](../recipes.md#rlhf) [b](../source/posttrain/core/ladder_py.md)"
+        "[a](../recipes.md#rlhf) [b](../source/posttrain/ladder/policy_rows_py.md)"
         f" ([law 2](../laws.md#{law}), [A05](../papers.md#{entry}), [F.2](../papers.md#{effects}) item 5) `law 2`"
         " [c](https://x.org)",
         "```sh",

@@ -13,8 +13,6 @@ OTHERS: dict[str, str] = {
     "reward_weights": "env.rewards.0.weight (from Python rewards=[(function, 0.5)])",
     "peft_config": "model.lora.rank",
     "lora_r": "model.lora.rank",
-    "r": "model.lora.rank",
-    "lora_dropout": "not there: adapters train without dropout",
     "lora_alpha": "model.lora.alpha",
     "target_modules": "model.lora.targets",
     "load_in_4bit": "model.quantize=nf4",

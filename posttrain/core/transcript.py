@@ -18,7 +18,7 @@ class Transcript:
 
     >>> from posttrain.core.stop import Stop
     >>> t = Transcript(Sampling(stop_ids=()))
-    >>> t.see([5, 6]); t.say(Said(np.int32([7]), np.float32([-0.5]), np.int32([0]), Stop.SAID))
+    >>> t.see([5, 6]); t.say(SampledTurn(np.int32([7]), np.float32([-0.5]), np.int32([0]), Stop.SAID))
     >>> t.segment().mask.tolist()
     [False, False, True]
     """

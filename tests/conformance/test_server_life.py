@@ -27,9 +27,9 @@ pytestmark = pytest.mark.skipif("vllm-server" not in subjects.ENGINES, reason="n
 PROGRAM = """
 import sys
 from tests.conformance import subjects
-from posttrain.engine.vllm import spawn
+from posttrain.engine.vllm import spawn_server as spawn
 spawn.SpawnedServer._wait = lambda self: (print(self._process.pid, flush=True), sys.stdin.read())
-spawn.Spawned(subjects.new_policy(), slots=2, cache_bytes=1 << 24, eager=True)
+spawn.SpawnedServer(subjects.new_policy(), slots=2, cache_bytes=1 << 24, eager=True)
 """
 """A run that has started a server and then waits."""
 

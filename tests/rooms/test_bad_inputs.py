@@ -194,7 +194,7 @@ def test_a_folder_that_holds_a_run_or_is_in_use(tmp_path: Path, capsys: pytest.C
     assert f"--resume {folder}" in refused(capsys, "run", *mine(tmp_path / "data"), "--out", str(folder), code=5)
     hold = (
         "import sys; from posttrain.record.run_folder import RunFolder;"
-        f" b, _ = Book.open_for_resume({str(folder)!r}); print('held',"
+        f" b, _ = RunFolder.open_for_resume({str(folder)!r}); print('held',"
         " flush=True); sys.stdin.read()"
     )
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

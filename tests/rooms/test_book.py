@@ -290,7 +290,7 @@ def test_a_second_opener_is_told_who_holds_it(book: RunFolder) -> None:
 def test_a_dead_owners_lock_is_taken_over(tmp_path: Path) -> None:
     program = (
         "import os,sys; from pathlib import Path; from posttrain.record.run_folder import RunFolder;"
-        " from posttrain.config.run import *;Book.create(Path(sys.argv[1]), "
+        " from posttrain.config.run import *;RunFolder.create(Path(sys.argv[1]), "
         "Run(recipe='r', stages=(Reinforce(name='rl'),)), {}); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "r")], check=False).returncode == 9

@@ -10,14 +10,14 @@ from run_parts import mine, play
 
 from posttrain.diagnose.gauges.registry import REGISTRY
 from posttrain.record import run_reader
-from scripts.site.generated_pages import PAGES
+from scripts.pages.generated_pages import PAGES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_generated_pages_are_current(name: str) -> None:
-    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run `python -m scripts.site.generated_pages`"
+    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run `python -m scripts.pages.generated_pages`"
 
 
 FAMILIES = {"reward": "SOURCE", "verdict": "KIND", "failed": "KIND", "abstained": "SOURCE"}
