@@ -34,7 +34,7 @@ PUBLIC = {
     "posttrain.config.engines": "Embedded VLLM",
     "posttrain.config.placement": "Local Processes Ray",
     "posttrain.core.sampling": "Sampling",
-    "posttrain.core.stop": "Stop EpisodeLimits",
+    "posttrain.core.stop": "Stop EpisodeLimits StepNumber",
     "posttrain.ladder.algorithm": "Algorithm patch",
     "posttrain.ladder.preference_algorithm": "PreferenceAlgorithm",
     "posttrain.ladder.pieces.piece": "Piece",
@@ -60,7 +60,7 @@ PUBLIC = {
     "posttrain.core.exchange.other_seats": "SeatTurn",
     "posttrain.core.verdict": "State Verdict Judged outcome",
     "posttrain.core.abilities": "Abilities GoldAnswers Demonstrations DataRow Judgements Judging Measures Together"
-    " StepNumber Verify Write",
+    " Verify Write",
     "posttrain.environment.make": "environment",
     "posttrain.environment.single": "SingleTurn Generated Listed require",
     "posttrain.environment.generated": "GeneratedTasks",

@@ -15,6 +15,7 @@ import numpy as np
 from posttrain.core.conversation import LearnedConversation
 from posttrain.core.gauge import Gauges
 from posttrain.core.judgements import Judgement, Kind
+from posttrain.core.stop import StepNumber
 from posttrain.core.types import Group, Message, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.system.errors import ConfigError, nearest
@@ -24,16 +25,6 @@ if TYPE_CHECKING:
 
 Turns = tuple[str, ...]
 """The policy's turns in one episode, in order."""
-
-
-@dataclass(frozen=True)
-class StepNumber:
-    """The step of a stage that is played, for rewards that change with it. Outside training it is the last one."""
-
-    step: int = 1
-    """Counted from 1."""
-    steps: int = 1
-    """Number of steps of the whole stage."""
 
 
 class Declared:

@@ -67,3 +67,13 @@ class EpisodeLimits:
         for name, least in (("tool_seconds", 0.001), ("tool_timeouts", 1), ("observation", 20)):
             if not getattr(self, name) >= least:
                 raise ConfigError(f"env.limits.{name}={getattr(self, name)}: must be >= {least}")
+
+
+@dataclass(frozen=True)
+class StepNumber:
+    """The step of a stage that is played, for rewards that change with it. Outside training it is the last one."""
+
+    step: int = 1
+    """Counted from 1."""
+    steps: int = 1
+    """Number of steps of the whole stage."""

@@ -11,11 +11,11 @@ from functools import cached_property
 import numpy as np
 
 from posttrain.config.env import SandboxSettings
-from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers, Judgements, StepNumber
+from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers, Judgements
 from posttrain.core.gauge import Gauges, merge
 from posttrain.core.measure.equal_numbers import RESOLUTION
 from posttrain.core.ports import Attempt, Talk, TaskSource
-from posttrain.core.stop import EpisodeLimits
+from posttrain.core.stop import EpisodeLimits, StepNumber
 from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.judged.judged_texts import judgements_of

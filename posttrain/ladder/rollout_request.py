@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from posttrain.core.abilities import StepNumber
+from posttrain.core.stop import StepNumber
 from posttrain.ladder.pieces.token_choice import Shown
 from posttrain.system.errors import InvariantError
 

@@ -21,11 +21,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from posttrain.core.abilities import StepNumber
 from posttrain.core.exchange.role_status import RoleRow
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
+from posttrain.core.stop import StepNumber
 from posttrain.core.types import Group, SampledTurn, Task
 from posttrain.ladder.rollout_request import PassRate, RolloutRequest
 from posttrain.plan.staleness import capacity

@@ -13,10 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from posttrain.core.abilities import StepNumber, Together
+from posttrain.core.abilities import Together
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt, Environment, EpisodeJudge
 from posttrain.core.redact_secrets import redacted
+from posttrain.core.stop import StepNumber
 from posttrain.core.types import Episode, Segment, Stop, Task
 from posttrain.core.verdict import Judged, State, Verdict, failed
 from posttrain.environment.templates.rendering_differences import TAIL, opening

@@ -23,12 +23,12 @@ from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState, reme
 from posttrain.algorithm.credit.step_credit import credit_step, without_credit
 from posttrain.algorithm.loss.load_balance_loss import BalancedLoss, to_balance
 from posttrain.algorithm.loss.losses import Loss, PolicyLoss
-from posttrain.core.abilities import StepNumber
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.ports import Learner
 from posttrain.core.scored import Credit
+from posttrain.core.stop import StepNumber
 from posttrain.core.types import Group
 from posttrain.diagnose.gauges.rollout_gauges import rollout_gauges
 from posttrain.diagnose.rules.step_notes import notes

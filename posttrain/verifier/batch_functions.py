@@ -22,10 +22,11 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from posttrain.core.abilities import StepNumber, Together
+from posttrain.core.abilities import Together
 from posttrain.core.content import plain
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Attempt
+from posttrain.core.stop import StepNumber
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.verifier.returned_value import as_verdict

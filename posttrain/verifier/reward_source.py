@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from posttrain.core.abilities import StepNumber
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt
+from posttrain.core.stop import StepNumber
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
 

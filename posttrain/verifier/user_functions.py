@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from posttrain.core.abilities import StepNumber
 from posttrain.core.gauge import Gauges
 from posttrain.core.measure.equal_numbers import RESOLUTION
 from posttrain.core.ports import Attempt
 from posttrain.core.redact_secrets import redacted
+from posttrain.core.stop import StepNumber
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.system.errors import ConfigError, nearest

@@ -239,7 +239,7 @@ def test_settings(words: list[str], wanted: Lora | None) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("model.lora.rank=0", "must be >= 1"),
+        ("model.lora.rank=0", "must be 1 to 65,536"),
         ("model.lora.alpha=0", "must be > 0"),
         ("model.lora.alpha=inf", "must be > 0"),
         (f"model.lora.targets={ALL_LINEAR},q_proj", "keep one"),

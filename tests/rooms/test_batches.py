@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from posttrain.checks.judging.rejudge import RejudgedAnswers
-from posttrain.core.abilities import StepNumber
 from posttrain.core.gauge import Gauge
 from posttrain.core.ports import Attempt
 from posttrain.core.sampling import Sampling
+from posttrain.core.stop import StepNumber
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, SampledTurn, Stop, Task
 from posttrain.core.verdict import Verdict

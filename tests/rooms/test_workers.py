@@ -18,9 +18,9 @@ import pytest
 
 from posttrain.config.env import Reward
 from posttrain.config.run import Env
-from posttrain.core.abilities import StepNumber
 from posttrain.core.ports import Attempt
 from posttrain.core.redact_secrets import redacted
+from posttrain.core.stop import StepNumber
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.environment.make import environment

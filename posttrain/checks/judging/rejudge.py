@@ -9,10 +9,11 @@ from functools import partial
 import numpy as np
 
 from posttrain.checks.check_schedule import due
-from posttrain.core.abilities import GoldAnswers, StepNumber, Together, Turns
+from posttrain.core.abilities import GoldAnswers, Together, Turns
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Attempt, Environment
 from posttrain.core.redact_secrets import scrubbed
+from posttrain.core.stop import StepNumber
 from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import SOLVED, Judged
 from posttrain.environment.scripted_policy import attempt

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from posttrain.checks.judging.rejudge import RejudgedAnswers
 from posttrain.checks.stage_history import StageHistory
-from posttrain.core.abilities import StepNumber
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Gauge, Step
+from posttrain.core.stop import StepNumber
 from posttrain.core.types import Group
 from posttrain.core.verdict import State, failed
 from posttrain.diagnose.gauges.rollout_gauges import components, unjudged_words

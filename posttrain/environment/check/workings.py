@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from posttrain.core.abilities import StepNumber
 from posttrain.core.content import prompt_words
 from posttrain.core.ports import Attempt
+from posttrain.core.stop import StepNumber
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State
 from posttrain.environment.check.dependence import TEXTS

@@ -9,11 +9,11 @@ from pathlib import Path
 from posttrain.algorithm.preference.preference_loss import PreferenceLoss
 from posttrain.algorithm.preference.preference_minibatch import prepared
 from posttrain.config.stages.preference_settings import OnlinePreference
-from posttrain.core.abilities import StepNumber
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Gauge, Step, merge
 from posttrain.core.ports import Reference
 from posttrain.core.scored import Credit
+from posttrain.core.stop import StepNumber
 from posttrain.core.streams import REFERENCE, START
 from posttrain.diagnose.gauges.rollout_gauges import rollout_gauges
 from posttrain.ladder.rollout_request import RolloutRequest

@@ -15,11 +15,11 @@ from posttrain.config.stages.rejection import Rejection
 from posttrain.config.stages.stage import starts
 from posttrain.config.stages.step_labels import StepLabeling
 from posttrain.core import abilities
-from posttrain.core.abilities import StepNumber
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.scored import Credit
+from posttrain.core.stop import StepNumber
 from posttrain.core.types import Group
 from posttrain.diagnose.gauges.rollout_gauges import rollout_gauges
 from posttrain.ladder.rollout_request import RolloutRequest

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.stages.step_labels import StepLabeling
-from posttrain.core.abilities import StepNumber
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.scored import Credit
+from posttrain.core.stop import StepNumber
 from posttrain.core.verdict import failed
 from posttrain.diagnose.gauges.rollout_gauges import rollout_gauges
 from posttrain.ladder.rollout_request import RolloutRequest

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from posttrain.core.abilities import StepNumber
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt
 from posttrain.core.redact_secrets import redacted
+from posttrain.core.stop import StepNumber
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.verifier import batch_functions
