@@ -232,7 +232,7 @@ def right_lines(run: Run) -> tuple[str, ...]:
     if not judged(run.env):
         return ()
     if run.env.right is None and any(r.graded for r in run.env.rewards):
-        return ("right: a reward of at least 1, and no score of a model, which is a grade (env.right names one)",)
+        return ("right: a reward of at least 1. The score of a model is a grade: env.right=X says which is right",)
     at = FULL if run.env.right is None else run.env.right
     return (f"right: a reward of at least {at:g} (env.right); of rewards other than 0 and 1 the mean leads",)
 

@@ -55,7 +55,8 @@ def episode_lines(i: int, r: Recorded, decode: Decode | None, on: bool) -> Itera
         v = j.verdict
         why = ": ".join(x for x in (v.kind, v.why) if x)
         score = number(v.score) if v.score is not None else v.state.value
-        yield from hanging(f"  {visible(j.source)} (weight {j.weight:g}): ", f"{score}  {why}".rstrip(), width)
+        pays = "measured, not paid" if j.measured else f"weight {j.weight:g}"
+        yield from hanging(f"  {visible(j.source)} ({pays}): ", f"{score}  {why}".rstrip(), width)
     for t in e.seats:
         yield from hanging(f"  seat {visible(t.seat)} after turn {t.after} ({t.tokens} tokens): ", t.text, width)
     if e.error:
