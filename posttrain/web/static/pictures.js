@@ -169,7 +169,7 @@ const Pictures = (() => {
       scales: { x: { time: false, distr: p.log ? 3 : 1 }, y: ends },
       series: [{ label: p.x_label, value: (_, v) => short(v) }, ...series],
       axes: [{ ...axis, ...(incrs && { incrs }), label: p.x_label, labelSize: 18, size: 40, labelFont: "12px system-ui", values: (_, vs) => vs.map(short) },
-        { ...axis, label: p.y_label, labelSize: p.y_label ? 18 : 0, size: 52, labelFont: "12px system-ui", values: (_, vs) => vs.map(short) }],
+        { ...axis, label: p.y_label, labelSize: p.y_label ? 18 : 0, size: (_, vs) => Math.max(52, 14 + 7 * Math.max(0, ...(vs || []).map((v) => String(v).length))), labelFont: "12px system-ui", values: (_, vs) => vs.map(short) }],
       hooks: { draw: [(u) => {
         if (typeof at.value !== "number" || at.value < u.scales.x.min || at.value > u.scales.x.max) return;
         const x = u.valToPos(at.value, "x", true), c = u.ctx;
