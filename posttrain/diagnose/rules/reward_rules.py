@@ -202,13 +202,16 @@ def reward_without_truth(history: Sequence[Step], stage: Stage) -> str:
     (before, after), rise = ends(paid, at, BEST)
     if best - now < max(5 * fallen, 0.1 * scale(seen, "rollout/truth", best)) or after - before < 3 * rise:
         return ""
+    was, is_ = reward_text(best, fallen), reward_text(now, fallen)
+    if was == is_:
+        return ""  # too small to be told in numbers, so nobody would see it
     paid_words = f"{reward_text(before, rise)} to {reward_text(after, rise)} since step {seen[at].index}"
     return (
-        f"the reward rises ({paid_words}) while what is measured and not paid falls ({reward_text(best, fallen)} to"
-        f" {reward_text(now, fallen)}): the reward is exploited. The best weights are those of about step"
-        f" {seen[at + BEST - 1].index}. Read what is paid best (posttrain show RUN). In order: stop there, a larger KL"
-        " to the start (pull=kl, or beta of a preference algorithm), more judgements of this policy's own answers, or"
-        " several reward models with pessimism (env.rewards=model:A+B)"
+        f"the reward rises ({paid_words}) while what is measured and not paid falls ({was} to {is_}): the reward is"
+        f" exploited. The best weights are those of about step {seen[at + BEST - 1].index}. Read what is paid best"
+        " (posttrain show RUN). In order: stop there, say in the rubric or the reward what those answers lack, a larger"
+        " KL to the start (pull=kl, or beta of a preference algorithm), more judgements of this policy's own answers,"
+        " or several reward models with pessimism (env.rewards=model:A+B)"
     )
 
 
