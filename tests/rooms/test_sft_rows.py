@@ -127,7 +127,7 @@ def test_passes_decide_the_steps_and_too_many_are_told(
     play(tmp_path / "falls", *words, *falls)
     stage = run_reader.run_file(tmp_path / "falls").run.stages[0]
     assert stage.optimizer.horizon == stage.steps
-    said = refused(capsys, "run", *words, *falls, "sft.optimizer.horizon=2", code=2)
+    said = refused(capsys, "run", *words, *falls, "sft.optimizer.horizon=2", "sft.optimizer.floor=0", code=2)
     assert f"takes {stage.steps} optimizer steps" in said
     assert "without end" in refused(capsys, "run", "arithmetic", "sft.epochs=1", code=2)
 
