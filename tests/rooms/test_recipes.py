@@ -50,7 +50,7 @@ def test_recipes_are_data() -> None:
         "print(sorted({m.split('.')[1] for m in sys.modules if m.startswith('posttrain.')}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['core', 'recipe']"
+    assert done.stdout.strip() == "['config', 'core', 'ladder', 'recipe', 'system']"
 
 
 def test_a_model_is_taught_by_sft_and_goes_on_with_grpo(tmp_path: Path) -> None:
