@@ -313,6 +313,13 @@ def test_of_grades_a_rule_says_the_same_on_every_scale(name: str, factor: float,
     assert name in found and set(found) <= {name, *sick.also}, found
 
 
+def test_a_fall_that_its_own_numbers_do_not_show_is_not_told() -> None:
+    truth = rises_and_falls(1e-17, 9e-17, 1e-17, scatter=1e-18)
+    sick = Sick(log(40, grades=True, rollout__reward=ramp(-0.4, 3.2, 40, 0.2), rollout__truth=truth), ())
+    told = [x for x in said(sick.steps, sick.stage) if x == "reward_without_truth"]
+    assert not told
+
+
 def test_every_rule_has_a_sick_log() -> None:
     assert set(SICK) == set(RULES)
 

@@ -15,6 +15,7 @@ import pytest
 from posttrain.cli import main
 from posttrain.cli.show_rollouts import lines
 from posttrain.cli.shown_episodes import ShowOptions
+from posttrain.config.env import Env
 from posttrain.config.run import Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Credit, EpisodeCredit, GroupCredit, Scored
@@ -136,6 +137,9 @@ def test_show_without_tokenizer_or_episodes_says_so(folder: Path, tmp_path: Path
         " ".join(text(tmp_path / "empty").split())
         == f"no episodes in {tmp_path / 'empty'} yet: they appear after its first step or evaluation"
     )
+    rows = Run(recipe="r", stages=(Supervised(name="sft", style="completion"),), env=Env(name="prompts"))
+    RunFolder.create(tmp_path / "rows", rows, {}).close()
+    assert "its stages learn from rows and sample nothing" in " ".join(text(tmp_path / "rows").split())
 
 
 @pytest.mark.parametrize(
