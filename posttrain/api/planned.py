@@ -76,40 +76,45 @@ def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
     Raises:
         ConfigError: a word, a model or a number means nothing.
     """
-    asked, overrides = _machine_word(words)
+    asked, overrides = machine_word(words)
     where, timed = here() if asked == HERE else (machine(asked), True)
     base = run_of(recipe)
     room = room_for_minibatches(base, overrides) if is_recipe(recipe) else []
     run = dotted.apply(base, [*room, *overrides])
     shape, positions = model_shape(run.model)
     run, notes = _chosen(run, given_paths(base, overrides), shape, positions, where)
-    stage = _stage(run, options.stage)
-    lengths, told = _lengths(stage, run.model.context or positions, options)
+    stage = stage_of(run, options.stage)
+    lengths, told = lengths_of(stage, run.model.context or positions, options)
     work = replace(
         work_of(run, stage, shape, lengths),
         ranks=_ranks(options, where, run),
         replicas=options.replicas,
         parallel=options.parallel,
     )
-    assumed = options.assumed
-    if isinstance(stage, Reinforce):
-        costs = cost(stage.algorithm)
-        late = costs.late if stage.optimizer_steps > 1 else 0
-        own = costs.forwards + late - ("reference" in stage.algorithm.reads)
-        assumed = replace(assumed, forwards=max(0, own))
+    assumed = assumed_of(stage, options)
     workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
     own_engines = None if work.engines else min(workers, where.count)
     found = throughput(work, where, assumed, own_engines, workers) if timed else None
     return Planned(run=run, stage=stage, work=work, machine=where, notes=(*notes, *told), timed=found)
 
 
-def _machine_word(words: Sequence[str]) -> tuple[str, list[str]]:
+def assumed_of(stage: Stage, options: PlanOptions) -> Assumed:
+    """What is assumed of a stage, with the passes without gradient that its algorithm asks for."""
+    if not isinstance(stage, Reinforce):
+        return options.assumed
+    costs = cost(stage.algorithm)
+    late = costs.late if stage.optimizer_steps > 1 else 0
+    own = costs.forwards + late - ("reference" in stage.algorithm.reads)
+    return replace(options.assumed, forwards=max(0, own))
+
+
+def machine_word(words: Sequence[str]) -> tuple[str, list[str]]:
     """The value of `machine=`, and the other words."""
     asked = [w.partition("=")[2] for w in words if w.startswith("machine=")]
     return asked[-1] if asked else HERE, [w for w in words if not w.startswith("machine=")]
 
 
-def _stage(run: Run, name: str | None) -> Stage:
+def stage_of(run: Run, name: str | None) -> Stage:
     """The stage that is planned: the one that is named, or the last that learns from reward, else the last."""
     names = [s.name for s in run.stages]
     if name is not None and name not in names:
@@ -184,7 +189,7 @@ def _chosen(
     return run, (f"settings left open are those that a run chooses for this model and machine ({len(made)})",)
 
 
-def _lengths(stage: Stage, context: int, options: PlanOptions) -> tuple[Lengths, tuple[str, ...]]:
+def lengths_of(stage: Stage, context: int, options: PlanOptions) -> tuple[Lengths, tuple[str, ...]]:
     """Lengths of a stage, and which of them are assumed."""
     sampling = stage.contract
     most = sampling.max_tokens if sampling is not None else options.answer or min(ANSWER, context or ANSWER)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.api.plan_against import watch_plan
 from posttrain.build.build_engines import check_engine
 from posttrain.build.build_run import facts, make_parts, make_policy, words_in_tokens
 from posttrain.build.distributed_run import leading, over_ranks, rank_threads, refuse_policy
@@ -41,6 +42,7 @@ from posttrain.record.runtime_objects import DATA
 from posttrain.report.live.live_terminal import Terminal
 from posttrain.report.live.role_table import RoleWatch
 from posttrain.report.run_summary import conclude, planted_lines
+from posttrain.role.memory_peaks import resident
 from posttrain.role.weights.saved_weights import load_weights
 from posttrain.stages import Progress, Stages, check_drivers, where
 from posttrain.stages.interrupt import Interrupted, Stopper
@@ -146,7 +148,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
 
     `cleanup` collects how each part is closed.
     """
-    run, book, quiet = request.run, request.book, request.quiet
+    run, book, quiet, held = request.run, request.book, request.quiet, resident()
     check_drivers(run)
     check_engine(run)
     over = request.ranks.world is not None
@@ -164,7 +166,9 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         places = {s.name: request.others.get(s.name, request.environment) for s in run.stages}
         began = {**began_with(run, policy, places), **row_count(request.environment)}
         began[BEGAN][INPUTS] = {**input_digests(run), **task_digests(run, places)}
-        book = RunFolder.create(folder, run, {**facts(policy, threads, tuple(contained)), **began, **request.recorded})
+        book = RunFolder.create(
+            folder, run, {**facts(policy, threads, tuple(contained), held), **began, **request.recorded}
+        )
         cleanup.callback(book.close)
         if request.objects.data:
             book.beside(DATA, request.objects.write_data)
@@ -175,20 +179,15 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     cleanup.callback(lambda: terminal.close({}))
     if not quiet:
         trackers.insert(0, terminal)
-        for line in (
-            *planted_lines(run),
-            *policy.describe(),
-            *words_in_tokens(run, policy),
-            *notes,
-            *setting_lines(run),
-            f"run folder: {book.folder}",
-            *tracker_lines(trackers),
-        ):
+        lines = (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), *notes, *setting_lines(run))
+        for line in (*lines, f"run folder: {book.folder}", *tracker_lines(trackers)):
             terminal.say(line)
     say = (lambda line: None) if quiet else terminal.say
     parts = make_parts(run, policy, request.environment, book, trackers, request.others, say, lead)
     parts = parts if lead is None else over_ranks(parts, run, lead)
     cleanup.callback(parts.close)
+    if not quiet and lead is None:
+        trackers.append(watch_plan(run, book.folder, held, terminal.say))
     if not quiet and isinstance(parts.sampler, EmbeddedEngine | EnginePool):
         terminal.say(parts.sampler.describe())
     checkpoint = request.checkpoint

@@ -62,9 +62,10 @@ WORDS = ("bad_words", "allowed_words")
 """Fields of a sampling contract that the tokenizer turns into ids."""
 
 
-def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[str, Any]:
+def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = (), held: int | None = None) -> dict[str, Any]:
     """Returns the facts that `run.json` records beside the run tree: versions, the machine, digests, and the sandboxes
-    in use."""
+    in use. `held`: resident bytes before the model was there, above which its memory counts."""
+    resident = {} if held is None or policy.device.type != "cpu" else {"held": held}
     return {
         "versions": {
             "posttrain": VERSION,
@@ -78,6 +79,7 @@ def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[s
             "threads": threads,
             "isa": torch.backends.cpu.get_cpu_capability(),
             "memory": PeakMemory(policy.device.type).what,
+            **resident,
         },
         "tokenizer_digest": policy.tokenizer_digest,
         "template_digest": policy.template_digest,

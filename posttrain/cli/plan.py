@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
+from posttrain.api.plan_against import factors_of
 from posttrain.api.planned import Planned, PlanOptions, planned
 from posttrain.cli.wrap_text import hanging, screen_width
 from posttrain.plan.changes import fixes, largest
@@ -23,19 +24,7 @@ SMALLEST = 0.002
 
 def show(o: Namespace) -> None:
     """Print the plan that these options ask for."""
-    drafts = getattr(o, "accepted", 0.0)
-    assumed = Assumed(reward=o.reward, judges=o.judges, kept=o.kept, accepted=drafts)
-    options = PlanOptions(
-        stage=o.stage,
-        prompt=o.prompt,
-        answer=o.answer,
-        spread=o.spread,
-        nproc=o.nproc,
-        replicas=o.replicas,
-        parallel=o.parallel,
-        assumed=assumed,
-    )
-    found = planned(o.recipe, o.overrides, options)
+    found = planned(o.recipe, o.overrides, options_of(o))
     if o.fit is not None:
         _fit(o.fit, found)
     elif o.json:
@@ -43,6 +32,22 @@ def show(o: Namespace) -> None:
     else:
         for line in lines(found):
             tell(line)
+
+
+def options_of(o: Namespace) -> PlanOptions:
+    """The options of a plan that no config holds."""
+    drafts = getattr(o, "accepted", 0.0)
+    factors = factors_of(o.calibrate, o.stage) if o.calibrate is not None else {}
+    return PlanOptions(
+        stage=o.stage,
+        prompt=o.prompt,
+        answer=o.answer,
+        spread=o.spread,
+        nproc=o.nproc,
+        replicas=o.replicas,
+        parallel=o.parallel,
+        assumed=Assumed(reward=o.reward, judges=o.judges, kept=o.kept, accepted=drafts, factors=factors),
+    )
 
 
 def size(count: float) -> str:

@@ -8,7 +8,8 @@ are said alone, which is the long tail.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -43,6 +44,8 @@ class Assumed:
     """Time of a pass of the draft model, in passes of the policy."""
     forwards: int = 0
     """Further passes without gradient (`ladder.algorithm_cost`), beside the reference's."""
+    factors: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Measured / predicted of each role in a run on this machine (`plan.against`), by which its time is multiplied."""
 
     def __post_init__(self) -> None:
         if not 0 < self.kept <= 1:
@@ -118,6 +121,12 @@ class Throughput:
 
     @cached_property
     def times(self) -> Times:
+        """The five times, as the factors leave them."""
+        found, by = self.plain, self.assumed.factors
+        return replace(found, **{role: getattr(found, role) * by.get(role, 1.0) for role in ROLES}) if by else found
+
+    @cached_property
+    def plain(self) -> Times:
         w, played = self.work, self.work.sequences / self.assumed.kept
         if not w.samples:
             return Times(0, 0, self.reference, self.learn, 0)
@@ -182,7 +191,7 @@ class Throughput:
     @property
     def tokens(self) -> float:
         """Number of tokens that the learner computes in a step, shared beginnings once."""
-        return self.work.prompts * self.work.unit
+        return self.work.prompts * self.work.unit * self.work.learned
 
     @property
     def reference(self) -> float:

@@ -71,6 +71,8 @@ class Work:
     """In processes of their own; 0: one, in the learner's process."""
     delta: bool = False
     staleness: int = 0
+    learned: float = 1.0
+    """Share of the tokens that the learner computes: groups without spread may be left out."""
     ranks: int = 1
     replicas: int = 1
     parallel: Parallel = "rows"
@@ -118,7 +120,7 @@ class Work:
     def minibatch(self) -> float:
         """Tokens computed for one optimizer step, on one rank."""
         divided = self.ranks if self.parallel == "rows" else 1
-        return self.prompts * self.unit / self.minibatches / divided
+        return self.prompts * self.unit * self.learned / self.minibatches / divided
 
     @property
     def tokens(self) -> float:

@@ -183,7 +183,8 @@ def memory_lines(of: RunOutcome) -> list[str]:
     machine: Any = of.file.facts.get("machine")
     what = machine.get("memory") if isinstance(machine, dict) else None
     title = f"peak MiB by role ({what or 'resident'})"
-    return _by_role(title, {s.name: s.peaks for s in of.stages}, lambda x: f"{x / 2**20:,.0f}")
+    whole = {s.name: {role: x for role, x in s.peaks.items() if "/" not in role} for s in of.stages}
+    return _by_role(title, whole, lambda x: f"{x / 2**20:,.0f}")
 
 
 def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], said: Callable[[float], str]) -> list[str]:

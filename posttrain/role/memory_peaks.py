@@ -9,7 +9,7 @@ import resource
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,14 @@ class PeakMemory:
             return int(line.split()[1]) * 1024
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most if sys.platform == "darwin" else most * 1024
+
+
+def resident() -> int | None:
+    """Bytes of this process that are resident now; None where the system does not tell."""
+    with suppress(OSError, StopIteration):
+        line = next(x for x in STATUS.read_text().splitlines() if x.startswith("VmRSS:"))
+        return int(line.split()[1]) * 1024
+    return None
 
 
 def _reset_resident() -> bool:

@@ -88,6 +88,18 @@ class RoleCosts:
             if self._open:
                 self._open[-1] = max(self._open[-1], used)
 
+    def phase(self, name: str = "") -> None:
+        """A phase of the innermost role ends now. What it took at most is noted as `ROLE/name`; '' notes nothing."""
+        if not self._open:
+            return
+        used = self.peak.read()
+        self._open[-1] = max(self._open[-1], used)
+        if name:
+            role = f"{self._now[-1][0]}/{name}"
+            self.memory[role] = max(self.memory.get(role, 0.0), used)
+            self.most[role] = max(self.most.get(role, 0.0), used)
+        self.peak.reset()
+
     def take(self) -> dict[str, float]:
         """The seconds measured since the last call."""
         taken, self.seconds = self.seconds, {}

@@ -21,6 +21,7 @@ from posttrain.checks.learning.implicit_reward_checks import ImplicitCheck
 from posttrain.checks.learning.precision_checks import ScaleCheck, scale_was_checked
 from posttrain.checks.learning.synthetic_loss import LossCheck
 from posttrain.checks.live_rules import LiveRules
+from posttrain.checks.phase_peaks import PhasePeaks
 from posttrain.checks.resume_checks import OptimizerResumeCheck, RestoreCheck, ResumeCheck
 from posttrain.checks.sampling.policy_change import ChangeGauges
 from posttrain.checks.sampling.probe_round import ProbeCheck
@@ -175,7 +176,7 @@ def checks_of(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> l
         kept: what a checkpoint stored of all observers.
     """
     kind = next((k for k in type(stage).__mro__ if k in OF), None)
-    return [] if kind is None else OF[kind](steps, kept)
+    return [PhasePeaks(), *([] if kind is None else OF[kind](steps, kept))]
 
 
 def observers(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> Observers:

@@ -42,6 +42,12 @@ def add(sub: Subparsers) -> None:
     p.add_argument("--fit", metavar="WHAT", help="find the largest model, context, siblings or batch that fits")
     p.add_argument("--forces", action="store_true", help="from signal, estimator and cost to a recipe, as a table")
     p.add_argument("--probe", action="store_true", help="measure this machine once (5 s) and keep the figures")
+    p.add_argument(
+        "--against", metavar="RUN", help="a run beside its plan: memory by role, the five times, the residual"
+    )
+    p.add_argument(
+        "--calibrate", metavar="RUN", help="multiply times by measured / predicted of this run's first steps"
+    )
     p.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -55,6 +61,11 @@ def plan(o: Namespace) -> int:
         from posttrain.api.machine_speed import probe
 
         view.probed(probe())
+        return 0
+    if o.against is not None:
+        from posttrain.cli import plan_of_run
+
+        plan_of_run.against(o)
         return 0
     if o.recipe is None:
         raise ConfigError("no recipe given: posttrain plan RECIPE machine=NAME; posttrain run --help lists recipes")

@@ -1,0 +1,232 @@
+"""A plan beside a run: what `posttrain plan --against RUN` prints, the prediction in the first lines of a run, and the
+notes of a run that leaves it. No torch is imported."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from posttrain.api.planned import HERE, PlanOptions, assumed_of, here, lengths_of, machine_word, model_shape, stage_of
+from posttrain.config.engines import VLLM
+from posttrain.config.run import Run
+from posttrain.config.stages.stage import Stage
+from posttrain.core.gauge import Step
+from posttrain.plan.against import (
+    FIRST,
+    OWN,
+    Compared,
+    largest_step,
+    memory_terms,
+    recorded_work,
+    step_seconds,
+    time_factors,
+    time_terms,
+)
+from posttrain.plan.machines import Hardware, machine
+from posttrain.plan.memory import Place, places
+from posttrain.plan.shapes import ModelShape, read_shape
+from posttrain.plan.throughput import Throughput, throughput
+from posttrain.plan.work import Work, work_of
+from posttrain.record import run_reader
+from posttrain.system.errors import ConfigError
+
+OVER, SLOWER, STEPS = 1.1, 2.0, 10
+"""A note is given where memory is above its prediction by more than a tenth, and where the median step of so many takes
+more than twice its time."""
+SHORT = 1.0
+"""Seconds of a step below which Python's own time matters, which no plan counts. A stage whose predicted step is
+shorter is compared with its first steps, and a step that takes less is no matter for a note."""
+SHAPES = 1 << 30
+"""Bytes that a processor's libraries and its heap keep beside for the many sizes of a long run, at most. Measured: 650
+MiB after 200 steps of sizes that were all different."""
+
+
+@dataclass(frozen=True)
+class PlanAgainst:
+    """A stage of a run beside its plan."""
+
+    run: Run
+    stage: Stage
+    machine: Hardware
+    steps: int
+    held: float
+    memory: tuple[Compared, ...]
+    """Empty where the run recorded no peaks."""
+    place: Place
+    time: tuple[Compared, ...]
+    """Empty where nothing is known of the machine's speed."""
+    own: Mapping[str, float]
+    """Median seconds of what no plan counts, by the role of the record."""
+
+    @property
+    def factors(self) -> dict[str, float]:
+        return time_factors(self.time)
+
+
+def stage_work(run: Run, stage: Stage, shape: ModelShape, context: int) -> Work:
+    """The sizes of a stage with the lengths that a plan assumes."""
+    return work_of(run, stage, shape, lengths_of(stage, context, PlanOptions())[0])
+
+
+def timed_stage(run: Run, stage: Stage, work: Work, where: Hardware) -> Throughput:
+    """A stage on a machine."""
+    workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
+    own = None if work.engines else min(workers, where.count)
+    return throughput(work, where, assumed_of(stage, PlanOptions()), own, workers)
+
+
+def plan_against(
+    folder: str, words: Sequence[str] = (), options: PlanOptions = PlanOptions(), first: int | None = None
+) -> PlanAgainst:
+    """A run folder beside its plan.
+
+    Args:
+        words: `machine=`, if any.
+        options: the stage, and the ranks that trained.
+        first: read only so many steps of it.
+
+    Raises:
+        ConfigError: the stage took no step, or its kind is not planned.
+    """
+    file = run_reader.run_file(folder)
+    run, stage = file.run, stage_of(file.run, options.stage)
+    asked, strange = machine_word(words)
+    if strange:
+        raise ConfigError(f"{strange[0]}: a run has its settings; only machine= and options go with its folder")
+    steps = [s for s in run_reader.steps(folder) if s.stage == stage.name][:first]
+    if not steps:
+        raise ConfigError(f"--against {folder}: stage {stage.name} took no step; name another with --stage")
+    where, timed = here() if asked == HERE else (machine(asked), True)
+    kept = Path(folder) / "model"
+    shape, context = (read_shape(kept), 0) if (kept / "config.json").is_file() else model_shape(run.model)
+    base = stage_work(run, stage, shape, run.model.context or context)
+    base = replace(base, ranks=options.nproc or 1, replicas=options.replicas, parallel=options.parallel)
+    told: Any = file.facts.get("machine")
+    held = float(told.get("held", 0)) if isinstance(told, dict) and not base.accelerator else 0.0
+    place = places(recorded_work(base, largest_step(steps) or steps))[0]
+    memory = memory_terms(place, steps, held) if held or base.accelerator else []
+    rows = time_terms(timed_stage(run, stage, recorded_work(base, steps), where), steps) if timed else []
+    own = {r: statistics.median(x) for r in OWN if (x := [s.clock[r] for s in steps if r in s.clock])}
+    return PlanAgainst(run, stage, where, len(steps), held, tuple(memory), place, tuple(rows), own)
+
+
+def factors_of(folder: str, stage: str | None) -> dict[str, float]:
+    """Measured / predicted by role of a run's first steps, for plans of this machine.
+
+    Raises:
+        ConfigError: this machine was not probed.
+    """
+    found = plan_against(folder, (), PlanOptions(stage=stage), FIRST + 1).factors
+    if not found:
+        raise ConfigError(
+            f"--calibrate {folder}: nothing is known of this machine's speed; measure it with posttrain plan --probe"
+        )
+    return found
+
+
+# --- in a run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Prediction:
+    """The prediction of one stage, and what its steps showed so far."""
+
+    stage: Stage
+    work: Work
+    place: Place
+    timed: Callable[[Work], Throughput]
+    steps: list[Step] = field(default_factory=list[Step])
+    factor: float = 1.0
+    """Measured / predicted of the first steps, where the stage is compared with them."""
+    said: set[str] = field(default_factory=set[str])
+
+
+@dataclass
+class PlanWatch:
+    """A tracker that compares each step with its prediction and says once where it is left. It stops nothing.
+
+    What it says is of clocks and memory, so it goes to people and not into the record, which is the same in every run.
+    """
+
+    stages: Mapping[str, Prediction]
+    held: float
+    tell: Callable[[str], None]
+
+    def log(self, step: Step) -> None:
+        p = self.stages.get(step.stage)
+        if p is None:
+            return
+        p.steps.append(step)
+        del p.steps[: -(STEPS + FIRST)]
+        if "memory" not in p.said and (said := self._memory(p, step)):
+            p.said.add("memory")
+            self.tell(said)
+        if "time" not in p.said and (said := self._time(p, step)):
+            p.said.add("time")
+            self.tell(said)
+
+    def say(self, line: str) -> None:
+        """Other lines are not its own."""
+
+    def close(self, summary: Mapping[str, float]) -> None:
+        """Nothing is open."""
+
+    def _memory(self, p: Prediction, step: Step) -> str:
+        found = max(((x, r) for r, x in step.memory.items() if r not in ("evaluate", "checkpoint")), default=None)
+        if found is None:
+            return ""
+        most = p.place.most + self.held
+        if found[0] <= OVER * most + (0 if p.work.accelerator else SHAPES):
+            return ""
+        return (
+            f"note: {step.stage} step {step.index} took {found[0] / 2**30:.1f} GiB in {found[1]}, more than the plan of"
+            f" {most / 2**30:.1f} GiB by over a tenth: posttrain plan --against shows which role it is"
+        )
+
+    def _time(self, p: Prediction, step: Step) -> str:
+        if step.index == FIRST + 1:
+            predicted = p.timed(recorded_work(p.work, p.steps[1:])).step
+            p.factor = step_seconds(p.steps[1:]) / predicted if predicted < SHORT else 1.0
+        if step.index < FIRST + 1 + STEPS or step.index % STEPS:
+            return ""
+        last = p.steps[-STEPS:]
+        predicted, measured = p.factor * p.timed(recorded_work(p.work, last)).step, step_seconds(last)
+        if measured <= max(SLOWER * predicted, SHORT):
+            return ""
+        like = "its first steps and its lengths tell" if p.factor != 1 else "was planned"
+        return (
+            f"note: the last {STEPS} steps of {step.stage} took {measured:.3g} s in the middle,"
+            f" {measured / predicted:.1f} times what {like} ({predicted:.3g} s): is something else using this"
+            " machine? posttrain plan --against shows which role it is"
+        )
+
+
+def watch_plan(run: Run, folder: Path, held: int | None, tell: Callable[[str], None]) -> PlanWatch:
+    """Tell the prediction of each stage; returns the tracker that compares the run with it. Nothing is predicted where
+    this machine was not probed, which a run never does."""
+    where, timed = here()
+    stages: dict[str, Prediction] = {}
+    watch = PlanWatch(stages, float(held or 0), tell)
+    if not timed or held is None or where.device.accelerator != (run.model.device != "cpu"):
+        return watch
+    try:
+        shape = read_shape(folder / "model")
+    except ConfigError as error:
+        tell(f"plan: none ({error})")
+        return watch
+    for stage in run.stages:
+        try:
+            work = stage_work(run, stage, shape, run.model.context or 0)
+        except ConfigError:
+            continue  # a kind of stage that is not planned
+        one = Prediction(stage, work, places(work)[0], partial(timed_stage, run, stage, where=where))
+        stages[stage.name] = one
+        tell(
+            f"plan: {stage.name} takes at most {one.place.most / 2**20:,.0f} MiB above what the process holds, and"
+            f" about {one.timed(work).step:.2g} s a step with answers of {work.lengths.answer:,.0f} tokens"
+        )
+    return watch

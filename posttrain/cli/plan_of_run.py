@@ -1,0 +1,89 @@
+"""`posttrain plan --against RUN` in the terminal: each term of a plan beside what the run took."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from posttrain.api.plan_against import SHAPES, PlanAgainst, plan_against
+from posttrain.cli.plan import options_of, size
+from posttrain.plan.against import Compared
+from posttrain.system.terminal_output import tell
+
+TERMS = 3
+"""Terms of a plan that a line names."""
+
+
+def against(o: Namespace) -> None:
+    """Print a run beside its plan."""
+    words = [*([o.recipe] if o.recipe else []), *o.overrides]
+    found = plan_against(o.against, words, options_of(o))
+    if o.json:
+        tell(json.dumps(as_data(found), indent=1))
+        return
+    for line in lines(found, o.against):
+        tell(line)
+
+
+def as_data(found: PlanAgainst) -> dict[str, Any]:
+    """The comparison as plain data."""
+    return {
+        "stage": found.stage.name,
+        "steps": found.steps,
+        "machine": found.machine.name,
+        "held": found.held,
+        "memory": [{**asdict(x), "terms": {t.name: t.bytes for t in x.terms}} for x in found.memory],
+        "seconds": [{"name": x.name, "predicted": x.predicted, "measured": x.measured} for x in found.time],
+        "own": dict(found.own),
+    }
+
+
+def lines(found: PlanAgainst, folder: str) -> Iterable[str]:
+    """The comparison in lines."""
+    yield f"{found.run.recipe}, stage {found.stage.name}, {found.steps} steps, on {found.machine.name}"
+    yield "lengths, spread and what the learner leaves out are those of the run"
+    yield ""
+    yield from _memory(found)
+    yield ""
+    yield from _time(found, folder)
+
+
+def _memory(found: PlanAgainst) -> Iterable[str]:
+    if not found.memory:
+        yield "memory: this run recorded no peaks, or not what its process held before (an older version wrote it)"
+        return
+    above = f" above the {size(found.held)} that the process held before its model" if found.held else ""
+    yield f"memory by role and phase{above}"
+    yield _head("predicted", "measured", "at, and the largest terms there")
+    for x in found.memory:
+        terms = ", ".join(f"{t.name} {size(t.bytes)}" for t in x.terms[:TERMS])
+        yield _row(x, size(x.predicted), size(x.measured), f"{x.instant}: {terms}")
+    if found.held:
+        yield f"  a processor's libraries keep more for each new size: up to {size(SHAPES)} where lengths vary much"
+
+
+def _time(found: PlanAgainst, folder: str) -> Iterable[str]:
+    if not found.time:
+        yield "time: this machine's speed is not known. posttrain plan --probe measures it once; or give machine=H100"
+        return
+    yield "seconds of a step, in the middle of its steps but the first"
+    yield _head("predicted", "measured", "")
+    for x in found.time:
+        yield _row(x, f"{x.predicted:.3g}", f"{x.measured:.3g}", "")
+    if found.own:
+        told = ", ".join(f"{name} {seconds:.2g}" for name, seconds in found.own.items())
+        yield f"  within them what no plan counts: {told}"
+    yield f"  {found.machine.device.source}"
+    yield f"plans of this machine with these factors: posttrain plan RECIPE ... --calibrate {folder}"
+
+
+def _head(*words: str) -> str:
+    return f"  {'':<13}{words[0]:>10}{words[1]:>10}{'ratio':>7}  {words[2]}".rstrip()
+
+
+def _row(x: Compared, predicted: str, measured: str, more: str) -> str:
+    ratio = f"{x.ratio:.2f}" if x.predicted > 1e-4 else "-"
+    return f"  {x.name:<13}{predicted:>10}{measured:>10}{ratio:>7}  {more}".rstrip()
