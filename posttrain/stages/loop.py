@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from posttrain.algorithm.loss.losses import Reads
+from posttrain.checks.judging.verdict_checks import too_many
 from posttrain.config.stages.stage import START, Stage, come_to, starts
 from posttrain.core.abilities import declared
 from posttrain.core.batch import Packed
@@ -323,6 +324,10 @@ class Driver(ABC, Generic[S, T, A]):
         with self.clock.of("evaluate"):
             report = await parts.evaluate(self.setting, sampling)
         parts.watch.emit(EvaluatedEvent(report, parts.version))
+        asked = sum(len(g.episodes) for g in report.groups)
+        if not self.state.step and report.failed == asked > 3 and getattr(self.stage, "max_failed", 1) < 1:
+            of = f"{asked} held-out samples before the first step"
+            raise too_many(asked, of, report.groups, parts.run, self.stage, parts.book.folder)
         if report.failed and self.state.step:  # before the first step the pass rate says it
             parts.say(f"{self.stage.name}: held-out samples could not be judged. {unjudged_words(report.groups)}")
         parts.measured = MeasuredReport(parts.version, sampling, environment, judges, report)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import wait
 from typing import Any
+
+ENDING = 2.0
+"""Most seconds for which `close` waits."""
 
 
 class LoopThread:
@@ -27,13 +31,20 @@ class LoopThread:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
     def close(self, last: Callable[[], Coroutine[Any, Any, Any]] | None = None) -> None:
-        """Stop the loop. `last` is run in it before."""
+        """Cancel what still runs, and stop the loop. `last` is run in it before."""
         with self._one:
             loop, self._loop = self._loop, None
         if loop is None:
             return
-        if last is not None:
-            done = asyncio.run_coroutine_threadsafe(last(), loop)
-            done.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
-        else:
-            loop.call_soon_threadsafe(loop.stop)
+
+        async def ended() -> None:
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            if last is not None:
+                await last()
+
+        done = asyncio.run_coroutine_threadsafe(ended(), loop)
+        done.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
+        wait([done], ENDING)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +66,8 @@ class Endpoint:
         role: the endpoint's role in the run; every message begins with it.
         key_env: name of the environment variable with the bearer token; None: no token is sent.
         connections: most requests at once. Further ones wait, and this wait does not count for their time limit.
+        silent: seconds without an answer after which the server counts as down; one that never answered does after the
+            first call. Then one call at a time tries it, once, and the others fail at once. None: it never does.
 
     Raises:
         ConfigError: the address is not http(s) or holds a key, the environment variable is empty, or its key would be
@@ -78,6 +82,7 @@ class Endpoint:
         key_env: str | None = None,
         patience: Patience | None = None,
         connections: int = 1024,
+        silent: float | None = None,
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -101,6 +106,7 @@ class Endpoint:
         self._client: httpx2.AsyncClient | None = None
         self._places = asyncio.Semaphore(connections)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._silent, self._since, self._down, self._trying = silent, -math.inf, "", False
         self.retried = 0
         """Failed tries that were repeated, since construction."""
 
@@ -156,19 +162,32 @@ class Endpoint:
         client = self._open()
         failed = 0
         async with self._places:
-            while True:
-                try:
-                    return await self._once(client, method, path, body, patience, plain)
-                except _TransientError as error:
-                    failed += 1
-                    if not again or failed >= patience.tries:
-                        times = f" (tried {failed} times)" if failed > 1 else ""
-                        raise EndpointError(
-                            self._message(f"{method} {path}: {error}{times}. {_ADVICE}"), self.role, error.status
-                        ) from error
-                    self.retried += 1
-                    pause = patience.pause(failed, error.after)
-                await asyncio.sleep(pause)
+            if self._down and self._trying:
+                raise EndpointError(self._down, self.role)
+            self._trying = True
+            try:
+                while True:
+                    try:
+                        answer = await self._once(client, method, path, body, patience, plain)
+                    except _TransientError as error:
+                        failed, self._since = failed + 1, min(self._since, time.monotonic())
+                        if not again or failed >= patience.tries or self._down:
+                            times = f" (tried {failed} times)" if failed > 1 else ""
+                            why = self._message(f"{method} {path}: {error}{times}. {_ADVICE}")
+                            if self._silent is not None and time.monotonic() - self._since > self._silent:
+                                self._down = why
+                            raise EndpointError(why, self.role, error.status) from error
+                        self.retried += 1
+                        pause = patience.pause(failed, error.after)
+                    except EndpointError:
+                        self._since, self._down = math.inf, ""
+                        raise
+                    else:
+                        self._since, self._down = math.inf, ""
+                        return answer
+                    await asyncio.sleep(pause)
+            finally:
+                self._trying = False
 
     async def _once(
         self,

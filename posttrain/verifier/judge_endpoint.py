@@ -34,6 +34,9 @@ DRAWS = 3
 """How often a judgement is drawn until it has the form that was asked for."""
 KEPT = 1 << 16
 """Most verdicts that are kept."""
+SILENT = 30.0
+"""Seconds without an answer after which a judge that has answered before counts as down."""
+NO_CHAT = ". A model without a chat template is asked with judge.api=completions"
 QUOTED = 200
 """Most characters of a reason, or of an answer without the right form, in a verdict."""
 
@@ -67,7 +70,12 @@ class RubricJudge:
         name = settings.name or ("heldout_judge" if reward.measured else "judge")
         patience = Patience(answer=reward.timeout or TIMEOUT, tries=4, longest=10.0)
         endpoint = Endpoint(
-            reward.judge_url, name, key_env=settings.key_env, patience=patience, connections=settings.parallel
+            reward.judge_url,
+            name,
+            key_env=settings.key_env,
+            patience=patience,
+            connections=settings.parallel,
+            silent=SILENT,
         )
         exact = RESOLUTION if reward.resolution is None else reward.resolution
         return RubricJudge(name, reward.weight, Rubric.of(settings), endpoint, exact)
@@ -122,7 +130,8 @@ class RubricJudge:
                 if (read := self.rubric.read(text)) is not None:
                     return Verdict.value(read[0], why=read[1][:QUOTED])
         except EndpointError as error:
-            return Verdict.failed("outage", str(error))
+            chat = self.settings.api == "chat" and error.status in (400, 404)
+            return Verdict.failed("outage", f"{error}{NO_CHAT if chat else ''}")
         finally:
             self._count("seconds", time.monotonic() - begun)
             self._count("retried", float(self.endpoint.retried - before))

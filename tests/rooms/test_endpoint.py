@@ -55,6 +55,21 @@ async def test_a_server_that_hangs_is_given_up_in_time() -> None:
         assert len(asked) == 2
 
 
+async def test_a_silent_server_is_asked_by_one_call_at_a_time_until_it_answers() -> None:
+    """A short silence is waited out; one that lasts, or was there from the start, fails the other calls at once."""
+    down, good = reply(503, {}), reply(200, {"n": 1})
+    async with (
+        server(*[down] * 3, good, *[down] * 5, good) as (url, asked),
+        Endpoint(url, "judge", patience=QUICK, silent=0.0) as e,
+    ):
+        assert await e.post("/x") == {"n": 1} and len(asked) == 4  # three tries without an answer, and no end
+        with pytest.raises(EndpointError, match="tried 4 times"):
+            await e.post("/x")
+        found = await asyncio.gather(*(e.post("/x") for _ in range(5)), return_exceptions=True)
+        assert len(asked) == 9 and all(isinstance(x, EndpointError) and url in str(x) for x in found)
+        assert await e.post("/x") == {"n": 1}
+
+
 async def test_nobody_there() -> None:
     async with server(reply(200, {})) as (url, _):
         pass

@@ -259,7 +259,7 @@ def play(says: Callable[[str], str | int], folder: Path, *words: str) -> tuple[P
             f"env.rewards=judge:{server.url},judge:{server.url}",
             *(f"env.rewards.{i}.judge.rubric={file}" for i in (0, 1)),
             *("env.rewards.1.measured=true", "env.rewards.1.judge.high=20"),
-            *SMALL,
+            *(w for w in SMALL if w.split("=")[0] not in {x.split("=")[0] for x in words}),
             *words,
             out=folder / "run",
             quiet=True,
@@ -312,8 +312,13 @@ async def test_posttrain_serve_is_a_judge(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_run_whose_judge_is_down_stops_and_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=r"(?s)could not be judged.*outage.*status 400"):
-        play(lambda text: 400, tmp_path)
+    """Before its first step where nothing can be judged; in a step where the judge goes away."""
+    with pytest.raises(RewardError, match=r"held-out .* before the first step .*status 400.*judge\.api=completions"):
+        play(lambda text: 400, tmp_path, "evaluation.samples=4")
+    shutil.rmtree(tmp_path / "run")
+    asked = iter(range(1000))
+    with pytest.raises(RewardError, match=r"(?s)samples of this step could not be judged.*outage"):
+        play(lambda text: scored(float(len(text) % 11)) if next(asked) < 8 else 400, tmp_path, "rl.steps=50")
 
 
 # --- the ways of the pages -------------------------------------------------------------------------------------------

@@ -4,9 +4,12 @@ repeat."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from posttrain.checks.judging.rejudge import RejudgedAnswers
 from posttrain.checks.stage_history import StageHistory
+from posttrain.config.run import Run
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.stop import StepNumber
@@ -30,6 +33,18 @@ def failures_stay_out(groups: Sequence[Group]) -> None:
                     f" still has reward {e.reward:g}. What nobody could judge leaves baseline and batch; it is no wrong"
                     " answer"
                 )
+
+
+def too_many(unjudged: int, of: str, played: Sequence[Group], run: Run, stage: Any, folder: Path) -> RewardError:
+    """The error that stops a stage of which more than `max_failed` of the samples could not be judged."""
+    rewards = run.env_of(stage).rewards
+    remote = rewards and all(r.judge_url for r in rewards)
+    again = command_line("run", "--resume", folder, *([] if remote else ["--accept-changed"]))
+    return RewardError(
+        f"{unjudged} of {of} could not be judged: {unjudged_words(played)}. They are no wrong answers, so they were"
+        f" left out, and more than {stage.name}.max_failed={stage.max_failed:g} is too many to go on. Mend"
+        f" {', '.join(dict.fromkeys(r.function for r in rewards)) or 'the environment'}, then resume: {again}"
+    )
 
 
 class VerifierCheck(Observer):
@@ -68,13 +83,8 @@ class VerifierCheck(Observer):
         episodes = [x for g in e.played for x in g.episodes]
         unjudged = sum(x.reward is None for x in episodes)
         if unjudged > roles.stage.max_failed * len(episodes):
-            raise RewardError(
-                f"{unjudged} of {len(episodes)} samples of this step could not be judged: {unjudged_words(e.played)}."
-                " They are no wrong answers, so they were left out, and more than"
-                f" {roles.stage.name}.max_failed={roles.stage.max_failed:g} of a step is too many to go on. Mend"
-                f" {', '.join(r.function for r in roles.run.env_of(roles.stage).rewards) or 'the environment'}, then"
-                f" resume: {command_line('run', '--resume', roles.book.folder, '--accept-changed')}"
-            )
+            of = f"{len(episodes)} samples of this step"
+            raise too_many(unjudged, of, e.played, roles.run, roles.stage, roles.book.folder)
 
     def _unjudged(self, e: Experience) -> tuple[str, ...]:
         """A note on what could not be judged in this step, if it is of a kind that the last 64 steps did not have."""
