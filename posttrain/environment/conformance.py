@@ -158,7 +158,7 @@ def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
         if isinstance(text, str)
         for c in text
     }
-    outside = "".join(sorted(written - set(env.alphabet)))
+    outside = "".join(sorted(written - set(env.alphabet))) if env.alphabet else ""
     return Check(
         "the alphabet covers prompts and answers",
         not outside,
@@ -179,7 +179,7 @@ async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wr
     for i, task in enumerate(tasks):
         prompt, text = env.demonstrate(task, style, generator(env.seed, "prove", style, i), wrong)
         turns = [text] if isinstance(text, str) else list(text)
-        if set("".join(turns)) - set(env.alphabet):
+        if env.alphabet and set("".join(turns)) - set(env.alphabet):
             return Check(name, False, f"{text!r} leaves the alphabet")
         got = await reward(env, task, turns) if prompt else 1.0 - wrong
         if got != 1.0 - wrong and not (wrong and env.pays_parts and got is not None and got < 1.0):

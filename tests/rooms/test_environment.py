@@ -20,11 +20,13 @@ from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict, outcome
 from posttrain.environment.check import Mark, check
+from posttrain.environment.conformance import claims
 from posttrain.environment.expression import evaluate
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.gallery.calculator import CalculatorEnv, result
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.make import environment
+from posttrain.environment.rows.own_prompts import PromptsEnv
 from posttrain.environment.scripted_policy import ScriptedPolicy, attempt, judged
 from posttrain.system.errors import ConfigError
 from posttrain.verifier.integers import last_integer
@@ -324,3 +326,13 @@ def test_an_environment_without_known_answers_needs_neither_gold_nor_alphabet() 
     assert found.gold.known(env.heldout) == []
     report = asyncio.run(check(env, tasks=4))
     assert not [f for f in report.findings if f.mark is Mark.FAIL and "raised" in f.detail]
+
+
+def test_rows_that_are_chats_have_no_alphabet_and_keep_their_claims(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i)} for i in range(10)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    env = environment(
+        Env(name="prompts", prompts=f"{tmp_path}/rows.jsonl", rewards=(Reward(function="exact"),)), seed=0
+    )
+    assert isinstance(env, PromptsEnv) and env.abilities.alphabet is None
+    assert [c.name for c in asyncio.run(claims(env)) if not c.passed] == []

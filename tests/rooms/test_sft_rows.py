@@ -89,6 +89,16 @@ def test_every_form_runs_without_a_reward_and_is_measured(
     assert "held-out" in (folder / "summary.md").read_text() and "heldout/loss" in (tmp_path / "x.svg").read_text()
 
 
+@pytest.mark.parametrize("form", ["messages", "message lists"])
+def test_a_model_that_the_run_builds_learns_chats(form: str, tmp_path: Path) -> None:
+    """Its tokens are bytes, and it has a plain template, which goes with an export."""
+    play(tmp_path / "run", "sft", f"env.prompts={rows(tmp_path / 'mine.jsonl', form)}", *SHORT)
+    (stage,) = read_outcome(tmp_path / "run").stages
+    assert stage.loss is not None and stage.loss.high < 0
+    posttrain.export(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text().startswith("{% for m in messages %}")
+
+
 def test_two_such_runs_are_compared_by_their_loss(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

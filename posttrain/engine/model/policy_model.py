@@ -260,11 +260,21 @@ def with_adapter(policy: Policy, model: Model, seed: int) -> Policy:
     return replace(policy, lora=model.lora)
 
 
+PLAIN_CHAT = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] or '' }}"
+    "{{ eos_token if m['role'] == 'assistant' else '' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""The chat template of a built model whose tokens are bytes: a message a line, behind its role."""
+
+
 def _built_tokenizer(alphabet: str | None, files: Path | None) -> PreTrainedTokenizerFast:
     """The tokenizer of a built model."""
     if files is not None:
         return read_tokenizer(str(files))[0]
-    return raw_bytes() if alphabet is None else characters(alphabet)
+    tokenizer = raw_bytes() if alphabet is None else characters(alphabet)
+    tokenizer.chat_template = PLAIN_CHAT if alphabet is None else None
+    return tokenizer
 
 
 def prepared(

@@ -112,13 +112,14 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     @cached_property
     def alphabet(self) -> str:
-        """Every character of prompts, answers and completions."""
+        """Every character of prompts, answers and completions. Empty where a row is a chat: its template adds more."""
+        if any(r.conversation is not None or not isinstance(r.task.prompt, str) for r in self.rows):
+            return ""
         texts = [
             text
             for r in self.rows
             for text in (
                 *texts_of(r.task.prompt),
-                *(() if r.conversation is None else texts_of(r.conversation.messages)),
                 str(r.task.answer or ""),
                 r.completion or "",
                 *(r.judged.completions if r.judged is not None else ()),
