@@ -14,8 +14,10 @@ from posttrain.api.planned import HERE, PlanOptions, assumed_of, here, lengths_o
 from posttrain.config.engines import VLLM
 from posttrain.config.run import Run
 from posttrain.config.stages.stage import Stage
-from posttrain.core.gauge import Step
-from posttrain.plan.against import (
+from posttrain.core.gauge import Step, merge
+from posttrain.plan.machines import Hardware, machine
+from posttrain.plan.memory import Place, places
+from posttrain.plan.of_run.against import (
     FIRST,
     OWN,
     Compared,
@@ -26,8 +28,7 @@ from posttrain.plan.against import (
     time_factors,
     time_terms,
 )
-from posttrain.plan.machines import Hardware, machine
-from posttrain.plan.memory import Place, places
+from posttrain.plan.of_run.faster_run import ROLES, RunChange, by_saving
 from posttrain.plan.shapes import ModelShape, read_shape
 from posttrain.plan.throughput import Throughput, throughput
 from posttrain.plan.work import Work, work_of
@@ -101,8 +102,7 @@ def plan_against(
     if not steps:
         raise ConfigError(f"--against {folder}: stage {stage.name} took no step; name another with --stage")
     where, timed = here() if asked == HERE else (machine(asked), True)
-    kept = Path(folder) / "model"
-    shape, context = (read_shape(kept), 0) if (kept / "config.json").is_file() else model_shape(run.model)
+    shape, context = run_shape(run, folder)
     base = stage_work(run, stage, shape, run.model.context or context)
     base = replace(base, ranks=options.nproc or 1, replicas=options.replicas, parallel=options.parallel)
     told: Any = file.facts.get("machine")
@@ -126,6 +126,28 @@ def factors_of(folder: str, stage: str | None) -> dict[str, float]:
             f"--calibrate {folder}: nothing is known of this machine's speed; measure it with posttrain plan --probe"
         )
     return found
+
+
+def faster(folder: str, options: PlanOptions) -> tuple[Stage, dict[str, float], list[RunChange]]:
+    """The stage, the measured seconds of a step by role, and the changes that would make it shorter."""
+    file = run_reader.run_file(folder)
+    run, stage = file.run, stage_of(file.run, options.stage)
+    steps = [s for s in run_reader.steps(folder) if s.stage == stage.name]
+    if not steps:
+        raise ConfigError(f"--budget {folder}: stage {stage.name} took no step; name another with --stage")
+    warm = steps[1:] or steps  # the first step proves things once
+    clocks = {name for s in warm for name in s.clock}
+    mean = {name: sum(s.clock.get(name, 0.0) for s in warm) / len(warm) for name in clocks}
+    seconds = {role: mean[role] for role in ROLES if role in mean}
+    shape, context = run_shape(run, folder)
+    work = recorded_work(stage_work(run, stage, shape, run.model.context or context), steps)
+    return stage, seconds, by_saving(run, stage, work, seconds, merge(*(s.gauges for s in warm)), mean)
+
+
+def run_shape(run: Run, folder: str) -> tuple[ModelShape, int]:
+    """The shape of a run's model, and its positions, 0 where they are not said."""
+    kept = Path(folder) / "model"
+    return (read_shape(kept), 0) if (kept / "config.json").is_file() else model_shape(run.model)
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from posttrain.api.plan_against import factors_of
@@ -13,6 +14,7 @@ from posttrain.cli.wrap_text import hanging, screen_width
 from posttrain.plan.changes import fixes, largest
 from posttrain.plan.counted import counted
 from posttrain.plan.forces import CELLS, MIDDLE
+from posttrain.plan.layouts import DAY, Layout, largest_batch, of_each_topology, other_assumptions
 from posttrain.plan.memory import INSTANTS, Place, places
 from posttrain.plan.throughput import ROLES, Assumed
 from posttrain.system.errors import ConfigError
@@ -24,6 +26,9 @@ SMALLEST = 0.002
 
 def show(o: Namespace) -> None:
     """Print the plan that these options ask for."""
+    if o.machines is not None:
+        _machines(o)
+        return
     found = planned(o.recipe, o.overrides, options_of(o))
     if o.fit is not None:
         _fit(o.fit, found)
@@ -147,6 +152,46 @@ def _fit(what: str, found: Planned) -> None:
     peak = size(max(p.most for p in places(best.work)))
     bound = f"; {best.price}" if best.price else ""
     tell(f"largest {what} that fits into {size(found.memory)}: {' '.join(best.words)}   ({peak}{bound})")
+
+
+def _machines(o: Namespace) -> None:
+    """Print the layout for these devices and days, those beside it, and what other assumptions make of it."""
+    if not o.days > 0:
+        raise ConfigError(f"--days {o.days:g}: must be > 0")
+    found = planned(o.recipe, [*o.overrides, f"machine={o.machines}"], options_of(o))
+    if not (found.work.samples and found.machine.device.accelerator):
+        raise ConfigError("--machines plans stages that sample, on accelerators; leave it out for this one")
+    assumed = found.timed.assumed if found.timed is not None else Assumed()
+    steps, where = found.stage.steps, found.machine
+    best = largest_batch(found.work, where, assumed, steps, o.days)
+    work = replace(found.work, prompts=best.work.prompts)
+    rows, other = of_each_topology(work, where, assumed), other_assumptions(work, where, assumed)
+    if o.json:
+        data = {"best": _layout(best), "layouts": [*map(_layout, rows)]}
+        tell(json.dumps({**data, "assumptions": {n: x and _layout(x) for n, x in other}}, indent=1))
+        return
+    days = steps * best.step / DAY
+    ends = "" if days <= o.days else f": {int(o.days * DAY / best.step):,} of them end in {o.days:g} days"
+    told = (
+        *found.notes,
+        f"{best.text}; copies of the weights cut over {best.cut} devices, checkpointing {best.work.checkpointing}",
+        f"{work.prompts} prompts x {work.siblings}: {best.step:.3g} s a step, the bottleneck is {best.bottleneck};"
+        f" {steps:,} steps take {days:.2g} days{ends}",
+        f"  posttrain run {' '.join([o.recipe, *o.overrides])} {best.words}",
+        "of each topology the best:",
+        *(f"  {x.text:<62} {x.step:>6.3g} s  idle {x.idle:>3.0%}  {x.bottleneck}" for x in rows),
+        "where an assumption is another:",
+        *(f"  {n:<33} " + (f"{x.step:>6.3g} s  {x.bottleneck:<8} {x.text}" if x else "nothing fits") for n, x in other),
+        f"{where.device.source}; {where.why}; not measured on a GPU",
+    )
+    for line in told:
+        tell(line)
+
+
+def _layout(x: Layout) -> dict[str, Any]:
+    return {"topology": x.topology, "engines": x.engines, "learners": x.learners, "workers": x.workers, "cut": x.cut,
+            "staleness": x.work.staleness, "checkpointing": x.work.checkpointing, "prompts": x.work.prompts,
+            "seconds": x.step, "idle": x.idle, "bottleneck": x.bottleneck, "words": x.words}  # fmt: skip
 
 
 def as_data(found: Planned) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from posttrain.api.plan_against import SHAPES, PlanAgainst, plan_against
+from posttrain.api.plan_against import SHAPES, PlanAgainst, faster, plan_against
 from posttrain.cli.plan import options_of, size
-from posttrain.plan.against import Compared
+from posttrain.plan.of_run.against import Compared
 from posttrain.system.terminal_output import tell
 
 TERMS = 3
@@ -26,6 +26,24 @@ def against(o: Namespace) -> None:
         return
     for line in lines(found, o.against):
         tell(line)
+
+
+def budget(o: Namespace) -> None:
+    """Print what to make faster first in a run."""
+    stage, seconds, changes = faster(o.budget, options_of(o))
+    whole = sum(seconds.values())
+    parts = ", ".join(f"{role} {x:.3g}" for role, x in sorted(seconds.items(), key=lambda row: -row[1]))
+    if o.json:
+        tell(json.dumps({"stage": stage.name, "seconds": seconds, "changes": [asdict(c) for c in changes]}, indent=1))
+        return
+    tell(f"stage {stage.name}: {whole:.3g} s a step in the mean ({parts})")
+    tell("what each change alone would bring, the most first:")
+    width = max((len(c.words) for c in changes), default=0)
+    for c in changes:
+        tell(f"  {c.words:<{width}}  -{c.saves:.3g} s ({c.saves / whole:.0%})  {c.source}; {c.price}")
+    if not changes:
+        tell("  none is known that this run does not have and that saves a hundredth of a step")
+    tell("make the first, run again, and ask again: another role is the longest then")
 
 
 def as_data(found: PlanAgainst) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import NormalDist
 
 from posttrain.system.errors import ConfigError
@@ -50,8 +50,7 @@ class Lengths:
             return min(self.mean, self.most)
         if count == 1:
             return self.answer
-        at = ((i + 0.5) / POINTS for i in range(POINTS))
-        return math.fsum(self.quantile(min(u ** (1 / count), 1 - 1e-12)) for u in at) / POINTS
+        return _longest(self, count)
 
     @cached_property
     def answer(self) -> float:
@@ -67,3 +66,9 @@ class Lengths:
             return 0.0
         square = math.fsum(self.quantile((i + 0.5) / POINTS) ** 2 for i in range(POINTS)) / POINTS
         return math.sqrt(max(0.0, square - self.answer**2)) / self.answer
+
+
+@lru_cache(maxsize=4096)
+def _longest(lengths: Lengths, count: int) -> float:
+    at = ((i + 0.5) / POINTS for i in range(POINTS))
+    return math.fsum(lengths.quantile(min(u ** (1 / count), 1 - 1e-12)) for u in at) / POINTS

@@ -151,7 +151,7 @@ def _learner(work: Work) -> Iterator[Term]:
         yield _of_tensors(work, "reference", work.width, "{} P: a frozen copy", divided=True)
     if work.judges:
         yield Term("reward models", work.judges, "as they are stored")
-    if work.engines and work.samples:
+    if work.engines and work.samples and not work.accelerator:  # else it lies in the host's memory
         copies = 1 + work.delta
         sent = work.shape.parameters * work.width * copies
         yield Term("weights on their way", sent, f"{copies * work.width} P: a block that engines read", ("sync",))

@@ -45,7 +45,7 @@ class Assumed:
     forwards: int = 0
     """Further passes without gradient (`ladder.algorithm_cost`), beside the reference's."""
     factors: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Measured / predicted of each role in a run on this machine (`plan.against`), by which its time is multiplied."""
+    """Measured / predicted of each role in a run on this machine (`plan.of_run.against`), by which its time is multiplied."""
 
     def __post_init__(self) -> None:
         if not 0 < self.kept <= 1:
@@ -143,9 +143,10 @@ class Throughput:
 
     def decoding(self, sequences: float, length: float) -> float:
         """Seconds of one decoding step of so many sequences, each with so many tokens so far."""
+        apart = max(1, self.work.engines)  # each reads its own copy of the weights
         m, one = self.machine, Decoding(
-            self.work.shape, self.machine.device, self.engines, max(1, round(sequences)), max(1, round(length)),
-            bytes_each=self.work.width,
+            self.work.shape, self.machine.device, max(1, self.engines // apart), max(1, round(sequences / apart)),
+            max(1, round(length)), bytes_each=self.work.width,
         )  # fmt: skip
         positions = 1 + self.assumed.drafts
         busy = max(one.reading / m.reading, positions * one.arithmetic / m.compute)
@@ -205,7 +206,18 @@ class Throughput:
         w = self.work
         passes = (2 if w.lora is not None else 3) + {"none": 0.0, "selective": 0.1, "full": 1.0}[w.checkpointing]
         moved = w.trained * 28.0 / (self.machine.bandwidth * self.learners)  # weight, gradient, moments: read, written
-        return (self._forward * passes + moved * w.minibatches) * w.epochs
+        return (max(self._forward * passes, self.gathering) + moved * w.minibatches) * w.epochs
+
+    @property
+    def gathering(self) -> float:
+        """Seconds in which ranks that hold rows of the weights bring them together twice a pass and sum gradients once:
+        at the same time as the arithmetic, so the longer one counts."""
+        w = self.work
+        cut = w.ranks // w.replicas
+        if cut == 1 or w.parallel != "rows":
+            return 0.0
+        sent = 3 * w.shape.parameters * w.width * w.passes * w.minibatches
+        return sent / self.machine.between(cut)
 
     @property
     def sync(self) -> float:

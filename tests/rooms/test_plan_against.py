@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,18 @@ import pytest
 import posttrain
 from posttrain.api import plan_against
 from posttrain.cli import main
+from posttrain.config.overrides import apply
 from posttrain.core.gauge import Step
+from posttrain.plan.layouts import DAY, best_layout, largest_batch, of_each_topology, other_assumptions
+from posttrain.plan.lengths import Lengths
+from posttrain.plan.machines import machine
+from posttrain.plan.memory import places
+from posttrain.plan.models import shape_by_name
+from posttrain.plan.throughput import Assumed
+from posttrain.plan.work import Work
+from posttrain.recipe.recipes import recipe
 from posttrain.record import run_reader
+from posttrain.system.errors import ConfigError
 
 QUICK = ("model.layers=1", "env.heldout=0", "record_episodes=false", "rl.prompts=4", "rl.siblings=4", "threads=1",
          "rl.eval=false", "rl.eval_every=0", "sft=none", "rl.sampling.max_tokens=16")  # fmt: skip
@@ -51,6 +62,13 @@ def test_a_run_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert {x["name"] for x in found["memory"]} == {"rollout", "score", "learn/passes", "learn/update", "learn", "sync"}
     assert {x["name"] for x in found["seconds"]} == {"rollout", "score", "learn", "sync", "step"}
     assert all(x["measured"] > 0 for x in found["seconds"]) and found["held"] > 1e8
+    assert main(["plan", "--budget", str(run), "--json"]) == 0
+    budget = json.loads(capsys.readouterr().out)
+    saved = [c["saves"] for c in budget["changes"]]
+    assert saved == sorted(saved, reverse=True) and sum(budget["seconds"].values()) > 0
+    assert all(c["saves"] <= max(budget["seconds"].values()) for c in budget["changes"])
+    words = [w for c in budget["changes"] for w in c["words"].split()]
+    assert {"placement=processes", "rl.staleness=1"} <= set(words) and apply(recipe("verifiable"), words)
     assert main(["plan", "--against", str(run)]) == 0
     assert "--calibrate" in capsys.readouterr().out
     assert main(["plan", "verifiable", *QUICK, "--json"]) == 0
@@ -81,3 +99,53 @@ def test_a_run_that_leaves_its_plan_is_told_once(tmp_path: Path, capsys: pytest.
     assert len(found) == 2, found
     assert "over a tenth" in found[0] and "times what its first steps" in found[1]
     assert not any("--against" in n for s in run_reader.steps(tmp_path / "run") for n in s.notes)
+
+
+# --- planning machines ------------------------------------------------------------------------------------------------
+
+
+SEVENTY = Work(
+    shape=shape_by_name("Llama-3.1-70B"), lengths=Lengths(prompt=512, mean=2048, most=8192, cv=1.0), prompts=64,
+    siblings=8, width=2, accelerator=True, samples=True, reference=True, micro_tokens=8192,
+)  # fmt: skip
+
+
+def test_seventy_billion_on_64_devices() -> None:
+    """Every layout fits and uses all devices; nothing fits 8. The batch grows while the steps end in time."""
+    where = machine("64xH100")
+    found = of_each_topology(SEVENTY, where, Assumed())
+    assert {x.topology for x in found} == {"colocated", "disaggregated", "asynchronous"}
+    for x in found:
+        assert x.engines + x.learners == (128 if x.topology == "colocated" else 64)
+        assert places(replace(x.work, engines=1))[0].most <= where.device.memory
+        assert x.engines % x.workers == 0 and x.learners == x.work.ranks
+        apply(recipe("grpo"), x.words.partition(" --nproc")[0].split())
+    best = best_layout(SEVENTY, where)
+    assert best.step == min(x.step for x in found) and best.work.staleness == 1  # a larger K brings nothing more
+    assert best.bottleneck in ("rollout", "learn")
+    grown = largest_batch(SEVENTY, where, Assumed(), steps=1000, days=7)
+    assert grown.work.prompts > 64 and 3.5 * DAY < 1000 * grown.step <= 7 * DAY
+    with pytest.raises(ConfigError, match="fit in no layout"):
+        best_layout(SEVENTY, machine("8xH100"))
+
+
+def test_other_assumptions_make_another_answer() -> None:
+    told = dict(other_assumptions(SEVENTY, machine("64xH100"), Assumed()))
+    best = best_layout(SEVENTY, machine("64xH100"))
+    equal, slow, half = (told[n] for n in ("all answers as long as the mean", "30 % of the peak arithmetic",
+                                           "half of the devices"))  # fmt: skip
+    assert equal is not None and equal.step < best.step and equal.topology == "colocated"  # no tail to hide
+    assert slow is not None and slow.step > best.step and half is None
+
+
+def test_the_command_plans_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "grpo", "model=Llama-3.1-70B", "--machines", "64xH100", "rl.sampling.max_tokens=8192"]
+    assert main([*words, "--days", "7"]) == 0
+    told = capsys.readouterr().out
+    for part in ("the bottleneck is", "of each topology the best", "where an assumption is another", "K=1"):
+        assert part in told
+    for wrong, message in ((["--days", "0"], "must be > 0"), (["--stage", "sft"], "no such stage")):
+        assert main([*words, *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["plan", "sft", "model=Qwen2.5-7B", "--machines", "8xH100"]) == 2
+    assert "plans stages that sample" in capsys.readouterr().err

@@ -45,9 +45,12 @@ def add(sub: Subparsers) -> None:
     p.add_argument(
         "--against", metavar="RUN", help="a run beside its plan: memory by role, the five times, the residual"
     )
+    p.add_argument("--budget", metavar="RUN", help="what to make faster first in this run, by what each change brings")
     p.add_argument(
         "--calibrate", metavar="RUN", help="multiply times by measured / predicted of this run's first steps"
     )
+    p.add_argument("--machines", metavar="64xH100", help="find a layout for these devices: who samples, learns, and K")
+    p.add_argument("--days", type=float, default=7.0, metavar="D", help="with --machines: days that there are")
     p.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -62,10 +65,10 @@ def plan(o: Namespace) -> int:
 
         view.probed(probe())
         return 0
-    if o.against is not None:
+    if o.against is not None or o.budget is not None:
         from posttrain.cli import plan_of_run
 
-        plan_of_run.against(o)
+        plan_of_run.against(o) if o.against is not None else plan_of_run.budget(o)
         return 0
     if o.recipe is None:
         raise ConfigError("no recipe given: posttrain plan RECIPE machine=NAME; posttrain run --help lists recipes")

@@ -1,0 +1,234 @@
+"""From a model, devices and days to a layout: who samples and who learns, over how many devices one copy of the weights
+is cut, how far samples run ahead, how large the batch is, and which role is the bottleneck.
+
+It is a search over a few dozen layouts with the functions of a plan. What a plan assumes it assumes too;
+`other_assumptions` says what becomes of the answer where one of these is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import get_args
+
+from posttrain.config.run import Checkpointing
+from posttrain.plan.machines import Hardware
+from posttrain.plan.memory import places
+from posttrain.plan.throughput import Assumed, Throughput, Times, Topology
+from posttrain.plan.work import Work
+from posttrain.system.errors import ConfigError
+
+SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
+"""Shares of the devices that sample, where roles have their own."""
+AHEAD = (0, 1, 2, 4)
+"""Steps by which samples may be old (K)."""
+WORKERS = (1, 2, 4, 8)
+"""Devices of one engine: those of one machine."""
+CUTS = tuple(1 << i for i in range(10))
+"""Devices over which one copy of the learner's weights may be cut."""
+ROOM = 0.1
+"""Least share of an engine's memory for the cache of keys and values."""
+USABLE = 0.92
+"""Share of a device's memory that is planned with."""
+GAIN = 0.97
+"""A larger K is taken where a step takes less than this share of the time with a smaller one."""
+DAY = 86_400.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to use all devices."""
+
+    work: Work
+    """With its ranks, engines, slots and staleness."""
+    machine: Hardware
+    topology: Topology
+    engines: int
+    """Devices that sample."""
+    learners: int
+    """Devices that learn; where roles take turns both are all."""
+    workers: int
+    """Devices of one engine."""
+    assumed: Assumed
+
+    @property
+    def cut(self) -> int:
+        """Devices over which one copy of the learner's weights is cut."""
+        return self.work.ranks // self.work.replicas
+
+    @cached_property
+    def timed(self) -> Throughput:
+        return Throughput(self.work, self.machine, self.topology, self.engines, self.learners, self.assumed)
+
+    @cached_property
+    def times(self) -> Times:
+        """The five times. With K steps ahead a free slot begins a later answer: the tail is shared by K + 1 steps."""
+        t, ahead = self.timed.times, self.work.staleness
+        tail = (self.timed.decode - self.timed.flat) / self.assumed.kept * self.assumed.factors.get("rollout", 1.0)
+        return replace(t, rollout=t.rollout - max(0.0, tail) * ahead / (ahead + 1))
+
+    @property
+    def step(self) -> float:
+        """Seconds."""
+        return self.times.step(self.topology)
+
+    @property
+    def idle(self) -> float:
+        """Share of the time of all devices in which they wait."""
+        t = self.times
+        used = t.rollout * self.engines + (t.reference + t.learn) * self.learners
+        return max(0.0, 1 - used / (self.step * self.machine.count))
+
+    @property
+    def bottleneck(self) -> str:
+        """The role that a step waits for: the longest, of roles that work at once that of the longer side."""
+        t = self.times
+        if self.topology == "asynchronous" and t.rollout + t.reward < t.reference + t.learn:
+            return "learn" if t.learn >= t.reference else "reference"
+        return "rollout" if self.topology == "asynchronous" and t.rollout >= t.reward else t.slowest
+
+    @property
+    def text(self) -> str:
+        """Who works where, in words."""
+        if self.topology == "colocated":
+            return f"colocated: {self.engines} devices in turn, engines of {self.workers}"
+        ahead = f", K={self.work.staleness}" if self.work.staleness else ""
+        return f"{self.topology}{ahead}: {self.engines} sample in engines of {self.workers}, {self.learners} learn"
+
+    @property
+    def words(self) -> str:
+        """Overrides and options of `posttrain run`."""
+        count = self.engines // self.workers
+        apart = f"placement=processes placement.engines={count} " if self.topology != "colocated" else ""
+        kept = f" --replicas {self.work.replicas}" if self.work.replicas > 1 else ""
+        again = "" if self.work.checkpointing == "none" else f" model.gradient_checkpointing={self.work.checkpointing}"
+        return (
+            f"{apart}engine=vllm engine.workers={self.workers} rl.prompts={self.work.prompts}"
+            f" rl.micro_tokens={self.work.micro_tokens} rl.staleness={self.work.staleness}{again}"
+            f" --nproc {self.learners}{kept}"
+        )
+
+
+def layouts(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> Iterator[Layout]:
+    """Every layout that fits, of each topology."""
+    count = machine.count
+    yield from _of(work, machine, assumed, count, count)
+    for engines in dict.fromkeys(_rounded(count * share) for share in SHARES):
+        if 0 < engines < count:
+            yield from _of(work, machine, assumed, engines, count - engines)
+
+
+def _rounded(devices: float) -> int:
+    """Whole machines where there are some."""
+    return round(devices / 8) * 8 if devices >= 8 else round(devices)
+
+
+def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners: int) -> Iterator[Layout]:
+    """The layouts of these devices; where both are all, roles take turns."""
+    memory, shared = USABLE * machine.device.memory, engines == learners == machine.count
+    for workers in (w for w in WORKERS if engines % w == 0):
+        weights = work.shape.parameters * work.width / workers
+        found = _learner(work, learners, memory - (weights + ROOM * memory if shared else 0.0))
+        if found is None:
+            continue
+        now, held = found
+        left = memory - weights - (held if shared else 0.0)
+        if left < ROOM * memory:
+            continue
+        each = work.shape.cache_bytes(2) * (work.lengths.prompt + work.lengths.answer)
+        slots = max(1, min(work.slots, int(left * workers / each)))
+        fitting = replace(now, engines=engines // workers, slots=slots, cache=left * workers)
+        if shared:
+            yield Layout(fitting, machine, "colocated", engines, learners, workers, assumed)
+            continue
+        for ahead in AHEAD:
+            way: Topology = "asynchronous" if ahead else "disaggregated"
+            yield Layout(replace(fitting, staleness=ahead), machine, way, engines, learners, workers, assumed)
+
+
+def _learner(work: Work, learners: int, room: float) -> tuple[Work, float] | None:
+    """The learner over the fewest devices that hold a copy of it, and its bytes: computing again as little as fits."""
+    for cut in (c for c in CUTS if learners % c == 0):
+        for how in get_args(Checkpointing):
+            now = replace(
+                work, ranks=learners, replicas=learners // cut, engines=1, vllm=True, cache=0.0, checkpointing=how,
+                micro_tokens=max(work.micro_tokens, work.longest), staleness=0,
+            )  # fmt: skip
+            if _most(now) > room:
+                continue
+            while now.micro_tokens < now.minibatch:  # larger passes bring the weights together less often
+                more = replace(now, micro_tokens=2 * now.micro_tokens)
+                if _most(more) > room:
+                    break
+                now = more
+            return now, _most(now)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _most(work: Work) -> float:
+    return places(work)[0].most
+
+
+def best_layout(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> Layout:
+    """The layout with the shortest step; K as small as brings nearly all of it.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    found = sorted(layouts(work, machine, assumed), key=lambda x: x.work.staleness)
+    if not found:
+        raise ConfigError(
+            f"--machines {machine.name}: {work.shape.parameters / 1e9:,.0f} billion parameters fit in no layout: take"
+            " more devices, devices with more memory, model.lora.rank=16, or shorter sequences"
+        )
+    best = found[0]
+    for one in found[1:]:
+        if one.step < (best.step if one.work.staleness == best.work.staleness else GAIN * best.step):
+            best = one
+    return best
+
+
+def of_each_topology(work: Work, machine: Hardware, assumed: Assumed) -> list[Layout]:
+    """The best layout of each topology and K."""
+    found: dict[tuple[str, int], Layout] = {}
+    for one in layouts(work, machine, assumed):
+        key = (one.topology, one.work.staleness)
+        found[key] = min(found.get(key, one), one, key=lambda x: x.step)
+    return list(found.values())
+
+
+def largest_batch(work: Work, machine: Hardware, assumed: Assumed, steps: int, days: float) -> Layout:
+    """The best layout of the largest batch, doubled from that of the stage, with which the steps end within the days.
+    Where not even the stage's own does, that one."""
+    best = best_layout(work, machine, assumed)
+    while best.step * steps <= days * DAY and best.work.prompts < 1 << 14:
+        more = best_layout(replace(work, prompts=best.work.prompts * 2), machine, assumed)
+        if more.step * steps > days * DAY:
+            break
+        best = more
+    return best
+
+
+def other_assumptions(work: Work, machine: Hardware, assumed: Assumed) -> Sequence[tuple[str, Layout | None]]:
+    """The best layout where one assumption is another; None where nothing fits then."""
+    at = work.lengths
+    changed: list[tuple[str, Callable[[], tuple[Work, Hardware, Assumed]]]] = [
+        ("answers twice as long", lambda: (
+            replace(work, lengths=replace(at, mean=2 * at.mean, most=2 * at.most)), machine, assumed)),
+        ("all answers as long as the mean", lambda: (replace(work, lengths=replace(at, cv=0.0)), machine, assumed)),
+        ("a filter keeps half of the groups", lambda: (work, machine, replace(assumed, kept=0.5))),
+        ("30 % of the peak arithmetic", lambda: (work, replace(machine, compute=0.3), assumed)),
+        ("50 % of the peak bandwidth", lambda: (work, replace(machine, reading=0.5), assumed)),
+        ("a network of a quarter", lambda: (work, replace(machine, network=machine.network / 4), assumed)),
+        ("twice the batch", lambda: (replace(work, prompts=2 * work.prompts), machine, assumed)),
+        ("half of the devices", lambda: (work, replace(machine, count=max(1, machine.count // 2)), assumed)),
+    ]  # fmt: skip
+    out: list[tuple[str, Layout | None]] = []
+    for name, make in changed:
+        try:
+            out.append((name, best_layout(*make())))
+        except ConfigError:
+            out.append((name, None))
+    return out
