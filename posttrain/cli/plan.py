@@ -14,7 +14,7 @@ from posttrain.cli.wrap_text import hanging, screen_width
 from posttrain.plan.changes import fixes, largest
 from posttrain.plan.counted import counted
 from posttrain.plan.forces import CELLS, MIDDLE
-from posttrain.plan.layouts import DAY, Layout, largest_batch, of_each_topology, other_assumptions
+from posttrain.plan.layouts import DAY, MachineLayout, largest_batch, of_each_topology, other_assumptions
 from posttrain.plan.memory import INSTANTS, Place, places
 from posttrain.plan.throughput import ROLES, Assumed
 from posttrain.system.errors import ConfigError
@@ -188,7 +188,7 @@ def _machines(o: Namespace) -> None:
         tell(line)
 
 
-def _layout(x: Layout) -> dict[str, Any]:
+def _layout(x: MachineLayout) -> dict[str, Any]:
     return {"topology": x.topology, "engines": x.engines, "learners": x.learners, "workers": x.workers, "cut": x.cut,
             "staleness": x.work.staleness, "checkpointing": x.work.checkpointing, "prompts": x.work.prompts,
             "seconds": x.step, "idle": x.idle, "bottleneck": x.bottleneck, "words": x.words}  # fmt: skip

@@ -37,7 +37,7 @@ DAY = 86_400.0
 
 
 @dataclass(frozen=True)
-class Layout:
+class MachineLayout:
     """One way to use all devices."""
 
     work: Work
@@ -110,7 +110,7 @@ class Layout:
         )
 
 
-def layouts(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> Iterator[Layout]:
+def layouts(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> Iterator[MachineLayout]:
     """Every layout that fits, of each topology."""
     count = machine.count
     yield from _of(work, machine, assumed, count, count)
@@ -124,7 +124,7 @@ def _rounded(devices: float) -> int:
     return round(devices / 8) * 8 if devices >= 8 else round(devices)
 
 
-def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners: int) -> Iterator[Layout]:
+def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners: int) -> Iterator[MachineLayout]:
     """The layouts of these devices; where both are all, roles take turns."""
     memory, shared = USABLE * machine.device.memory, engines == learners == machine.count
     for workers in (w for w in WORKERS if engines % w == 0):
@@ -140,11 +140,11 @@ def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners:
         slots = max(1, min(work.slots, int(left * workers / each)))
         fitting = replace(now, engines=engines // workers, slots=slots, cache=left * workers)
         if shared:
-            yield Layout(fitting, machine, "colocated", engines, learners, workers, assumed)
+            yield MachineLayout(fitting, machine, "colocated", engines, learners, workers, assumed)
             continue
         for ahead in AHEAD:
             way: Topology = "asynchronous" if ahead else "disaggregated"
-            yield Layout(replace(fitting, staleness=ahead), machine, way, engines, learners, workers, assumed)
+            yield MachineLayout(replace(fitting, staleness=ahead), machine, way, engines, learners, workers, assumed)
 
 
 def _learner(work: Work, learners: int, room: float) -> tuple[Work, float] | None:
@@ -171,7 +171,7 @@ def _most(work: Work) -> float:
     return places(work)[0].most
 
 
-def best_layout(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> Layout:
+def best_layout(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> MachineLayout:
     """The layout with the shortest step; K as small as brings nearly all of it.
 
     Raises:
@@ -190,16 +190,16 @@ def best_layout(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> 
     return best
 
 
-def of_each_topology(work: Work, machine: Hardware, assumed: Assumed) -> list[Layout]:
+def of_each_topology(work: Work, machine: Hardware, assumed: Assumed) -> list[MachineLayout]:
     """The best layout of each topology and K."""
-    found: dict[tuple[str, int], Layout] = {}
+    found: dict[tuple[str, int], MachineLayout] = {}
     for one in layouts(work, machine, assumed):
         key = (one.topology, one.work.staleness)
         found[key] = min(found.get(key, one), one, key=lambda x: x.step)
     return list(found.values())
 
 
-def largest_batch(work: Work, machine: Hardware, assumed: Assumed, steps: int, days: float) -> Layout:
+def largest_batch(work: Work, machine: Hardware, assumed: Assumed, steps: int, days: float) -> MachineLayout:
     """The best layout of the largest batch, doubled from that of the stage, with which the steps end within the days.
     Where not even the stage's own does, that one."""
     best = best_layout(work, machine, assumed)
@@ -211,7 +211,7 @@ def largest_batch(work: Work, machine: Hardware, assumed: Assumed, steps: int, d
     return best
 
 
-def other_assumptions(work: Work, machine: Hardware, assumed: Assumed) -> Sequence[tuple[str, Layout | None]]:
+def other_assumptions(work: Work, machine: Hardware, assumed: Assumed) -> Sequence[tuple[str, MachineLayout | None]]:
     """The best layout where one assumption is another; None where nothing fits then."""
     at = work.lengths
     changed: list[tuple[str, Callable[[], tuple[Work, Hardware, Assumed]]]] = [
@@ -225,7 +225,7 @@ def other_assumptions(work: Work, machine: Hardware, assumed: Assumed) -> Sequen
         ("twice the batch", lambda: (replace(work, prompts=2 * work.prompts), machine, assumed)),
         ("half of the devices", lambda: (work, replace(machine, count=max(1, machine.count // 2)), assumed)),
     ]  # fmt: skip
-    out: list[tuple[str, Layout | None]] = []
+    out: list[tuple[str, MachineLayout | None]] = []
     for name, make in changed:
         try:
             out.append((name, best_layout(*make())))

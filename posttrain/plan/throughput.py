@@ -45,7 +45,7 @@ class Assumed:
     forwards: int = 0
     """Further passes without gradient (`ladder.algorithm_cost`), beside the reference's."""
     factors: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Measured / predicted of each role in a run on this machine (`plan.of_run.against`), by which its time is multiplied."""
+    """Measured / predicted of each role (`plan.of_run.against`), by which its time is multiplied."""
 
     def __post_init__(self) -> None:
         if not 0 < self.kept <= 1:
