@@ -29,6 +29,9 @@ def show(o: Namespace) -> None:
     if o.machines is not None:
         _machines(o)
         return
+    if o.sweep is not None or o.out is not None:
+        _sweep(o, options_of(o))
+        return
     found = planned(o.recipe, o.overrides, options_of(o))
     if o.fit is not None:
         _fit(o.fit, found)
@@ -53,6 +56,26 @@ def options_of(o: Namespace) -> PlanOptions:
         parallel=o.parallel,
         assumed=Assumed(reward=o.reward, judges=o.judges, kept=o.kept, accepted=drafts, factors=factors),
     )
+
+
+def _sweep(o: Namespace, options: PlanOptions) -> None:
+    from posttrain.api.swept import swept
+    from posttrain.cli import sweep
+
+    if o.sweep is None:
+        raise ConfigError(f"--out {o.out}: only --sweep draws a picture; add --sweep staleness=0,1,2,4")
+    if o.out is not None:
+        from posttrain.report import plots
+
+        plots.check_out(o.out)
+    name, rows = swept(o.recipe, o.overrides, options, o.sweep)
+    for line in [json.dumps(sweep.as_data(name, rows), indent=1)] if o.json else sweep.lines(name, rows):
+        tell(line)
+    if o.out is not None:
+        from posttrain.report import plots
+
+        plots.sweep_plot(name, [(r.value, r.loop) for r in rows], o.out)
+        tell(f"written: {o.out}")
 
 
 def size(count: float) -> str:

@@ -1,2 +1,2 @@
-"""Facts of a run that are known before it starts, without torch: the shape of a model, the cost of a decoding step, and
-how much may be asked ahead."""
+"""Facts of a run that are known before it starts, without torch: the shape of a model, the memory and the time of a
+step, how much may be asked ahead, and a loop that is played event by event."""

@@ -1,6 +1,12 @@
-"""Number of groups that may be asked ahead of the updates, so that no sample is older than promised."""
+"""How many groups may be asked ahead of the updates, so that no sample is older than promised, and how old samples then
+are in the mean: closed forms for two stages that wait for each other. `plan.simulator` plays all other cases."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from posttrain.system.errors import ConfigError
 
 
 def capacity(*, staleness: int, prompts: int, left: int, taken: int, waiting: int) -> int:
@@ -25,3 +31,56 @@ def capacity(*, staleness: int, prompts: int, left: int, taken: int, waiting: in
     4
     """
     return max(0, min(staleness + 1, left) * prompts - taken - waiting)
+
+
+@dataclass(frozen=True)
+class CoupledStages:
+    """Engines that need `rollout` seconds for the groups of a step, and a learner that needs `learn`, sync included.
+
+    The engines work at one step's groups after the other. Where they are `even` both always take as long. Else both
+    times are exponential, and a step that has its groups waits in a queue of at most `staleness` others (M/M/1/K+1).
+    With other spreads, or engines that work at several steps at once, `plan.simulator` says what comes.
+
+    >>> CoupledStages(2.0, 1.0, 4, even=True).behind
+    0.5
+    >>> CoupledStages(1.0, 1.0, 1).step
+    1.5
+    """
+
+    rollout: float
+    learn: float
+    staleness: int
+    even: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rollout < math.inf or not 0 < self.learn < math.inf or self.staleness < 0:
+            raise ConfigError("rollout and learn must be seconds above 0, and staleness at least 0")
+
+    @property
+    def _waiting(self) -> list[float]:
+        """The chance that so many steps have their groups, the one that is learned included."""
+        ratio = self.learn / self.rollout
+        each = [ratio ** (n - self.staleness - 1 if ratio > 1 else n) for n in range(self.staleness + 2)]
+        return [x / math.fsum(each) for x in each]
+
+    @property
+    def step(self) -> float:
+        """Mean seconds."""
+        if not self.even:
+            return self.learn / (1 - self._waiting[0])
+        return max(self.rollout, self.learn) if self.staleness else self.rollout + self.learn
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """Share of the time in which each waits for the other."""
+        return {"learner": 1 - self.learn / self.step, "engines": 1 - self.rollout / self.step}
+
+    @property
+    def behind(self) -> float:
+        """Mean age of a token in steps: so many have their groups, and are not learned, while it is said."""
+        if not self.even:
+            said = self._waiting[:-1]
+            return math.fsum(n * p for n, p in enumerate(said)) / math.fsum(said)
+        if not self.staleness:
+            return 0.0
+        return float(self.staleness) if self.rollout < self.learn else self.learn / self.rollout

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from posttrain.plan.simulated_loop import LoopOutcome
     from posttrain.search.curves import SearchPoint
 
 NO_MATPLOTLIB = "matplotlib is not installed. Run: pip install matplotlib"
@@ -214,6 +215,44 @@ def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> F
         axis.set_title(_text(title), fontsize=9)
         axis.grid(alpha=0.25)
         axis.legend(frameon=False, fontsize=8)
+        files.write_file(Path(out), _written(shown_by_notebooks(figure), Path(out).suffix[1:]), durable=False)
+    return figure
+
+
+def sweep_plot(name: str, rows: Sequence[tuple[str, LoopOutcome]], out: str | Path) -> Figure:
+    """The simulated loop by the values of a knob: seconds of a step, who waits, and how old the tokens are.
+
+    Args:
+        out: the file that is written; its ending says how (.svg, .png, .pdf).
+
+    Raises:
+        ConfigError: a file of another kind.
+    """
+    check_out(out)
+    values, at = [_text(value) for value, _ in rows], range(len(rows))
+    with _matplotlib():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9.6, 3.2), layout="constrained")
+        step, idle, ages = cast("Sequence[Axes]", figure.subplots(1, 3))
+        step.bar(at, [o.step for _, o in rows], color=COLOURS[0])
+        step.set_title("seconds of a step")
+        for i, role in enumerate(("learner", "engines")):
+            idle.plot(at, [o.idle[role] for _, o in rows], marker="o", color=COLOURS[i], label=role)
+        idle.set_ylim(0, 1)
+        idle.set_title("share of the time that they wait")
+        idle.legend(frameon=False, fontsize=8)
+        below = np.zeros(len(rows))
+        for i, age in enumerate(sorted({a for _, o in rows for a in o.ages})):
+            share = np.array([o.ages.get(age, 0.0) for _, o in rows])
+            ages.bar(at, share, bottom=below, color=COLOURS[i % len(COLOURS)], label=f"{age}")
+            below += share
+        ages.set_title("tokens by steps behind")
+        ages.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        for axis in (step, idle, ages):
+            axis.set_xticks(list(at), values)
+            axis.set_xlabel(_text(name))
+            axis.grid(alpha=0.25, axis="y")
         files.write_file(Path(out), _written(shown_by_notebooks(figure), Path(out).suffix[1:]), durable=False)
     return figure
 

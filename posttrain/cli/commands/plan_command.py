@@ -20,6 +20,7 @@ def add(sub: Subparsers) -> None:
         "posttrain plan grpo model=Qwen2.5-0.5B machine=H100\n"
         "  posttrain plan grpo model=Qwen2.5-7B machine=8xH100 rl.sampling.max_tokens=4096 --answer 1500\n"
         "  posttrain plan sft model=Qwen2.5-1.5B machine=RTX-4090 --fit context\n"
+        "  posttrain plan grpo model=Qwen2.5-7B machine=8xH100 placement=processes --sweep staleness=0,1,2,4\n"
         "  posttrain plan --forces",
     )
     p.usage = "posttrain plan RECIPE [key=value ...] [machine=NAME] [options]"
@@ -40,6 +41,10 @@ def add(sub: Subparsers) -> None:
     p.add_argument("--kept", type=float, default=1.0, metavar="SHARE", help="share of groups that a filter keeps")
     p.add_argument("--accepted", type=float, default=0.0, metavar="P", help="chance that a drafted token is accepted")
     p.add_argument("--fit", metavar="WHAT", help="find the largest model, context, siblings or batch that fits")
+    p.add_argument(
+        "--sweep", metavar="KNOB=A,B", help="simulate each value of a setting: who waits for whom, how old tokens are"
+    )
+    p.add_argument("--out", metavar="FILE", help="with --sweep: also a picture (.svg, .png or .pdf)")
     p.add_argument("--forces", action="store_true", help="from signal, estimator and cost to a recipe, as a table")
     p.add_argument("--probe", action="store_true", help="measure this machine once (5 s) and keep the figures")
     p.add_argument(

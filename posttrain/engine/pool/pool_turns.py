@@ -179,6 +179,8 @@ def measured(engines: Sequence[PooledEngine], lost: EngineReport) -> dict[str, f
     for engine in engines:
         report = report + engine.host.take_report()
     counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
+    if "engine/steps" in counted:  # each counts once, so their mean says nothing
+        counted["engine/steps"] = report.gauges["engine/steps"].sum
     busy = [e.meter.take() for e in engines]
     return {
         **report.seconds,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -24,93 +24,100 @@ from posttrain.lab.lesson import (
     by_rules,
     recorded,
 )
-from posttrain.toy.long_tail import first_of, lengths, longest_of, refilled
-from posttrain.web.picture import Curve, Gantt, Tone
+from posttrain.plan.lengths import Lengths
+from posttrain.plan.machines import machine
+from posttrain.plan.models import shape_by_name
+from posttrain.plan.simulated_loop import LoopOutcome, loop_of
+from posttrain.plan.simulator import simulate
+from posttrain.plan.throughput import throughput
+from posttrain.plan.work import Work
+from posttrain.web.picture import Bars, Curve, Gantt, Tone
 
-PROMPTS, STEPS, RIGHT = 4, 12, 0.5
+PROMPTS, STEPS, RIGHT, ENDLESS = 4, 8, 0.5, 10**9
 SIZES = (4, 16, 64, 256)
 CLAIMED = {1.0: (2.8, 5.0, 7.8, 11.3), 2.0: (3.7, 8.9, 17.4, 30.6)}
 """Values that the curriculum gives for the longest of 4, 16, 64 and 256, in means."""
+PLAIN: Values = {"extra": False, "cap": False, "ahead": 0}
 
 
-@dataclass
-class Played:
-    """Twelve steps of four groups. Arrays are [steps, prompts, answers]."""
-
-    natural: np.ndarray
-    said: np.ndarray
-    kept: np.ndarray
-    cut: np.ndarray
-    right: np.ndarray
-    seconds: float
-    """Time of one step, in tokens of one slot."""
-
-    @property
-    def tax(self) -> float:
-        """Share of the time of all slots in which nothing is said that is used."""
-        slots = self.said.shape[1] * self.said.shape[2]
-        return 1 - float(self.said[self.kept].sum()) / (slots * self.seconds * STEPS)
+def lengths_of(k: Values) -> Lengths:
+    limit = round(float(k["limit"]) * float(k["mean"])) if k["cap"] else ENDLESS
+    return Lengths(prompt=128, mean=float(k["mean"]), most=max(1, limit), cv=float(k["cv"]))
 
 
-def play(k: Values) -> Played:
-    keep, mean = int(k["siblings"]), float(k["mean"])
-    started = keep + (max(1, keep // 4) if k["extra"] else 0)
-    made = np.random.default_rng(int(k["seed"]))
-    natural = lengths(mean, float(k["cv"]), (STEPS, PROMPTS, started), made)
-    limit = float(k["limit"]) * mean if k["cap"] else np.inf
-    said = np.minimum(natural, limit)
-    ends = np.stack([first_of(x, keep) for x in said])
-    kept = np.argsort(np.argsort(said, 2, kind="stable"), 2) < keep
-    cut = natural > limit
-    seconds = float(refilled(ends.reshape(STEPS, -1), PROMPTS * started, int(k["ahead"])).max()) / STEPS
-    right = (made.random(natural.shape) < RIGHT) & ~cut
-    return Played(natural, ends, kept, cut, right, seconds)
+def extra_of(k: Values) -> int:
+    return max(1, int(k["siblings"]) // 4) if k["extra"] else 0
 
 
-def lanes(p: Played) -> dict[str, list[tuple[float, float, str, Tone]]]:
-    """The first group: what each answer says, and how long its slot then waits for the step to end."""
-    out, last = dict[str, list[tuple[float, float, str, Tone]]](), float(p.said[0].max())
-    for i, end in enumerate(p.said[0, 0, :8].tolist()):
-        tone: Tone = "bad" if not p.kept[0, 0, i] else "two" if p.cut[0, 0, i] else "good"
+def play(k: Values, steps: int = STEPS) -> LoopOutcome:
+    """Steps of four prompts with 7 B parameters: one H100 samples and one learns, with a slot for each answer."""
+    siblings, extra = int(k["siblings"]), extra_of(k)
+    work = Work(shape=shape_by_name("Qwen2.5-7B"), lengths=lengths_of(k), prompts=PROMPTS, siblings=siblings, width=2,
+                accelerator=True, samples=True, vllm=True, engines=1, staleness=int(k["ahead"]),
+                slots=PROMPTS * (siblings + extra))  # fmt: skip
+    return simulate(replace(loop_of(throughput(work, machine("2xH100"))), extra=extra), steps, int(k["seed"]))
+
+
+def lost(o: LoopOutcome) -> float:
+    """Share of the time of all slots in which nothing is said that is learned from."""
+    return 1 - o.slots_used * (1 - o.lost)
+
+
+def lanes(said: np.ndarray, kept: np.ndarray, cut: np.ndarray) -> dict[str, list[tuple[float, float, str, Tone]]]:
+    """The answers to the first prompt: what each says, and how long its slot then waits for the step to end."""
+    out, last = dict[str, list[tuple[float, float, str, Tone]]](), float(said.max())
+    for i, end in enumerate(said[0, :8].tolist()):
+        tone: Tone = "bad" if not kept[0, i] else "two" if cut[0, i] else "good"
         out[f"answer {i + 1}"] = [(0.0, end, f"{end:.0f}", tone), (end, last, "", "mute")]
     return out
 
 
 def compute(k: Values) -> Readout:
-    p, plain = play(k), play({**k, "extra": False, "cap": False, "ahead": 0})
-    kept_cut = [float(c[keep].mean()) for c, keep in zip(p.cut, p.kept, strict=True)]
-    solved = [float(r[keep].mean()) for r, keep in zip(p.right, p.kept, strict=True)]
-    shorter, all_of = float(p.natural[p.kept].mean()), float(p.natural.mean())
-    used = float(p.said.sum() / plain.said.sum())
-    cv = float(k["cv"])
-    series: dict[str, list[float | None]] = {f"simulated, CV {cv:g}": [longest_of(n, cv) for n in SIZES]}
+    now, plain, keep = play(k), play({**k, **PLAIN}), int(k["siblings"])
+    made, at, free = np.random.default_rng(int(k["seed"])), lengths_of(k), lengths_of({**k, **PLAIN})
+    natural = np.vectorize(free.quantile)(made.random((STEPS, PROMPTS, keep + extra_of(k))))
+    said = np.minimum(natural, at.most)
+    kept = np.argsort(np.argsort(said, 2, kind="stable"), 2) < keep  # the first of each prompt to end
+    said = np.minimum(said, np.sort(said, 2)[..., keep - 1 : keep])
+    cut = natural > at.most
+    right = (made.random(natural.shape) < RIGHT) & ~cut
+    of_kept = lambda values: [float(x[y].mean()) for x, y in zip(values, kept, strict=True)]  # noqa: E731
+    cut_share, shorter = float(np.mean(of_kept(cut))), float(natural[kept].mean() / natural.mean())
+    used = float(said.sum() / natural[..., :keep].sum())
+    series: dict[str, list[float | None]] = {f"simulated, CV {free.cv:g}": [longest(n, free.cv) for n in SIZES]}
     series |= {f"claimed, CV {c:g}": list(values) for c, values in CLAIMED.items()}
-    stage = Reinforce(name="rl", sampling=Sampling(max_tokens=max(1, round(float(k["limit"]) * float(k["mean"])))))
-    said = by_rules(recorded({"rollout/truncated": kept_cut, "rollout/solved": solved}), stage,
-                    "cut_off_before_the_answer")  # fmt: skip
+    stage = Reinforce(name="rl", sampling=Sampling(max_tokens=min(at.most, 10**6)))
+    seen = recorded({"rollout/truncated": of_kept(cut), "rollout/solved": of_kept(right)})
+    shares = [(o.slots_used * (1 - o.lost), o.slots_used * o.lost, 1 - o.slots_used) for o in (plain, now)]
     return Readout(
         pictures=(
-            Gantt("The answers to one prompt, until the step ends", lanes(p), unit="tokens",
+            Gantt("The answers to one prompt, until the step ends", lanes(said[0], kept[0], cut[0]), unit="tokens",
                   key={"good": "ends by itself", "two": "cut off", "bad": "given up", "mute": "slot waits"}),
+            Bars("Time of the slots, share", ["learned from", "said for nothing", "waits"],
+                 {"without tricks": list(shares[0]), "now": list(shares[1])}, low=0, high=1),
             Curve("Longest of K answers, in mean lengths", list(SIZES), series, x_label="K", low=0, log=True,
-                  at=float(k["siblings"])),
+                  at=float(keep)),
         ),
-        sentence=f"A step takes the time of **{p.seconds:.0f}** tokens ({plain.seconds:.0f} without tricks), and "
-        f"**{p.tax:.0%}** of the slots' time gives nothing that is learned from. It says **{used:.0%}** as many "
-        f"tokens. The answers that are kept have **{shorter / all_of:.0%}** of the mean length before any limit, and "
-        f"**{np.mean(kept_cut):.0%}** of them are cut off.",
-        values={"time of a step": p.seconds, "time without tricks": plain.seconds, "share lost": p.tax,
-                "length of kept answers": shorter / all_of, "cut off": float(np.mean(kept_cut))},
-        says=said,
+        sentence=f"A step takes **{now.step:.3g} s** ({plain.step:.3g} s without tricks), and **{lost(now):.0%}** of "
+        f"the slots' time gives nothing that is learned from. It says **{used:.0%}** as many tokens. The answers that "
+        f"are kept have **{shorter:.0%}** of the mean length before any limit, **{cut_share:.0%}** of them are cut "
+        f"off, and tokens are **{now.behind:.1f}** steps old.",
+        values={"time of a step, s": now.step, "time without tricks, s": plain.step, "share lost": lost(now),
+                "length of kept answers": shorter, "cut off": cut_share, "steps behind": now.behind},
+        says=by_rules(seen, stage, "cut_off_before_the_answer"),
     )  # fmt: skip
+
+
+def longest(count: int, cv: float) -> float:
+    return Lengths(prompt=1, mean=1, most=ENDLESS, cv=cv).longest(count)
 
 
 HEALTHY = {"siblings": 16, "mean": 200, "cv": 1.0, "extra": False, "cap": False, "limit": 3.0, "ahead": 0,
            "seed": 0}  # fmt: skip
 
 
-def lost(**on: int) -> Callable[[], float]:
-    return lambda: play({**HEALTHY, **on}).tax
+def lost_with(**on: int) -> Callable[[], float]:
+    return lambda: lost(play({**HEALTHY, **on}, 24))
 
 
 LESSON = Lesson(
@@ -151,13 +158,13 @@ LESSON = Lesson(
     claims=(
         *(
             Claim(f"Longest of {n} answers at CV {cv:g}, in means", "curriculum 22b", claimed,
-                  partial(longest_of, n, cv), within=0.05,
+                  partial(longest, n, cv), within=0.05,
                   why="Simulated with lognormal lengths; another distribution gives other numbers.")
             for cv, row in CLAIMED.items() for n, claimed in zip(SIZES, row, strict=True)
         ),
-        Claim("Share lost without tricks", "curriculum 22b", 0.30, lost(), within=0.1,
+        Claim("Share lost without tricks", "curriculum 22b", 0.30, lost_with(), within=0.1,
               why="Ours is of 4 prompts with 16 siblings at CV 1; which setting the claim is of is not said."),
-        Claim("With all three", "curriculum 22b", 0.08, lost(extra=True, cap=True, ahead=1), within=0.1,
+        Claim("With all three", "curriculum 22b", 0.08, lost_with(extra=True, cap=True, ahead=1), within=0.1,
               why="The same setting, one step ahead; the claim may count its tricks otherwise."),
     ),
     exercises=(
@@ -169,9 +176,8 @@ LESSON = Lesson(
                   ("Asking ahead", "Extra siblings of which the first are kept", "A larger batch"), 1,
                   why="The first to end are the short ones."),
     ),
-    code=("posttrain.config.stages.reinforce.Reinforce", "posttrain.plan.staleness.capacity"),
-    docs="engine.md",
-    command="posttrain run arithmetic rl.oversample=2 rl.staleness=1",
+    code=("posttrain.plan.simulator.simulate", "posttrain.plan.lengths.Lengths", "posttrain.plan.staleness.capacity"),
+    docs="planning.md",
+    command="posttrain plan grpo model=Qwen2.5-7B machine=2xH100 placement=processes --sweep staleness=0,1,2,4",
     grid=("cv", "siblings"),
-    missing="its costs come with the planner",
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Page 24: plant one of seven bugs in the library's own code, see what it does to a step, and read the diagnosis."""
+"""Page 24: plant one of seven bugs in the library's own code and read the diagnosis; then plan a large run."""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -31,6 +31,14 @@ from posttrain.lab.lesson import (
     refusal,
 )
 from posttrain.ladder.policy_rows import GRPO
+from posttrain.plan.lengths import Lengths
+from posttrain.plan.machines import machine
+from posttrain.plan.memory import INSTANTS, places
+from posttrain.plan.models import shape_by_name
+from posttrain.plan.simulated_loop import LoopOutcome, loop_of
+from posttrain.plan.simulator import simulate
+from posttrain.plan.throughput import throughput
+from posttrain.plan.work import Work
 from posttrain.role.pack import pack
 from posttrain.toy.episodes import PlainEpisode, scored_group
 from posttrain.web.picture import Bars
@@ -47,6 +55,8 @@ BUGS = {
 }
 REWARDS, LENGTHS, LONGEST = ((1.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0)), (3, 5, 2, 4), 20
 STAGE = Reinforce(name="rl")
+DEVICES, EACH, GB, DAYS = 64, 8, 80, 7
+"""The run of the whiteboard: 70 B parameters, so many H100 of so many GB, of which `EACH` make an engine; days."""
 
 
 def step_of(seed: int) -> tuple[list[ScoredGroup], np.ndarray]:
@@ -87,6 +97,20 @@ def audit(groups: list[ScoredGroup], batch: Batch) -> None:
     StepCreditAudit(GRPO, expected, 1, LONGEST).check(batch)
 
 
+@cache
+def whiteboard(sample: int, ahead: int) -> tuple[dict[str, float], LoopOutcome]:
+    """GB of a device that learns and of one that samples, and the loop: 128 prompts x 16 answers a step."""
+    work = Work(shape=shape_by_name("Llama-3.1-70B"), lengths=Lengths(prompt=512, mean=2048, most=16384, cv=1.0),
+                prompts=128, siblings=16, micro_tokens=17_000, width=2, accelerator=True, checkpointing="full",
+                samples=True, vllm=True, slots=512, engines=sample // EACH, ranks=DEVICES - sample,
+                staleness=ahead)  # fmt: skip
+    timed, learner = throughput(work, machine(f"{DEVICES}xH100"), workers=EACH), places(work)[0]
+    held = max(learner.total(i) for i in INSTANTS if i != "sync")  # what is sent lies in the host's memory
+    cache_of_all = work.slots * work.lengths.answer * work.shape.cache_bytes(2)
+    each = work.shape.parameters * 2 / EACH + cache_of_all / EACH
+    return {"learner": held / 1e9, "engine": each / 1e9}, simulate(loop_of(timed), 6)
+
+
 def compute(k: Values) -> Readout:
     name, (groups, moved) = BUGS[str(k["bug"])], step_of(int(k["seed"]))
     sound = packed(groups)
@@ -102,15 +126,25 @@ def compute(k: Values) -> Readout:
     credit = {"right": sound[ADVANTAGE][starts].tolist(), "found": batch[ADVANTAGE][starts].tolist()}
     wrong_tokens = int((np.abs(found - right) > 1e-6).sum())
     what = FAULTS[name].what if name else "no bug is planted"
+    memory, loop = whiteboard(sample := EACH * int(k["engines"]), int(k["ahead"]))
+    fits = memory["learner"] <= GB
+    steps = fits * DAYS * 86400 / loop.step
     return Readout(
         pictures=(
             Bars("Credit of the first token of each answer (prompt, answer: reward)", labels, credit),
             Bars("What the loss does to each answer's log-prob", labels,
                  {"right": np.add.reduceat(right, starts).tolist(), "found": np.add.reduceat(found, starts).tolist()}),
+            Bars(f"Whiteboard: 70 B on {DEVICES} H100, share of {GB} GB and of the time",
+                 ["memory, learner", "memory, engine", "learner waits", "engines wait"],
+                 {"share": [memory["learner"] / GB, memory["engine"] / GB, *list(loop.idle.values())[:2]]}, low=0),
         ),
         sentence=f"Planted: {what}. **{wrong_tokens}** of {len(right)} tokens get another gradient than they should"
-        + (f"; **{len(says)}** of two checks speak." if name else ", and both checks are silent."),
-        values={"tokens with a wrong gradient": float(wrong_tokens), "checks that speak": float(len(says))},
+        + (f"; **{len(says)}** of two checks speak." if name else ", and both checks are silent.")
+        + f" Whiteboard: {sample} devices sample and {DEVICES - sample} learn, each of these holds "
+        f"{memory['learner']:.0f} GB: it {'fits' if fits else '**does not fit**'}. A step takes **{loop.step:.0f} s**, "
+        f"{DAYS} days are **{steps:,.0f}** steps, and tokens are {loop.behind:.1f} steps old.",
+        values={"tokens with a wrong gradient": float(wrong_tokens), "checks that speak": float(len(says)),
+                "steps in 7 days": steps, "learner waits": loop.idle["learner"], "engines wait": loop.idle["engines"]},
         says=says,
     )  # fmt: skip
 
@@ -118,7 +152,7 @@ def compute(k: Values) -> Readout:
 LESSON = Lesson(
     number="24",
     name="bugs",
-    title="Seven bugs, and who finds them",
+    title="Seven bugs, and who finds them; and a whiteboard",
     part="synthesis",
     force="estimator",
     minutes=8,
@@ -132,11 +166,16 @@ LESSON = Lesson(
         steps, by code that shares nothing with what trains. Choose a bug. It is put into the library's own code in
         place of one function, exactly as `posttrain faults` does it in a run. The bars show what becomes of eight
         answers to two prompts, and the two checks say what they see.
+
+        Then the whiteboard: 70 B parameters, 64 H100, 7 days. Eight devices make an engine; the others share what the
+        learner holds. How many should sample?
     """,
     formula="gradient of the loss  ==  gradient of the definition,  token by token",
     knobs=(
         Options("bug", "plant", "none", tuple(BUGS)),
         Slider("seed", "seed", 0, 0, 20),
+        Slider("engines", "engines of 8 devices", 6, 1, 7),
+        Slider("ahead", "steps asked ahead", 0, 0, 4),
     ),
     compute=compute,
     breaks=(
@@ -158,17 +197,15 @@ LESSON = Lesson(
     exercises=(
         AskNumber("Rewards 1, 1, 1, 0. By which factor is credit too large if the standard deviation divides by 4 "
                   "instead of 3?", 1.1547, why="The square root of 4/3."),
-        AskKnobs("Plant a bug that changes the gradient of fewer than 10 tokens, and of at least one.",
-                 "tokens with a wrong gradient", 1, 9, {"bug": "clip never acts"},
-                 why="The rarest ones are the hardest to see in a curve."),
+        AskKnobs("Share the 64 devices out so that 7 days are more than 4,500 steps.", "steps in 7 days", 4500, None,
+                 {"engines": 2, "ahead": 2}, why="Both then take about equally long, and nobody waits."),
         AskChoice("A constant factor on all credit. Why does a reward curve not show it?",
                   ("It stops the run", "It looks like another learning rate", "Adam ignores the loss"), 1,
                   why="So only a second computation of the credit tells it."),
     ),
     code=("posttrain.faults.planting.planted", "posttrain.checks.learning.synthetic_loss.agrees_on_synthetic_batch",
-          "posttrain.checks.learning.credit_checks.StepCreditAudit"),
+          "posttrain.checks.learning.credit_checks.StepCreditAudit", "posttrain.plan.simulator.simulate"),
     docs="trust.md",
     command="posttrain run arithmetic fault=std_ddof --allow-fault",
-    grid=("bug", "seed"),
-    missing="its exercise in planning a large run comes with the planner",
+    grid=("bug", "engines"),
 )  # fmt: skip

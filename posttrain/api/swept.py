@@ -1,0 +1,79 @@
+"""`posttrain plan --sweep KNOB=A,B,C`: one plan for each value, and its loop simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from posttrain.api.planned import Planned, PlanOptions, planned
+from posttrain.plan.simulated_loop import LoopOutcome, Update, loop_of
+from posttrain.plan.simulator import simulate
+from posttrain.plan.throughput import Assumed
+from posttrain.system.errors import ConfigError
+
+MOST_VALUES = 12
+STEPS, ANSWERS = 24, 4096
+"""Steps that are simulated: so many, or fewer, that no more answers than these are played."""
+OPTIONS = {"prompt": int, "answer": int, "spread": float, "nproc": int}
+ASSUMED = {"reward": float, "judges": int, "kept": float}
+
+
+@dataclass(frozen=True)
+class SweptValue:
+    """One value of the knob."""
+
+    value: str
+    plan: Planned
+    loop: LoopOutcome
+
+
+def swept(recipe: str, words: Sequence[str], options: PlanOptions, sweep: str) -> tuple[str, list[SweptValue]]:
+    """The knob as it was understood, and the plan and the simulated loop of each value.
+
+    Args:
+        sweep: KNOB=A,B,C. A knob is a setting of the stage (`staleness`), an option of the plan (`answer`), or any
+            override (`engine.update`, `machine`).
+
+    Raises:
+        ConfigError: a word means nothing, the stage samples nothing, or nothing is known of the machine's speed.
+    """
+    name, _, given = sweep.partition("=")
+    values = [v.strip() for v in given.split(",") if v.strip()]
+    if not name or not values or len(values) > MOST_VALUES:
+        raise ConfigError(f"--sweep {sweep}: write a knob and 1 to {MOST_VALUES} values, as --sweep staleness=0,1,2,4")
+    first = planned(recipe, words, options)
+    if not first.work.samples:
+        raise ConfigError(
+            f"--sweep: stage {first.stage.name} samples nothing, so nobody waits for answers; see --stage"
+        )
+    if any(f.name == name for f in fields(first.stage)):
+        name = f"{first.stage.name}.{name}"
+    out = list[SweptValue]()
+    for value in values:
+        more, changed = _with(name, value, options)
+        plan = planned(recipe, [*words, *more], changed)
+        if plan.timed is None:
+            raise ConfigError(
+                "--sweep needs the speed of a machine: posttrain plan --probe measures this one; or give machine=H100"
+            )
+        update: Update = "inflight" if plan.run.engine.update != "drain" else "drain"
+        loop = loop_of(plan.timed, "rest" if plan.run.deterministic else update)
+        steps = max(6, min(STEPS, ANSWERS // (loop.prompts * loop.siblings)))
+        out.append(SweptValue(value, plan, simulate(loop, steps, plan.run.seed)))
+    return name, out
+
+
+def _with(name: str, value: str, options: PlanOptions) -> tuple[list[str], PlanOptions]:
+    """Further overrides, or other options, that set the knob."""
+    kind = OPTIONS.get(name) or ASSUMED.get(name)
+    if kind is None:
+        return [f"{name}={value}"], options
+    try:
+        number: Any = kind(value)
+    except ValueError as error:
+        raise ConfigError(f"--sweep {name}={value}: must be a number") from error
+    if name in OPTIONS:
+        return [], replace(options, **{name: number})
+    assumed: Assumed = replace(options.assumed, **{name: number})
+    return [], replace(options, assumed=assumed)

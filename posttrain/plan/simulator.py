@@ -1,0 +1,344 @@
+"""A loop of engines, verifiers and a learner, event by event: how old samples are, and who waits for whom.
+
+Groups are asked and taken as `role.group_queue` does it, by the same `plan.staleness.capacity`. In a pass an engine
+says one token of each answer that it holds. What follows a turn waits until the learner's process does not compute.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from random import Random
+from typing import Any, Literal
+
+from posttrain.plan.simulated_loop import LoopOutcome, SimulatedLoop
+from posttrain.plan.staleness import capacity
+from posttrain.system.errors import ConfigError
+
+MOST_EVENTS = 500_000
+MOST_PLAYED = 8
+"""As `ladder.rollout_request.RolloutRequest.most`: a step plays at most this many times its groups."""
+
+
+@dataclass(eq=False)
+class _Siblings:
+    refused: bool
+    begun: list[_Turns] = field(default_factory=list[Any])
+    ended: list[_Turns] = field(default_factory=list[Any])
+    whole: bool = False
+
+
+@dataclass(eq=False)
+class _Turns:
+    """An answer: `lengths` of its turns that are left, and the `waits` between them."""
+
+    group: _Siblings
+    lengths: list[float]
+    waits: list[float]
+    first: bool
+    engine: _Slots | None = None
+    mark: float = 0.0
+    """Passes up to which its tokens are counted."""
+    turn: list[tuple[int, float]] = field(default_factory=list[Any])
+    """(version, tokens) of the present turn; `said`: of earlier ones."""
+    said: list[tuple[int, float]] = field(default_factory=list[Any])
+    gone: bool = False
+
+
+@dataclass(eq=False)
+class _Slots:
+    """An engine, with its `passes` up to the time `at`."""
+
+    active: list[tuple[float, int, _Turns]] = field(default_factory=list[Any])
+    queue: deque[_Turns] = field(default_factory=deque[Any])
+    passes: float = 0.0
+    at: float = 0.0
+    debt: float = 0.0
+    """Time that it works before the next pass."""
+    stands: int = 0
+    """Reasons for which it does not work now."""
+    plan: int = 0
+    """Number of the latest plan of when a turn ends: earlier ones are void."""
+
+
+class _Simulation:
+    def __init__(self, loop: SimulatedLoop, steps: int, seed: int) -> None:
+        self.o, self.settle, self.last = loop, 2 + loop.staleness, 2 + loop.staleness + steps
+        self.rng, self.pace, self.fate = (Random(f"{seed}/{what}") for what in ("asked", "learn", "deaths"))
+        self.now = self.since = self.began = 0.0
+        self.version = self.taken = self.played = self.count = self.judging = 0
+        self.events = list[tuple[float, int, Callable[..., None], tuple[Any, ...]]]()
+        self.engines, self.touched = [_Slots() for _ in range(loop.engines)], dict[_Slots, None]()
+        self.waiting, self.to_judge, self.held = deque[_Siblings](), deque[_Turns](), list[_Turns]()
+        self.hands = deque[tuple[Callable[[_Turns], None], _Turns, float]]()
+        self.state: Literal["takes", "learns", "waits", "sends"] = "takes"
+        self.handling = False
+        self.pushed, self.sums = list[float](), defaultdict[str | int, float](float)
+
+    def after(self, seconds: float, what: Callable[..., None], *given: Any) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (self.now + seconds, self.count, what, given))
+
+    def run(self) -> LoopOutcome:
+        for e in self.engines if self.o.deaths < math.inf else ():
+            self.after(self.fate.expovariate(1 / self.o.deaths), self._dies, e)
+        self._take()
+        while len(self.pushed) <= self.last:
+            self._plan()
+            if not self.events or self.count > MOST_EVENTS:
+                raise ConfigError("these times let no step end: engines die faster than they answer, or times are 0")
+            self.now, _, what, given = heapq.heappop(self.events)
+            what(*given)
+        self._advance(*self.engines)
+        s, passed, n = self.sums, self.now - self.began, len(self.engines)
+        idle = {"learner": s["learner"] / passed, "engines": s["idle"] / passed / n}
+        return LoopOutcome(
+            seconds=tuple(b - a for a, b in pairwise(self.pushed[self.settle :])),
+            ages={a: s[a] / s["kept"] for a in sorted(x for x in s if isinstance(x, int))},
+            idle=idle | {"judges": 1 - s["judged"] / passed / self.o.judges},
+            slots_used=s["used"] / passed / n / self.o.slots,
+            lost=max(0.0, round(1 - s["kept"] / s["spoken"], 9)),
+            again=round(s["again"]),
+        )
+
+    # --- engines -----------------------------------------------------------------------------------------------------
+
+    def _advance(self, *engines: _Slots) -> None:
+        self.touched.update(dict.fromkeys(engines))
+        for e in engines:
+            seconds, e.at = self.now - e.at, self.now
+            self.sums["idle"] += seconds * (not e.active and not e.queue)
+            self.sums["used"] += seconds * len(e.active)
+            if e.active and not e.stands:
+                before = min(seconds, e.debt)
+                e.debt -= before
+                e.passes += (seconds - before) / self.o.passes(len(e.active))
+
+    def _plan(self) -> None:
+        """Plan when the next turn of each engine ends that has changed."""
+        for e in self.touched:
+            e.plan += 1
+            if e.active and not e.stands:
+                left = max(0.0, e.active[0][0] - e.passes) * self.o.passes(len(e.active))
+                self.after(e.debt + left, self._turn_ends, e, e.plan)
+        self.touched.clear()
+
+    def _stand(self, change: int) -> None:
+        self._advance(*self.engines)
+        for e in self.engines:
+            e.stands += change
+
+    def _give(self, answer: _Turns) -> None:
+        """Give a turn to the engine that has least to say. While new weights come it is held."""
+        if self.state == "sends" or (self.state == "waits" and self.o.update == "drain"):
+            self.held.append(answer)
+        elif not answer.gone:
+            e = min(self.engines, key=lambda e: (e.stands, len(e.active) + len(e.queue)))
+            self._advance(e)
+            answer.engine = e
+            e.queue.append(answer)
+            self._fill(e)
+
+    def _fill(self, e: _Slots) -> None:
+        while e.queue and len(e.active) < self.o.slots:
+            answer = e.queue.popleft()
+            answer.mark, self.count = e.passes, self.count + 1
+            e.debt += self.o.prefill * answer.first
+            heapq.heappush(e.active, (e.passes + answer.lengths[0], self.count, answer))
+
+    def _say(self, e: _Slots, answer: _Turns) -> None:
+        tokens, answer.mark = e.passes - answer.mark, e.passes
+        answer.turn.append((self.version, tokens))
+        self.sums["spoken"] += tokens
+
+    def _turn_ends(self, e: _Slots, plan: int) -> None:
+        if plan != e.plan:
+            return
+        self._advance(e)
+        while e.active and e.active[0][0] <= e.passes + 1e-6:
+            answer = heapq.heappop(e.active)[2]
+            self._say(e, answer)
+            answer.said, answer.turn, answer.engine = answer.said + answer.turn, [], None
+            answer.lengths.pop(0)
+            self.hands.append((self._heard, answer, self.o.handle))
+        self._fill(e)
+        self._go_on()
+
+    def _leave(self, answer: _Turns) -> None:
+        """Give an answer up."""
+        answer.gone, e = True, answer.engine
+        if e is not None:
+            self._advance(e)
+            if answer in e.queue:
+                e.queue.remove(answer)
+            else:
+                self._say(e, answer)
+                e.active = [x for x in e.active if x[2] is not answer]
+                heapq.heapify(e.active)
+            self._fill(e)
+
+    def _dies(self, e: _Slots) -> None:
+        self._advance(e)
+        for _, _, answer in e.active:
+            self._say(e, answer)
+        turns = [x[2] for x in sorted(e.active)] + list(e.queue)
+        e.active, e.queue, e.debt, e.stands = [], deque(), 0.0, e.stands + 1
+        self.sums["again"] += len(turns)
+        self.after(self.o.restart, self._revives, e)
+        for answer in turns:
+            answer.turn = []
+            self._give(answer)
+        self._go_on()
+
+    def _revives(self, e: _Slots) -> None:
+        self._advance(e)
+        e.stands -= 1
+        self.after(self.fate.expovariate(1 / self.o.deaths), self._dies, e)
+
+    # --- what follows a turn -----------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """The learner's process sees to what has ended, one after the other, then to its step."""
+        while self.hands and not self.handling and self.state != "learns":
+            what, answer, seconds = self.hands.popleft()
+            if seconds:
+                self.handling = True
+                self.sums["learner"] += (self.now - self.since) * (self.state in ("takes", "waits"))
+                self.after(seconds, self._later, what, answer, True)
+            elif not answer.gone:
+                what(answer)
+        if not self.handling and self.state in ("takes", "waits"):
+            (self._taking if self.state == "takes" else self._sending)()
+
+    def _heard(self, answer: _Turns) -> None:
+        if answer.lengths:
+            answer.first = True
+            self.after(answer.waits.pop(), self._later, self._give, answer)
+        elif self.o.reward:
+            self.to_judge.append(answer)
+            self._judge()
+        else:
+            self._ends(answer)
+
+    def _judge(self) -> None:
+        while self.to_judge and self.judging < self.o.judges:
+            self.judging += 1
+            self.sums["judged"] += self.o.reward
+            self.after(self.o.reward, self._later, self._ends, self.to_judge.popleft())
+
+    def _later(self, what: Callable[[_Turns], None], answer: _Turns, handled: bool = False) -> None:
+        if handled:
+            self.handling, self.since = False, self.now
+        elif what == self._ends:
+            self.judging -= 1
+            self._judge()
+        self.hands.insert(0 if handled else len(self.hands), (what, answer, 0.0))
+        self._go_on()
+
+    def _ends(self, answer: _Turns) -> None:
+        group = answer.group
+        group.ended.append(answer)
+        if len(group.ended) == self.o.siblings:
+            group.whole = True
+            for other in group.begun:
+                if other not in group.ended:
+                    self._leave(other)
+            if group.refused:
+                self._admit()
+
+    # --- the queue and the learner -----------------------------------------------------------------------------------
+
+    def _room(self) -> int:
+        counted, o = sum(not (g.whole and g.refused) for g in self.waiting), self.o
+        bound = {"staleness": o.staleness, "prompts": o.prompts, "left": o.staleness + 1}
+        most = (MOST_PLAYED + o.staleness) * o.prompts - self.played - len(self.waiting)
+        return min(capacity(**bound, taken=self.taken, waiting=counted), most)
+
+    def _admit(self) -> None:
+        """Ask as many groups as may be on their way."""
+        o, draw = self.o, self.rng.choice
+        while self._room() > 0:
+            group = _Siblings(self.rng.random() >= o.kept)
+            self.waiting.append(group)
+            for i in range(o.siblings + o.extra):
+                lengths = [max(1.0, draw(o.lengths)) for _ in range(o.turns)]
+                group.begun.append(_Turns(group, lengths, [draw(o.waits) for _ in lengths[1:]], i == 0))
+            for answer in group.begun:
+                self._give(answer)
+
+    def _take(self) -> None:
+        """A step comes for its groups."""
+        self.state, self.since, self.taken, self.played = "takes", self.now, 0, 0
+        self._admit()
+        self._go_on()
+
+    def _taking(self) -> None:
+        o = self.o
+        while self.taken < o.prompts and self.played < MOST_PLAYED * o.prompts:
+            if not self.waiting[0].whole:
+                return
+            group = self.waiting.popleft()
+            self.played, self.taken = self.played + 1, self.taken + (not group.refused)
+            for answer in () if group.refused else group.ended:
+                if self.fate.random() >= o.failed:
+                    for version, tokens in answer.said:
+                        self.sums[self.version - version] += tokens
+                        self.sums["kept"] += tokens
+            self._admit()
+        if not o.apart and any(e.active or e.queue for e in self.engines):
+            return  # in one process sampling comes before learning
+        self.sums["learner"] += self.now - self.since
+        self.state = "learns"
+        self._stand(not o.apart)
+        self.after(self.pace.choice(o.learn), self._learned)
+
+    def _learned(self) -> None:
+        self._stand(-(not self.o.apart))
+        self.state, self.since = "waits", self.now
+        self._go_on()
+
+    def _sending(self) -> None:
+        """Send new weights, once what they wait for has ended."""
+        turns = self.o.update == "drain" and any(e.active or e.queue for e in self.engines)
+        if turns or (self.o.update == "rest" and not all(g.whole for g in self.waiting)):
+            return
+        self.sums["learner"] += self.now - self.since
+        self.state = "sends"
+        stands = self.o.sync if self.o.install is None else min(self.o.install, self.o.sync)
+        self.after(self.o.sync - stands, self._stand, 1)
+        self.after(self.o.sync, self._push)
+
+    def _push(self) -> None:
+        self._stand(-1)
+        for e in self.engines:
+            for _, _, answer in e.active:
+                self._say(e, answer)
+        self.version += 1
+        self.pushed.append(self.now)
+        if len(self.pushed) == self.settle + 1:  # what was counted before is forgotten
+            self.began = self.now
+            self.sums.clear()
+        self.state, held, self.held = "takes", self.held, []
+        for answer in held:
+            self._give(answer)
+        self._take()
+
+
+def simulate(loop: SimulatedLoop, steps: int = 24, seed: int = 0) -> LoopOutcome:
+    """Plays so many steps, after as many as the loop needs to settle.
+
+    >>> even = SimulatedLoop(prompts=4, lengths=(100,), passes=lambda n: 0.01, learn=(2.0,), staleness=2)
+    >>> found = simulate(even)
+    >>> found.step, round(found.idle["engines"], 6), found.behind
+    (2.0, 0.5, 2.0)
+
+    Raises:
+        ConfigError: `steps` is below 1, or no step would ever end.
+    """
+    if steps < 1:
+        raise ConfigError(f"{steps} steps to simulate: must be at least 1")
+    return _Simulation(loop, steps, seed).run()
