@@ -43,7 +43,7 @@ class CoupledStages:
 
     >>> CoupledStages(2.0, 1.0, 4, even=True).behind
     0.5
-    >>> CoupledStages(1.0, 1.0, 1).step
+    >>> round(CoupledStages(1.0, 1.0, 1).step, 6)
     1.5
     """
 
