@@ -48,8 +48,8 @@ def side(job: dict[str, Any], threads: int) -> dict[str, Any]:
     Raises:
         RuntimeError: it failed; with what it printed.
     """
-    command = [sys.executable, str(HERE / "asynchrony_side.py")]
-    done = subprocess.run(command, input=json.dumps(job | {"threads": threads}) + "\n", capture_output=True, text=True)
+    command, asked = [sys.executable, "-m", "benchmarks.asynchrony_side"], json.dumps(job | {"threads": threads}) + "\n"
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, cwd=HERE.parent)
     if done.returncode:
         raise RuntimeError(f"staleness {job['staleness']} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])

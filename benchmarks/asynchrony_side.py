@@ -12,7 +12,8 @@ import selectors
 import sys
 import tempfile
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,22 +21,27 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
-from grpo_work import LR, SYMBOLS, prompt, reward
-from whole_answers import whole_answers
 
+from benchmarks.grpo_work import LR, SYMBOLS, prompt, reward
+from benchmarks.placement import kept_seconds, processor_seconds
+from benchmarks.whole_answers import whole_answers
 from posttrain.build.build_run import facts, make_parts, make_policy
 from posttrain.build.open_model import keep_policy
+from posttrain.config.placement import Local, Processes
 from posttrain.config.run import Embedded, Evaluation, Model, Optimizer, Reinforce, Run
 from posttrain.core.gauge import Step
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.engine.embedded.schedule.engine_counters import EngineCounters
 from posttrain.engine.learner.torch_settings import use_threads
+from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.environment.single import Generated, SingleTurn
 from posttrain.ladder.algorithm import patch
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.record.run_folder import RunFolder
+from posttrain.role.group_queue import GroupQueue
 from posttrain.stages import Progress, Stages
 from posttrain.stages.interrupt import Stopper
 from posttrain.stages.run_parts import RunParts
@@ -64,6 +70,16 @@ class SideJob:
     """New weights wait until all answers that were begun have ended, as in a deterministic run."""
     minibatches: int = 1
     seed: int = 0
+    turns: int = TURNS
+    mean: float = MEAN
+    """Tokens of a turn."""
+    epochs: int = 1
+    apart: bool = False
+    """The engine is in a process of its own."""
+
+    @property
+    def cap(self) -> int:
+        return round(CAP / MEAN * self.mean)
 
 
 def quantiles(count: int, of: Any, key: int) -> np.ndarray:
@@ -73,10 +89,10 @@ def quantiles(count: int, of: Any, key: int) -> np.ndarray:
 
 
 @cache
-def lengths(count: int) -> np.ndarray:
+def lengths(count: int, mean: float = MEAN) -> np.ndarray:
     sigma2 = np.log(2.0)
-    drawn = quantiles(count, lambda q: MEAN * np.exp(-sigma2 / 2 + np.sqrt(sigma2) * NormalDist().inv_cdf(q)), 7)
-    return np.clip(np.rint(drawn), 1, CAP).astype(np.int64)
+    drawn = quantiles(count, lambda q: mean * np.exp(-sigma2 / 2 + np.sqrt(sigma2) * NormalDist().inv_cdf(q)), 7)
+    return np.clip(np.rint(drawn), 1, round(CAP / MEAN * mean)).astype(np.int64)
 
 
 @cache
@@ -86,11 +102,13 @@ def waits(count: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCalls(SingleTurn):
-    """Three turns, with a tool call after the first two. Lengths of turns and seconds of tools come from tables, so
+    """Turns with a tool call after each but the last. Lengths of turns and seconds of tools come from tables, so
     that all sides play the same work whatever they say."""
 
     episodes: int
     """Of a step."""
+    turns: int = TURNS
+    mean: float = MEAN
     played: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
@@ -125,14 +143,14 @@ class ToolCalls(SingleTurn):
         return (next(c for c in SYMBOLS if reward(c) == 0),)
 
     async def play(self, task: Task, talk: Talk) -> Stop:
-        sibling, count = self.played.get(task.id, 0), self.episodes * TURNS
+        sibling, count = self.played.get(task.id, 0), self.episodes * self.turns
         self.played[task.id] = sibling + 1
-        first = (int(task.info["index"]) * 8 + sibling) * TURNS
+        first = (int(task.info["index"]) * 8 + sibling) * self.turns
         talk.see(task.prompt if isinstance(task.prompt, str) else "")
-        for turn in range(TURNS):
+        for turn in range(self.turns):
             at = (first + turn) % count
-            await talk.say(int(lengths(count)[at]))
-            if turn < TURNS - 1:
+            await talk.say(int(lengths(count, self.mean)[at]))
+            if turn < self.turns - 1:
                 await asyncio.sleep(float(waits(count)[at]))
                 talk.see(SYMBOLS[turn] * 4)
         return Stop.TURNS
@@ -161,7 +179,14 @@ class Clock:
     """A tracker: when each step ended, and how much of the time was idle."""
 
     loop: IdleLoop
+    taking: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Seconds in which a step took its groups so far, and those of them in which nothing could be computed."""
+    passes: list[float] = field(default_factory=lambda: [0.0] * 5)
+    """Sums over the passes of an engine in this process: passes, answers, answers squared, seconds, and seconds times
+    answers."""
     rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    engines: tuple[int, ...] = ()
+    """Processes of engines."""
 
     def log(self, step: Step) -> None:
         used = os.times()
@@ -170,11 +195,42 @@ class Clock:
                 "step": step.index,
                 "at": time.perf_counter(),
                 "idle": self.loop.idle,
+                "taking": list(self.taking),
+                "passes": list(self.passes),
+                "engines": sum(processor_seconds(pid) + kept_seconds(pid) for pid in self.engines),
                 "cpu": used.user + used.system,
                 "clock": dict(step.clock),
                 "gauges": {n: g.mean for n, g in step.gauges.items() if n.startswith(("rollout/", "engine/tokens"))},
             }
         )
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """What is taken and what passes take is counted inside."""
+        take, step, spent, now = GroupQueue.take, EngineCounters.step, EngineCounters.spent, [0]
+
+        async def timed(queue: GroupQueue, *given: Any) -> Any:
+            begun, idle = time.perf_counter(), self.loop.idle
+            found = await take(queue, *given)
+            self.taking[0] += time.perf_counter() - begun
+            self.taking[1] += self.loop.idle - idle
+            return found
+
+        def counted(counters: EngineCounters, scheduler: Any, spoke: int) -> None:
+            now[0] = spoke
+            step(counters, scheduler, spoke)
+
+        def timed_pass(counters: EngineCounters, name: str, seconds: float) -> None:
+            spent(counters, name, seconds)
+            if name == "engine/step":
+                more = (1, now[0], now[0] ** 2, seconds, seconds * now[0])
+                self.passes = [a + b for a, b in zip(self.passes, more, strict=True)]
+
+        GroupQueue.take, EngineCounters.step, EngineCounters.spent = timed, counted, timed_pass  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            GroupQueue.take, EngineCounters.step, EngineCounters.spent = take, step, spent  # type: ignore[method-assign]
 
     def say(self, line: str) -> None:
         return
@@ -188,11 +244,12 @@ def make_run(job: SideJob) -> Run:
     stage = Reinforce(
         name="rl",
         algorithm=patch(known, "measured", "-", pull=None) if known.pull else known,
-        sampling=Sampling(max_tokens=CAP, stop_ids=()),
+        sampling=Sampling(max_tokens=job.cap, stop_ids=()),
         optimizer=Optimizer(lr=LR, warmup=0),
         prompts=job.prompts,
         siblings=job.siblings,
         minibatches=job.minibatches,
+        epochs=job.epochs,
         staleness=job.staleness,
         steps=job.steps,
         eval=False,
@@ -210,6 +267,7 @@ def make_run(job: SideJob) -> Run:
         slots=job.slots,
         seed=job.seed,
         record_episodes=False,
+        placement=Processes() if job.apart else Local(),
     )
 
 
@@ -220,7 +278,7 @@ async def play(parts: RunParts) -> None:
 
 def main() -> None:
     job = SideJob(**json.loads(sys.stdin.readline()))
-    run, env = make_run(job), ToolCalls(episodes=job.prompts * job.siblings)
+    run, env = make_run(job), ToolCalls(episodes=job.prompts * job.siblings, turns=job.turns, mean=job.mean)
     threads = use_threads(run.threads)
     policy = make_policy(run, env)
     loop = IdleLoop()
@@ -229,9 +287,12 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         RunFolder.create(Path(folder) / "run", run, facts(policy, threads)) as book,
         whole_answers(job.waits),
+        clock.attached(),
     ):
         keep_policy(book, policy)
         parts = make_parts(run, policy, env, book, [clock])
+        if isinstance(parts.sampler, EnginePool):
+            clock.engines = tuple(e.host.pid for e in parts.sampler.engines if e.host.pid)
         asyncio.set_event_loop(loop)
         begun = {"at": time.perf_counter(), "idle": loop.idle}
         loop.run_until_complete(play(parts))

@@ -120,8 +120,8 @@ def _times(play: Callable[[], object]) -> list[tuple[float, ...]]:
 
     def told(self: RunParts, step: Step) -> None:
         pids = [e.host.pid for e in self.sampler.engines if e.host.pid] if isinstance(self.sampler, EnginePool) else []
-        cpu = time.process_time(), sum(map(_processor, pids))
-        seen.append((time.perf_counter(), *cpu, _kept(os.getpid()), sum(map(_kept, pids))))
+        cpu = time.process_time(), sum(map(processor_seconds, pids))
+        seen.append((time.perf_counter(), *cpu, kept_seconds(os.getpid()), sum(map(kept_seconds, pids))))
         tell(self, step)
 
     RunParts.tell = told  # type: ignore[method-assign]
@@ -129,13 +129,13 @@ def _times(play: Callable[[], object]) -> list[tuple[float, ...]]:
     return seen
 
 
-def _processor(pid: int) -> float:
+def processor_seconds(pid: int) -> float:
     """Processor seconds of a process so far."""
     spent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return sum(map(int, spent)) / os.sysconf("SC_CLK_TCK")
 
 
-def _kept(pid: int) -> float:
+def kept_seconds(pid: int) -> float:
     """Seconds in which the first thread of a process was ready to compute and another program had the core."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 

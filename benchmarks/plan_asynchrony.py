@@ -1,0 +1,188 @@
+"""Asynchronous runs beside their simulation: how long each role waits, and how old the tokens are.
+
+    python -m benchmarks.plan_asynchrony            # 9 runs, some four minutes
+    python -m benchmarks.plan_asynchrony --quick    # small and short: does it run?
+
+Each run has one engine in a process of its own (`placement=processes`, `engine.update=inflight`) and a learner with one
+thread. Lengths of turns and the seconds of tools come from tables. The simulator (`plan/simulator.py`) is given these
+tables, and the times that the run itself took for each thing: a pass of the engine, the learner's step, sending
+weights, and seeing to one turn. It is not given who waited, nor how long a step took. How a pass grows with its answers
+is measured once, on a run in one process. It is scaled to each run: its engine's process computed, or was ready to and
+had no core, for so many seconds, and made so many passes over so many answers.
+
+Measured waiting of the learner is the time in which it waits for groups and its event loop has nothing to do. Of the
+engine it is `engine/idle` of the run's record: the time in which it has no turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.asynchrony import POSITIONS, WARM, side
+from benchmarks.asynchrony_side import SideJob, lengths, waits
+from benchmarks.grpo_work import SIZES, save_checkpoint
+from benchmarks.side import machine
+from posttrain.plan.simulated_loop import LoopOutcome, SimulatedLoop
+from posttrain.plan.simulator import simulate
+
+RESULTS = Path(__file__).parent / "results" / "plan_asynchrony.json"
+STALENESS = (1, 2, 4)
+WORK: Mapping[str, dict[str, Any]] = {
+    "slow learner": {"turns": 1, "mean": 24, "slots": 64},
+    "slow engine": {"turns": 1, "mean": 48, "slots": 4},
+    "with tools": {"turns": 3, "mean": 12, "slots": 64},
+}
+COMMON = {"prompts": 16, "siblings": 8, "threads": 1, "apart": True, "update": "inflight"}
+STEPS, SIMULATED = 16, 200
+IDLE, BEHIND = 0.05, (0.2, 0.1)
+"""Bounds: of idle shares, and of the mean age, in steps and as a share of it; the larger one counts."""
+
+
+def told_of(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What one run measured: the times that the simulator is given, and what it is held to."""
+    job, rows = told["job"], told["rows"]
+    rows = rows[WARM + job["staleness"] : len(rows) - job["staleness"] - 1]
+    pairs = list(pairwise(rows))
+    steps, clocks = len(pairs), [b["clock"] for _, b in pairs]
+    wall = (rows[-1]["at"] - rows[0]["at"]) / steps
+    taking, waited = ((rows[-1]["taking"][i] - rows[0]["taking"][i]) / steps for i in (0, 1))
+    learn = [b["at"] - a["at"] - (b["taking"][0] - a["taking"][0]) - b["clock"]["sync"] for a, b in pairs]
+    turns = job["prompts"] * job["siblings"] * job["turns"]
+    passes = sum(c["engine/steps"] for c in clocks)
+    spoken = sum(c["engine/steps"] * c["engine/occupancy"] for c in clocks) * job["slots"]
+    return {
+        "staleness": job["staleness"],
+        "steps": steps,
+        "times": {
+            "learn": [round(x, 5) for x in learn],
+            "sync": fmean(c["sync"] for c in clocks),
+            "install": fmean(c["sync/install"] for c in clocks),
+            "handle": (taking - waited) / turns,
+            "pass": ((rows[-1]["engines"] - rows[0]["engines"]) - sum(c["sync/install"] for c in clocks)) / passes,
+            "in a pass": sum(c["engine/step"] for c in clocks) / passes,
+            "answers": spoken / passes,
+        },
+        "measured": {
+            "step": wall,
+            "learner idle": waited / wall,
+            "engine idle": fmean(c["engine/idle"] for c in clocks),
+            "behind": fmean(b["gauges"]["rollout/versions_behind"] for _, b in pairs),
+        },
+    }
+
+
+def shape_of_passes(told: Mapping[str, Any]) -> tuple[float, float]:
+    """Seconds of a pass without answers, and more for each answer: a line through the passes of one run."""
+    n, x, xx, y, xy = told["rows"][-1]["passes"]
+    slope = (n * xy - x * y) / (n * xx - x * x)
+    return (y - slope * x) / n, slope
+
+
+def simulated(work: Mapping[str, Any], shape: tuple[float, float], row: Mapping[str, Any]) -> LoopOutcome:
+    """The run as the simulator plays it."""
+    job = SideJob(checkpoint="", steps=0, **{**COMMON, **work, "staleness": row["staleness"]})
+    fixed, each = shape
+    t = row["times"]
+    scale = t["pass"] / (fixed + each * t["answers"])
+    count = job.prompts * job.siblings * job.turns
+    loop = SimulatedLoop(
+        prompts=job.prompts,
+        siblings=job.siblings,
+        staleness=job.staleness,
+        slots=job.slots,
+        lengths=lengths(count, job.mean).tolist(),
+        passes=lambda n: scale * (fixed + each * n),
+        learn=t["learn"],
+        sync=t["sync"],
+        install=t["install"],
+        handle=t["handle"],
+        turns=job.turns,
+        waits=waits(count).tolist(),
+    )
+    return simulate(loop, SIMULATED)
+
+
+def beside(row: Mapping[str, Any], found: LoopOutcome) -> dict[str, tuple[float, float]]:
+    """(measured, simulated) of what is compared."""
+    m = row["measured"]
+    return {
+        "step": (m["step"], found.step),
+        "learner idle": (m["learner idle"], found.idle["learner"]),
+        "engine idle": (m["engine idle"], found.idle["engines"]),
+        "behind": (m["behind"], found.behind),
+    }
+
+
+def holds(compared: Mapping[str, tuple[float, float]]) -> bool:
+    measured, ours = compared["behind"]
+    idle = all(abs(a - b) <= IDLE for n, (a, b) in compared.items() if n.endswith("idle"))
+    return idle and abs(measured - ours) <= max(BEHIND[0], BEHIND[1] * measured)
+
+
+def table(told: Mapping[str, Any]) -> str:
+    lines = [
+        "| work | K | s a step | simulated | learner waits | simulated | engine idle | simulated | steps behind |"
+        " simulated | within |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for name, rows in told["rows"].items():
+        for row in rows:
+            compared = beside(row, simulated(told["work"][name], told["shape"], row))
+            cells = [
+                f"{a:{f}} | {b:{f}}" for (a, b), f in zip(compared.values(), (".2f", ".1%", ".1%", ".2f"), strict=True)
+            ]
+            lines.append(
+                f"| {name} | {row['staleness']} | {' | '.join(cells)} | {'yes' if holds(compared) else 'NO'} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small and short; the results file is left alone")
+    parser.add_argument("--table", action="store_true", help="simulate again what was measured, and run nothing")
+    parser.add_argument("--work", default=",".join(WORK), help="which of them, comma-separated")
+    options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(RESULTS.read_text())))
+        return
+    names = options.work.split(",")
+    begun, load = time.perf_counter(), list(os.getloadavg())
+    steps, rows = (6 if options.quick else STEPS), dict[str, list[dict[str, Any]]]()
+    small = {"prompts": 4} if options.quick else {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(SIZES["1m"], Path(folder), POSITIONS)
+        here = {"checkpoint": folder, "staleness": 1, "steps": 6, **COMMON, "apart": False, "turns": 1, "mean": 64}
+        shape = shape_of_passes(side({**here, "slots": 64}, 1))
+        for name in names:
+            for k in STALENESS:
+                job = {"checkpoint": folder, "staleness": k, "steps": steps + WARM + 2 * k, **COMMON, **WORK[name]}
+                rows.setdefault(name, []).append(told_of(side(job | small, 1)))
+                print(f"  {name}, staleness {k}: {rows[name][-1]['measured']}", flush=True)
+    told = {
+        "date": date.today().isoformat(),
+        "machine": machine(1),
+        "load": load,
+        "load_after": list(os.getloadavg()),
+        "seconds": time.perf_counter() - begun,
+        "shape": shape,
+        "work": {name: {**WORK[name], **small} for name in names},
+        "rows": rows,
+    }
+    print(table(told))
+    if not options.quick:
+        RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
