@@ -4,7 +4,7 @@
     python -m benchmarks.plan_asynchrony --quick    # small and short: does it run?
 
 Each run has one engine in a process of its own (`placement=processes`, `engine.update=inflight`) and a learner with one
-thread. Lengths of turns and the seconds of tools come from tables. The simulator (`plan/simulator.py`) is given these
+thread. Lengths of turns and the seconds of tools come from tables. The simulator is given these
 tables, and the times that the run itself took for each thing: a pass of the engine, the learner's step, sending
 weights, and seeing to one turn. It is not given who waited, nor how long a step took. How a pass grows with its answers
 is measured once, on a run in one process. It is scaled to each run: its engine's process computed, or was ready to and
@@ -32,8 +32,8 @@ from benchmarks.asynchrony import POSITIONS, WARM, side
 from benchmarks.asynchrony_side import SideJob, lengths, waits
 from benchmarks.grpo_work import SIZES, save_checkpoint
 from benchmarks.side import machine
-from posttrain.plan.simulated_loop import LoopOutcome, SimulatedLoop
-from posttrain.plan.simulator import simulate
+from posttrain.plan.simulation.simulated_loop import LoopOutcome, SimulatedLoop
+from posttrain.plan.simulation.simulator import simulate
 
 RESULTS = Path(__file__).parent / "results" / "plan_asynchrony.json"
 STALENESS = (1, 2, 4)
@@ -42,8 +42,8 @@ WORK: Mapping[str, dict[str, Any]] = {
     "slow engine": {"turns": 1, "mean": 48, "slots": 4},
     "with tools": {"turns": 3, "mean": 12, "slots": 64},
 }
-COMMON = {"prompts": 16, "siblings": 8, "threads": 1, "apart": True, "update": "inflight"}
-STEPS, SIMULATED = 16, 200
+COMMON = {"prompts": 8, "siblings": 8, "threads": 1, "apart": True, "update": "inflight"}
+STEPS, SIMULATED = 12, 200
 IDLE, BEHIND = 0.05, (0.2, 0.1)
 """Bounds: of idle shares, and of the mean age, in steps and as a share of it; the larger one counts."""
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from posttrain.api.planned import Planned, PlanOptions, planned
-from posttrain.plan.simulated_loop import LoopOutcome, Update, loop_of
-from posttrain.plan.simulator import simulate
+from posttrain.plan.simulation.simulated_loop import LoopOutcome, Update, loop_of
+from posttrain.plan.simulation.simulator import simulate
 from posttrain.plan.throughput import Assumed
 from posttrain.system.errors import ConfigError
 

@@ -1,5 +1,5 @@
 """How many groups may be asked ahead of the updates, so that no sample is older than promised, and how old samples then
-are in the mean: closed forms for two stages that wait for each other. `plan.simulator` plays all other cases."""
+are in the mean: closed forms for two stages that wait for each other. `plan.simulation` plays all other cases."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CoupledStages:
 
     The engines work at one step's groups after the other. Where they are `even` both always take as long. Else both
     times are exponential, and a step that has its groups waits in a queue of at most `staleness` others (M/M/1/K+1).
-    With other spreads, or engines that work at several steps at once, `plan.simulator` says what comes.
+    With other spreads, or engines that work at several steps at once, `plan.simulation.simulator` says what comes.
 
     >>> CoupledStages(2.0, 1.0, 4, even=True).behind
     0.5

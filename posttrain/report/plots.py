@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from posttrain.plan.simulated_loop import LoopOutcome
+    from posttrain.plan.simulation.simulated_loop import LoopOutcome
     from posttrain.search.curves import SearchPoint
 
 NO_MATPLOTLIB = "matplotlib is not installed. Run: pip install matplotlib"

@@ -13,8 +13,8 @@ import pytest
 from posttrain.cli import main
 from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.plan.lengths import POINTS, Lengths
-from posttrain.plan.simulated_loop import SimulatedLoop
-from posttrain.plan.simulator import MOST_PLAYED, simulate
+from posttrain.plan.simulation.simulated_loop import SimulatedLoop
+from posttrain.plan.simulation.simulator import MOST_PLAYED, simulate
 from posttrain.plan.staleness import CoupledStages
 from posttrain.system.errors import ConfigError
 

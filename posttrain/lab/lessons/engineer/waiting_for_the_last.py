@@ -27,8 +27,8 @@ from posttrain.lab.lesson import (
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.machines import machine
 from posttrain.plan.models import shape_by_name
-from posttrain.plan.simulated_loop import LoopOutcome, loop_of
-from posttrain.plan.simulator import simulate
+from posttrain.plan.simulation.simulated_loop import LoopOutcome, loop_of
+from posttrain.plan.simulation.simulator import simulate
 from posttrain.plan.throughput import throughput
 from posttrain.plan.work import Work
 from posttrain.web.picture import Bars, Curve, Gantt, Tone
@@ -176,7 +176,8 @@ LESSON = Lesson(
                   ("Asking ahead", "Extra siblings of which the first are kept", "A larger batch"), 1,
                   why="The first to end are the short ones."),
     ),
-    code=("posttrain.plan.simulator.simulate", "posttrain.plan.lengths.Lengths", "posttrain.plan.staleness.capacity"),
+    code=("posttrain.plan.simulation.simulator.simulate", "posttrain.plan.lengths.Lengths",
+          "posttrain.plan.staleness.capacity"),
     docs="planning.md",
     command="posttrain plan grpo model=Qwen2.5-7B machine=2xH100 placement=processes --sweep staleness=0,1,2,4",
     grid=("cv", "siblings"),

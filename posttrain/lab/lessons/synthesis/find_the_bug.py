@@ -35,8 +35,8 @@ from posttrain.plan.lengths import Lengths
 from posttrain.plan.machines import machine
 from posttrain.plan.memory import INSTANTS, places
 from posttrain.plan.models import shape_by_name
-from posttrain.plan.simulated_loop import LoopOutcome, loop_of
-from posttrain.plan.simulator import simulate
+from posttrain.plan.simulation.simulated_loop import LoopOutcome, loop_of
+from posttrain.plan.simulation.simulator import simulate
 from posttrain.plan.throughput import throughput
 from posttrain.plan.work import Work
 from posttrain.role.pack import pack
@@ -197,14 +197,14 @@ LESSON = Lesson(
     exercises=(
         AskNumber("Rewards 1, 1, 1, 0. By which factor is credit too large if the standard deviation divides by 4 "
                   "instead of 3?", 1.1547, why="The square root of 4/3."),
-        AskKnobs("Share the 64 devices out so that 7 days are more than 4,500 steps.", "steps in 7 days", 4500, None,
-                 {"engines": 2, "ahead": 2}, why="Both then take about equally long, and nobody waits."),
+        AskKnobs("Share the 64 devices out so that 7 days are more than 4,000 steps.", "steps in 7 days", 4000, None,
+                 {"engines": 2, "ahead": 2}, why="Both then take about equally long, and nobody waits long."),
         AskChoice("A constant factor on all credit. Why does a reward curve not show it?",
                   ("It stops the run", "It looks like another learning rate", "Adam ignores the loss"), 1,
                   why="So only a second computation of the credit tells it."),
     ),
     code=("posttrain.faults.planting.planted", "posttrain.checks.learning.synthetic_loss.agrees_on_synthetic_batch",
-          "posttrain.checks.learning.credit_checks.StepCreditAudit", "posttrain.plan.simulator.simulate"),
+          "posttrain.checks.learning.credit_checks.StepCreditAudit", "posttrain.plan.simulation.simulator.simulate"),
     docs="trust.md",
     command="posttrain run arithmetic fault=std_ddof --allow-fault",
     grid=("bug", "engines"),

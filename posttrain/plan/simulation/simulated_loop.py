@@ -1,4 +1,4 @@
-"""Sizes and times of a loop that `plan.simulator` plays, and what comes of it."""
+"""Sizes and times of a loop that `plan.simulation.simulator` plays, and what comes of it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def loop_of(t: Throughput, update: Update = "inflight") -> SimulatedLoop:
     w, a = t.work, t.assumed
     part = max(1, min(w.prompts, w.sequences // MOST_ANSWERS))
     judges = max(1, a.judges // part)
-    together = w.slots * (t.engines if w.engines else 1)
+    together = w.slots * max(1, w.engines)
     length = w.lengths.prompt + w.lengths.answer / 2
     return SimulatedLoop(
         prompts=w.prompts // part,

@@ -15,7 +15,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any, Literal
 
-from posttrain.plan.simulated_loop import LoopOutcome, SimulatedLoop
+from posttrain.plan.simulation.simulated_loop import LoopOutcome, SimulatedLoop
 from posttrain.plan.staleness import capacity
 from posttrain.system.errors import ConfigError
 
