@@ -30,11 +30,6 @@ WAYS = {
 """Numbers of the pages of two ways through; a page that is not there yet is left out."""
 MAP = ("00", "map")
 """Number and name of the map, which is no lesson."""
-PLANNED = {
-    "22c": "Asynchrony: how far may it run ahead?",
-}
-"""Pages that are not there, because they compute with the planner."""
-NOT_THERE = "comes with the planner"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +93,6 @@ def find(word: str) -> Entry:
     for e in entries():
         if wanted in (e.number.lower(), e.number.lower().lstrip("0"), e.name):
             return e
-    if wanted in PLANNED:
-        raise ConfigError(f"page {wanted}, {PLANNED[wanted]}, is not there yet: it {NOT_THERE}")
     known = [w for e in entries() for w in (e.number, e.name)]
     raise ConfigError(f"there is no page {word}; {nearest(wanted, known)}. posttrain lab --list prints them all")
 

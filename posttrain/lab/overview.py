@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.lab.catalog import FORCES, NOT_THERE, PARTS, PLANNED, Entry, entries, order, way
+from posttrain.lab.catalog import FORCES, PARTS, Entry, entries, order, way
 from posttrain.lab.page import Where, address, file_address
 from posttrain.web.html import Markup, document, inline, tag
 
@@ -83,7 +83,7 @@ def map_page(where: Where) -> str:
         id="main",
     )  # fmt: skip
     whole = sum(e.whole for e in entries())
-    foot = tag("footer", f"{whole + 1} of {len(entries()) + len(PLANNED) + 1} pages are whole. ", _left(), _free(where))
+    foot = tag("footer", f"{whole + 1} of {len(entries()) + 1} pages are whole. ", _left(), _free(where))
     return document(
         "The map - posttrain lab",
         tag("header", tag("a", "to the page", href="#main", class_="skip"), tag("span", "posttrain lab"), class_="top"),
@@ -103,7 +103,6 @@ def _linked(main: Markup, where: Where) -> Markup:
 
 def _left() -> str:
     missing = [f"{e.number} {e.title} ({e.missing})" for e in entries() if not e.whole]
-    missing += [f"{number} {title} ({NOT_THERE})" for number, title in PLANNED.items()]
     return f"Not yet: {'; '.join(missing)}. " if missing else ""
 
 
@@ -234,7 +233,6 @@ def _eras() -> Markup:
 def listed() -> list[str]:
     """The lines of `posttrain lab --list`: number, title, whole or not."""
     rows = {e.number: (e.title, e.missing or "whole") for e in entries()}
-    rows |= {number: (title, NOT_THERE) for number, title in PLANNED.items()}
     rows["00"] = ("The map", "whole")
     wide = max(len(title) for title, _ in rows.values())
     return [f"{n:>4}  {rows[n][0]:<{wide}}  {rows[n][1]}" for n in sorted(rows, key=order)]

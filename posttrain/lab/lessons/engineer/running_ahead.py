@@ -1,0 +1,170 @@
+"""Page 22c: sampling runs ahead of learning. What that saves in time, and what old samples cost in learning."""
+
+from __future__ import annotations
+
+from collections import deque
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import numpy as np
+import torch
+
+from posttrain.config.stages.reinforce import Reinforce
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Claim,
+    Lesson,
+    Options,
+    Readout,
+    Slider,
+    Values,
+    by_rules,
+    recorded,
+)
+from posttrain.ladder.policy_rows import DECOUPLED, GRPO
+from posttrain.plan.throughput import Times
+from posttrain.toy.answers import ask, logp_of, siblings
+from posttrain.toy.sums import Sums
+from posttrain.toy.training import ToyTrainer, credit_by_pattern
+from posttrain.web.picture import Bars, Curve
+
+WORLD, GROUPS, G, STEPS = Sums(), 8, 8, 80
+SAMPLER, WEIGHED, NOTHING = "clip against the sampler", "weigh by the ratio", "nothing: old samples count as new"
+RULES = {SAMPLER: replace(GRPO, pull=None, anchor="behaviour"), WEIGHED: DECOUPLED, NOTHING: replace(GRPO, pull=None)}
+TURNS, AT_ONCE, MEANWHILE = "in turn", "at once", "at once, weights sent meanwhile"
+LR = 0.01
+
+
+@dataclass
+class Trained:
+    """By step: accuracy of the newest weights, reward of the samples, |log ratio| to their sampler, clipped share."""
+
+    accuracy: list[float] = field(default_factory=list[float])
+    reward: list[float] = field(default_factory=list[float])
+    gap: list[float] = field(default_factory=list[float])
+    clipped: list[float] = field(default_factory=list[float])
+
+
+@cache
+def train(rule: str, ahead: int, lr: float = LR, seed: int = 0) -> Trained:
+    """Each step learns from what the weights of `ahead` steps before it said."""
+    a, out, made = RULES[rule], Trained(), torch.Generator().manual_seed(seed)
+    policy = WORLD.taught(seed, hidden=64, steps=300, right=0.3)
+    trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=lr), G, seed)
+    past = deque([deepcopy(policy)], maxlen=ahead + 1)
+    for _ in range(STEPS):
+        answers = ask(past[0], siblings(torch.randint(WORLD.prompts, (GROUPS,), generator=made), G), made)
+        rewards = WORLD.rewards(answers, G)
+        out.gap.append(float((logp_of(policy, answers) - answers.mu_ET).abs().mean()))
+        out.reward.append(float(rewards.mean()))
+        gauges = trainer.step(answers, credit_by_pattern(a, rewards).ravel())
+        past.append(deepcopy(policy))
+        out.accuracy.append(WORLD.accuracy(policy))
+        out.clipped.append(gauges["policy/clip_low"].mean + gauges["policy/clip_high"].mean if gauges else 0.0)
+    return out
+
+
+def wall() -> int:
+    """The smallest K at which 80 steps end .05 below those with fresh samples."""
+    fresh = train(SAMPLER, 0).accuracy[-1]
+    return next((k for k in (1, 2, 4, 8, 16) if train(SAMPLER, k).accuracy[-1] < fresh - 0.05), 32)
+
+
+def seconds(k: Values, way: str) -> float:
+    times = Times(float(k["rollout"]), 0, 0, float(k["learn"]), float(k["sync"]))
+    return times.step("colocated" if way == TURNS else "asynchronous", hidden_sync=way == MEANWHILE)
+
+
+def compute(k: Values) -> Readout:
+    way = str(k["way"])
+    ahead = 0 if way == TURNS else int(k["ahead"])
+    found, fresh = (train(str(k["rule"]), n, float(k["lr"]), int(k["seed"])) for n in (ahead, 0))
+    step, turns = seconds(k, way), seconds(k, TURNS)
+    at, each = np.linspace(step, STEPS * step, 40), np.arange(1, STEPS + 1)
+    told = {TURNS: np.interp(at, each * turns, fresh.accuracy).tolist()}
+    told |= {} if way == TURNS else {f"{way}, K = {ahead}": np.interp(at, each * step, found.accuracy).tolist()}
+    busy = {"engines": float(k["rollout"]) / step, "learner": float(k["learn"]) / step}
+    gap, clipped = float(np.mean(found.gap)), float(np.mean(found.clipped))
+    ways = (TURNS, AT_ONCE, MEANWHILE)
+    series = {"rollout/reward": found.reward, "rollout/solved": found.reward}
+    return Readout(
+        pictures=(
+            Curve("Accuracy by time", (at / 60).round(2).tolist(), told, x_label="minutes", low=0, high=1),
+            Curve("How old samples differ from the newest weights", each[::2].tolist(),
+                  {"mean |log ratio|": found.gap[::2], "clipped share": found.clipped[::2]}, low=0),
+            Bars("Seconds of a step", ways, {"seconds": [seconds(k, w) for w in ways]}, low=0),
+        ),
+        sentence=f"A step takes **{step:.0f} s** (in turn {turns:.0f}): engines work **{busy['engines']:.0%}** of it, "
+        f"the learner **{busy['learner']:.0%}**. Samples are **{ahead}** steps old, their log ratio is **{gap:.2f}** "
+        f"nats and **{clipped:.0%}** of the tokens are clipped. After {STEPS} steps accuracy is "
+        f"**{found.accuracy[-1]:.2f}**, with fresh samples **{fresh.accuracy[-1]:.2f}**.",
+        values={"seconds": step, "accuracy": found.accuracy[-1], "log ratio": gap, "clipped": clipped,
+                "learner waits": 1 - busy["learner"]},
+        says=by_rules(recorded(series), Reinforce(name="rl"), "collapse"),
+    )  # fmt: skip
+
+
+LESSON = Lesson(
+    number="22c",
+    name="ahead",
+    title="Asynchrony: how far may it run ahead?",
+    part="the engineer",
+    force="cost",
+    minutes=7,
+    question="Engines that do not wait for the learner are faster: what do their old samples cost?",
+    idea="""
+        In turn, engines wait while the learner works, and it waits for them. At once nobody waits, but a sample is then
+        from weights of K steps ago (its *staleness*).
+
+        The policy has moved since. The ratio of its probability now to the sampler's says by how much. Three ways to
+        treat that: *clip* against the sampler, so that tokens that moved far push no more; *weigh* each token by the
+        ratio; or nothing, which learns from answers as if they were its own and breaks first.
+
+        How old is too old depends on how fast the policy moves. With .4 of the learning rate 8 steps cost nothing
+        here.
+    """,
+    formula="in turn: R + T + S      at once: max(R, T) + S      weights sent meanwhile: max(R, T)",
+    knobs=(
+        Options("way", "placement", AT_ONCE, (TURNS, AT_ONCE, MEANWHILE)),
+        Slider("ahead", "K: steps ahead", 2, 1, 32, log=True),
+        Options("rule", "old samples", SAMPLER, tuple(RULES)),
+        Slider("lr", "learning rate", LR, 0.002, 0.02, log=True),
+        Slider("rollout", "R: sampling, s", 20, 1, 60, 1),
+        Slider("learn", "T: learning, s", 8, 1, 60, 1),
+        Slider("sync", "S: sending weights, s", 3, 0, 20, 1),
+        Slider("seed", "seed", 0, 0, 5),
+    ),
+    compute=compute,
+    pace="release",
+    breaks=(
+        Break({"ahead": 16, "rule": NOTHING, "lr": 0.02}, "It learns from answers of weights that are long gone, as if they were "
+              "its own: accuracy falls to that of guessing.", "collapse", "old samples count as new"),
+        Break({"ahead": 32}, "The clip holds it, and half of the tokens push no more: it learns less from each step.",
+              None, "too far ahead"),
+    ),
+    claims=(
+        Claim("Unsourced: samples are too old from so many steps on", "curriculum 22c", 6, wall, within=0.4,
+              why="At this learning rate; at .004 it is beyond 16. The distance counts, not the number of steps."),
+        Claim("Unsourced: mean |log ratio| of healthy training, below", "curriculum 22c", 0.05,
+              lambda: float(np.mean(train(SAMPLER, 2).gap)),
+              why="Two steps ahead it learns as from fresh samples, and the distance is more than twice that."),
+        Claim("Unsourced: clipped share that is too much", "curriculum 22c", 0.25,
+              lambda: float(np.mean(train(SAMPLER, wall()).clipped)), why="Ours where it begins to cost accuracy."),
+    ),
+    exercises=(
+        AskNumber("R = 20 s, T = 8 s, S = 3 s, at once, weights sent meanwhile: how many seconds?", 20,
+                  why="The longer of 20 and 8; the 3 s are hidden."),
+        AskKnobs("Run ahead and clip less than 5 % of the tokens.", "clipped", None, 0.05, {"ahead": 1, "lr": 0.004}),
+        AskChoice("What makes samples of 8 steps ago harmless?",
+                  ("A larger batch", "A policy that moves slowly", "More engines"), 1,
+                  why="What counts is how far the policy has moved since."),
+    ),
+    code=("posttrain.plan.throughput.Times", "posttrain.plan.staleness.capacity"),
+    docs="staleness.md",
+    command="posttrain run arithmetic rl.staleness=2",
+    grid=("ahead", "rule"),
+)  # fmt: skip
