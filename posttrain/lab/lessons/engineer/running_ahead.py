@@ -141,8 +141,9 @@ LESSON = Lesson(
     compute=compute,
     pace="release",
     breaks=(
-        Break({"ahead": 16, "rule": NOTHING, "lr": 0.02}, "It learns from answers of weights that are long gone, as if they were "
-              "its own: accuracy falls to that of guessing.", "collapse", "old samples count as new"),
+        Break({"ahead": 16, "rule": NOTHING, "lr": 0.02},
+              "It learns from answers of weights that are long gone, as if they were its own: it ends by guessing.",
+              "collapse", "old samples count as new"),
         Break({"ahead": 32}, "The clip holds it, and half of the tokens push no more: it learns less from each step.",
               None, "too far ahead"),
     ),
