@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 from posttrain.api.planned import Planned, PlanOptions, planned
-from posttrain.plan.simulation.simulated_loop import LoopOutcome, Update, loop_of
+from posttrain.plan.lengths import POINTS
+from posttrain.plan.simulation.simulated_loop import LoopOutcome, SimulatedLoop, Update
 from posttrain.plan.simulation.simulator import simulate
-from posttrain.plan.throughput import Assumed
+from posttrain.plan.throughput import Assumed, Throughput
 from posttrain.system.errors import ConfigError
 
 MOST_VALUES = 12
+MOST_ANSWERS = 256
 STEPS, ANSWERS = 24, 4096
 """Steps that are simulated: so many, or fewer, that no more answers than these are played."""
 OPTIONS = {"prompt": int, "answer": int, "spread": float, "nproc": int}
@@ -62,6 +65,32 @@ def swept(recipe: str, words: Sequence[str], options: PlanOptions, sweep: str) -
         steps = max(6, min(STEPS, ANSWERS // (loop.prompts * loop.siblings)))
         out.append(SweptValue(value, plan, simulate(loop, steps, plan.run.seed)))
     return name, out
+
+
+def loop_of(t: Throughput, update: Update = "inflight") -> SimulatedLoop:
+    """A planned stage as a loop. Of more than `MOST_ANSWERS` answers a step an even part is played, by as large a part
+    of the slots: so the longest answer is that of the part."""
+    w, a = t.work, t.assumed
+    part = max(1, min(w.prompts, w.sequences // MOST_ANSWERS))
+    judges = max(1, a.judges // part)
+    together = w.slots * max(1, w.engines)
+    length = w.lengths.prompt + w.lengths.answer / 2
+    return SimulatedLoop(
+        prompts=w.prompts // part,
+        siblings=w.siblings,
+        staleness=w.staleness,
+        slots=max(1, together // part),
+        lengths=[w.lengths.quantile((i + 0.5) / POINTS) / a.tokens_a_pass for i in range(POINTS)],
+        passes=cache(lambda n: t.decoding(n * part, length)),
+        prefill=t.prefill / w.prompts * part,
+        learn=(t.reference + t.learn,),
+        sync=t.sync,
+        reward=a.reward * part * judges / a.judges,
+        judges=judges,
+        kept=a.kept,
+        update=update,
+        apart=bool(w.engines),
+    )
 
 
 def _with(name: str, value: str, options: PlanOptions) -> tuple[list[str], PlanOptions]:

@@ -324,6 +324,7 @@ def test_the_command_imports_no_torch() -> None:
         "import sys, time; from posttrain.cli import main\n"
         "assert main(['plan', 'grpo', 'model=Qwen2.5-7B', 'machine=8xH100']) == 0\n"
         "assert main(['plan', '--forces']) == 0\n"
+        "assert main(['plan', 'grpo', 'model=Qwen2.5-7B', 'machine=8xH100', '--sweep', 'staleness=0,1,2,4']) == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
         "assert time.process_time() < 3, time.process_time()"
     )

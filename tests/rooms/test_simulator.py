@@ -94,7 +94,7 @@ def test_what_each_setting_does() -> None:
     judged = simulate(loop(reward=0.1, judges=1), 20)
     assert judged.step == pytest.approx(0.5 + 16 * 0.1 + 0.5) and judged.idle["judges"] == pytest.approx(1 - 1.6 / 2.6)
     dying = simulate(loop(engines=2, deaths=3.0, restart=1.0), 60)
-    assert dying.again > 0 and dying.lost > 0 and dying.step > simulate(loop(engines=2), 60).step
+    assert dying.lost > 0 and dying.step > simulate(loop(engines=2), 60).step
     assert RolloutRequest(groups=1, siblings=1).most == MOST_PLAYED
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
-from posttrain.plan.lengths import POINTS
-from posttrain.plan.throughput import Throughput
 from posttrain.system.errors import ConfigError
 
 Update = Literal["inflight", "drain", "rest"]
 """New weights come between two passes, or once the turns that were given to engines have ended, or all groups."""
-MOST_ANSWERS = 256
 LEAST = {1: ("prompts", "siblings", "engines", "slots", "turns", "judges"),
          0: ("staleness", "prefill", "sync", "handle", "reward", "extra", "failed", "restart")}  # fmt: skip
 
@@ -85,8 +81,6 @@ class LoopOutcome:
     slots_used: float
     lost: float
     """Share of the tokens that were said and not learned from: refused, failed, given up, said again."""
-    again: int
-    """Turns that were asked again."""
 
     @property
     def step(self) -> float:
@@ -97,29 +91,3 @@ class LoopOutcome:
     def behind(self) -> float:
         """Mean age of a token, in steps."""
         return math.fsum(age * share for age, share in self.ages.items())
-
-
-def loop_of(t: Throughput, update: Update = "inflight") -> SimulatedLoop:
-    """A planned stage as a loop. Of more than `MOST_ANSWERS` answers a step an even part is played, by as large a part
-    of the slots: so the longest answer is that of the part."""
-    w, a = t.work, t.assumed
-    part = max(1, min(w.prompts, w.sequences // MOST_ANSWERS))
-    judges = max(1, a.judges // part)
-    together = w.slots * max(1, w.engines)
-    length = w.lengths.prompt + w.lengths.answer / 2
-    return SimulatedLoop(
-        prompts=w.prompts // part,
-        siblings=w.siblings,
-        staleness=w.staleness,
-        slots=max(1, together // part),
-        lengths=[w.lengths.quantile((i + 0.5) / POINTS) / a.tokens_a_pass for i in range(POINTS)],
-        passes=cache(lambda n: t.decoding(n * part, length)),
-        prefill=t.prefill / w.prompts * part,
-        learn=(t.reference + t.learn,),
-        sync=t.sync,
-        reward=a.reward * part * judges / a.judges,
-        judges=judges,
-        kept=a.kept,
-        update=update,
-        apart=bool(w.engines),
-    )

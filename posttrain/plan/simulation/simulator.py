@@ -102,7 +102,6 @@ class _Simulation:
             idle=idle | {"judges": 1 - s["judged"] / passed / self.o.judges},
             slots_used=s["used"] / passed / n / self.o.slots,
             lost=max(0.0, round(1 - s["kept"] / s["spoken"], 9)),
-            again=round(s["again"]),
         )
 
     # --- engines -----------------------------------------------------------------------------------------------------
@@ -150,8 +149,8 @@ class _Simulation:
             e.debt += self.o.prefill * answer.first
             heapq.heappush(e.active, (e.passes + answer.lengths[0], self.count, answer))
 
-    def _say(self, e: _Slots, answer: _Turns) -> None:
-        tokens, answer.mark = e.passes - answer.mark, e.passes
+    def _say(self, e: _Slots, answer: _Turns, active: bool = True) -> None:
+        tokens, answer.mark = (e.passes - answer.mark) * active, e.passes
         answer.turn.append((self.version, tokens))
         self.sums["spoken"] += tokens
 
@@ -173,12 +172,10 @@ class _Simulation:
         answer.gone, e = True, answer.engine
         if e is not None:
             self._advance(e)
-            if answer in e.queue:
-                e.queue.remove(answer)
-            else:
-                self._say(e, answer)
-                e.active = [x for x in e.active if x[2] is not answer]
-                heapq.heapify(e.active)
+            self._say(e, answer, answer not in e.queue)
+            e.queue = deque(x for x in e.queue if x is not answer)
+            e.active = [x for x in e.active if x[2] is not answer]
+            heapq.heapify(e.active)
             self._fill(e)
 
     def _dies(self, e: _Slots) -> None:
@@ -187,7 +184,6 @@ class _Simulation:
             self._say(e, answer)
         turns = [x[2] for x in sorted(e.active)] + list(e.queue)
         e.active, e.queue, e.debt, e.stands = [], deque(), 0.0, e.stands + 1
-        self.sums["again"] += len(turns)
         self.after(self.o.restart, self._revives, e)
         for answer in turns:
             answer.turn = []

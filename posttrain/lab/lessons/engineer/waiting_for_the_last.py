@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from posttrain.api.swept import loop_of
 from posttrain.config.stages.reinforce import Reinforce
 from posttrain.core.sampling import Sampling
 from posttrain.lab.lesson import (
@@ -27,7 +28,7 @@ from posttrain.lab.lesson import (
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.machines import machine
 from posttrain.plan.models import shape_by_name
-from posttrain.plan.simulation.simulated_loop import LoopOutcome, loop_of
+from posttrain.plan.simulation.simulated_loop import LoopOutcome
 from posttrain.plan.simulation.simulator import simulate
 from posttrain.plan.throughput import throughput
 from posttrain.plan.work import Work

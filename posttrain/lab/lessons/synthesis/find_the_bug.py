@@ -9,6 +9,7 @@ import torch
 
 from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.algorithm.loss.losses import PolicyLoss
+from posttrain.api.swept import loop_of
 from posttrain.checks.learning.credit_by_definition import expected_credit
 from posttrain.checks.learning.credit_checks import StepCreditAudit
 from posttrain.checks.learning.synthetic_loss import agrees_on_synthetic_batch
@@ -35,7 +36,7 @@ from posttrain.plan.lengths import Lengths
 from posttrain.plan.machines import machine
 from posttrain.plan.memory import INSTANTS, places
 from posttrain.plan.models import shape_by_name
-from posttrain.plan.simulation.simulated_loop import LoopOutcome, loop_of
+from posttrain.plan.simulation.simulated_loop import LoopOutcome
 from posttrain.plan.simulation.simulator import simulate
 from posttrain.plan.throughput import throughput
 from posttrain.plan.work import Work
