@@ -22,6 +22,7 @@ from posttrain.system.terminal_output import tell
 
 SMALLEST = 0.002
 """Terms below this share of the peak are summed up."""
+MIXTURE = "a mixture of experts: a lower bound; published steps took 1.1 to 7 times as long (docs/planning.md)"
 
 
 def show(o: Namespace) -> None:
@@ -156,6 +157,8 @@ def _time(found: Planned) -> Iterable[str]:
         f"  {t.tokens_per_second:,.0f} tokens/s learned from; {t.utilisation:.1%} of the peak arithmetic; devices idle"
         f" {t.idle:.0%} of the time"
     )
+    if found.work.shape.experts is not None:
+        yield f"  {MIXTURE}"
     steps = found.stage.steps
     money = f", {t.cost(steps):,.0f} at {found.machine.price:g} an hour" if found.machine.price else ""
     yield f"  {steps:,} steps: {steps * t.step / 3600:,.2f} hours, {t.hours(steps):,.1f} device hours{money}"
@@ -205,6 +208,7 @@ def _machines(o: Namespace) -> None:
         *(f"  {x.text:<62} {x.step:>6.3g} s  idle {x.idle:>3.0%}  {x.bottleneck}" for x in rows),
         "where an assumption is another:",
         *(f"  {n:<33} " + (f"{x.step:>6.3g} s  {x.bottleneck:<8} {x.text}" if x else "nothing fits") for n, x in other),
+        *([] if work.shape.experts is None else [MIXTURE]),
         f"{where.device.source}; {where.why}; not measured on a GPU",
     )
     for line in told:
