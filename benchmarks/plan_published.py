@@ -20,7 +20,7 @@ from posttrain.plan.shapes import shape_of
 from posttrain.plan.throughput import Assumed, Throughput, Topology
 from posttrain.plan.work import Work
 
-NEMO = "NeMo RL 0.4, docs/about/performance-summary.md"
+NEMO = "NeMo RL 0.4, its performance summary"
 TUNE = "torchtune 0.4, README"
 PROMPT = 150
 """Tokens of a prompt of OpenMathInstruct-2. Assumed."""
