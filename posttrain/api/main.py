@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -133,11 +134,7 @@ def evaluate(
         ema: evaluate the moving average of a run's weights (`optimizer.ema`) in place of the weights.
     """
     target, checkpoint = run_and_checkpoint(target, checkpoint)
-    if ema and not is_run(target):
-        raise ConfigError(f"--ema is about a run folder, which keeps averages of its weights, and {target} is none")
-    if not is_url(target):
-        refuse(remote)
-        check_target(target, checkpoint)
+    _check_asked(target, checkpoint, remote, ema)
     objects = UserObjects(None if isinstance(env, str) else env, rewards)
     overrides = (f"env={env}", *overrides) if isinstance(env, str) else overrides
     run, weights, given = asked_run(target, checkpoint, overrides, objects, quiet, trust)
@@ -147,11 +144,12 @@ def evaluate(
     written = own / TOKENIZER if own is not None and any(s.env for s in run.stages) else None
     run = _evaluated(run, contract)
     with closing(make_environment(run, given)) as environment:
-        _check_measurable(environment, run.env, is_url(target))
+        judges = declared(environment).judges or run.env.has_reward_models
+        _check_measurable(environment, run.env, is_url(target), judges or own is not None)
         from posttrain.build.build_reward_models import judges_of
         from posttrain.build.build_run import make_policy, make_roles  # imports torch: a wrong setting is told before
         from posttrain.engine.learner.torch_settings import use_threads
-        from posttrain.role.weights.saved_weights import load_average, load_weights
+        from posttrain.evaluation.heldout_rows import measure_rows
         from posttrain.stages.run_coroutine import wait
 
         use_threads(run.threads)
@@ -161,20 +159,36 @@ def evaluate(
         else:
             policy = make_policy(run, environment, written=written, own=own)
             with closing(make_roles(run, policy, environment, judges_of(run, policy, own))) as roles:
-                if weights is not None:
-                    (load_average if ema else load_weights)(weights, roles.learner)
-                report = wait(_measured(roles, environment, contract, policy.stop_ids, how))
+                load = partial(_load, weights, ema, roles.learner)
+                if own is not None and not judges:
+                    return wait(measure_rows(run, own, policy, roles, environment, load, console.print))
+                report = wait(_measured(roles, environment, contract, policy.stop_ids, how, load))
         show_report(console, str(target), environment.name, report)
         return report
 
 
-def _check_measurable(environment: Environment, config: Env, served: bool) -> None:
-    """ConfigError where no task is held out, or nothing judges the answers. `served`: what answers is at an address."""
+def _load(weights: Path | None, ema: bool, learner: Any) -> None:
+    from posttrain.role.weights.saved_weights import load_average, load_weights
+
+    if weights is not None:
+        (load_average if ema else load_weights)(weights, learner)
+
+
+def _check_asked(target: str | Path, checkpoint: str, remote: EndpointOptions, ema: bool) -> None:
+    if ema and not is_run(target):
+        raise ConfigError(f"--ema is about a run folder, which keeps averages of its weights, and {target} is none")
+    if not is_url(target):
+        refuse(remote)
+        check_target(target, checkpoint)
+
+
+def _check_measurable(environment: Environment, config: Env, served: bool, measured: bool) -> None:
+    """ConfigError where no task is held out, or nothing is measured. `served`: what answers is at an address."""
     if served and config.has_reward_models:
         raise ConfigError("env.rewards=model:... judges a run or a model directory; at an address only verifiers judge")
     if not environment.heldout:
         raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
-    if not (declared(environment).judges or config.has_reward_models):
+    if not measured:
         raise ConfigError(
             f"environment {environment.name!r} judges no answers: its rows have no reward. Give env.rewards, which"
             " judge what the model samples; what a stage without rewards measured is in posttrain summary"
@@ -182,8 +196,14 @@ def _check_measurable(environment: Environment, config: Env, served: bool) -> No
 
 
 async def _measured(
-    roles: PolicyRoles, environment: Environment, contract: Sampling, stop_ids: tuple[int, ...], how: Evaluation
+    roles: PolicyRoles,
+    environment: Environment,
+    contract: Sampling,
+    stop_ids: tuple[int, ...],
+    how: Evaluation,
+    load: Callable[[], None],
 ) -> EvaluationReport:
+    load()
     await roles.sync.push(roles.engine.version + 2)  # an adapter is tried with the number between
     sampling = contract.resolve(stop_ids, roles.renderer.spell)
     return await measure(roles.rollout, environment.heldout, sampling, how)

@@ -113,11 +113,12 @@ def _of_policy(
     Raises:
         ConfigError: no two answers to a prompt differ in worth.
     """
-    from posttrain.stages.reward_model.reward_model_batches import agreement, scored_answers
+    from posttrain.stages.preference.judged_batches import AgreementReport
+    from posttrain.stages.reward_model.reward_model_batches import scored_answers
 
     found = scored_answers([_readable(g, worth) for g in groups], worth, learner, renderer, context)
-    ordered = agreement(found.score, found.worth, found.unit)
-    longer = agreement(found.tokens, found.worth, found.unit)
+    ordered = AgreementReport.of(found.score, found.worth, found.unit)
+    longer = AgreementReport.of(found.tokens, found.worth, found.unit)
     if ordered is None or longer is None:
         raise ConfigError(
             f"{policy}: no two of its answers to a prompt are worth different things, so nothing can be ordered. Sample"

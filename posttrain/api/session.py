@@ -292,9 +292,9 @@ def restore_progress(
 
 
 def final_scalars(results: Sequence[StageResult]) -> dict[str, float]:
-    """The summary that trackers keep: accuracy and mean reward on held-out tasks after each stage."""
-    both = [(r.name, what, x) for r in results for what, x in (("accuracy", r.accuracy), ("reward", r.reward))]
-    return {f"final/{name}/{what}": x[0] for name, what, x in both if x is not None}
+    """The summary that trackers keep: what was measured on held-out tasks at the end of each stage."""
+    named = ("accuracy", "reward", "loss", "agreement")
+    return {f"final/{r.name}/{n}": x[0] for r in results for n in named if (x := getattr(r, n)) is not None}
 
 
 def start_trackers(run: Run, policy: Policy, book: RunFolder) -> list[Tracker]:

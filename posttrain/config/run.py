@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -17,8 +16,8 @@ from posttrain.config.env import Env
 from posttrain.config.placement import Local, Placement, placement_refusals
 from posttrain.config.router_settings import RouterReplay, router_refusals
 from posttrain.config.stages.reinforce import Reinforce as Reinforce
+from posttrain.config.stages.stage import LearnsRows, Stage, offered, refusals
 from posttrain.config.stages.stage import Optimizer as Optimizer
-from posttrain.config.stages.stage import Stage, offered, refusals
 from posttrain.core.conversation import Turns
 from posttrain.system.errors import ConfigError
 
@@ -168,7 +167,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Supervised(Stage):
+class Supervised(LearnsRows):
     """A stage that learns from texts: pretraining on documents, or SFT on demonstrations (prompt masked)."""
 
     harmless = ("style", "turns", "tool_arguments")
@@ -185,21 +184,11 @@ class Supervised(Stage):
     """Whether the arguments of tool calls are learned. false: a call is, and what it is called with is masked."""
     batch: int = 64
     """Sequences per optimizer step."""
-    epochs: float | None = None
-    """Passes over the training rows. Where it is set it decides `steps`. None: `steps` does."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch < 1:
-            raise ConfigError(f"{self.name}.batch={self.batch}: must be >= 1")
-        if self.epochs is not None and not 0 < self.epochs < math.inf:
-            raise ConfigError(f"{self.name}.epochs={self.epochs:g}: must be > 0, or none")
         if not 0 <= self.wrong <= 1:
             raise ConfigError(f"{self.name}.wrong={self.wrong}: a share in [0, 1]")
-
-    @property
-    def counts_passes(self) -> bool:
-        return self.epochs is not None
 
     @property
     def demonstrated(self) -> bool:

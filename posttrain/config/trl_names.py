@@ -27,7 +27,7 @@ OTHERS: dict[str, str] = {
     "max_grad_norm": "optimizer.clip",
     "optim": "optimizer.kind",
     "max_steps": "steps",
-    "num_train_epochs": "epochs of an SFT stage, else steps",
+    "num_train_epochs": "epochs of a stage that learns from rows (sft, dpo, reward_model), else steps",
     "per_device_train_batch_size": BATCH,
     "gradient_accumulation_steps": BATCH,
     "num_generations": "siblings",

@@ -137,6 +137,11 @@ def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
         found = there[stage]
     if found is not None and found.end is None and found.likelihoods:
         return _by_loss(of, found)
+    if found is not None and found.end is None and found.misordered:
+        step, rows = [*found.misordered.items()][-1]
+        right: dict[Hashable, float] = {k: 1 - x for k, (x, _) in rows.rows.items()}
+        score = Score.of([*right.values()])
+        return ComparedRun(of, found, Measurement(found.name, step, score, score, False, right, right))
     if found is None or found.end is None:
         why = "took no step" if found is None else f"{found.name} has not been measured on held-out tasks"
         if found is not None and isinstance(found.stage, RewardModel):

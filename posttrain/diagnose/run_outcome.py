@@ -69,10 +69,14 @@ class StageOutcome:
     agreement: Score | None = None
     """Share of held-out pairs that the stage's scores order as they were judged; None where it reads no judgements."""
     agreement_before: float | None = None
+    agreements: Curve = ()
+    """That share by the steps taken, the first and the last one included."""
     began: str = START
     """Name of the weights it started from."""
     likelihoods: Mapping[int, HeldoutLoss] = field(default_factory=dict[int, HeldoutLoss])
     """Held-out losses by the steps taken, in order; empty where the stage imitates nothing."""
+    misordered: Mapping[int, HeldoutLoss] = field(default_factory=dict[int, HeldoutLoss])
+    """The same of held-out pairs: 0 for one that is ordered as judged, else 1."""
 
     @property
     def loss(self) -> Gain | None:
@@ -187,6 +191,9 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         before = None if known.get("agreement_before") is None else float(known["agreement_before"])
         greedy = None if greedy is None else float(greedy)
         seconds = None if seconds is None else float(seconds)
+    ends = {0: before, taken: agreement and agreement.mean}
+    share = dict(_curve(steps, "heldout/agreement")) | {i: x for i, x in ends.items() if x is not None}
+    rows = {i: x for i, x in reading.losses(stage).items() if i <= taken}
     unpaired = _unpaired(run, stage, taken, start, end)
     both = (start, end) if start is not None and end is not None and not unpaired else None
     return StageOutcome(
@@ -211,8 +218,10 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         time_of=stage.time_of,
         agreement=agreement,
         agreement_before=before,
+        agreements=tuple(sorted(share.items())),
         began=starts(run.stages, stage),
-        likelihoods={i: x for i, x in reading.losses(stage).items() if i <= taken},
+        likelihoods={} if stage.judged else rows,
+        misordered=rows if stage.judged else {},
     )
 
 

@@ -91,6 +91,8 @@ def sentences(c: RunComparison) -> list[str]:
 
 
 def _word(c: RunComparison) -> str:
+    if any(r.stage.misordered and r.stage.end is None for g in c.groups for r in g.runs):
+        return "share of pairs ordered as judged"
     return {"accuracy": "accuracy", "reward": "mean reward", "loss": "loss"}[c.what]
 
 

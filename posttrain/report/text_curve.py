@@ -37,7 +37,8 @@ def curve_lines(s: StageOutcome) -> list[CurveLine]:
             return [*out, CurveLine("held-out reward", "o", s.heldout_reward)]
     elif s.losses:
         out.append(CurveLine("loss", ".", s.losses, averaged=True))
-        return [*out, CurveLine("held-out loss", "X", s.heldout_losses)] if s.heldout_losses else out
+        held = {"held-out loss": s.heldout_losses, "held-out pairs ordered as judged": s.agreements}
+        return [*out, *(CurveLine(name, "X", curve) for name, curve in held.items() if curve)]
     if s.heldout:
         out.append(CurveLine("held-out accuracy", "X", s.heldout))
     return out

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from posttrain.algorithm.loss.losses import Reads
-from posttrain.checks.judging.verdict_checks import too_many
 from posttrain.config.stages.stage import START, Stage, come_to, starts
 from posttrain.core.abilities import declared
 from posttrain.core.batch import Packed
@@ -34,7 +33,7 @@ from posttrain.stages.measure_heldout_loss import HeldoutDemonstrations
 from posttrain.stages.preference.judged_batches import AgreementReport
 from posttrain.stages.progress import Progress, Reopening, StageResult, StageState, state_fingerprint
 from posttrain.stages.run_parts import MeasuredReport, RunParts
-from posttrain.stages.stage_result import is_recorded, measured_words, result_of, waited_out
+from posttrain.stages.stage_result import agreed, is_recorded, measured_words, refuse_unjudged, result_of, waited_out
 from posttrain.stages.start_weights import keep, load_kept
 from posttrain.stages.warm_up import largest, warm_up
 from posttrain.system.errors import ConfigError
@@ -176,8 +175,8 @@ class Driver(ABC, Generic[S, T, A]):
         ask, learn = await self.open(checkpoint)
         self._warm_up()
         if checkpoint is None and self.stage.eval:
-            agreed, loss = self.agree(), await self.likelihood()
-            self.state.agreement_before = agreed and agreed.accuracy.mean
+            ordered, loss = agreed(self), await self.likelihood()
+            self.state.agreement_before = ordered and ordered.accuracy.mean
             self.state.loss_before = loss and loss.score.mean
             if loss is not None:
                 self.parts.say(f"{self.stage.name}: {loss.words} before its first step ({len(loss.rows)} rows)")
@@ -192,10 +191,9 @@ class Driver(ABC, Generic[S, T, A]):
         finally:
             await self.close()
         self.watch.end()
-        if self.stage.eval and self.report is None:
-            self.report = await self.evaluate()
         if self.stage.eval:
-            self.agreed = self.agreed or self.agree()
+            self.report = self.report or await self.evaluate()
+            self.agreed = self.agreed or agreed(self)
             self.heldout_loss = self.heldout_loss or await self.likelihood()
         self._finish(self.report)
 
@@ -263,7 +261,7 @@ class Driver(ABC, Generic[S, T, A]):
         self.report = report = self.agreed = self.heldout_loss = None
         if stage.eval_every and s.step % stage.eval_every == 0 and s.step < stage.steps:
             self.report = report = await self.evaluate()
-            self.agreed, self.heldout_loss = self.agree(), await self.likelihood()
+            self.agreed, self.heldout_loss = agreed(self), await self.likelihood()
         for measured in (self.agreed, self.heldout_loss):
             step = step if measured is None else replace(step, gauges=merge(step.gauges, measured.gauges()))
         if report is not None:
@@ -324,15 +322,12 @@ class Driver(ABC, Generic[S, T, A]):
         with self.clock.of("evaluate"):
             report = await parts.evaluate(self.setting, sampling)
         parts.watch.emit(EvaluatedEvent(report, parts.version))
-        asked = sum(len(g.episodes) for g in report.groups)
-        if not self.state.step and report.failed == asked > 3 and getattr(self.stage, "max_failed", 1) < 1:
-            of = f"{asked} held-out samples before the first step"
-            raise too_many(asked, of, report.groups, parts.run, self.stage, parts.book.folder)
         if report.failed and self.state.step:  # before the first step the pass rate says it
             parts.say(f"{self.stage.name}: held-out samples could not be judged. {unjudged_words(report.groups)}")
         parts.measured = MeasuredReport(parts.version, sampling, environment, judges, report)
         if parts.run.record_episodes and not is_recorded(self, judges):
             parts.book.write_evaluation(self.stage.name, self.state.step, report.groups)
+        refuse_unjudged(self, report)
         return report
 
     async def likelihood(self) -> HeldoutLoss | None:

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.stages.stage import starts
-from posttrain.core.ports import Reference
+from posttrain.core.ports import Reference, TaskSource
 from posttrain.role.events import RestoredEvent
+from posttrain.role.prompt_order import RevisitingTasks
 from posttrain.role.weights.saved_weights import restore, snapshot
 from posttrain.stages.loop import Driver
 from posttrain.stages.start_weights import load_kept
+
+MANY = 20
+"""More passes over the same rows are told as too many: 1 to 3 are usual."""
 
 
 def stage_parts(driver: Driver[Any, Any, Any]) -> dict[str, Any]:
@@ -39,6 +43,22 @@ def data_parts(driver: Driver[Any, Any, Any]) -> dict[str, Any]:
         "stop_ids": parts.stop_ids,
         "context": parts.sampler.context,
     }
+
+
+def say_passes(driver: Driver[Any, Any, Any], source: TaskSource, begins: str) -> None:
+    """Says how a stage that learns from rows begins, how often it meets them, and whether that is too often."""
+    stage, parts = driver.stage, driver.parts
+    draws = 0 if driver.limit is not None else stage.steps * stage.batch
+    each = [(draws / source.count, source.count)] if source.count else []
+    each = source.passes(draws) if isinstance(source, RevisitingTasks) else each
+    passes = "".join(f", {n:.3g} passes over {rows:,} rows" for n, rows in each if n)
+    parts.say(f"{stage.name}: {begins}{passes}")
+    if any(n > MANY for n, _ in each):
+        fewer = "" if parts.run.model.path is None else f"{stage.name}.epochs=3, or "
+        parts.say(
+            f"warning: {stage.name} takes{passes.removeprefix(',')}: it will know them by heart. Set"
+            f" {fewer}{stage.name}.patience=3 with {stage.name}.eval_every"
+        )
 
 
 def frozen_start(driver: Driver[Any, Any, Any], checkpoint: Path | None, name: str = "") -> Reference:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from posttrain.checks.judging.verdict_checks import enough_judged
 from posttrain.config.stages.stage import starts
-from posttrain.core.measure.heldout_loss import loss_words
+from posttrain.core.measure.heldout_loss import HeldoutLoss, agreement_words, loss_words
 from posttrain.core.measure.interval import number_text
 from posttrain.role.heldout_evaluation import EvaluationReport
+from posttrain.stages.preference.judged_batches import AgreementReport
 from posttrain.stages.progress import StageResult
 
 if TYPE_CHECKING:
@@ -54,10 +56,26 @@ def measured_words(result: StageResult) -> str:
     if result.proxy:
         out += f"; its reward pays {number_text(result.proxy[0])}"
     if result.agreement:
-        out += f"; {result.agreement[0]:.3f} of held-out pairs ordered as judged"
+        out += f"; {agreement_words(result.agreement[0])}"
     if result.loss:
         out += f"; {loss_words(result.loss[0])}"
     return out
+
+
+def refuse_unjudged(driver: Driver[Any, Any, Any], report: EvaluationReport) -> None:
+    """RewardError where nothing can be judged before the first step of a stage that learns from verdicts."""
+    asked, stage, parts = sum(len(g.episodes) for g in report.groups), driver.stage, driver.parts
+    if not driver.state.step and report.failed == asked > 3 and hasattr(stage, "max_failed"):
+        what = "held-out samples before the first step"
+        enough_judged(what, report.groups, parts.run, stage, parts.book.folder, "figure")
+
+
+def agreed(driver: Driver[Any, Any, Any]) -> AgreementReport | None:
+    """How well the scores order held-out judgements now, written down pair by pair."""
+    found = driver.agree()
+    if found is not None and found.rows:
+        driver.parts.book.write_losses(driver.stage.name, driver.state.step, HeldoutLoss(found.rows))
+    return found
 
 
 def waited_out(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -> str:

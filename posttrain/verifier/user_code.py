@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.errors import ConfigError, PosttrainError, nearest
 from posttrain.verifier.timed_calls import Raised
 
 
@@ -39,6 +39,39 @@ def load(path: Path, attribute: str, what: str = "reward", kind: str = "function
         raise ConfigError(f"{what} {path}:{attribute}: no such {kind}; {nearest(attribute, own)}")
     if not fits(found):
         raise ConfigError(f"{what} {path}:{attribute} is a {type(found).__name__}, not a {kind}")
+    return found
+
+
+def named_object(word: str, setting: str, kind: Any, read: Callable[[Path], ModuleType], wanted: str) -> Any:
+    """The object that `path.py:NAME` names, or what it returns where it is a function without arguments.
+
+    Args:
+        setting: what stands before the word in messages, such as `algorithm=`.
+        kind: the type that it must have, or several; wanted: the same in words.
+        read: imports the file.
+    """
+    name, _, attribute = word.rpartition(":")
+    path, given = Path(name).expanduser(), f"{setting}{word}"
+    if not path.is_file():
+        raise ConfigError(f"{given}: there is no file {path}; write path.py:NAME")
+    module = read(path.resolve())
+    found = getattr(module, attribute, None)
+    if found is None:
+        here = {n: v for n, v in vars(module).items() if not n.startswith("_")}
+        made = [n for n, v in here.items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+        own = [n for n, v in here.items() if isinstance(v, kind)] + made
+        raise ConfigError(f"{given}: {path} has no {attribute!r}; {nearest(attribute, own)}")
+    if callable(found):
+        try:
+            found = found()
+        except PosttrainError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{given} failed: {where(error)}") from error
+    if not isinstance(found, kind):
+        raise ConfigError(
+            f"{given} is a {type(found).__name__}: {wanted} is wanted, or a function without arguments that returns one"
+        )
     return found
 
 

@@ -272,10 +272,12 @@ def test_only_pairs_are_no_ranking(tmp_path: Path) -> None:
 
 
 def test_agreement_counts_a_tie_half_and_reads_labels() -> None:
-    found = AgreementReport.of(np.array([1.0, 0.0, 2.0]), np.array([0.0, 0.0, 3.0]))
-    assert found.accuracy.mean == 0.5 and found.margin == 0.0
+    pairs = np.array([1, 0, 1, 0, 1, 0]), np.array([0, 0, 1, 1, 2, 2])
+    found = AgreementReport.of(np.array([1.0, 0.0, 0.0, 0.0, 2.0, 3.0]), *pairs, ["a", "b", "c"])
+    assert found is not None and found.accuracy.mean == 0.5 and found.margin == 0.0
+    assert found.rows == {"a": (0.0, 1.0), "b": (0.5, 1.0), "c": (1.0, 1.0)}
     labels = AgreementReport.of_labels(np.array([3.0, 1.0, 2.0, 1.0]), np.array([True, True, False, False]))
     assert labels is not None and labels.accuracy.mean == pytest.approx((1.0 + 0.25) / 2)
     assert AgreementReport.of_labels(np.array([1.0]), np.array([True])) is None
     with pytest.raises(InvariantError, match="not finite"):
-        AgreementReport.of(np.array([np.nan]), np.array([0.0]))
+        AgreementReport.of(np.array([np.nan]), np.array([0.0]), np.array([0]))

@@ -146,7 +146,7 @@ def test_ratings_train_the_attributes_and_then_pairs_the_gate(tmp_path: Path) ->
         ({"alpha": 1.0}, "alpha=1 must be between 0 and 1"),
         ({"beta": 0.0}, "beta=0 > 0"),
         ({"pairs": True}, "it says how rankings are read"),
-        ({"batch": 0}, "batch=0 must be >= 1"),
+        ({"batch": 0}, "batch=0: must be >= 1"),
         ({"judgement": "rating", "attributes": ("a",), "classes": 1}, "give at least 2 classes"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from posttrain.engine.learner.learner import HFLearner
 from posttrain.environment.make import environment
 from posttrain.environment.templates.renderer import Renderer
 from posttrain.evaluation.reward_report import evaluate_reward_model, is_reward_model
-from posttrain.stages.preference.judged_batches import batch_of
-from posttrain.stages.reward_model.reward_model_batches import ScoredJudgements, agreement
+from posttrain.stages.preference.judged_batches import AgreementReport, batch_of
+from posttrain.stages.reward_model.reward_model_batches import ScoredJudgements
 from posttrain.system.errors import ConfigError
 from tests.tiny import only_rl, tiny_run
 
@@ -63,8 +64,9 @@ def test_a_run_is_scored_on_its_held_out_judgements(tmp_path: Path, capsys: pyte
     assert "ranking/loss" in (tmp_path / "plot.svg").read_text()
     assert main(["plot", str(tmp_path / "run"), "--gauge", "eval/accuracy", "--out", str(tmp_path / "p.svg")]) == 2
     assert "did you mean 'eval/accuracy'" not in capsys.readouterr().err
-    assert main(["compare", str(tmp_path / "run"), str(tmp_path)]) == 2
-    assert "rm trained a reward model, which answers no held-out task" in capsys.readouterr().err
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    assert main(["compare", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+    assert "their held-out share of pairs ordered as judged is between" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_average_of_its_weights_is_scored(tmp_path: Path) -> None:
@@ -159,7 +161,7 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_model_that_scores_by_the_truth_agrees_with_it() -> None:
     """Agreement 1 of the worth itself, 0 of its negative, .5 of a constant; a prompt of equal answers has no pair."""
     worth, unit = np.array([0.1, 0.4, 0.4, 0.9, 0.3, 0.3]), np.array([0, 0, 0, 1, 1, 2])
-    found = [agreement(score, worth, unit) for score in (worth, -worth, 0 * worth)]
+    found = [AgreementReport.of(score, worth, unit) for score in (worth, -worth, 0 * worth)]
     assert [(f.accuracy.mean, f.accuracy.prompts) for f in found if f is not None] == [(1, 2), (0, 2), (0.5, 2)]
 
 

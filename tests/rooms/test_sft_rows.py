@@ -13,6 +13,7 @@ from run_parts import play, refused
 from template_parts import FAMILIES, tokenizer
 
 import posttrain
+from posttrain.api.session import final_scalars
 from posttrain.cli import main
 from posttrain.config.run import Run, Supervised
 from posttrain.diagnose.learning_verdict import learned
@@ -27,6 +28,12 @@ from posttrain.record.checkpoint import find, scan
 from posttrain.record.external_access import asks
 from posttrain.report.plots import plot
 from posttrain.system.errors import ConfigError, DataError
+
+
+def pairs(path: Path) -> Path:
+    rows = [{"prompt": f"say {i}: ", "chosen": f"{i}.", "rejected": f"{i + 1}!"} for i in range(30)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
 
 
 def user(text: str) -> dict[str, Any]:
@@ -83,6 +90,9 @@ def test_every_form_runs_without_a_reward_and_is_measured(
     assert [i for i, _ in stage.heldout_losses] == [0, 3, 6] and stage.loss is not None and stage.loss.high < 0
     assert learned(of).word == "learned" and "held-out loss" in learned(of).text
     assert [s.index for s in run_reader.steps(folder) if "heldout/loss" in s.gauges] == [3]
+    measured = posttrain.evaluate(folder).measures
+    assert measured["heldout/loss"].mean == pytest.approx(result.loss, rel=1e-6)
+    assert f"held-out loss {result.loss:.3f}, perplexity" in capsys.readouterr().out
     assert "accuracy" not in said and "perplexity" in said and "env.rewards: none, because" in said
     assert find(folder, "best").metric == pytest.approx(-result.loss) and len(scan(folder)) >= 1
     plot(folder, out=tmp_path / "x.svg")
@@ -108,6 +118,13 @@ def test_two_such_runs_are_compared_by_their_loss(
     capsys.readouterr()
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     said = capsys.readouterr().out
+    data = f"env.prompts={pairs(tmp_path / 'p.jsonl')}"
+    for name, lr in (("c", "1e-3"), ("d", "1e-9")):
+        play(tmp_path / name, "dpo", data, "dpo.steps=9", "dpo.batch=8", f"dpo.optimizer.lr={lr}")
+    capsys.readouterr()
+    assert main(["compare", str(tmp_path / "c"), str(tmp_path / "d")]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "held-out share of pairs ordered as judged" in told
     assert "held-out loss of each run" in said and "B is worse than A" in said and "accuracy" not in said
 
 
@@ -264,3 +281,21 @@ def test_every_stage_that_imitates_is_measured(tmp_path: Path) -> None:
     result = posttrain.run("reject", *words, *more, out=tmp_path / "a", quiet=True)
     assert all(s.loss is not None and s.loss_before is not None and s.accuracy is not None for s in result.stages)
     assert "held-out loss" not in learned(read_outcome(tmp_path / "a")).text  # it goes by what judges answers
+
+
+@pytest.mark.parametrize("stage", ["dpo", "reward_model"])
+def test_pairs_are_learned_in_passes_and_their_held_out_order_is_seen(
+    stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (stage, f"env.prompts={pairs(tmp_path / 'p.jsonl')}", f"{stage}.batch=8", f"{stage}.eval_every=3")
+    falls = (f"{stage}.optimizer.schedule=cosine", f"{stage}.optimizer.warmup=0")
+    folder = play(tmp_path / "a", *words, f"{stage}.epochs=2", *falls)
+    said = capsys.readouterr().out
+    (s,) = read_outcome(folder).stages
+    assert (s.steps, s.stage.optimizer.horizon) == (6, 6) and "6 steps, 2 passes over 24 rows" in said
+    assert [i for i, _ in s.agreements] == [0, 3, 6] and said.count("of held-out pairs ordered as judged") >= 2
+    assert "X held-out pairs ordered as judged" in said and "warning" not in said
+    assert final_scalars(posttrain.load(folder).stages)[f"final/{stage}/agreement"] == s.agreements[-1][1]
+    assert main(["eval", str(folder)]) == 0 and f"orders {s.agreement}" in capsys.readouterr().out
+    play(tmp_path / "b", *words, f"{stage}.steps=70")
+    assert f"warning: {stage} takes 23.3 passes over 24 rows" in capsys.readouterr().out

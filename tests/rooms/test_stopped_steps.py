@@ -78,7 +78,11 @@ BROKEN = "def reward(task, text):\n    raise OSError('no answer from the judge')
 
 def test_a_step_too_few_could_judge_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The verdicts that stopped the run can be read with `posttrain show`."""
-    said = stopped(tmp_path / "run", capsys, *mine(tmp_path, reward=BROKEN), code=7)
+    said = stopped(tmp_path / "held", capsys, *mine(tmp_path, reward=BROKEN), code=7)
+    assert "held-out samples before the first step could not be judged" in said
+    records = run_reader.episodes(tmp_path / "held", "rl", 0, "eval")
+    assert len(records) == 4 and all(r.episode.verdicts[0].verdict.kind == "raised" for r in records)
+    said = stopped(tmp_path / "run", capsys, *mine(tmp_path, reward=BROKEN), "rl.eval=false", code=7)
     (step,) = run_reader.steps(tmp_path / "run")
     assert "could not be judged" in said and step.notes[-1].startswith("stopped: 12 of 12 samples")
     records = run_reader.episodes(tmp_path / "run", "rl", 1)

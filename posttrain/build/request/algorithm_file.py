@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from posttrain.build.request.own_pieces import algorithm_module
 from posttrain.build.request.user_objects import UserObjects
@@ -13,8 +12,8 @@ from posttrain.config.run import Run
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.ladder.both_ladders import AnyAlgorithm, algorithms_of, any_named, learns_from
 from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
-from posttrain.system.errors import ConfigError, PosttrainError, nearest
-from posttrain.verifier.user_code import where
+from posttrain.system.errors import ConfigError
+from posttrain.verifier.user_code import named_object
 
 BOTH = (Algorithm, PreferenceAlgorithm)
 """The types of the algorithms of both ladders."""
@@ -27,29 +26,8 @@ def algorithm_of(given: str | AnyAlgorithm) -> AnyAlgorithm:
         return given
     if ":" not in given:
         return any_named(given)
-    name, _, attribute = given.rpartition(":")
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"algorithm={given}: there is no file {path}")
-    module = algorithm_module(path.resolve())
-    found: Any = getattr(module, attribute, None)
-    if found is None:
-        named = {n: v for n, v in vars(module).items() if not n.startswith("_")}
-        own = [n for n, v in named.items() if isinstance(v, BOTH) or _is_own(v, module.__name__)]
-        raise ConfigError(f"algorithm={given}: {path} has no {attribute!r}; {nearest(attribute, own)}")
-    if callable(found):
-        try:
-            found = found()
-        except PosttrainError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"algorithm={given} failed: {where(error)}") from error
-    if not isinstance(found, BOTH):
-        raise ConfigError(
-            f"algorithm={given} is a {type(found).__name__}: an Algorithm or a PreferenceAlgorithm is wanted, such as"
-            " posttrain.ladder.algorithm.patch makes, or a function without arguments that returns one"
-        )
-    return found
+    wanted = "an Algorithm or a PreferenceAlgorithm, such as posttrain.ladder.algorithm.patch makes,"
+    return named_object(given, "algorithm=", BOTH, algorithm_module, wanted)
 
 
 def reward_algorithm(given: str | AnyAlgorithm) -> Algorithm:
@@ -61,10 +39,6 @@ def reward_algorithm(given: str | AnyAlgorithm) -> Algorithm:
             " reward: name one that learns from reward"
         )
     return found
-
-
-def _is_own(value: Any, module: str) -> bool:
-    return callable(value) and not isinstance(value, type) and getattr(value, "__module__", "") == module
 
 
 def without_algorithm(overrides: Sequence[str], handed: UserObjects) -> tuple[list[str], UserObjects]:

@@ -174,7 +174,7 @@ class Choices:
 
     def _judged(self, stage: Preference | RewardModel) -> Iterator[tuple[str, Choice]]:
         yield "optimizer.lr", self._lr(type(stage))
-        if self.data is not None and self.data.rows:
+        if self.data is not None and self.data.rows and stage.epochs is None:
             steps = max(1, self.data.rows // stage.batch)
             yield "steps", (steps, f"1 pass over {self.data.rows:,} rows, {stage.batch} a step; more passes overfit")
 

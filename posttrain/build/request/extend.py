@@ -88,7 +88,10 @@ REFUSED: Mapping[str, str] = {
     "Optimizer": "the optimizer's state and its learning rates so far belong to this setting",
     "Sampling": "the samples so far were drawn by this contract",
     "Algorithm": "the steps so far were taken by this algorithm",
-    "Supervised.epochs": "its passes were counted as steps when it began; set steps",
+    **dict.fromkeys(
+        ("Supervised.epochs", "Preference.epochs", "RewardModel.epochs"),
+        "its passes were counted as steps when it began; set steps",
+    ),
     "Run.seed": "tasks and random numbers would no longer follow those before",
     "Evaluation.seed": "held-out figures would no longer be of the same draws",
 }

@@ -3,15 +3,14 @@ Python file of the user's."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from posttrain.build.request.trust_prompt import list_file
 from posttrain.config.run import Run
 from posttrain.recipe.recipes import recipe as shipped
 from posttrain.record.external_access import ask_of, code_of
-from posttrain.system.errors import ConfigError, PosttrainError, nearest
-from posttrain.verifier.user_code import user_module, where
+from posttrain.verifier.user_code import named_object, user_module
 
 YAML = (".yaml", ".yml")
 
@@ -48,26 +47,4 @@ def _of_yaml(given: str) -> Run:
 
 def _of_python(given: str) -> Run:
     """The run of `path.py:name`: a `Run`, or a function without arguments that returns one."""
-    name, _, attribute = given.rpartition(":")
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"{given}: there is no file {path}; write path.py:name, the name of a recipe, or a YAML file")
-    module = user_module(path.resolve(), "run")
-    found: Any = getattr(module, attribute, None)
-    if found is None:
-        own = [
-            n for n, v in vars(module).items() if isinstance(v, Run) or getattr(v, "__module__", "") == module.__name__
-        ]
-        raise ConfigError(f"{given}: {path} has no {attribute!r}; {nearest(attribute, own)}")
-    if callable(found):
-        try:
-            found = found()
-        except PosttrainError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise ConfigError(f"{given} failed: {where(error)}") from error
-    if not isinstance(found, Run):
-        raise ConfigError(
-            f"{given} is a {type(found).__name__}: a Run is wanted, or a function without arguments that returns one"
-        )
-    return found
+    return named_object(given, "", Run, partial(user_module, what="run"), "a Run")

@@ -38,7 +38,7 @@ MAIN: dict[type, tuple[str, ...]] = {
         "minibatches",
         "eval_every",
     ),
-    Preference: ("algorithm", "steps", "batch", "optimizer.lr", "beta", "eval_every"),
+    Preference: ("algorithm", "epochs", "steps", "batch", "optimizer.lr", "beta", "eval_every"),
     Rejection: (
         *("method", "rounds", "prompts", "siblings", "epochs", "batch", "optimizer.lr"),
         *("sampling.max_tokens", "sampling.temperature", "general", "style", "eval_every"),

@@ -10,6 +10,7 @@ from posttrain.build.build_environments import REWARD_LINE
 from posttrain.build.request.input_measures import DataSize
 from posttrain.config.env import Env
 from posttrain.config.run import Run, Supervised
+from posttrain.config.stages.stage import LearnsRows
 from posttrain.core.ports import Environment
 from posttrain.environment.rows.columns import Columns
 from posttrain.environment.rows.row_reader import source_rows
@@ -55,8 +56,8 @@ def _rows(env: Env, columns: Columns, objects: RuntimeObjects) -> Iterator[tuple
 def with_epochs(
     run: Run, given: Collection[str] | None, environment: Environment, others: Mapping[str, Environment]
 ) -> Run:
-    """Returns the run with `steps` set by `epochs`, where a supervised stage has them. A learning rate that falls does
-    so until the last of them, where no horizon is given.
+    """Returns the run with `steps` set by `epochs`, where a stage has them. A learning rate that falls does so until
+    the last of them, where no horizon is given.
 
     Args:
         given: full paths of the user's settings; None: the whole run was given.
@@ -68,7 +69,7 @@ def with_epochs(
     """
     stages = list(run.stages)
     for i, stage in enumerate(stages):
-        if not isinstance(stage, Supervised) or stage.epochs is None:
+        if not isinstance(stage, LearnsRows) or stage.epochs is None:
             continue
         env = environment if stage.env is None else others[stage.name]
         source = env.train

@@ -13,6 +13,7 @@ import numpy as np
 
 from posttrain.checks.check_schedule import due
 from posttrain.checks.judging.reward_model_scores import APART, holds_what_was_trained, read_alone
+from posttrain.checks.judging.verdict_checks import enough_judged
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.batch import Batch
 from posttrain.core.gauge import Gauge, Step
@@ -20,14 +21,13 @@ from posttrain.core.judgements import Judgement, StepLabels
 from posttrain.core.streams import STEP
 from posttrain.core.types import Episode
 from posttrain.core.verdict import State
-from posttrain.diagnose.gauges.rollout_gauges import unjudged_words
 from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.role.events import Event, LabelledEvent, LearnedEvent, Observer, ObserverReport, PlayedEvent
 from posttrain.role.judges.step_completion import LabelledAnswer
 from posttrain.role.judges.step_judge import StepJudge
 from posttrain.role.judges.step_scores import step_scores
 from posttrain.role.roles import LabelRoles, ReinforceRoles, RewardRoles
-from posttrain.system.errors import InvariantError, RewardError
+from posttrain.system.errors import InvariantError
 
 FILE = "steps.jsonl"
 """The rows of a stage that labels steps, in the folder kept as STAGE-rows."""
@@ -81,18 +81,6 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
             )
 
 
-def _enough_judged(roles: LabelRoles, event: PlayedEvent) -> None:
-    """RewardError where too many answers of a step could not be judged."""
-    episodes = [e for g in event.experience.played for e in g.episodes]
-    unjudged = sum(e.figure is None for e in episodes)
-    if unjudged > roles.stage.max_failed * len(episodes):
-        raise RewardError(
-            f"{unjudged} of {len(episodes)} answers of this step could not be judged:"
-            f" {unjudged_words(event.experience.played)}. More than {roles.stage.name}.max_failed="
-            f"{roles.stage.max_failed:g} of a step is too many to label steps by. Mend what judges them"
-        )
-
-
 class StepLabelCheck(Observer):
     """Every answer of every step of a stage that labels steps, and what is written of it."""
 
@@ -101,7 +89,8 @@ class StepLabelCheck(Observer):
 
     def on_event(self, roles: LabelRoles, event: Event) -> ObserverReport | None:
         if isinstance(event, PlayedEvent):
-            _enough_judged(roles, event)
+            what, played = "answers of this step", event.experience.played
+            enough_judged(what, played, roles.run, roles.stage, roles.book.folder, "figure")
         if isinstance(event, LabelledEvent):
             self._answers = event.answers
             for answer in event.answers:

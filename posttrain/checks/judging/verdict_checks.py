@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.checks.judging.rejudge import RejudgedAnswers
 from posttrain.checks.stage_history import StageHistory
@@ -35,14 +35,20 @@ def failures_stay_out(groups: Sequence[Group]) -> None:
                 )
 
 
-def too_many(unjudged: int, of: str, played: Sequence[Group], run: Run, stage: Any, folder: Path) -> RewardError:
-    """The error that stops a stage of which more than `max_failed` of the samples could not be judged."""
-    rewards = run.env_of(stage).rewards
+def enough_judged(
+    what: str, groups: Sequence[Group], run: Run, stage: Any, folder: Path, figure: Literal["reward", "figure"]
+) -> None:
+    """RewardError where more than `max_failed` of the samples of a stage could not be judged: have no `figure`."""
+    episodes, rewards = [x for g in groups for x in g.episodes], run.env_of(stage).rewards
+    unjudged = sum(getattr(x, figure) is None for x in episodes)
+    if unjudged <= stage.max_failed * len(episodes):
+        return
     remote = rewards and all(r.judge_url for r in rewards)
     again = command_line("run", "--resume", folder, *([] if remote else ["--accept-changed"]))
-    return RewardError(
-        f"{unjudged} of {of} could not be judged: {unjudged_words(played)}. They are no wrong answers, so they were"
-        f" left out, and more than {stage.name}.max_failed={stage.max_failed:g} is too many to go on. Mend"
+    why = f"{unjudged_words(groups)}. They are no wrong answers, so they were left out, and more than"
+    raise RewardError(
+        f"{unjudged} of {len(episodes)} {what} could not be judged: {why} {stage.name}.max_failed={stage.max_failed:g}"
+        " is too many to go on. Mend"
         f" {', '.join(dict.fromkeys(r.function for r in rewards)) or 'the environment'}, then resume: {again}"
     )
 
@@ -63,7 +69,8 @@ class VerifierCheck(Observer):
         match event:
             case PlayedEvent(e):
                 failures_stay_out(e.played)
-                self._enough_judged(roles, e)
+                what = "samples of this step"
+                enough_judged(what, e.played, roles.run, roles.stage, roles.book.folder, "reward")
                 self._experience = e
                 return ObserverReport(notes=self._unjudged(e))
             case _:
@@ -78,13 +85,6 @@ class VerifierCheck(Observer):
                 roles.rollout.environment, e.played, StepNumber(step.index, roles.stage.steps)
             )
         return ObserverReport({**self._rejudged.mute(e.played), "rollout/walked": Gauge(e.walked, 1)}, warned)
-
-    def _enough_judged(self, roles: JudgedRoles, e: Experience) -> None:
-        episodes = [x for g in e.played for x in g.episodes]
-        unjudged = sum(x.reward is None for x in episodes)
-        if unjudged > roles.stage.max_failed * len(episodes):
-            of = f"{len(episodes)} samples of this step"
-            raise too_many(unjudged, of, e.played, roles.run, roles.stage, roles.book.folder)
 
     def _unjudged(self, e: Experience) -> tuple[str, ...]:
         """A note on what could not be judged in this step, if it is of a kind that the last 64 steps did not have."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from posttrain.checks.learning.credit_by_definition import plain
-from posttrain.checks.learning.gradient_by_definition import demand, value_demand
+from posttrain.checks.learning.gradient_by_definition import Demand, demand, value_demand
 from posttrain.core.batch import Batch
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.streams import ADVANTAGE, WEIGHT
@@ -20,14 +22,39 @@ in docs/trust.md."""
 
 def loss_agrees(a: Algorithm, batch: Batch, passes: Passes) -> Gauges:
     """The loss's gradient by each log-prob, over all micro-batches, is that of its definition over the minibatch."""
+    entropy_and_value_agree(a, batch, passes)
+    return gradient_agrees(
+        a.name,
+        batch,
+        passes,
+        lambda logp_M: demand(a, batch, logp_M),
+        lambda m: f"credit {batch[ADVANTAGE][m]:.4g}, weight {batch[WEIGHT][m]:.4g}",
+        "a flipped sign; a constant is a scale counted twice or per micro-batch; else check the ratio's anchor, the"
+        " trust region and the KL's direction",
+    )
+
+
+def gradient_agrees(
+    name: str,
+    batch: Batch,
+    passes: Passes,
+    define: Callable[[np.ndarray], Demand | None],
+    told: Callable[[int], str],
+    causes: str,
+) -> Gauges:
+    """The gradient by each log-prob, over all micro-batches, is that which `define` computes from the log-probs.
+
+    Args:
+        told: what is said of a spoken token in the message.
+        causes: the usual causes of a difference, the one of a proportion of -1 first.
+    """
     logp_M, asked_M = passes.joined(batch, passes.logp), passes.joined(batch, passes.logp_grad)
     if passes.stale_gradients:
         raise InvariantError(
             f"{passes.stale_gradients} parameters still held a gradient when the step began: it would be added to this"
             " one's. Clear gradients after every optimizer step"
         )
-    entropy_and_value_agree(a, batch, passes)
-    want = demand(a, batch, logp_M)
+    want = define(logp_M)
     if want is None:
         return {}
     error_M = np.where(want.sure_M, np.abs(asked_M - want.want_M), 0.0)
@@ -35,13 +62,12 @@ def loss_agrees(a: Algorithm, batch: Batch, passes: Passes) -> Gauges:
     worst = float(relative_M.max(initial=0.0))
     if not worst <= LOSS_BOUND:
         m = int(np.argmax(relative_M))
-        ratio = float(asked_M @ want.want_M / (want.want_M @ want.want_M)) if np.any(want.want_M) else np.nan
+        square = float(want.want_M @ want.want_M)
+        ratio = float(asked_M @ want.want_M) / square if square else np.nan
         raise InvariantError(
-            f"the gradient is not that of {a.name}: for spoken token {m} the loss asked {asked_M[m]:.6g} of its"
-            f" log-prob (credit {batch[ADVANTAGE][m]:.4g}, weight {batch[WEIGHT][m]:.4g}), the definition asks"
-            f" {want.want_M[m]:.6g}; over the minibatch the two are in the proportion {ratio:.4g}. -1 is a flipped"
-            " sign; a constant is a scale counted twice or per micro-batch; else check the ratio's anchor, the trust"
-            " region and the KL's direction"
+            f"the gradient is not that of {name}: for spoken token {m} ({told(m)}) the loss asked {asked_M[m]:.6g} of"
+            f" its log-prob, the definition asks {want.want_M[m]:.6g}; over the minibatch the two are in the proportion"
+            f" {ratio:.4g}. -1 is {causes}"
         )
     return {"canary/loss_gap": Gauge(worst, 1)}
 

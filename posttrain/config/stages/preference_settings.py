@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.config.stages.stage import Optimizer, Stage
+from posttrain.config.stages.stage import LearnsRows, Optimizer, Stage
 from posttrain.core.sampling import Sampling
 from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.ladder.preference_rows import DPO, OAIF
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preference(Stage):
+class Preference(LearnsRows):
     """A stage that learns from judged completions: pairs, or single ones with a label. It samples nothing."""
 
     models = ("reference",)
@@ -40,8 +40,6 @@ class Preference(Stage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch < 1:
-            raise ConfigError(f"{self.name}.batch={self.batch}: must be >= 1")
         if self.algorithm.online:
             raise ConfigError(
                 f"{self.name}.algorithm={self.algorithm.name} draws its own pairs, and this stage learns from given"

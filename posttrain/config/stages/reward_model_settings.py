@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from posttrain.config.reward_head import HeadShape, Pool
-from posttrain.config.stages.stage import Optimizer, Stage
+from posttrain.config.stages.stage import LearnsRows, Optimizer, Stage
 from posttrain.config.stages.step_labels import StepLabeling
 from posttrain.system.errors import ConfigError
 
@@ -19,7 +19,7 @@ Regulariser = Literal["none", "sft", "dpo", "dpo_free"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModel(Stage):
+class RewardModel(LearnsRows):
     """A stage that trains a reward model: a score of whole completions, from how completions were judged.
 
     It samples nothing. Its weights are those of a reward model and no longer a policy's: no stage that imitates or
@@ -81,8 +81,8 @@ class RewardModel(Stage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch < 1 or self.centre < 0:
-            raise ConfigError(f"{self.name}: batch={self.batch} must be >= 1 and centre={self.centre:g} >= 0")
+        if self.centre < 0:
+            raise ConfigError(f"{self.name}.centre={self.centre:g}: must be >= 0")
         if not 0 < self.alpha < 1 or not self.beta > 0:
             raise ConfigError(f"{self.name}: alpha={self.alpha:g} must be between 0 and 1, and beta={self.beta:g} > 0")
         for field, wrong, why in self._wrong():
@@ -121,6 +121,7 @@ class RewardModel(Stage):
             ("separator", not self.separator and kind == "steps", "give the text that ends a step, such as ';'"),
             ("soft", self.soft and kind != "steps", "it is about labels of steps; set it to false"),
             ("labels_of", self.labels_of is not None and kind != "steps", "labels of steps are for judgement=steps"),
+            ("epochs", self.counts_passes and self.labels_of is not None, "its rows are not made yet; set steps"),
             ("too_long", self.leaves_out_long and self.labels_of is not None, "what a policy said fits; set refuse"),
         )
 

@@ -116,7 +116,7 @@ class Optimizer:
         if self.horizon is not None and self.horizon <= self.warmup:
             raise ConfigError(
                 f"optimizer.horizon={self.horizon}: must be greater than warmup={self.warmup}, because lr falls"
-                " between the two"
+                " between the two: set a smaller optimizer.warmup"
             )
         if not 0 <= self.floor <= 1:
             raise ConfigError(f"optimizer.floor={self.floor:g}: a share in [0, 1]")
@@ -250,8 +250,7 @@ class Stage(Open, begin=True):
 
     @property
     def counts_passes(self) -> bool:
-        """Whether its length is a number of passes, so that its steps, and how long the learning rate falls, are
-        known once its rows are read."""
+        """Whether its length is a number of passes, so that its steps are known once its rows are read."""
         return False
 
     def check_horizon(self) -> None:
@@ -321,6 +320,30 @@ class Stage(Open, begin=True):
         """Returns the reason why this stage cannot use an environment of this name that writes demonstrations in these
         styles; '' where it can."""
         return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnsRows(Stage):
+    """What the kinds share that take `batch` rows of data a step. It is no kind itself."""
+
+    batch: int = 32
+    """Rows per optimizer step."""
+    epochs: float | None = None
+    """Passes over the training rows. Where it is set it decides `steps`. None: `steps` does."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch < 1:
+            raise ConfigError(f"{self.name}.batch={self.batch}: must be >= 1")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ConfigError(f"{self.name}.epochs={self.epochs:g}: must be > 0, or none")
+
+    @property
+    def counts_passes(self) -> bool:
+        return self.epochs is not None
+
+
+LearnsRows.withdraw()
 
 
 def offered(styles: Sequence[str]) -> str:

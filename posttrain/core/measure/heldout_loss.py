@@ -53,5 +53,9 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
+def agreement_words(share: float) -> str:
+    return f"{share:.3f} of held-out pairs ordered as judged"
+
+
 def loss_words(loss: float) -> str:
     return f"held-out loss {loss:.3f}, perplexity {perplexity(loss):.4g}"

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 
 from posttrain.config.run import Run
 from posttrain.core.gauge import Step
-from posttrain.core.measure.heldout_loss import loss_words
+from posttrain.core.measure.heldout_loss import agreement_words, loss_words
 from posttrain.core.measure.interval import number_text
 from posttrain.diagnose.rules.notes_once import RULE, SaidOnce
 from posttrain.diagnose.run_outcome import LOSSES
@@ -83,10 +83,10 @@ class Terminal:
             if not said or abs(accuracy.mean - rewards.mean) > 1e-9:
                 said = [f"mean reward {number_text(rewards.mean, '.4g')}", *said]
             self._measured, self._measured_at = f"held-out {', '.join(said)}", step.index
-        if "heldout/loss" in step.gauges:
-            known_too = f"{self._measured}, " if self._measured and self._measured_at == step.index else ""
-            self._measured = known_too + loss_words(step.gauges["heldout/loss"].mean)
-            self._measured_at = step.index
+        for name, words in (("heldout/loss", loss_words), ("heldout/agreement", agreement_words)):
+            if name in step.gauges:
+                known_too = f"{self._measured}, " if self._measured and self._measured_at == step.index else ""
+                self._measured, self._measured_at = known_too + words(step.gauges[name].mean), step.index
         known = None if self._open_ended(step) else total
         if self._line is not None:
             self._line.update(step.stage, step.index, known, f"{self._facts(step)}{self._left(step, total)}")
@@ -95,7 +95,7 @@ class Terminal:
             self._bar.update(self._task, completed=step.index, total=known, count=count, facts=self._facts(step))
         elif (
             step.index == total
-            or {"eval/reward", "heldout/loss"} & step.gauges.keys()
+            or {"eval/reward", "heldout/loss", "heldout/agreement"} & step.gauges.keys()
             or time.monotonic() - self._printed > PLAIN_EVERY
         ):
             self._printed = time.monotonic()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from posttrain.config.stages.stage import LearnsRows
 from posttrain.core import abilities, seeds
 from posttrain.core.batch import Batch
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.judgements import Judgement, Kind, Label, Pair, Ranking, Rating, StepLabels
 from posttrain.core.measure.answer_steps import joined
+from posttrain.core.measure.heldout_loss import Rows
 from posttrain.core.measure.interval import Score
 from posttrain.core.ports import Environment, PairRenderer, TaskSource
 from posttrain.core.streams import MARGIN, SIDE, WEIGHT
@@ -125,6 +127,39 @@ class FittingTasks:
         return FittingTasks(fit, sum(map(bool, why)), len(why), next(filter(None, why), ""))
 
 
+def fitting(stage: LearnsRows, judged: list[Judgement], renderer: PairRenderer, context: int) -> list[Judgement]:
+    """Without those that do not fit into the context, where the stage leaves them out."""
+    return [j for j in judged if not (stage.leaves_out_long and misfit(j, renderer, context))]
+
+
+def training_tasks(
+    stage: LearnsRows,
+    environment: Environment,
+    kind: Kind,
+    renderer: PairRenderer,
+    context: int,
+    say: Callable[[str], None],
+) -> TaskSource:
+    """The training tasks whose judgements fit into the context.
+
+    Raises:
+        DataError: none does.
+    """
+    if not stage.leaves_out_long:  # checked before the run began
+        return environment.train
+    some = FittingTasks.of(environment, kind, renderer, context)
+    if some is None:
+        return environment.train
+    if not some.tasks:
+        raise DataError(f"{stage.name}: no judgement fits into {context} tokens. {some.first}")
+    if some.left_out:
+        say(
+            f"{stage.name}: {some.left_out} of {some.asked} judgements are left out, because they do not fit into"
+            f" {context} tokens, such as: {some.first}"
+        )
+    return some
+
+
 def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: int) -> Batch:
     """A minibatch in which each judgement is a unit, its completions in order.
 
@@ -167,17 +202,31 @@ class AgreementReport:
     accuracy: Score
     margin: float
     """Mean score of the chosen completion minus that of the rejected one."""
+    rows: Rows = field(default_factory=dict[str, tuple[float, float]])
+    """By the id of a pair's task: (0 where it is ordered as judged, 1 where not, 1)."""
 
     @staticmethod
-    def of(chosen: np.ndarray, rejected: np.ndarray) -> AgreementReport:
-        """From the scores of the two sides, one of each a pair. InvariantError where one is not finite."""
-        d = chosen - rejected
-        if not np.all(np.isfinite(d)):
-            raise InvariantError(
-                f"{int((~np.isfinite(d)).sum())} of {len(d)} held-out pairs have a score that is not finite"
-            )
-        ties = np.where(d == 0, 0.5, (d > 0).astype(np.float64))
-        return AgreementReport(Score.of(ties), float(d.mean()) if len(d) else float("nan"))
+    def of(score: np.ndarray, worth: np.ndarray, unit: np.ndarray, ids: Sequence[str] = ()) -> AgreementReport | None:
+        """From the scores of judged completions: the share of pairs inside units that they order as their worth does.
+        None where no pair has a better one.
+
+        Args:
+            unit: units are compared inside; -1: with none.
+            ids: names of the units, where they have some.
+        """
+        if not np.all(np.isfinite(score)):
+            wrong = int((~np.isfinite(score)).sum())
+            raise InvariantError(f"{wrong} of {len(score)} scores of held-out completions are not finite")
+        shares, gaps = dict[int, float](), list[float]()
+        for u in np.unique(unit[unit >= 0]).tolist():
+            own = np.flatnonzero(unit == u)
+            better, worse = np.nonzero(worth[own][:, None] > worth[own][None])
+            if len(better):
+                gap = score[own][better] - score[own][worse]
+                shares[u] = float(((gap > 0) + (gap == 0) / 2).mean())
+                gaps.append(float(gap.mean()))
+        rows = {ids[u]: (1 - x, 1.0) for u, x in shares.items()} if ids else {}
+        return AgreementReport(Score.of([*shares.values()]), float(np.mean(gaps)), rows) if shares else None
 
     @staticmethod
     def of_labels(score_E: np.ndarray, good_E: np.ndarray) -> AgreementReport | None:

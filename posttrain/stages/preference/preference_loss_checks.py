@@ -11,10 +11,10 @@ import torch
 from posttrain.algorithm.preference.preference_loss import PreferenceLoss
 from posttrain.algorithm.preference.preference_minibatch import SHIFT, prepared
 from posttrain.checks.check_schedule import due
-from posttrain.checks.learning.loss_checks import LOSS_BOUND
+from posttrain.checks.learning.loss_checks import gradient_agrees
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.scores import TokenScores
-from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.gauge import Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import COLLISION, MARGIN, OPPONENT, REFERENCE, SIDE, START, WEIGHT
 from posttrain.ladder.preference_algorithm import SIDES, PreferenceAlgorithm
@@ -36,31 +36,20 @@ def preference_loss_agrees(
     a: PreferenceAlgorithm, batch: Batch, passes: Passes, rows: JudgedRows, shift: float
 ) -> Gauges:
     """A preference loss's gradient by each log-prob, over all micro-batches, is that of its definition."""
-    logp_M, asked_M = passes.joined(batch, passes.logp), passes.joined(batch, passes.logp_grad)
-    if passes.stale_gradients:
-        raise InvariantError(
-            f"{passes.stale_gradients} parameters still held a gradient when the step began: it would be added to this"
-            " one's. Clear gradients after every optimizer step"
-        )
-    want = preference_demand(a, batch, logp_M, rows, shift)
-    if want is None:
-        return {}
-    error_M = np.where(want.sure_M, np.abs(asked_M - want.want_M), 0.0)
-    relative_M = error_M / np.maximum(want.size_M, 1e-3 * float(want.size_M.max(initial=0.0)) + 1e-30)
-    worst = float(relative_M.max(initial=0.0))
-    if not worst <= LOSS_BOUND:
-        m = int(np.argmax(relative_M))
+
+    def told(m: int) -> str:
         e = int(batch.sequence_M[m])
-        square = float(want.want_M @ want.want_M)
-        ratio = float(asked_M @ want.want_M) / square if square else np.nan
-        raise InvariantError(
-            f"the gradient is not that of {a.name}: for spoken token {m} (judgement {rows.unit_E[e]}, side"
-            f" {rows.side_E[e]}) the loss asked {asked_M[m]:.6g} of its log-prob, the definition asks"
-            f" {want.want_M[m]:.6g}; over the minibatch the two are in the proportion {ratio:.4g}. -1 is chosen and"
-            " rejected swapped; a constant is beta or a weight counted twice, or per micro-batch; else check the"
-            " margin, the label noise, sums against averages, and whether a part that should be constant has a gradient"
-        )
-    return {"canary/loss_gap": Gauge(worst, 1)}
+        return f"judgement {rows.unit_E[e]}, side {rows.side_E[e]}"
+
+    return gradient_agrees(
+        a.name,
+        batch,
+        passes,
+        lambda logp_M: preference_demand(a, batch, logp_M, rows, shift),
+        told,
+        "chosen and rejected swapped; a constant is beta or a weight counted twice, or per micro-batch; else check the"
+        " margin, the label noise, sums against averages, and whether a part that should be constant has a gradient",
+    )
 
 
 def agrees_on_synthetic_judgements(a: PreferenceAlgorithm) -> None:

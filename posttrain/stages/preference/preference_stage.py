@@ -15,29 +15,30 @@ from posttrain.config.stages.stage import starts
 from posttrain.core.batch import Packed
 from posttrain.core.gauge import Step
 from posttrain.core.judgements import Judgement, Label
-from posttrain.core.ports import Reference, TaskSource
+from posttrain.core.ports import Learner, PairRenderer, Reference
 from posttrain.core.streams import COLLISION, MARGIN, REFERENCE, START
 from posttrain.core.types import Segment
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.role.learning.reference_scores import LogProbs, ReferenceScores
 from posttrain.role.roles import PreferenceRoles
 from posttrain.role.weights.saved_weights import restore, snapshot
 from posttrain.stages.loop import Driver
 from posttrain.stages.preference.judged_batches import (
     AgreementReport,
-    FittingTasks,
     batch_of,
     completions,
     drawn,
+    fitting,
     heldout_judgements,
-    misfit,
     segments,
+    training_tasks,
     walk,
 )
 from posttrain.stages.progress import StageState
-from posttrain.stages.role_parts import data_parts
+from posttrain.stages.role_parts import data_parts, say_passes
 from posttrain.stages.start_weights import load_kept
 from posttrain.stages.training_step import DataBatch, learn_from
-from posttrain.system.errors import DataError, InvariantError
+from posttrain.system.errors import InvariantError
 
 HELDOUT_PART = 256
 """Held-out judgements that are scored at once."""
@@ -60,16 +61,17 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         self, checkpoint: Path | None
     ) -> tuple[Callable[[int], Awaitable[DataBatch]], Callable[[DataBatch], Awaitable[Step]]]:
         parts, stage, setting = self.parts, self.stage, self.setting
-        source = self._source()
+        render, context = parts.renderer, parts.sampler.context
+        source = training_tasks(stage, setting.environment, stage.judged, render, context, parts.say)
         each = {"pair": "pairs", "label": "labelled completions"}.get(stage.judged, stage.judged)
         about = f"{stage.algorithm.name} ({stage.algorithm.paper})"
-        parts.say(f"{stage.name}: {about}; {stage.batch} {each} a step, {stage.steps} steps{_passes(source, stage)}")
+        say_passes(self, source, f"{about}; {stage.batch} {each} a step, {stage.steps} steps")
         self.roles = PreferenceRoles(
             **data_parts(self),
             source=source,
             reference=None,
         )
-        self._heldout = self._readable(heldout_judgements(setting.environment))
+        self._heldout = fitting(stage, heldout_judgements(setting.environment), render, context)
         with self.clock.of("score"):
             self.roles.reference = self._reference(checkpoint)
         await self.watch.begin(self.roles)
@@ -112,24 +114,9 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         return step
 
     def agree(self) -> AgreementReport | None:
-        if not self._heldout:
-            return None
         h, a = self.roles, self.stage.algorithm
-        scores: list[np.ndarray] = []
         with self.clock.of("evaluate"):
-            for i in range(0, len(self._heldout), HELDOUT_PART):
-                judged = self._heldout[i : i + HELDOUT_PART]
-                batch = batch_of(judged, h.renderer, h.context)
-                logp_M = h.learner.score(batch).astype(np.float64)
-                if a.reads_reference:
-                    logp_M -= self._reference_logp(self._segments(judged))
-                scores.append(scores_of(a, batch, logp_M))
-        score_E = np.concatenate(scores)
-        if isinstance(self._heldout[0], Label):
-            return AgreementReport.of_labels(
-                score_E, np.array([isinstance(j, Label) and j.good for j in self._heldout])
-            )
-        return AgreementReport.of(score_E[0::2], score_E[1::2])
+            return heldout_order(self._heldout, a, h.learner, h.renderer, h.context, self._reference_logp)
 
     # --- data --------------------------------------------------------------------------------------------------------
 
@@ -138,35 +125,6 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         stage, h, seed = self.stage, self.roles, self.parts.run.seed
         tasks = walk(h.source, seed=seed, stage=stage.name, first=(index - 1) * stage.batch, count=stage.batch)
         return drawn(h.environment, tasks, stage.judged, seed=seed, stage=stage.name)
-
-    def _source(self) -> TaskSource:
-        """The training tasks whose judgements fit into the context.
-
-        Raises:
-            DataError: none does.
-        """
-        parts, environment = self.parts, self.setting.environment
-        if not self.stage.leaves_out_long:  # checked before the run began
-            return environment.train
-        fitting = FittingTasks.of(environment, self.stage.judged, parts.renderer, parts.sampler.context)
-        if fitting is None:
-            return environment.train
-        if not fitting.tasks:
-            raise DataError(
-                f"{self.stage.name}: no judgement fits into {parts.sampler.context} tokens. {fitting.first}"
-            )
-        if fitting.left_out:
-            parts.say(
-                f"{self.stage.name}: {fitting.left_out} of {fitting.asked} judgements are left"
-                f" out, because they do not fit into {parts.sampler.context} tokens, such as: {fitting.first}"
-            )
-        return fitting
-
-    def _readable(self, judged: list[Judgement]) -> list[Judgement]:
-        """Without those that do not fit into the context, where the stage leaves them out."""
-        if not self.stage.leaves_out_long:
-            return judged
-        return [j for j in judged if not misfit(j, self.parts.renderer, self.parts.sampler.context)]
 
     # --- the reference -----------------------------------------------------------------------------------------------
 
@@ -247,8 +205,27 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             yield self._segments(new)
 
 
-def _passes(source: TaskSource, stage: Preference) -> str:
-    """Says how often the stage meets its data, in words; empty where it is generated without end."""
-    if not source.count:
-        return ""
-    return f", {stage.steps * stage.batch / source.count:.2g} passes over {source.count:,} judgements"
+def heldout_order(
+    heldout: Sequence[Judgement],
+    a: PreferenceAlgorithm,
+    learner: Learner,
+    renderer: PairRenderer,
+    context: int,
+    reference_logp: Callable[[Sequence[Segment]], np.ndarray],
+) -> AgreementReport | None:
+    """How well the learner's scores order held-out judgements. None where all have one label, or there are none."""
+    scores = [np.zeros(0)]
+    for i in range(0, len(heldout), HELDOUT_PART):
+        judged = heldout[i : i + HELDOUT_PART]
+        batch = batch_of(judged, renderer, context)
+        logp_M = learner.score(batch).astype(np.float64)
+        if a.reads_reference:
+            logp_M -= reference_logp([s for j in judged for s in segments(j, renderer, context)])
+        scores.append(scores_of(a, batch, logp_M))
+    score_E = np.concatenate(scores)
+    if not len(score_E):
+        return None
+    if isinstance(heldout[0], Label):
+        return AgreementReport.of_labels(score_E, np.array([isinstance(j, Label) and j.good for j in heldout]))
+    units = np.arange(len(score_E))
+    return AgreementReport.of(score_E, units % 2 == 0, units // 2, [j.task.id for j in heldout])

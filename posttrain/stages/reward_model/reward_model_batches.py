@@ -13,7 +13,6 @@ from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core import abilities, seeds
 from posttrain.core.batch import Batch
 from posttrain.core.judgements import Judgement, Kind, Label, Rating
-from posttrain.core.measure.interval import Score
 from posttrain.core.ports import Environment, Learner, PairRenderer
 from posttrain.core.streams import RATING, SIDE, STEP, WEIGHT
 from posttrain.core.types import Episode
@@ -21,7 +20,7 @@ from posttrain.diagnose.reward_quality import flattery
 from posttrain.role.judges.step_completion import TokenEnds
 from posttrain.role.judges.step_scores import step_labels, step_scores
 from posttrain.stages.preference.judged_batches import HELDOUT, AgreementReport, batch_of, completions
-from posttrain.system.errors import DataError, InvariantError
+from posttrain.system.errors import DataError
 
 PART = 256
 """Held-out judgements that are scored at once."""
@@ -132,7 +131,9 @@ def heldout_agreement(
         unit += (i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)).tolist()
     if stage.judgement == "steps":
         return AgreementReport.of_labels(np.array(score), np.array(worth) > 0.5)
-    return agreement(np.array(score), np.array(worth), _partners(judged, np.array(worth), np.array(unit)))
+    partners, ids = _partners(judged, np.array(worth), np.array(unit)), [j.task.id for j in judged]
+    ids = ids if stage.judgement in ("pair", "ranking") else []
+    return AgreementReport.of(np.array(score), np.array(worth), partners, ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,20 +171,24 @@ def scored_judgements(
     if whole and source.count is not None:
         tasks += [source.task(i) for i in range(source.count)]
     judged = [draw(t, kind, seeds.generator(HELDOUT, f"judgement/{t.id}", 0)) for t in tasks]
-    score: list[float] = []
-    worth: list[float] = []
-    tokens: list[float] = []
-    unit: list[int] = []
+    score, worth, tokens, unit = _scores(judged, learner, renderer, context)
+    partners = _partners(judged, worth, unit)
+    flattering = np.array([float(flattery(text)) for j in judged for text, _ in completions(j)])
+    return ScoredJudgements(score, worth, tokens, flattering, partners)
+
+
+def _scores(
+    judged: Sequence[Judgement], learner: Learner, renderer: PairRenderer, context: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(score, side, tokens, number of its judgement) of each completion."""
+    parts: list[tuple[np.ndarray, ...]] = [(np.zeros(0),) * 3 + (np.zeros(0, np.int64),)]
     for i in range(0, len(judged), PART):
         batch = batch_of(judged[i : i + PART], renderer, context)
         spoken = np.bincount(batch.segment_M, minlength=len(batch.lengths_S))
-        score += learner.rewards(batch).astype(np.float64).tolist()
-        worth += batch[SIDE][np.cumsum(spoken) - spoken].astype(np.float64).tolist()
-        tokens += spoken.astype(np.float64).tolist()
-        unit += (i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)).tolist()
-    partners = _partners(judged, np.array(worth), np.array(unit))
-    flattering = np.array([float(flattery(text)) for j in judged for text, _ in completions(j)])
-    return ScoredJudgements(np.array(score), np.array(worth), np.array(tokens), flattering, partners)
+        unit = i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)
+        parts.append((learner.rewards(batch), batch[SIDE][np.cumsum(spoken) - spoken], spoken, unit))
+    score, side, tokens, unit = map(np.concatenate, zip(*parts, strict=True))
+    return score.astype(np.float64), side.astype(np.float64), tokens.astype(np.float64), unit
 
 
 def scored_answers(
@@ -200,17 +205,12 @@ def scored_answers(
     """
     episodes = [e for of_prompt in answers for e in of_prompt]
     judged = [Label(task=e.task, completion=e.text, good=True) for e in episodes]
-    score: list[float] = []
-    tokens: list[float] = []
-    for i in range(0, len(judged), PART):
-        batch = batch_of(judged[i : i + PART], renderer, context)
-        score += learner.rewards(batch).astype(np.float64).tolist()
-        tokens += np.bincount(batch.segment_M, minlength=len(batch.lengths_S)).astype(np.float64).tolist()
+    score, _, tokens, _ = _scores(judged, learner, renderer, context)
     values = [value for e in episodes if (value := worth(e)) is not None]
     return ScoredJudgements(
-        np.array(score),
+        score,
         np.round(np.array(values, np.float64), 9),
-        np.array(tokens),
+        tokens,
         np.array([float(flattery(e.text)) for e in episodes]),
         np.repeat(np.arange(len(answers)), [len(of_prompt) for of_prompt in answers]),
     )
@@ -229,25 +229,3 @@ def _partners(judged: Sequence[Judgement], worth: np.ndarray, unit: np.ndarray) 
             waiting.remove(other)
             out[s] = out[other] = s
     return out
-
-
-def agreement(score: np.ndarray, worth: np.ndarray, unit: np.ndarray) -> AgreementReport | None:
-    """The share of pairs inside units that scores order as their worth does, a tie of scores counting half.
-
-    Raises:
-        InvariantError: a score is not finite.
-    """
-    if not np.all(np.isfinite(score)):
-        raise InvariantError(
-            f"{int((~np.isfinite(score)).sum())} of {len(score)} scores of held-out completions are not finite"
-        )
-    shares, gaps = list[float](), list[float]()
-    for u in np.unique(unit[unit >= 0]).tolist():
-        own = np.flatnonzero(unit == u)
-        better, worse = np.nonzero(worth[own][:, None] > worth[own][None])
-        if not len(better):
-            continue
-        gap = score[own][better] - score[own][worse]
-        shares.append(float(((gap > 0) + (gap == 0) / 2).mean()))
-        gaps.append(float(gap.mean()))
-    return AgreementReport(Score.of(shares), float(np.mean(gaps))) if shares else None

@@ -11,14 +11,14 @@ from posttrain.config.env import Env
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.batch import Packed
 from posttrain.core.gauge import Step
-from posttrain.core.ports import Environment, TaskSource
+from posttrain.core.ports import Environment
 from posttrain.core.streams import REFERENCE
 from posttrain.environment.make import environment
 from posttrain.role.heldout_evaluation import EvaluationReport
 from posttrain.role.judges.step_completion import TokenEnds
 from posttrain.role.roles import RewardRoles
 from posttrain.stages.loop import Driver
-from posttrain.stages.preference.judged_batches import AgreementReport, FittingTasks, drawn, misfit, walk
+from posttrain.stages.preference.judged_batches import AgreementReport, drawn, fitting, training_tasks, walk
 from posttrain.stages.progress import StageState
 from posttrain.stages.reward_model.reward_model_batches import (
     heldout_agreement,
@@ -26,11 +26,10 @@ from posttrain.stages.reward_model.reward_model_batches import (
     ranking_loss,
     reward_batch,
 )
-from posttrain.stages.role_parts import data_parts, frozen_start
+from posttrain.stages.role_parts import data_parts, frozen_start, say_passes
 from posttrain.stages.run_parts import RunParts
 from posttrain.stages.step_labels.step_label_stage import ROWS, rows_name
 from posttrain.stages.training_step import DataBatch, learn_from
-from posttrain.system.errors import DataError
 
 KINDS = {
     "pair": "pairs (Bradley-Terry)",
@@ -56,13 +55,12 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
         if stage.labels_of is not None:
             self.setting = replace(self.setting, environment=labelled(parts, stage))
         setting = self.setting
-        source = self._source()
+        context = parts.sampler.context
+        source = training_tasks(stage, setting.environment, stage.judgement, parts.renderer, context, parts.say)
         learns = "all pairs of rankings" if stage.pairs else KINDS[stage.judgement]
         several = "" if len(stage.shape.outputs) == 1 else f", {len(stage.shape.outputs)} outputs"
-        parts.say(
-            f"{stage.name}: a reward model from {learns}; its head reads '{stage.pool}'{several}; {stage.batch} a step,"
-            f" {stage.steps} steps"
-        )
+        head = f"a reward model from {learns}; its head reads '{stage.pool}'{several}"
+        say_passes(self, source, f"{head}; {stage.batch} a step, {stage.steps} steps")
         self.loss = ranking_loss(stage)
         self.roles = RewardRoles(
             **data_parts(self),
@@ -71,9 +69,7 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
             ends=TokenEnds(setting.rollout.dialogue("").text),
         )
         held = heldout_of_kind(setting.environment, stage.judgement)
-        context = parts.sampler.context
-        skips = stage.leaves_out_long
-        self._heldout = [j for j in held if not (skips and misfit(j, parts.renderer, context))]
+        self._heldout = fitting(stage, held, parts.renderer, context)
         await self.watch.begin(self.roles)
         return self._ask, self._learn
 
@@ -102,27 +98,6 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
         h = self.roles
         with self.clock.of("evaluate"):
             return heldout_agreement(self._heldout, self.stage, h.learner, h.renderer, h.context, h.ends)
-
-    def _source(self) -> TaskSource:
-        """The training tasks whose judgements fit into the context.
-
-        Raises:
-            DataError: none does.
-        """
-        parts, environment, stage = self.parts, self.setting.environment, self.stage
-        if not stage.leaves_out_long:  # checked before the run began
-            return environment.train
-        fitting = FittingTasks.of(environment, stage.judgement, parts.renderer, parts.sampler.context)
-        if fitting is None:
-            return environment.train
-        if not fitting.tasks:
-            raise DataError(f"{stage.name}: no judgement fits into {parts.sampler.context} tokens. {fitting.first}")
-        if fitting.left_out:
-            parts.say(
-                f"{stage.name}: {fitting.left_out} of {fitting.asked} judgements are left out,"
-                f" because they do not fit into {parts.sampler.context} tokens, such as: {fitting.first}"
-            )
-        return fitting
 
 
 def labelled(parts: RunParts, stage: RewardModel) -> Environment:

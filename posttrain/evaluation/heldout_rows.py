@@ -1,0 +1,60 @@
+"""`posttrain eval` of a run that nothing judges: what its last stage measures, on the held-out rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from posttrain.build.build_run import PolicyRoles, make_teacher
+from posttrain.config.run import Run
+from posttrain.config.stages.preference_settings import Preference
+from posttrain.config.stages.stage import START, starts
+from posttrain.core.ports import Environment
+from posttrain.engine.model.policy_model import Policy
+from posttrain.record.checkpoint import kept_folder
+from posttrain.role.heldout_evaluation import EvaluationReport, report
+from posttrain.role.learning.reference_scores import ReferenceScores
+from posttrain.role.weights.saved_weights import load_weights
+from posttrain.stages.measure_heldout_loss import HeldoutDemonstrations
+from posttrain.stages.preference.judged_batches import heldout_judgements, segments
+from posttrain.stages.preference.preference_stage import heldout_order
+from posttrain.system.errors import ConfigError
+
+
+async def measure_rows(
+    run: Run,
+    own: Path,
+    policy: Policy,
+    roles: PolicyRoles,
+    environment: Environment,
+    load: Callable[[], None],
+    say: Callable[[str], None],
+) -> EvaluationReport:
+    """A report whose `measures` are the held-out loss of a stage that imitates, or the order of held-out pairs of one
+    that learns from preferences.
+
+    Args:
+        load: loads the weights that are evaluated. Until then the model is the one that the run began with.
+    """
+    stage, learner, render, context = run.stages[-1], roles.learner, roles.renderer, roles.engine.context
+    if isinstance(stage, Preference):
+        judged, reference = heldout_judgements(environment), ReferenceScores("")
+        if stage.algorithm.reads_reference:
+            if (began := starts(run.stages, stage)) != START:
+                load_weights(kept_folder(own, began), learner)
+            scorer = learner if stage.reference is None else make_teacher(run, stage.reference, policy)
+            reference.add(scorer, [s for j in judged for s in segments(j, render, context)])
+        load()
+        ordered = heldout_order(judged, stage.algorithm, learner, render, context, reference.of)
+        if ordered is not None:
+            said = f"orders {ordered.accuracy} of {ordered.accuracy.prompts} held-out judgements as they were judged"
+            say(f"{own}: {said}; mean margin {ordered.margin:.4g}")
+            return replace(report((), None), measures=ordered.gauges())
+    load()
+    held = HeldoutDemonstrations.of(stage, environment, render, roles.rollout)
+    loss = held and await held.loss(learner, stage.micro_tokens)
+    if loss is None:
+        raise ConfigError(f"{stage.name} measures nothing on held-out rows: give env.rewards, which judge answers")
+    say(f"{own}: {loss.words}, over {len(loss.rows)} held-out rows (loss {loss.score})")
+    return replace(report((), None), measures=loss.gauges())
