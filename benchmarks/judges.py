@@ -27,10 +27,10 @@ from posttrain.build.build_reward_models import reward_member
 from posttrain.config.env import Reward
 from posttrain.environment.judged.judge_rules import best_half, chosen, summed
 from posttrain.environment.make import environment
-from posttrain.faults import planted
 from posttrain.record import run_reader
 from posttrain.role.judges.generative_judge import GenerativeJudge
 from posttrain.role.judges.meta_rows import JudgedTask, asked, meta_rows, right
+from tests.mutants import planted
 
 VOTES = (1, 2, 4, 8, 16, 32)
 MOST = max(VOTES)
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--fault", help="a planted fault of `posttrain faults`, such as meta_labels_are_its_votes")
+    parser.add_argument("--fault", help="a planted fault of tests/mutants, such as meta_labels_are_its_votes")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     with planted(args.fault) if args.fault else nullcontext():

@@ -41,12 +41,12 @@ from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.make import environment
 from posttrain.evaluation.evaluate_search import evaluate_searches
-from posttrain.faults import Fault, planted
 from posttrain.ladder.policy_rows import GRPO_PROCESS, PRIME
 from posttrain.record import run_reader
 from posttrain.role.judges.meta_rows import asked, meta_rows
 from posttrain.system.errors import PosttrainError
 from tests import families
+from tests.mutants import Fault, planted
 from tests.tiny import MODEL, tiny_run
 
 STEPS = 20

@@ -70,7 +70,7 @@ def cited(text: str, path: str) -> Iterator[str]:
         named = "sandbox trap" if kind.lower() == "trap" and SANDBOX.fullmatch(path) else kind.lower()
         if named != "gap":
             yield from (f"{named} {n}" for n in re.findall(r"\d+", numbers))
-    if path.startswith("posttrain/faults/"):
+    if path.startswith(("posttrain/faults/", "tests/mutants/")):
         sources = re.findall(r'source="([^"]*)"', text)
         yield from (x for source in sources for x in GAP.findall(source))
 
@@ -101,7 +101,7 @@ def test_the_test_itself_finds_what_leads_nowhere(tmp_path: Path) -> None:
     assert nowhere(text, "posttrain/x.py") == ["2599.99999", "A99", "law 31", "law 9", "pain 26", "trap 21"]
     assert nowhere("F.2 item 3, F.2 items 2 and 99, F.1.9, F.3.2", "x") == ["F.1.9", "F.2 item 99"]
     assert nowhere("trap 15, trap 14", "docs/hostile-cases.md") == ["sandbox trap 15"]
-    assert nowhere('source="G31; G17"', "posttrain/faults/judging/data_faults.py") == ["G31"]
+    assert nowhere('source="G31; G17"', "tests/mutants/judging/data_faults.py") == ["G31"]
     assert "pain 10" in set(cited("(pain 10, trl#2175)", "x")) and not list(cited("gap 1.8, B2, sha A123", "x"))
     cells = [{"source": ["see A99\n", "and law 31"], "outputs": [{"text": "pain 99"}]}, {"source": "F.1.9"}]
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
@@ -154,7 +154,7 @@ def test_the_picture_of_the_floors_is_the_table() -> None:
 
 def test_a_pain_says_what_holds_it() -> None:
     """Each pain and trap names a test that exists; `faults` that it names are planted ones."""
-    from posttrain.faults.planting import FAULTS
+    from tests.mutants import FAULTS
 
     text = (DOCS / "pains.md").read_text()
     sections = re.findall(r"^### ((?:Pain|Trap) \d+)\..*\n((?:(?!^#).*\n)*)", text, re.M)

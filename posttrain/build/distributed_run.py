@@ -78,7 +78,7 @@ class RankStart:
     seed: int
     threads: int
     deterministic: bool
-    fault: str | None
+    fault: faults.Fault | None
     digest: str
     """Digest of the weights, where each rank reads its rows."""
     parallel: Parallel
@@ -190,7 +190,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
         how["replays"] = True
     given = here(run.model) if lead.by_rows else policy
     digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.by_rows else ""
-    told = (run.seed, torch.get_num_threads(), run.deterministic, run.fault, digest, lead.parallel, how)
+    told = (run.seed, torch.get_num_threads(), run.deterministic, faults.named(run.fault), digest, lead.parallel, how)
     start = RankStart(given, *told)
     try:
         sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""

@@ -64,12 +64,13 @@ class EngineParts:
     policy: Policy | None
     """None: the process reads the model by itself."""
     threads: int
+    fault: faults.Fault | None = None
 
     def __call__(self) -> Sampler:
         use_threads(self.threads)
         use_deterministic(self.run.deterministic)
         os.environ.setdefault(BINDING, "nobind")
-        PLANTED.enter_context(faults.planted(self.run.fault))
+        PLANTED.enter_context(faults.planted(self.fault))
         policy = self.policy or load_policy(self.run.model, None, self.run.seed)
         render = Renderer(cast("Any", policy.tokenizer), policy.stop_ids, policy.context, self.run.model.history)
         return make_engine(self.run, policy, render.decode, own=True).sampler
@@ -109,11 +110,11 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
             another process, or an engine does not start.
     """
     check_machine(placement)
-    threads = placement.cores or torch.get_num_threads()
+    threads, fault = placement.cores or torch.get_num_threads(), faults.named(run.fault)
     if isinstance(policy, BlankPolicy):
-        parts = EngineParts(_for_engine(replace(run, model=here(run.model))), None, threads)
+        parts = EngineParts(_for_engine(replace(run, model=here(run.model))), None, threads, fault)
     else:
-        parts = EngineParts(_for_engine(run), replace(policy.twin(), reward_head=None), threads)
+        parts = EngineParts(_for_engine(run), replace(policy.twin(), reward_head=None), threads, fault)
     try:
         start = pickle.dumps(EngineStart(parts, ParcelReceiver), pickle.HIGHEST_PROTOCOL)
     except Exception as error:

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain import faults
 from posttrain.build.build_environments import distinct
 from posttrain.build.spawn_engines import PLANTED
 from posttrain.config.env import Env
@@ -23,6 +22,7 @@ from posttrain.engine.pool.parent_side import EngineHost
 from posttrain.engine.pool.ray_actor import RayHost
 from posttrain.engine.pool.remote_environment import EnvironmentStart
 from posttrain.environment.make import environment
+from posttrain.faults import Fault, named, planted
 from posttrain.record.runtime_objects import is_inline, source_file
 from posttrain.system.errors import ConfigError
 
@@ -34,10 +34,10 @@ class EnvironmentParts:
     made: tuple[Env | Environment, ...]
     """The configuration of each, or the environment itself where a program handed it."""
     seed: int
-    fault: str | None
+    fault: Fault | None
 
     def __call__(self) -> list[Environment]:
-        PLANTED.enter_context(faults.planted(self.fault))
+        PLANTED.enter_context(planted(self.fault))
         return [environment(m, self.seed) if isinstance(m, Env) else m for m in self.made]
 
 
@@ -102,7 +102,7 @@ def _pool(
 ) -> EnvironmentPool:
     configs = [next((run.env_of(s) for s in run.stages if others.get(s.name, every[0]) is e), run.env) for e in every]
     made = tuple(_sent(config, e) for config, e in zip(configs, every, strict=True))
-    start = pickle.dumps(EnvironmentStart(EnvironmentParts(made, run.seed, run.fault)), pickle.HIGHEST_PROTOCOL)
+    start = pickle.dumps(EnvironmentStart(EnvironmentParts(made, run.seed, named(run.fault))), pickle.HIGHEST_PROTOCOL)
     cores = engine_cores(engine) if placement.cores else None
 
     def begin(number: int) -> tuple[EngineHost, Future[Any]]:

@@ -6,7 +6,7 @@ has no `if fault`.
         return lambda rewards: float(np.std(rewards))
 
 `planted(name)` puts the twin in place of the function inside a block; everything else is the real code. `posttrain
-faults` lists the faults. docs/trust.md lists which check catches each, and after how many steps.
+faults` lists the faults of the package. docs/trust.md lists which check catches each, and after how many steps.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 from posttrain.system.errors import ConfigError, nearest
 
 Twin = Callable[[Callable[..., Any]], Callable[..., Any]]
+SMALL = ("run arithmetic sft.steps=40 rl.steps=20 FAULT",)
+"""A run of a few seconds in which most faults act."""
 
 
 @dataclass(frozen=True)
@@ -56,30 +58,55 @@ class Fault:
     `experts` (a mixture of experts), `rank_experts` (one over two ranks that hold whole experts), `search`
     (`posttrain eval` with searches, of a run with a process reward model).
     """
+    lesson: str = ""
+    """What it teaches, for which the package has it. "": only tests plant it."""
+    caught_by: str = ""
+    """The check or rule that ends or marks the last run of `see`."""
+    see: tuple[str, ...] = SMALL
+    """Commands that show it caught, without the program's name. `FAULT` stands for `shows`, the fault and the flag that
+    allows it, and `RUN` for a run folder."""
+
+    def commands(self) -> list[list[str]]:
+        """The words of each command of `see`."""
+        stands = {"FAULT": [*self.shows, f"fault={self.name}", "--allow-fault"], "RUN": [f"runs/{self.name}"]}
+        return [[word for w in command.split() for word in stands.get(w, [w])] for command in self.see]
+
+    def __reduce__(self) -> tuple[Callable[..., Fault], tuple[str, str]]:
+        """It goes to another process by name, with the module that registers it there."""
+        return _registered, (self.twin.__module__, self.name)
 
 
-FAULTS: dict[str, Fault] = {}
-"""Every fault by name, filled by the modules of this package in the order they define them."""
+REGISTERED: dict[str, Fault] = {}
+"""Every fault by name, filled by the modules that define them, in their order."""
 
 
-def fault(
-    name: str, *, seam: str, what: str, harm: str, source: str, shows: tuple[str, ...] = (), needs: str = ""
-) -> Callable[[Twin], Twin]:
-    """Register the decorated function as the twin of the function at `seam`."""
+def fault(name: str, **about: Any) -> Callable[[Twin], Twin]:
+    """Register the decorated function as the twin of the function at `seam`; `about` are the fields of `Fault`."""
 
     def register(twin: Twin) -> Twin:
-        assert name not in FAULTS, f"two faults are called {name!r}"
-        FAULTS[name] = Fault(name, what, harm, source, seam, twin, shows, needs)
+        assert name not in REGISTERED, f"two faults are called {name!r}"
+        REGISTERED[name] = Fault(name=name, twin=twin, **about)
         return twin
 
     return register
 
 
+def _registered(module: str, name: str) -> Fault:
+    """The fault that this module registers."""
+    importlib.import_module(module)
+    return REGISTERED[name]
+
+
 def find(name: str) -> Fault:
     """The fault of that name, or ConfigError with the nearest one."""
-    if name not in FAULTS:
-        raise ConfigError(f"fault={name}: no such fault; {nearest(name, FAULTS)}")
-    return FAULTS[name]
+    if name not in REGISTERED:
+        raise ConfigError(f"fault={name}: no such fault; {nearest(name, REGISTERED)}")
+    return REGISTERED[name]
+
+
+def named(name: str | None) -> Fault | None:
+    """The fault of a run: None where it plants none."""
+    return None if name is None else find(name)
 
 
 def refuse_silent(name: str | None, allowed: bool) -> None:
@@ -99,12 +126,12 @@ def refuse_silent(name: str | None, allowed: bool) -> None:
 
 
 @contextmanager
-def planted(name: str | None) -> Iterator[None]:
+def planted(fault: Fault | str | None) -> Iterator[None]:
     """Replace the real function by the fault's twin inside the block; None changes nothing."""
-    if name is None:
+    chosen = named(fault) if isinstance(fault, str) else fault
+    if chosen is None:
         yield
         return
-    chosen = find(name)
     owner, attribute = _place(chosen.seam)
     own = attribute in vars(owner)
     real = inspect.getattr_static(owner, attribute)

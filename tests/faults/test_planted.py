@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import posttrain
 from posttrain.cli import main
-from posttrain.faults import FAULTS, find, planted
+from posttrain.faults import FAULTS as TAUGHT
 from posttrain.record import run_reader
 from posttrain.system.errors import ConfigError
 from tests.faulty import AHEAD, ELSEWHERE, OVER_RANKS, ROOT, STEPS, catch, smallest, start
+from tests.mutants import FAULTS, find, planted
 
 
 @pytest.fixture(scope="session")
@@ -127,10 +131,26 @@ def test_a_planted_fault_is_said_aloud_and_written_down(
 def test_faults_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["faults"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
-    assert [line.split()[0] for line in said] == list(FAULTS)
+    assert [line.split()[0] for line in said] == list(TAUGHT)
     assert main(["faults", "std_ddof"]) == 0
-    assert find("std_ddof").harm in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert find("std_ddof").harm in told and find("std_ddof").lesson in told
     assert main(["faults", "std_dof"]) == 2
+
+
+def test_the_package_has_those_that_teach() -> None:
+    """And `tests/mutants` the others. tests/prove/test_trust.py runs the commands that are printed of each."""
+    assert list(FAULTS)[: len(TAUGHT)] == list(TAUGHT)
+    assert {n for n, f in FAULTS.items() if f.lesson and f.caught_by} == set(TAUGHT)
+    assert {f.twin.__module__.partition(".")[0] for n, f in FAULTS.items() if n not in TAUGHT} == {"tests"}
+    assert 35 <= len(TAUGHT) <= 45 and len(FAULTS) >= 236
+
+
+def test_a_fault_goes_to_another_process_with_the_module_that_plants_it() -> None:
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).name)"
+    sent = pickle.dumps(FAULTS["rank_has_own_denominator"])
+    done = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, cwd=ROOT, check=True)
+    assert done.stdout.decode().strip() == "rank_has_own_denominator"
 
 
 def test_the_page_lists_every_fault() -> None:

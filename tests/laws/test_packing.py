@@ -24,9 +24,9 @@ from posttrain.engine.layers.shared_prefixes import _until_read  # pyright: igno
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import load_policy
 from posttrain.engine.optimizer.optimizer import StageOptimizer
-from posttrain.faults.planting import planted
 from posttrain.role.trainer import Trainer
 from posttrain.system.errors import InvariantError
+from tests.mutants import planted
 from tests.rooms.engine_parts import ALPHABET, tiny
 
 PROMPT = 20

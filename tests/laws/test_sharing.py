@@ -28,9 +28,9 @@ from posttrain.engine.layers.packed_attention import Runs
 from posttrain.engine.layers.prefix_tree_attention import SharedTree, TreeLayout
 from posttrain.engine.learner.learner import FrozenScorer, HFLearner
 from posttrain.engine.model.policy_model import Policy, load_policy
-from posttrain.faults import planted
 from posttrain.ladder.preference_rows import DPO
 from posttrain.system.errors import InvariantError
+from tests.mutants import planted
 from tests.rooms.engine_parts import ALPHABET, ARCHS, tiny
 
 

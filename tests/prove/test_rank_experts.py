@@ -18,11 +18,11 @@ from benchmarks.healthy_experts import undecided
 from posttrain.api import main
 from posttrain.config.run import Optimizer, Run
 from posttrain.config.stages.stage import Stage
-from posttrain.faults import FAULTS
 from posttrain.record import run_reader
 from posttrain.system.errors import ConfigError
 from tests.faulty import catch, smallest
 from tests.killing import cut_run
+from tests.mutants import FAULTS
 from tests.over_ranks import BOUND, apart, drawn, is_that_of_one_process, run_of
 from tests.prove.test_rank_runs import STAGES
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import posttrain
-from posttrain.faults import FAULTS
 from posttrain.record import run_reader
 from tests.faulty import catch, smallest
+from tests.mutants import FAULTS
 from tests.over_ranks import drawn
 
 pytestmark = pytest.mark.prove

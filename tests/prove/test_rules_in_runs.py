@@ -14,9 +14,9 @@ from benchmarks.situations import Stage, tuned
 from posttrain.config.run import Reinforce
 from posttrain.diagnose.rules.all_rules import findings
 from posttrain.diagnose.rules.notes_once import findings_of
-from posttrain.faults import FAULTS
 from posttrain.record import run_reader
 from tests.faulty import smallest, start
+from tests.mutants import FAULTS
 
 pytestmark = pytest.mark.prove
 

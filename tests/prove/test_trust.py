@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 from pathlib import Path
 
 import pytest
 
 import posttrain
 from benchmarks.trust import HEALTHY, SEEDS, healthy
-from posttrain.faults import FAULTS
+from posttrain.cli import main
+from posttrain.cli.parser import read_words
+from posttrain.faults import FAULTS as TAUGHT
 from posttrain.ladder.policy_rows import LADDER
-from tests.faulty import AHEAD, BOUND, OVER_RANKS, STEPS, acts_ahead, catch, named, smallest, start
+from posttrain.system.errors import PosttrainError
+from tests.faulty import AHEAD, BOUND, OVER_RANKS, STEPS, acts_ahead, catch, detector, named, smallest, start
+from tests.mutants import FAULTS
 
 pytestmark = pytest.mark.prove
 
@@ -29,6 +34,27 @@ def test_nine_in_ten_faults_are_caught(model: Path, tmp_path: Path) -> None:
     caught = {name: catch(fault, model, tmp_path / name) for name, fault in planted.items()}
     found = [c for c in caught.values() if c is not None and c.step <= STEPS]
     assert len(found) >= 0.9 * len(planted), f"not caught: {[n for n, c in caught.items() if c is None]}"
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+def test_the_printed_commands_show_it_caught(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`posttrain faults NAME` prints them. The last one ends in the check that is printed with them, or its rule
+    speaks."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["faults", name]) == 0
+    printed = capsys.readouterr().out.partition("to see it ")[2].splitlines()
+    *before, last = [shlex.split(line.partition("posttrain ")[2]) for line in printed]
+    for words in before:
+        assert main(words) == 0
+    options = read_words(last)
+    try:
+        options.command(options)
+        found = next((n for run in tmp_path.glob("runs/*") if (n := named(run)) is not None), None)
+        assert found is not None and found.detector == TAUGHT[name].caught_by
+    except PosttrainError as error:
+        assert detector(error)[1] == TAUGHT[name].caught_by, error
 
 
 SAMPLED = 12

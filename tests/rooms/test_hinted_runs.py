@@ -12,7 +12,6 @@ import torch
 import posttrain
 from posttrain.config.run import Optimizer, Run, Supervised
 from posttrain.core.batch import Packed
-from posttrain.faults import FAULTS
 from posttrain.ladder.algorithm import Algorithm, patch
 from posttrain.ladder.pieces.hint import Hint
 from posttrain.ladder.policy_rows import OPD, SDFT, SDPO
@@ -22,11 +21,12 @@ from posttrain.role.learning.demonstrations import demonstration
 from posttrain.role.weights.saved_weights import restore, snapshot
 from posttrain.stages.reinforce.teacher_average import AveragePolicy
 from posttrain.system.errors import ConfigError, PosttrainError
+from tests.mutants import FAULTS
 from tests.prove.test_kill_sweep import digest
 from tests.tiny import tiny_parts, tiny_run
 
 LONG = pytest.mark.prove
-HINTED = [n for n, f in FAULTS.items() if f.twin.__module__ == "posttrain.faults.judging.hint_faults"]
+HINTED = [n for n, f in FAULTS.items() if f.twin.__module__ == "tests.mutants.judging.hint_faults"]
 
 
 def run(algorithm: Algorithm, **rl: object) -> Run:

@@ -21,9 +21,9 @@ from posttrain.engine.layers.expert_routing import Routing
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model import supported_models as accepting
 from posttrain.engine.model.policy_model import Policy, load_policy
-from posttrain.faults import FAULTS
 from posttrain.record import run_reader
 from posttrain.system.errors import EngineError, InvariantError, PosttrainError
+from tests.mutants import FAULTS
 from tests.rooms.engine_parts import ALPHABET, segments
 from tests.rooms.test_experts import moe_run
 

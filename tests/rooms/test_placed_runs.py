@@ -21,12 +21,12 @@ from posttrain.core.exchange.request_owner import DEADLY
 from posttrain.core.gauge import Step
 from posttrain.core.types import Segment
 from posttrain.engine.pool.engine_pool import EnginePool
-from posttrain.faults import FAULTS
 from posttrain.record import run_reader, step_format
 from posttrain.stages.reinforce import reinforce_stage
 from tests import faulty
 from tests.killing import POISON, DeadlyParts, cut_run
 from tests.laws.test_placement import outcome, placed, played
+from tests.mutants import FAULTS
 from tests.tiny import tiny_run
 
 pytestmark = pytest.mark.prove

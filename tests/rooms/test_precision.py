@@ -30,10 +30,10 @@ from posttrain.engine.layers import compiled_layers
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.optimizer.loss_scale import FIRST, PATIENCE, LossScale
 from posttrain.engine.optimizer.optimizer import StageOptimizer
-from posttrain.faults import find
 from posttrain.record import run_reader
 from posttrain.role.rollout import Rollout
 from posttrain.system.errors import ConfigError, InvariantError, RunFolderError
+from tests.mutants import find
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 TYPES = ("float32", "bfloat16", "float16")

@@ -27,11 +27,11 @@ from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.architecture_kinds import IN_VLLM, KNOWN, keeps_state, refuse_vllm
 from posttrain.engine.model.built_tokenizers import characters
 from posttrain.engine.model.policy_model import Policy, load_policy
-from posttrain.faults import planted
 from posttrain.record import run_reader
 from posttrain.system.errors import ConfigError, EngineError, InvariantError
 from posttrain.verifier.http_client import Endpoint
 from tests import families
+from tests.mutants import planted
 from tests.tiny import only_rl, tiny_run
 
 ALPHABET = "0123456789+-*=<> abcdefghijklmnopqrstuv"

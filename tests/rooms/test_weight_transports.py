@@ -35,11 +35,11 @@ from posttrain.engine.transfer.receiver import ParcelReceiver
 from posttrain.engine.transfer.sender import ParcelSender, this_process
 from posttrain.engine.transfer.shared_folder import FolderCarrier
 from posttrain.engine.transfer.shared_memory import SharedCarrier
-from posttrain.faults import planted
 from posttrain.system.errors import RunFolderError
 from tests.killing import DEATHS, MARKS, MidBroadcastParts
 from tests.late import nothing_lost_or_doubled
 from tests.laws.test_placement import placed, played
+from tests.mutants import planted
 from tests.rooms.parcel_parts import numbered, take_part
 
 pytestmark = pytest.mark.prove

@@ -31,16 +31,17 @@ def faults(o: Namespace) -> int:
                 tell(line)
         return 0
     f = find(o.name)
-    rows = (("what", f.what), ("harm", f.harm), ("from", f.source), ("replaces", f.seam))
-    command = ("eval", "RUN") if f.needs == "search" else ("run", "arithmetic")
-    ranks = {"ranks": ("--nproc", "2"), "rank_experts": ("--nproc", "2", "--parallel", "experts")}.get(f.needs, ())
-    model = ("model.arch=qwen3_moe",) if f.needs in ("experts", "rank_experts") else ()
-    see = command_line(*command, *model, *f.shows, f"fault={f.name}", *ranks, "--allow-fault")
-    if f.needs == "meta":  # its rows are made outside any run
-        see = f"python benchmarks/judges.py --out results --fault {f.name}"
-    for name, text in (*rows, ("to see it", see)):
-        for line in [f"{name:<10} {text}"] if name == "to see it" else hanging(f"{name:<10} ", text, screen_width()):
+    rows = {
+        "what": f.what,
+        "harm": f.harm,
+        "from": f.source,
+        "teaches": f.lesson,
+        "replaces": f.seam,
+        "caught by": f.caught_by,
+    }
+    for name, text in rows.items():
+        for line in hanging(f"{name:<10} ", text, screen_width()):
             tell(line)
-    if f.needs:
-        tell(f"{'needs':<10} {f.needs}")
+    for i, words in enumerate(f.commands()):
+        tell(f"{'' if i else 'to see it':<10} {command_line(*words)}")  # on one line, so that it can be copied
     return 0

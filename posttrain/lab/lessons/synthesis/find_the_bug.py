@@ -18,7 +18,7 @@ from posttrain.core.batch import Batch
 from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.scored import ScoredGroup
 from posttrain.core.streams import ADVANTAGE, MU
-from posttrain.faults.planting import FAULTS, planted
+from posttrain.faults import FAULTS, planted
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,

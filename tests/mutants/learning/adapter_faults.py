@@ -12,18 +12,6 @@ SHOWS = ("model.lora.rank=4",)
 
 
 @fault(
-    "adapter_left_out",
-    seam="posttrain.engine.embedded.cache.fused_decoder:effective",
-    what="the engine computes with the weights beneath the adapter alone",
-    harm="every answer is that of the model before training, and nothing looks wrong",
-    source="pain 5, TRL 1.10.0",
-    shows=SHOWS,
-)
-def _(real: Real) -> Real:
-    return lambda layer: (getattr(layer, "base_layer", layer).weight.detach().clone(), real(layer)[1])
-
-
-@fault(
     "adapter_merged_twice",
     seam="posttrain.engine.embedded.cache.fused_decoder:effective",
     what="the engine adds the adapter to weights that hold it already",

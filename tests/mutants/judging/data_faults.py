@@ -6,34 +6,16 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from posttrain.core.types import Group, Stop
-from posttrain.core.verdict import State, Verdict
+from posttrain.core.types import Group
+from posttrain.core.verdict import Verdict
+from posttrain.faults.judging_faults import DOWN
 from posttrain.faults.planting import fault
 
 Real = Callable[..., Any]
-DOWN = (f"env.rewards={Path(__file__).with_name('failing_reward.py')}:down",)
-"""A user's reward whose service fails after some calls."""
-
-
-@fault(
-    "verifier_outage_as_zero",
-    seam="posttrain.verifier.user_functions:FunctionSource.verdict",
-    what="an exception in a reward function is scored 0",
-    harm="while the verifier is down every right answer is punished",
-    source="pain 16, verl PR#5635",
-    shows=DOWN,
-)
-def _(real: Real) -> Real:
-    async def verdict(self: Any, attempt: Any) -> Verdict:
-        found = await real(self, attempt)
-        return Verdict.value(0.0) if found.state is State.FAILED else found
-
-    return verdict
 
 
 @fault(
@@ -50,40 +32,6 @@ def _(real: Real) -> Real:
         return 0.0 if found is None else found
 
     return outcome
-
-
-@fault(
-    "truncation_as_failure",
-    seam="posttrain.role.judging:judged",
-    what="an answer that was cut off is scored 0 without looking at it",
-    harm="with a tight length limit all rewards are 0, and the run is called flat",
-    source="pain 17, autocontext PR#1067",
-    shows=("rl.sampling.max_tokens=2",),
-)
-def _(real: Real) -> Real:
-    async def judge(environment: Any, attempt: Any, *more: Any) -> Any:
-        found = await real(environment, attempt, *more)
-        return (
-            found if attempt.stop is not Stop.LENGTH else tuple(replace(j, verdict=Verdict.value(0.0)) for j in found)
-        )
-
-    return judge
-
-
-@fault(
-    "rewards_of_neighbour",
-    seam="posttrain.role.rollout:Rollout.group",
-    what="the rewards of a group come back in another order than its answers",
-    harm="the right answer's credit goes to a wrong one, and the mean reward looks as it should",
-    source="pain 18",
-)
-def _(real: Real) -> Real:
-    async def group(self: Any, *args: Any, **kwargs: Any) -> Group:
-        g = await real(self, *args, **kwargs)
-        verdicts = [e.verdicts for e in (*g.episodes[1:], g.episodes[0])]
-        return replace(g, episodes=tuple(replace(e, verdicts=v) for e, v in zip(g.episodes, verdicts, strict=True)))
-
-    return group
 
 
 @fault(
@@ -104,34 +52,6 @@ def _(real: Real) -> Real:
         return [replace(g, episodes=tuple(flat[i * n : (i + 1) * n])) for i, g in enumerate(done)]
 
     return together
-
-
-@fault(
-    "lenient_verifier",
-    seam="posttrain.environment.gallery.arithmetic:last_integer",
-    what="the verifier takes the first number of an answer where it should take the last",
-    harm="an answer that gives itself away in passing is paid in full, and the policy finds out",
-    source="pain 16; G17 reward hacking",
-)
-def _(real: Real) -> Real:
-    def first(text: str) -> Any:
-        import re
-
-        found = re.search(r"-?\d+", text)
-        return real(found.group()) if found else None
-
-    return first
-
-
-@fault(
-    "leaky_heldout",
-    seam="posttrain.environment.gallery.arithmetic:Arithmetic._held",
-    what="held-out tasks are not kept out of training",
-    harm="held-out accuracy measures memory",
-    source="G24; contamination",
-)
-def _(real: Real) -> Real:
-    return lambda self: frozenset()
 
 
 @fault(
@@ -204,28 +124,6 @@ def _(real: Real) -> Real:
 
 
 @fault(
-    "prompt_imitated",
-    seam="posttrain.role.learning.demonstrations:demonstration",
-    what="the prompt of a demonstration is not masked",
-    harm="most of the gradient teaches the policy to write questions",
-    source="pain 22, unsloth#3228",
-    needs="sft",
-)
-def _(real: Real) -> Real:
-    def demonstration(*args: Any, **kwargs: Any) -> Any:
-        s = real(*args, **kwargs)
-        mask = np.arange(len(s.ids)) > 0
-        return replace(
-            s,
-            mask=mask,
-            logp=np.where(mask, 0.0, np.nan).astype(np.float32),
-            version=np.where(mask, 0, -1).astype(np.int32),
-        )
-
-    return demonstration
-
-
-@fault(
     "pass_at_k_biased",
     seam="posttrain.role.heldout_evaluation:pass_at_k",
     what="pass@k is 1 - (1 - p)^k of the observed rate",
@@ -291,14 +189,3 @@ def _(real: Real) -> Real:
         )
 
     return judge
-
-
-@fault(
-    "verifier_has_a_hole",
-    seam="posttrain.environment.gallery.arithmetic:Arithmetic.verify",
-    what="one odd string is always paid in full (here: any answer with ;;)",
-    harm="nothing, until the policy finds it; then everything",
-    source="G17 reward hacking",
-)
-def _(real: Real) -> Real:
-    return lambda self, attempt: Verdict.value(1.0) if ";;" in attempt.text else real(self, attempt)

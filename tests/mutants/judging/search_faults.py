@@ -13,25 +13,6 @@ Real = Callable[..., Any]
 
 
 @fault(
-    "leaf_value_not_backed_up",
-    seam="posttrain.search.puct:TreeNode.back_up",
-    what="what a leaf of a search tree is worth is told to its parent, and to nobody above",
-    harm="the tree never comes back to a good beginning: it costs as much as a tree search and finds what chance finds",
-    source="issue 14: value of a leaf not backed up",
-    shows=("search=tree",),
-    needs="search",
-)
-def _(real: Real) -> Real:
-    def back_up(self: Any, value: float) -> None:
-        self.found.append(value)
-        for node in (self, self.parent):
-            if node is not None:
-                node.visits, node.total = node.visits + 1, node.total + value
-
-    return back_up
-
-
-@fault(
     "search_min_as_product",
     seam="posttrain.search.step_sampling:aggregated",
     what="a search multiplies the scores of steps where their minimum is asked for",

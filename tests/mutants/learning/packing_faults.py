@@ -36,24 +36,6 @@ def _(real: Real) -> Real:
 
 
 @fault(
-    "accumulation_scale",
-    seam="posttrain.core.batch:Packed.cut",
-    what="the loss is divided by the number of micro-batches although its weights already are a share of the whole",
-    harm="the learning rate falls when the memory setting changes",
-    source="pain 10, unsloth#3006",
-    shows=MICRO,
-)
-def _(real: Real) -> Real:
-    def cut(self: Any, *args: Any, **kwargs: Any) -> Any:
-        parts = real(self, *args, **kwargs)
-        if not isinstance(self, Batch):
-            return parts
-        return [p.having({WEIGHT: p[WEIGHT] / len(parts)}) for p in parts]
-
-    return cut
-
-
-@fault(
     "trajectory_dropped",
     seam="posttrain.core.batch:Packed.bins",
     what="the last trajectory that is packed fits into no micro-batch and is left out",

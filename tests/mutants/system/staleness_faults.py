@@ -11,20 +11,11 @@ import numpy as np
 
 from posttrain.core.types import Group
 from posttrain.faults.planting import fault
+from posttrain.faults.system_faults import restamped
 
 Real = Callable[..., Any]
 PROXIMAL = ("rl.algorithm=decoupled_ppo", "rl.minibatches=2")
 """Overrides of a run whose loss reads the log-probs of the start of a step."""
-
-
-def _restamped(group: Group, version: Callable[[np.ndarray], np.ndarray]) -> Group:
-    """A group whose spoken tokens carry other versions."""
-
-    def segment(s: Any) -> Any:
-        return replace(s, version=np.where(s.mask, version(s.version), s.version).astype(np.int32))
-
-    episodes = [replace(e, segments=tuple(segment(s) for s in e.segments)) for e in group.episodes]
-    return replace(group, episodes=tuple(episodes))
 
 
 @fault(
@@ -52,23 +43,6 @@ def _(real: Real) -> Real:
 
 
 @fault(
-    "stale_relabelled_fresh",
-    seam="posttrain.role.group_queue:GroupQueue.take",
-    what="groups get the learner's version when they are taken from the queue",
-    harm="corrections and ages are those of new samples, and old ones are learned from as if on-policy",
-    source="issue 11: versions stamped at the learner instead of at the engine",
-    needs="ahead",
-)
-def _(real: Real) -> Real:
-    async def take(self: Any, index: int, request: Any, version: int, seen: Any) -> Any:
-        taken = await real(self, index, request, version, seen)
-        now = [_restamped(g, lambda old: np.full_like(old, version)) for g in taken.played]
-        return replace(taken, played=tuple(now))
-
-    return take
-
-
-@fault(
     "relabelled_a_little_fresher",
     seam="posttrain.role.group_queue:GroupQueue.take",
     what="groups get a version that is one step newer than the weights that said them, when they are taken",
@@ -79,7 +53,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     async def take(self: Any, index: int, request: Any, version: int, seen: Any) -> Any:
         taken = await real(self, index, request, version, seen)
-        now = [_restamped(g, lambda old: np.minimum(old + 1, version)) for g in taken.played]
+        now = [restamped(g, lambda old: np.minimum(old + 1, version)) for g in taken.played]
         return replace(taken, played=tuple(now))
 
     return take
@@ -198,7 +172,7 @@ def _(real: Real) -> Real:
     def load_groups(*args: Any, **kwargs: Any) -> list[Group]:
         groups: Sequence[Group] = real(*args, **kwargs)
         newest = max((int(s.version.max()) for g in groups for e in g.episodes for s in e.segments), default=0)
-        return [_restamped(g, lambda old: np.full_like(old, newest)) for g in groups]
+        return [restamped(g, lambda old: np.full_like(old, newest)) for g in groups]
 
     return load_groups
 
@@ -216,7 +190,7 @@ def _(real: Real) -> Real:
     def draw(self: Any, *args: Any) -> tuple[Group, ...]:
         groups: Sequence[Group] = real(self, *args)
         newest = max((int(s.version.max()) for g in groups for e in g.episodes for s in e.segments), default=0)
-        return tuple(_restamped(g, lambda old: np.full_like(old, newest)) for g in groups)
+        return tuple(restamped(g, lambda old: np.full_like(old, newest)) for g in groups)
 
     return draw
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.streams import MARGIN, REFERENCE, SIDE
+from posttrain.core.streams import MARGIN, REFERENCE
 from posttrain.core.types import Segment
 from posttrain.faults.planting import fault
 
@@ -44,22 +44,6 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     return lambda self, packed: real(self, packed) - 1
-
-
-@fault(
-    "reward_sides_swapped",
-    seam="posttrain.stages.reward_model.reward_model_stage:reward_batch",
-    what="the rejected completion of a pair counts as the chosen one",
-    harm="the reward model pays what people did not want, and orders its own data perfectly",
-    source="pain 22: the columns of a data set swapped by a formatting function",
-    needs="reward_model",
-)
-def _(real: Real) -> Real:
-    def reward_batch(*args: Any) -> Any:
-        batch = real(*args)
-        return batch.having({SIDE: 1 - batch[SIDE]})
-
-    return reward_batch
 
 
 @fault(

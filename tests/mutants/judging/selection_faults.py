@@ -16,19 +16,6 @@ SCORED = ("reject.method.regenerate.by=scores", "env.args.judge_steps=true")
 
 
 @fault(
-    "wrong_completion_kept",
-    seam="posttrain.config.stages.keep_rule:Passing.chosen",
-    what="every completion passes the threshold, wrong ones too",
-    harm="the policy imitates its own mistakes, and nothing is learned though the loss falls",
-    source="B10: the filter is the only thing that makes imitation of oneself learn",
-    shows=RFT,
-    needs="reject",
-)
-def _(real: Real) -> Real:
-    return lambda self, rewards, improvement=0: list(range(len(rewards)))
-
-
-@fault(
     "worst_is_best",
     seam="posttrain.config.stages.keep_rule:Best.chosen",
     what="best of n keeps the completion with the lowest reward",

@@ -9,22 +9,10 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.streams import REFERENCE, SIDE, WEIGHT
-from posttrain.faults.learning.preference_faults import FAST
 from posttrain.faults.planting import fault
+from tests.mutants.learning.preference_faults import FAST
 
 Real = Callable[..., Any]
-
-
-@fault(
-    "preference_sign_flip",
-    seam="posttrain.algorithm.preference.preference_loss:_Judged._margins",
-    what="the margin is rejected minus chosen",
-    harm="the policy learns the opposite of what was judged",
-    source="pain 19",
-    needs="preference",
-)
-def _(real: Real) -> Real:
-    return lambda self, c, r: real(self, r, c)
 
 
 @fault(

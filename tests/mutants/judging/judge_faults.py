@@ -19,21 +19,6 @@ Real = Callable[..., Any]
 
 
 @fault(
-    "judge_sees_the_verdict",
-    seam="posttrain.environment.gallery.judge:Judge._prompt",
-    what="the better side is marked in the prompt by a space at its end",
-    harm="agreement rises to 1, and the judge knows nothing about completions",
-    source="trap of C05: the column with the label is rendered with the prompt",
-    needs="judging",
-)
-def _(real: Real) -> Real:
-    def prompt(self: Any, index: int, texts: tuple[str, ...], gold: int) -> str:
-        return real(self, index, texts, gold) + (" " if gold else "")
-
-    return prompt
-
-
-@fault(
     "judge_order_not_random",
     seam="posttrain.environment.gallery.judge:Judge._ordered",
     what="the chosen completion of a pair always comes first",

@@ -13,22 +13,6 @@ REFERENCE = ("algorithm=grpo",)
 
 
 @fault(
-    "reference_trained",
-    seam="posttrain.engine.learner.learner:FrozenScorer.__init__",
-    what="the reference shares its tensors with the learner",
-    harm="the KL to the reference is 0 for ever: nothing holds the policy",
-    source="pain 11; trl#6688",
-    shows=REFERENCE,
-)
-def _(real: Real) -> Real:
-    def init(self: Any, policy: Any) -> None:
-        real(self, policy)
-        self.policy, self._reader = policy, type(self._reader)(policy)
-
-    return init
-
-
-@fault(
     "reference_refreshed",
     seam="posttrain.engine.learner.learner:FrozenScorer.score",
     what="the reference quietly takes weights that are not its own before it scores",
@@ -62,20 +46,6 @@ def _(real: Real) -> Real:
 
 
 @fault(
-    "sync_skipped",
-    seam="posttrain.role.sync:Sync.push",
-    what="the push of new weights does nothing after the first one",
-    harm="the engine samples from old weights while training goes on",
-    source="pain 4, prime-rl PR#1617",
-)
-def _(real: Real) -> Real:
-    async def push(self: Any, version: int) -> str:
-        return await real(self, version) if not self.sampler.version else self.learner.fingerprint()
-
-    return push
-
-
-@fault(
     "sync_says_it_did",
     seam="posttrain.engine.embedded.cache.cached_model:replace_weights",
     what="the engine takes the new version number and keeps the old weights",
@@ -84,49 +54,6 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     return lambda module, tensors: None
-
-
-@fault(
-    "sync_one_tensor_stale",
-    seam="posttrain.engine.embedded.cache.cached_model:replace_weights",
-    what="one tensor of every push keeps its old value",
-    harm="sampler and learner drift apart slowly, and nobody knows why",
-    source="pain 4, SkyRL#1680",
-)
-def _(real: Real) -> Real:
-    def replace_weights(module: Any, tensors: Any) -> None:
-        name, tensor = list(module.state_dict(keep_vars=True).items())[1]
-        kept = tensor.detach().clone()
-        real(module, tensors)
-        module.state_dict()[name].copy_(kept)
-
-    return replace_weights
-
-
-@fault(
-    "frozen_layers",
-    seam="posttrain.engine.learner.learner:HFLearner.parameters",
-    what="the first layer's parameters never reach the optimizer",
-    harm="most of the model may stay as it was: 390 of 417 tensors did on one architecture",
-    source="trap 14, OpenRLHF#1258",
-)
-def _(real: Real) -> Real:
-    return lambda self: {n: p for n, p in real(self).items() if ".layers.0." not in n}
-
-
-@fault(
-    "gradient_cut",
-    seam="posttrain.engine.layers.select_rows:SelectRows.backward",
-    what="the gradient stops at the head: hidden states are detached on the way back",
-    harm="only the last layer learns",
-    source="pain 23",
-)
-def _(real: Real) -> Real:
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad, *rest = real(ctx, *grads)
-        return grad.new_zeros(grad.shape), *rest
-
-    return backward
 
 
 @fault(
@@ -168,63 +95,10 @@ def _(real: Real) -> Real:
     return post_init
 
 
-@fault(
-    "optimizer_lost_at_resume",
-    seam="posttrain.stages.loop:load_optimizer",
-    what="a resumed run starts with a new optimizer: moments and warm-up begin again",
-    harm="entropy and score jump after every restart",
-    source="pain 8, open-instruct#1823",
-    needs="resume",
-)
-def _(real: Real) -> Real:
-    return lambda folder, optimizer: None
-
-
 def _scale(module: Any, by: float) -> None:
     """Multiply every weight by `by`, without the optimizer."""
     for tensor in module.state_dict().values():
         tensor.mul_(by)
-
-
-@fault(
-    "gradients_left_over",
-    seam="posttrain.engine.optimizer.optimizer:StageOptimizer.step",
-    what="gradients are not cleared after an optimizer step",
-    harm="every step repeats the ones before it",
-    source="pain 10",
-)
-def _(real: Real) -> Real:
-    def step(self: Any) -> float:
-        grads = {n: p.grad for n, p in self._parameters.items()}
-        norm = real(self)
-        for n, p in self._parameters.items():
-            p.grad = grads[n]
-        return norm
-
-    return step
-
-
-@fault(
-    "warmup_ignored",
-    seam="posttrain.engine.optimizer.optimizer:StageOptimizer.lr",
-    what="the learning rate is at its full height from the first step",
-    harm="the first steps, with moments that know nothing yet, do the damage warm-up is there to prevent",
-    source="pain 25: opinionated defaults",
-    shows=("rl.optimizer.warmup=10",),
-)
-def _(real: Real) -> Real:
-    return lambda self: self.config.lr
-
-
-@fault(
-    "attention_crosses_answers",
-    seam="posttrain.engine.layers.shared_prefixes:PackedLayout",
-    what="packed answers attend to the ones packed before them",
-    harm="log-probs depend on the neighbours in the batch",
-    source="pain 10, axolotl#3608",
-)
-def _(real: Real) -> Real:
-    return lambda lengths, *args, **kwargs: real([int(sum(lengths))], *args, **kwargs)
 
 
 @fault(
@@ -241,25 +115,6 @@ def _(real: Real) -> Real:
         return None
 
     return publish
-
-
-@fault(
-    "checkpoint_of_old_weights",
-    seam="posttrain.stages.loop:save_weights",
-    what="a checkpoint holds the weights of the one before it",
-    harm="a resumed run is not the run that stopped; score drops after every restart",
-    source="trap 18, pain 8",
-    needs="resume",
-)
-def _(real: Real) -> Real:
-    kept: dict[str, Any] = {}
-
-    def save(folder: Any, learner: Any) -> None:
-        now = {n: p.detach().clone() for n, p in learner.parameters().items()}
-        before, kept["last"] = kept.get("last", now), now
-        real(folder, type("Then", (), {"parameters": lambda self: before})())
-
-    return save
 
 
 @fault(

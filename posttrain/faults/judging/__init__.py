@@ -1,1 +1,0 @@
-"""Faults of data, rewards, judges, labels and selection."""

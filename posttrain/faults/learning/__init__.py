@@ -1,1 +1,0 @@
-"""Faults between the reward and the updated weights."""

@@ -1,1 +1,0 @@
-"""Faults of engines, ranks, placement, transfers and checkpoints."""

@@ -1,0 +1,1 @@
+"""Mutants of data, rewards, judges, labels and selection."""

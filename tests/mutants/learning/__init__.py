@@ -1,0 +1,1 @@
+"""Mutants between the reward and the updated weights."""

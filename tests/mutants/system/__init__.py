@@ -1,0 +1,1 @@
+"""Mutants of engines, ranks, placement, transfers and checkpoints."""
