@@ -68,8 +68,12 @@ class Fault:
 
     def commands(self) -> list[list[str]]:
         """The words of each command of `see`."""
-        stands = {"FAULT": [*self.shows, f"fault={self.name}", "--allow-fault"], "RUN": [f"runs/{self.name}"]}
-        return [[word for w in command.split() for word in stands.get(w, [w])] for command in self.see]
+        planted = [*self.shows, f"fault={self.name}", "--allow-fault"]
+        run = f"runs/{self.name}"
+        return [
+            [w for word in c.split() for w in (planted if word == "FAULT" else [word.replace("RUN", run)])]
+            for c in self.see
+        ]
 
     def __reduce__(self) -> tuple[Callable[..., Fault], tuple[str, str]]:
         """It goes to another process by name, with the module that registers it there."""

@@ -116,7 +116,7 @@ def _(real: Real) -> Real:
     source="pain 14, verl#3720",
     needs="tool",
     lesson="what a tool shows is read, and not learned as if it were said",
-    caught_by="Episode",
+    caught_by="demonstration_ends_once",
     see=("run calculator sft.steps=20 rl.steps=5 FAULT",),
 )
 def _(real: Real) -> Real:

@@ -50,7 +50,7 @@ def _(real: Real) -> Real:
     harm="the engine samples from old weights while training goes on",
     source="pain 4, prime-rl PR#1617",
     lesson="training goes on while the sampler says what old weights say",
-    caught_by="said_by_these_weights",
+    caught_by="pushed_between_steps",
 )
 def _(real: Real) -> Real:
     async def push(self: Any, version: int) -> str:
@@ -149,7 +149,7 @@ def _(real: Real) -> Real:
     harm="log-probs depend on the neighbours in the batch",
     source="pain 10, axolotl#3608",
     lesson="packed answers must not see each other",
-    caught_by="sampler_agrees",
+    caught_by="Sharing._prove",
 )
 def _(real: Real) -> Real:
     return lambda lengths, *args, **kwargs: real([int(sum(lengths))], *args, **kwargs)
@@ -183,8 +183,8 @@ def _(real: Real) -> Real:
     lesson="a checkpoint is of the step that it names",
     caught_by="came_back",
     see=(
-        "run arithmetic sft.steps=40 rl.steps=2 rl.checkpoint_every=1 --out RUN FAULT",
-        "run --resume RUN rl.steps=4 --allow-fault",
+        "run arithmetic sft.steps=40 rl.steps=3 rl.checkpoint_every=1 keep_checkpoints=9 --out RUN FAULT",
+        "run --resume RUN/checkpoints/00000042-rl-000002 --allow-fault",
     ),
 )
 def _(real: Real) -> Real:
