@@ -49,7 +49,7 @@ def test_it_holds_the_package_whole_and_nothing_else(made: Path) -> None:
         names = {n for n in packed.namelist() if ".dist-info/" not in n}
     want = {str(p) for p in source(ROOT) if p.parts[0] == "posttrain"}
     assert names == want
-    assert made.stat().st_size < 2 << 20
+    assert made.stat().st_size < 17 << 17
 
 
 def test_its_metadata_says_what_a_package_index_shows(made: Path) -> None:
