@@ -28,7 +28,7 @@ from benchmarks.side import machine
 from posttrain.config import overrides
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.memory import Place, places
-from posttrain.plan.shapes import shape_of
+from posttrain.plan.shapes import ModelShape, shape_of
 from posttrain.plan.work import work_of
 from posttrain.recipe.recipes import recipe
 
@@ -66,14 +66,18 @@ CASES = (
 def plan(case: Case) -> Place:
     """What a plan says of a configuration."""
     run = overrides.apply(recipe(case.recipe), case.overrides("model", "rows.jsonl"))
+    lengths = Lengths(prompt=case.prompt, mean=case.answer, most=case.answer)
+    return places(work_of(run, run.stages[-1], shape_of_case(case), lengths))[0]
+
+
+def shape_of_case(case: Case) -> ModelShape:
+    """The shape of a configuration's model."""
     s = case.size
-    shape = shape_of(
+    return shape_of(
         {"model_type": "qwen3", "hidden_size": s.hidden, "num_hidden_layers": s.layers, "vocab_size": case.vocabulary,
          "num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads, "head_dim": s.hidden // s.heads,
          "intermediate_size": s.ffn, "tie_word_embeddings": True}
     )  # fmt: skip
-    lengths = Lengths(prompt=case.prompt, mean=case.answer, most=case.answer)
-    return places(work_of(run, run.stages[-1], shape, lengths))[0]
 
 
 def of_row(row: dict[str, Any]) -> tuple[Case, float]:

@@ -174,7 +174,12 @@ def _weights(work: Work) -> Iterator[Term]:
     if _rows(work):
         s = work.shape
         whole = (s.parts["embedding"] + s.parts.get("head", 0) + (s.parameters - s.parts["embedding"]) / s.layers) * a
-        yield Term("weights brought together", whole, "embedding, head, one layer", ("scoring", "forward", "backward"))
+        passes: tuple[Instant, ...] = ("scoring", "forward", "backward", "gradients")
+        yield Term("weights brought together", whole, "embedding, head, one layer", passes)
+        if not work.adapter:
+            sent = float((a + 4) * (s.parts["embedding"] + s.parts.get("head", 0)))
+            said = f"{a + 4} V h: a whole one, and the copy that is sent"
+            yield Term("gradients on their way", sent, said, ("gradients",))
     if work.adapter:
         yield Term("adapter", 4.0 * work.adapter / _cut(work), "4 T", small=4.0 * work.adapter)
     elif a < 4 and not _rows(work):

@@ -22,6 +22,8 @@ Topology = Literal["colocated", "disaggregated", "asynchronous"]
 """colocated: all devices sample, then all learn. disaggregated: some sample and some learn, in turn. asynchronous:
 both at once, with samples of earlier weights."""
 ROLES = ("rollout", "reward", "reference", "learn", "sync")
+SCORES = 8.0
+"""Bytes that a product of the head writes and reads of each score."""
 PIECES = 64
 """Parts of the tail in which the number of sequences is taken as constant."""
 
@@ -179,15 +181,27 @@ class Throughput:
         return passes * self.decoding(slots, w.lengths.prompt + w.lengths.answer / 2)
 
     @property
-    def _forward(self) -> float:
-        """Seconds of a pass without gradient over every token of the step."""
+    def _body(self) -> float:
+        """Seconds of a pass of the layers without gradient over every token of the step."""
         return self.tokens * self._each / (self.machine.flops * self.learners)
 
     @property
     def _each(self) -> float:
-        """Operations of a forward pass for one token."""
-        length = self.work.lengths.prompt + self.work.lengths.answer
-        return 2 * self.work.shape.active + self.work.shape.attending(round(length)) / 2
+        """Operations of a forward pass for one token, without the head."""
+        s, length = self.work.shape, self.work.lengths.prompt + self.work.lengths.answer
+        return 2 * (s.active - s.vocabulary * s.hidden) + s.attending(round(length)) / 2
+
+    def _head(self, products: int) -> float:
+        """Seconds of so many products with the head's weight over the tokens that are learned from, each with its
+        scores read and written."""
+        s, spoken = self.work.shape, self.tokens * self.work.spoken / self.work.tokens * self.work.head
+        arithmetic = 2 * s.vocabulary * s.hidden / self.machine.flops
+        return spoken * products * (arithmetic + SCORES * s.vocabulary / self.machine.bandwidth) / self.learners
+
+    @property
+    def _forward(self) -> float:
+        """Seconds of a pass without gradient."""
+        return self._body + self._head(1)
 
     @property
     def tokens(self) -> float:
@@ -205,8 +219,9 @@ class Throughput:
         beneath an adapter; one more where layers are computed again."""
         w = self.work
         passes = (2 if w.lora is not None else 3) + {"none": 0.0, "selective": 0.1, "full": 1.0}[w.checkpointing]
+        computed = passes * self._body + self._head(3 if w.lora is not None else 4)  # scores are computed again
         moved = w.trained * 28.0 / (self.machine.bandwidth * self.learners)  # weight, gradient, moments: read, written
-        return (max(self._forward * passes, self.gathering) + moved * w.minibatches) * w.epochs
+        return (max(computed, self.gathering) + moved * w.minibatches) * w.epochs
 
     @property
     def gathering(self) -> float:
@@ -260,7 +275,8 @@ class Throughput:
     def utilisation(self) -> float:
         """Operations that learning and sampling need, of what all devices could do at their peaks."""
         w = self.work
-        needed = self.tokens * self._each * 3 * w.epochs + self.said * 2 * w.shape.active
+        head = 2 * w.shape.vocabulary * w.shape.hidden * w.spoken / w.tokens * w.head
+        needed = self.tokens * (self._each + head) * 3 * w.epochs + self.said * 2 * w.shape.active
         return needed / (self.step * self.machine.device.flops * self.machine.count)
 
     def hours(self, steps: int) -> float:
