@@ -42,6 +42,7 @@ from posttrain.ladder.algorithm import patch
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.record.run_folder import RunFolder
 from posttrain.role.group_queue import GroupQueue
+from posttrain.role.trainer import Trainer
 from posttrain.stages import Progress, Stages
 from posttrain.stages.interrupt import Stopper
 from posttrain.stages.run_parts import RunParts
@@ -76,6 +77,12 @@ class SideJob:
     epochs: int = 1
     apart: bool = False
     """The engine is in a process of its own."""
+    computes: float = 0.0
+    """Seconds for which the learner's thread sleeps in each step, as if it computed."""
+    judge: float = 0.0
+    """Seconds of a verifier for one answer; `judges` work at once."""
+    judges: int = 1
+    slowest: float = SLOWEST
 
     @property
     def cap(self) -> int:
@@ -96,8 +103,8 @@ def lengths(count: int, mean: float = MEAN) -> np.ndarray:
 
 
 @cache
-def waits(count: int) -> np.ndarray:
-    return quantiles(count, lambda q: FASTEST * (SLOWEST / FASTEST) ** q, 8)
+def waits(count: int, slowest: float = SLOWEST) -> np.ndarray:
+    return quantiles(count, lambda q: FASTEST * (slowest / FASTEST) ** q, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +116,10 @@ class ToolCalls(SingleTurn):
     """Of a step."""
     turns: int = TURNS
     mean: float = MEAN
+    slowest: float = SLOWEST
+    seconds: float = 0.0
+    """Of a verifier for one answer."""
+    judges: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     played: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
@@ -134,6 +145,9 @@ class ToolCalls(SingleTurn):
         return Verdict.value(reward(attempt.text))
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        if self.seconds:
+            async with self.judges:
+                await asyncio.sleep(self.seconds)
         return (Judged("symbols", 1.0, self.verify(attempt)),)
 
     def gold(self, task: Task) -> tuple[str, ...]:
@@ -151,7 +165,7 @@ class ToolCalls(SingleTurn):
             at = (first + turn) % count
             await talk.say(int(lengths(count, self.mean)[at]))
             if turn < self.turns - 1:
-                await asyncio.sleep(float(waits(count)[at]))
+                await asyncio.sleep(float(waits(count, self.slowest)[at]))
                 talk.see(SYMBOLS[turn] * 4)
         return Stop.TURNS
 
@@ -181,9 +195,9 @@ class Clock:
     loop: IdleLoop
     taking: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Seconds in which a step took its groups so far, and those of them in which nothing could be computed."""
-    passes: list[float] = field(default_factory=lambda: [0.0] * 5)
-    """Sums over the passes of an engine in this process: passes, answers, answers squared, seconds, and seconds times
-    answers."""
+    passes: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    """(answers, seconds) of each pass of an engine in this process."""
+    computes: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     engines: tuple[int, ...] = ()
     """Processes of engines."""
@@ -196,7 +210,6 @@ class Clock:
                 "at": time.perf_counter(),
                 "idle": self.loop.idle,
                 "taking": list(self.taking),
-                "passes": list(self.passes),
                 "engines": sum(processor_seconds(pid) + kept_seconds(pid) for pid in self.engines),
                 "cpu": used.user + used.system,
                 "clock": dict(step.clock),
@@ -208,6 +221,7 @@ class Clock:
     def attached(self) -> Iterator[None]:
         """What is taken and what passes take is counted inside."""
         take, step, spent, now = GroupQueue.take, EngineCounters.step, EngineCounters.spent, [0]
+        learned = Trainer.step
 
         async def timed(queue: GroupQueue, *given: Any) -> Any:
             begun, idle = time.perf_counter(), self.loop.idle
@@ -223,13 +237,18 @@ class Clock:
         def timed_pass(counters: EngineCounters, name: str, seconds: float) -> None:
             spent(counters, name, seconds)
             if name == "engine/step":
-                more = (1, now[0], now[0] ** 2, seconds, seconds * now[0])
-                self.passes = [a + b for a, b in zip(self.passes, more, strict=True)]
+                self.passes.append((now[0], seconds))
 
+        def slower(trainer: Trainer, *given: Any, **named: Any) -> Any:
+            time.sleep(self.computes)
+            return learned(trainer, *given, **named)
+
+        Trainer.step = slower  # type: ignore[method-assign]
         GroupQueue.take, EngineCounters.step, EngineCounters.spent = timed, counted, timed_pass  # type: ignore[method-assign]
         try:
             yield
         finally:
+            Trainer.step = learned  # type: ignore[method-assign]
             GroupQueue.take, EngineCounters.step, EngineCounters.spent = take, step, spent  # type: ignore[method-assign]
 
     def say(self, line: str) -> None:
@@ -278,11 +297,21 @@ async def play(parts: RunParts) -> None:
 
 def main() -> None:
     job = SideJob(**json.loads(sys.stdin.readline()))
-    run, env = make_run(job), ToolCalls(episodes=job.prompts * job.siblings, turns=job.turns, mean=job.mean)
+    run, env = (
+        make_run(job),
+        ToolCalls(
+            episodes=job.prompts * job.siblings,
+            turns=job.turns,
+            mean=job.mean,
+            slowest=job.slowest,
+            seconds=job.judge,
+            judges=asyncio.Semaphore(job.judges),
+        ),
+    )
     threads = use_threads(run.threads)
     policy = make_policy(run, env)
     loop = IdleLoop()
-    clock = Clock(loop)
+    clock = Clock(loop, computes=job.computes)
     with (
         tempfile.TemporaryDirectory() as folder,
         RunFolder.create(Path(folder) / "run", run, facts(policy, threads)) as book,
@@ -297,7 +326,7 @@ def main() -> None:
         begun = {"at": time.perf_counter(), "idle": loop.idle}
         loop.run_until_complete(play(parts))
         parts.close()
-    print(json.dumps({"job": asdict(job), "begun": begun, "rows": clock.rows}), flush=True)
+    print(json.dumps({"job": asdict(job), "begun": begun, "rows": clock.rows, "passes": clock.passes}), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,15 +22,16 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
-from benchmarks.asynchrony import POSITIONS, WARM, side
+from benchmarks.asynchrony import POSITIONS, SIZE, WARM, side
 from benchmarks.asynchrony_side import SideJob, lengths, waits
-from benchmarks.grpo_work import SIZES, save_checkpoint
+from benchmarks.grpo_work import save_checkpoint
 from benchmarks.side import machine
 from posttrain.plan.simulation.simulated_loop import LoopOutcome, SimulatedLoop
 from posttrain.plan.simulation.simulator import simulate
@@ -38,11 +39,11 @@ from posttrain.plan.simulation.simulator import simulate
 RESULTS = Path(__file__).parent / "results" / "plan_asynchrony.json"
 STALENESS = (1, 2, 4)
 WORK: Mapping[str, dict[str, Any]] = {
-    "slow learner": {"turns": 1, "mean": 24, "slots": 64},
-    "slow engine": {"turns": 1, "mean": 48, "slots": 4},
-    "with tools": {"turns": 3, "mean": 12, "slots": 64},
+    "slow tools": {"turns": 3, "slowest": 4.0, "computes": 0.5},
+    "slow learner": {"turns": 3, "slowest": 2.0, "computes": 3.0},
+    "slow verifiers": {"turns": 1, "judge": 0.1, "judges": 2, "computes": 1.0},
 }
-COMMON = {"prompts": 8, "siblings": 8, "threads": 1, "apart": True, "update": "inflight"}
+COMMON = {"prompts": 8, "siblings": 8, "threads": 1, "apart": True, "update": "inflight", "slots": 64}
 STEPS, SIMULATED = 12, 200
 IDLE, BEHIND = 0.05, (0.2, 0.1)
 """Bounds: of idle shares, and of the mean age, in steps and as a share of it; the larger one counts."""
@@ -82,10 +83,12 @@ def told_of(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shape_of_passes(told: Mapping[str, Any]) -> tuple[float, float]:
-    """Seconds of a pass without answers, and more for each answer: a line through the passes of one run."""
-    n, x, xx, y, xy = told["rows"][-1]["passes"]
-    slope = (n * xy - x * y) / (n * xx - x * x)
-    return (y - slope * x) / n, slope
+    """Seconds of a pass without answers, and more for each answer: a line through the medians of its passes over few
+    answers and over many."""
+    ends = [[(n, s) for n, s in told["passes"] if low <= n <= high] for low, high in ((1, 4), (32, 64))]
+    (x0, y0), (x1, y1) = ((fmean(n for n, _ in part), median(s for _, s in part)) for part in ends)
+    each = (y1 - y0) / (x1 - x0)
+    return y0 - each * x0, each
 
 
 def simulated(work: Mapping[str, Any], shape: tuple[float, float], row: Mapping[str, Any]) -> LoopOutcome:
@@ -107,7 +110,9 @@ def simulated(work: Mapping[str, Any], shape: tuple[float, float], row: Mapping[
         install=t["install"],
         handle=t["handle"],
         turns=job.turns,
-        waits=waits(count).tolist(),
+        waits=waits(count, job.slowest).tolist(),
+        reward=job.judge,
+        judges=job.judges,
     )
     return simulate(loop, SIMULATED)
 
@@ -152,23 +157,27 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small and short; the results file is left alone")
     parser.add_argument("--table", action="store_true", help="simulate again what was measured, and run nothing")
     parser.add_argument("--work", default=",".join(WORK), help="which of them, comma-separated")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once: they wait for most of their time")
     options = parser.parse_args()
     if options.table:
         print(table(json.loads(RESULTS.read_text())))
         return
     names = options.work.split(",")
     begun, load = time.perf_counter(), list(os.getloadavg())
-    steps, rows = (6 if options.quick else STEPS), dict[str, list[dict[str, Any]]]()
+    steps = 6 if options.quick else STEPS
     small = {"prompts": 4} if options.quick else {}
     with tempfile.TemporaryDirectory() as folder:
-        save_checkpoint(SIZES["1m"], Path(folder), POSITIONS)
+        save_checkpoint(SIZE, Path(folder), POSITIONS)
         here = {"checkpoint": folder, "staleness": 1, "steps": 6, **COMMON, "apart": False, "turns": 1, "mean": 64}
-        shape = shape_of_passes(side({**here, "slots": 64}, 1))
-        for name in names:
-            for k in STALENESS:
-                job = {"checkpoint": folder, "staleness": k, "steps": steps + WARM + 2 * k, **COMMON, **WORK[name]}
-                rows.setdefault(name, []).append(told_of(side(job | small, 1)))
-                print(f"  {name}, staleness {k}: {rows[name][-1]['measured']}", flush=True)
+        shape = shape_of_passes(side(here, 1))
+        jobs = [
+            {"checkpoint": folder, "staleness": k, "steps": steps + WARM + 2 * k, **COMMON, **WORK[name], **small}
+            for name in names
+            for k in STALENESS
+        ]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            found = list(pool.map(lambda job: told_of(side(job, 1)), jobs))
+    rows = {name: found[i * len(STALENESS) :][: len(STALENESS)] for i, name in enumerate(names)}
     told = {
         "date": date.today().isoformat(),
         "machine": machine(1),

@@ -11,8 +11,8 @@ from posttrain.system.errors import ConfigError
 
 Update = Literal["inflight", "drain", "rest"]
 """New weights come between two passes, or once the turns that were given to engines have ended, or all groups."""
-LEAST = {1: ("prompts", "siblings", "engines", "slots", "turns", "judges"),
-         0: ("staleness", "prefill", "sync", "handle", "reward", "extra", "failed", "restart")}  # fmt: skip
+LEAST = dict.fromkeys(("prompts", "siblings", "engines", "slots", "turns", "judges"), 1)
+LEAST |= dict.fromkeys(("staleness", "prefill", "sync", "handle", "reward", "extra", "failed", "restart"), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +58,9 @@ class SimulatedLoop:
     """Whether engines work while the learner computes."""
 
     def __post_init__(self) -> None:
-        for least, names in LEAST.items():
-            for name in names:
-                if not least <= getattr(self, name) < math.inf:
-                    raise ConfigError(f"{name}={getattr(self, name):g}: must be at least {least}")
+        for name, least in LEAST.items():
+            if not least <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name):g}: must be at least {least}")
         if not 0 < self.kept <= 1 or self.failed > 1 or not self.deaths > 0 or (self.install or 0) < 0:
             raise ConfigError("kept and failed are shares of 1, kept and deaths above 0, install not below it")
         if not all(x and min(x) >= 0 and max(x) < math.inf for x in (self.lengths, self.learn, self.waits)):

@@ -66,6 +66,8 @@ class _Slots:
 
 
 class _Simulation:
+    """The methods of engines stand first, then what follows a turn, then the queue and the learner."""
+
     def __init__(self, loop: SimulatedLoop, steps: int, seed: int) -> None:
         self.o, self.settle, self.last = loop, 2 + loop.staleness, 2 + loop.staleness + steps
         self.rng, self.pace, self.fate = (Random(f"{seed}/{what}") for what in ("asked", "learn", "deaths"))
@@ -95,16 +97,14 @@ class _Simulation:
             what(*given)
         self._advance(*self.engines)
         s, passed, n = self.sums, self.now - self.began, len(self.engines)
-        idle = {"learner": s["learner"] / passed, "engines": s["idle"] / passed / n}
+        idle = {"learner": s["learner"], "engines": s["idle"] / n, "judges": passed - s["judged"] / self.o.judges}
         return LoopOutcome(
             seconds=tuple(b - a for a, b in pairwise(self.pushed[self.settle :])),
             ages={a: s[a] / s["kept"] for a in sorted(x for x in s if isinstance(x, int))},
-            idle=idle | {"judges": 1 - s["judged"] / passed / self.o.judges},
+            idle={role: seconds / passed for role, seconds in idle.items()},
             slots_used=s["used"] / passed / n / self.o.slots,
             lost=max(0.0, round(1 - s["kept"] / s["spoken"], 9)),
         )
-
-    # --- engines -----------------------------------------------------------------------------------------------------
 
     def _advance(self, *engines: _Slots) -> None:
         self.touched.update(dict.fromkeys(engines))
@@ -195,20 +195,24 @@ class _Simulation:
         e.stands -= 1
         self.after(self.fate.expovariate(1 / self.o.deaths), self._dies, e)
 
-    # --- what follows a turn -----------------------------------------------------------------------------------------
-
     def _go_on(self) -> None:
         """The learner's process sees to what has ended, one after the other, then to its step."""
         while self.hands and not self.handling and self.state != "learns":
             what, answer, seconds = self.hands.popleft()
-            if seconds:
-                self.handling = True
-                self.sums["learner"] += (self.now - self.since) * (self.state in ("takes", "waits"))
-                self.after(seconds, self._later, what, answer, True)
-            elif not answer.gone:
+            if not seconds:
                 what(answer)
+                continue
+            self.handling = True
+            self.sums["learner"] += (self.now - self.since) * (self.state in ("takes", "waits"))
+            self.after(seconds, self._later, what, answer, True)
         if not self.handling and self.state in ("takes", "waits"):
             (self._taking if self.state == "takes" else self._sending)()
+
+    def _later(self, what: Callable[[_Turns], None], answer: _Turns, handled: bool = False) -> None:
+        if handled:
+            self.handling, self.since = False, self.now
+        self.hands.insert(0 if handled else len(self.hands), (what, answer, 0.0))
+        self._go_on()
 
     def _heard(self, answer: _Turns) -> None:
         if answer.lengths:
@@ -224,19 +228,17 @@ class _Simulation:
         while self.to_judge and self.judging < self.o.judges:
             self.judging += 1
             self.sums["judged"] += self.o.reward
-            self.after(self.o.reward, self._later, self._ends, self.to_judge.popleft())
+            self.after(self.o.reward, self._later, self._judged, self.to_judge.popleft())
 
-    def _later(self, what: Callable[[_Turns], None], answer: _Turns, handled: bool = False) -> None:
-        if handled:
-            self.handling, self.since = False, self.now
-        elif what == self._ends:
-            self.judging -= 1
-            self._judge()
-        self.hands.insert(0 if handled else len(self.hands), (what, answer, 0.0))
-        self._go_on()
+    def _judged(self, answer: _Turns) -> None:
+        self.judging -= 1
+        self._judge()
+        self._ends(answer)
 
     def _ends(self, answer: _Turns) -> None:
         group = answer.group
+        if answer.gone:
+            return
         group.ended.append(answer)
         if len(group.ended) == self.o.siblings:
             group.whole = True
@@ -246,18 +248,15 @@ class _Simulation:
             if group.refused:
                 self._admit()
 
-    # --- the queue and the learner -----------------------------------------------------------------------------------
-
-    def _room(self) -> int:
-        counted, o = sum(not (g.whole and g.refused) for g in self.waiting), self.o
-        bound = {"staleness": o.staleness, "prompts": o.prompts, "left": o.staleness + 1}
-        most = (MOST_PLAYED + o.staleness) * o.prompts - self.played - len(self.waiting)
-        return min(capacity(**bound, taken=self.taken, waiting=counted), most)
-
     def _admit(self) -> None:
         """Ask as many groups as may be on their way."""
         o, draw = self.o, self.rng.choice
-        while self._room() > 0:
+        while True:
+            counted = sum(not (g.whole and g.refused) for g in self.waiting)
+            room = capacity(staleness=o.staleness, prompts=o.prompts, left=o.staleness + 1,
+                            taken=self.taken, waiting=counted)  # fmt: skip
+            if min(room, (MOST_PLAYED + o.staleness) * o.prompts - self.played - len(self.waiting)) <= 0:
+                return
             group = _Siblings(self.rng.random() >= o.kept)
             self.waiting.append(group)
             for i in range(o.siblings + o.extra):
