@@ -1,14 +1,18 @@
 """Asynchronous runs beside their simulation: how long each role waits, and how old the tokens are.
 
-    python -m benchmarks.plan_asynchrony            # 9 runs, some four minutes
+    python -m benchmarks.plan_asynchrony --jobs 3   # 9 runs, some nine minutes
     python -m benchmarks.plan_asynchrony --quick    # small and short: does it run?
+    python -m benchmarks.plan_asynchrony --table    # simulate again what was measured
 
 Each run has one engine in a process of its own (`placement=processes`, `engine.update=inflight`) and a learner with one
-thread. Lengths of turns and the seconds of tools come from tables. The simulator is given these
-tables, and the times that the run itself took for each thing: a pass of the engine, the learner's step, sending
-weights, and seeing to one turn. It is not given who waited, nor how long a step took. How a pass grows with its answers
-is measured once, on a run in one process. It is scaled to each run: its engine's process computed, or was ready to and
-had no core, for so many seconds, and made so many passes over so many answers.
+thread. Lengths of turns and the seconds of tools come from tables. Tools and verifiers sleep, and the learner's thread
+sleeps before each optimizer step as if it computed: so times are those of larger models, and other programs on the
+machine change them little.
+
+The simulator is given these tables, and what the run itself took for a pass of the engine, a step of the learner,
+sending weights, and seeing to one turn. It is not given who waited, how old tokens were, or how long a step took. How a
+pass grows with its answers is measured once, on a run in one process. It is scaled to each run: its engine's process
+computed, or was ready to and had no core, for so many seconds, and made so many passes over so many answers.
 
 Measured waiting of the learner is the time in which it waits for groups and its event loop has nothing to do. Of the
 engine it is `engine/idle` of the run's record: the time in which it has no turn.
@@ -39,12 +43,12 @@ from posttrain.plan.simulation.simulator import simulate
 RESULTS = Path(__file__).parent / "results" / "plan_asynchrony.json"
 STALENESS = (1, 2, 4)
 WORK: Mapping[str, dict[str, Any]] = {
-    "slow tools": {"turns": 3, "slowest": 4.0, "computes": 0.5},
-    "slow learner": {"turns": 3, "slowest": 2.0, "computes": 3.0},
-    "slow verifiers": {"turns": 1, "judge": 0.1, "judges": 2, "computes": 1.0},
+    "slow tools": {"turns": 3, "slowest": 6.0, "computes": 0.8},
+    "slow learner": {"turns": 3, "slowest": 3.0, "computes": 4.0},
+    "slow verifiers": {"turns": 1, "judge": 0.15, "judges": 2, "computes": 1.0},
 }
 COMMON = {"prompts": 8, "siblings": 8, "threads": 1, "apart": True, "update": "inflight", "slots": 64}
-STEPS, SIMULATED = 12, 200
+STEPS, SIMULATED = 10, 200
 IDLE, BEHIND = 0.05, (0.2, 0.1)
 """Bounds: of idle shares, and of the mean age, in steps and as a share of it; the larger one counts."""
 
