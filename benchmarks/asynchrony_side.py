@@ -83,6 +83,8 @@ class SideJob:
     """Seconds of a verifier for one answer; `judges` work at once."""
     judges: int = 1
     slowest: float = SLOWEST
+    drawn: bool = False
+    """Each answer draws from the tables; else every step goes through them in order."""
 
     @property
     def cap(self) -> int:
@@ -117,6 +119,7 @@ class ToolCalls(SingleTurn):
     turns: int = TURNS
     mean: float = MEAN
     slowest: float = SLOWEST
+    drawn: bool = False
     seconds: float = 0.0
     """Of a verifier for one answer."""
     judges: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
@@ -165,6 +168,8 @@ class ToolCalls(SingleTurn):
         talk.see(task.prompt if isinstance(task.prompt, str) else "")
         for turn in range(self.turns):
             at = (first + turn) % count
+            if self.drawn:
+                at = int(np.random.default_rng((int(task.info["index"]), sibling, turn)).integers(count))
             await talk.say(int(lengths(count, self.mean)[at]))
             if turn < self.turns - 1:
                 await asyncio.sleep(float(waits(count, self.slowest)[at]))
@@ -306,6 +311,7 @@ def main() -> None:
             turns=job.turns,
             mean=job.mean,
             slowest=job.slowest,
+            drawn=job.drawn,
             seconds=job.judge,
             judges=asyncio.Semaphore(job.judges),
         ),

@@ -5,9 +5,9 @@
     python -m benchmarks.plan_asynchrony --table    # simulate again what was measured
 
 Each run has one engine in a process of its own (`placement=processes`, `engine.update=inflight`) and a learner with one
-thread. Lengths of turns and the seconds of tools come from tables. Tools and verifiers sleep, and the learner's thread
-sleeps before each optimizer step as if it computed: so times are those of larger models, and other programs on the
-machine change them little.
+thread. Lengths of turns and the seconds of tools are drawn from tables. Tools and verifiers sleep, and the learner's
+thread sleeps before each optimizer step as if it computed: so times are those of larger models, and other programs on
+the machine change them little.
 
 The simulator is given these tables, and what the run itself took for a pass of the engine, a step of the learner,
 sending weights, and seeing to one turn. It is not given who waited, how old tokens were, or how long a step took. How a
@@ -47,7 +47,7 @@ WORK: Mapping[str, dict[str, Any]] = {
     "slow learner": {"turns": 3, "slowest": 3.0, "computes": 4.0},
     "slow verifiers": {"turns": 1, "judge": 0.15, "judges": 2, "computes": 1.0},
 }
-COMMON = {"prompts": 8, "siblings": 8, "threads": 1, "apart": True, "update": "inflight", "slots": 64}
+COMMON = {"prompts": 8, "siblings": 8, "threads": 1, "apart": True, "update": "inflight", "slots": 64, "drawn": True}
 STEPS, SIMULATED = 10, 200
 IDLE, BEHIND = 0.05, (0.2, 0.1)
 """Bounds: of idle shares, and of the mean age, in steps and as a share of it; the larger one counts."""
