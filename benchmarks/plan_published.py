@@ -107,7 +107,9 @@ OPT_13B = shape_of(
 
 def rows() -> Iterator[Published]:
     """Every figure."""
-    yield Published("OPT-13B: cache of a token", "vLLM, 2309.06180 section 3", "kB", 819.2, OPT_13B.cache_bytes() / 1e3)
+    yield Published(
+        "OPT-13B: cache of a token", "PagedAttention (SOSP 2023), section 3", "kB", 819.2, OPT_13B.cache_bytes() / 1e3
+    )
     kept = shape_by_name("Llama-3.1-8B").cache_bytes() * 20 * 1024 / 2**30
     yield Published("Llama-3.1-8B: cache of 20 k tokens", "Unsloth, blog/grpo", "GiB", 2.5, kept)
     yield Published("Llama-3.1-70B, LoRA, 8 A100: peak of each", TUNE, "GiB", 27.6, training_memory("Llama-3.1-70B", 8))
