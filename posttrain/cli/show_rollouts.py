@@ -66,6 +66,8 @@ def _tally(records: Sequence[Recorded]) -> str:
     rewards = [r.episode.reward for r in records if r.episode.reward is not None]
     prompts = len({(r.episode.task.id, r.episode.visit) for r in records})
     mean = f"mean reward {number_text(float(np.mean(rewards)))}" if rewards else "none judged"
+    if truths := [r.episode.truth for r in records if r.episode.truth is not None]:
+        mean = f"mean reward {number_text(float(np.mean(truths)))} as it is measured ({mean} as it is paid)"
     lost = len(records) - len(rewards)
     of = f"{len(records)} episodes of {prompts} prompt{'s' * (prompts != 1)}"
     return f"{of}, {mean}" + (f", {lost} not judged (--failed)" if lost else "")
@@ -124,7 +126,7 @@ def _groups(rows: Sequence[Numbered], mixed_first: bool) -> list[list[list[Numbe
         alike: dict[tuple[object, ...], list[Numbered]] = {}
         for i, r in siblings:
             e = r.episode
-            key = (e.text, e.reward, r.shaped, number(_advantage(r)), e.spoken, e.stop, *_notes(r))
+            key = (e.text, e.reward, e.truth, r.shaped, number(_advantage(r)), e.spoken, e.stop, *_notes(r))
             alike.setdefault(key, []).append((i, r))
         out.append(list(alike.values()))
     if mixed_first:
@@ -144,7 +146,8 @@ def _row(i: int, r: Recorded, times: int, full: bool, width: int, on: bool) -> I
     e, mean = r.episode, _advantage(r)
     colour = "" if e.reward is None else "yellow" if is_wrong(r) else "green"
     reward = paint(f"{number(e.reward):>7}", colour, on)
-    yield (f"  {i:>7}  {e.sibling:>7} {reward} {number(r.shaped):>7}  {number(mean):>9}  {e.spoken:>6}  {e.stop.value}")
+    end = e.stop.value + ("" if e.truth is None else f"  measured {number(e.truth)}")
+    yield f"  {i:>7}  {e.sibling:>7} {reward} {number(r.shaped):>7}  {number(mean):>9}  {e.spoken:>6}  {end}"
     lead = INDENT if times == 1 else f"{f'{times} x':>{len(INDENT) - 2}}  "
     for line in folded(e.text, width - len(INDENT), 0 if full else SAID_LINES, "; --full shows all"):
         yield f"{lead}{line}".rstrip()

@@ -40,10 +40,10 @@ SUMMARY, PICTURE = "summary.md", "summary.svg"
 HEADER = ("stage", "at step", "{} [95 %]", "gain [95 %]", "greedy", "seconds")
 
 
-def score_rows(of: RunOutcome, what: str) -> list[list[str]]:
+def score_rows(of: RunOutcome, what: str, word: str) -> list[list[str]]:
     """A row for each stage: the step of its last held-out evaluation, the score (`accuracy` or `reward`), and the gain
-    since the weights it started from."""
-    out: list[list[str]] = []
+    since the weights it started from. The first row names the columns."""
+    out = [[name.format(word) for name in HEADER]]
     for s in of.stages:
         gain: Gain | None = getattr(s, what)
         score: Score | None = getattr(s.end, what) if s.end is not None else None
@@ -60,7 +60,8 @@ def score_rows(of: RunOutcome, what: str) -> list[list[str]]:
                 "-" if s.seconds is None else f"{s.seconds:.1f}",
             ]
         )
-    return out
+    at = HEADER.index("greedy")
+    return [row[:at] + row[at + 1 :] for row in out] if all(row[at] == "-" for row in out[1:]) else out
 
 
 def short(mean: float, low: float, high: float, sign: str = "") -> str:
@@ -97,8 +98,8 @@ def tables(of: RunOutcome) -> list[Group]:
         title = (
             f"held-out {'accuracy' if what == 'accuracy' else 'mean reward'} after each stage, and the gain over the"
         )
-        heads = [name.format(what) for name in HEADER]
-        out.append(table(f"{title} same prompts", heads, score_rows(of, what), words=("stage",)))
+        heads, *rows = score_rows(of, what, what)
+        out.append(table(f"{title} same prompts", heads, rows, words=("stage",)))
     return out
 
 
@@ -278,8 +279,8 @@ def markdown(of: RunOutcome, drawn_in: str = "") -> str:
     if drawn_in:
         out += [f"![reward and held-out score by step]({drawn_in})", ""]
     for what in measures(of):
-        out += [_row([name.format(what if what == "accuracy" else "mean reward") for name in HEADER])]
-        out += ["|---|" + "---:|" * (len(HEADER) - 1), *(_row([*map(_plain, row)]) for row in score_rows(of, what)), ""]
+        heads, *rows = score_rows(of, what, what if what == "accuracy" else "mean reward")
+        out += [_row(heads), "|---|" + "---:|" * (len(heads) - 1), *(_row([*map(_plain, row)]) for row in rows), ""]
     out += [
         _plain(line) + "\n"
         for line in (footnote(of), *agreement_lines(of), *loss_lines(of), *proxy_lines(of), *unjudged(of))

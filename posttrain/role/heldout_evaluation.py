@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -128,8 +129,8 @@ async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, 
 
 
 def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> EvaluationReport:
-    """The scores of played groups. Unjudged episodes are counted apart, never as wrong answers."""
-    judged = [x for g in groups if len(x := figures(g))]
+    """The scores of played groups, by distinct task. Unjudged episodes are counted apart, never as wrong answers."""
+    judged = _by_task(groups, figures)
     grades = grades_of(groups)
     right = grades.right
     solved = [(len(x), sum(map(right.of, x.tolist()))) for x in judged] if grades.tells else []
@@ -137,8 +138,8 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
     ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k <= most} | ({most} if most else set()))
     episodes = [e for g in groups for e in g.episodes]
     broken = sum(failed(e.verdicts) for e in episodes)
-    argmax = None if greedy is None else [x for g in greedy if len(x := figures(g))]
-    paid = [g.rewards for g in groups if g.judged and any(e.truth is not None for e in g.episodes)]
+    argmax = None if greedy is None else _by_task(greedy, figures)
+    paid = _by_task([g for g in groups if any(e.truth is not None for e in g.episodes)], lambda g: np.array(g.rewards))
     return EvaluationReport(
         accuracy=Score.of([pass_at_k(n, c, 1) for n, c in solved]),
         reward=_rewards(judged, grades),
@@ -152,6 +153,19 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
         groups=tuple(groups),
         proxy=_rewards(paid, Grades.of(np.concatenate(paid), Right(None))) if paid else None,
     )
+
+
+def same_task(task: Task) -> str:
+    """Equal for rows that ask the same: their answers are not independent, so they are measured as one task."""
+    return json.dumps([task.prompt, task.answer, task.info], sort_keys=True, default=str)
+
+
+def _by_task(groups: Sequence[Group], of: Callable[[Group], np.ndarray]) -> list[np.ndarray]:
+    """The numbers of the answers to each task."""
+    found: dict[str, list[np.ndarray]] = {}
+    for g in groups:
+        found.setdefault(same_task(g.task), []).append(of(g))
+    return [x for each in found.values() if len(x := np.concatenate(each))]
 
 
 def figures(group: Group) -> np.ndarray:

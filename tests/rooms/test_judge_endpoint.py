@@ -267,12 +267,16 @@ def play(says: Callable[[str], str | int], folder: Path, *words: str) -> tuple[P
     return folder / "run", server.bodies
 
 
-def test_a_run_is_paid_by_one_judge_and_measured_by_another(tmp_path: Path) -> None:
+def test_a_run_is_paid_by_one_judge_and_measured_by_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, asked = play(lambda text: scored(float(len(text) % 11)), tmp_path)
     steps = [s for s in run_reader.steps(run) if s.stage == "rl"]
     assert len(steps) == 2 and {"reward/judge", "rollout/truth"} <= set(steps[-1].gauges) and asked
     assert "verifier/judge/seconds" in steps[-1].clock and "verifier/heldout_judge/cached" in steps[-1].clock
     assert all(s.gauges["rollout/truth"].mean == pytest.approx(s.gauges["rollout/reward"].mean / 2) for s in steps)
+    assert main(["show", str(run), "--eval"]) == 0 and main(["summary", str(run)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "as it is measured (mean reward" in said and "stop measured 0." in said.replace("length", "stop")
+    assert "gain [95 %] seconds" in said  # no column of a greedy accuracy that nothing has
 
 
 def test_requests_of_a_run_are_counted_on_where_it_is_resumed(tmp_path: Path) -> None:

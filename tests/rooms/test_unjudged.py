@@ -3,16 +3,19 @@ abstentions."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from run_parts import mine, play, rl_steps
 
 import posttrain
+from posttrain.checks.judging.evaluation_checks import measured_right
 from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.heldout_evaluation import report
 from posttrain.stages.reinforce.reinforce_stage import productive_band
+from posttrain.system.errors import InvariantError
 
 SOME = """
 def reward(task, text):
@@ -88,6 +91,18 @@ def test_a_graded_reward_and_accuracy_have_names_of_their_own(
     outcomes = [r for g in found.groups for r in g.rewards]
     assert found.reward.mean == pytest.approx(sum(outcomes) / len(outcomes))
     assert found.accuracy.mean == pytest.approx(sum(r == 1 for r in outcomes) / len(outcomes))
+
+
+def test_rows_that_ask_the_same_are_one_task_in_every_number() -> None:
+    """Three rows, two prompts: the mean is over the prompts, as in the table of a run, and so is its interval."""
+    rows = [(Task("a", "?"), 0.0), (Task("b", "?"), 0.4), (Task("c", "!"), 1.0)]
+    judged = [(t, (Judged("mine", 1.0, Verdict.value(x)),)) for t, x in rows]
+    groups = [Group(t, 0, (Episode(t, 0, 0, (), Stop.SAID, v),)) for t, v in judged]
+    found = report(groups, None)
+    assert found.reward.mean == pytest.approx(0.6) and found.reward.prompts == 2
+    measured_right(found)
+    with pytest.raises(InvariantError, match="held-out mean reward is reported as"):
+        measured_right(replace(found, reward=replace(found.reward, mean=1.4 / 3)))
 
 
 def test_the_rate_says_what_was_left_out() -> None:

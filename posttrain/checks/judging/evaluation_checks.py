@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from posttrain.checks.sampling.sampler_checks import said_by_these_weights
+from posttrain.core.measure.right import Right
 from posttrain.core.verdict import Judged, outcome
 from posttrain.role.events import EvaluatedEvent, Event, Observer, ObserverReport
-from posttrain.role.heldout_evaluation import EvaluationReport
+from posttrain.role.heldout_evaluation import EvaluationReport, same_task
 from posttrain.system.errors import InvariantError
 
 
@@ -17,8 +18,11 @@ def measured_right(report: EvaluationReport) -> None:
     """Held-out accuracy, mean reward and pass@k, counted a second way from the verdicts themselves."""
     solved: list[tuple[int, int]] = []
     means: list[float] = []
+    told: dict[str, list[tuple[float, Right]]] = {}
     for g in report.groups:
         raw = [(r, e.right) for e in g.episodes if (r := _measured(e.verdicts)) is not None]
+        told.setdefault(same_task(g.task), []).extend(raw)
+    for raw in told.values():
         if raw:
             means.append(math.fsum(r for r, _ in raw) / len(raw))
             solved.append((len(raw), sum(right.of(r) for r, right in raw)))
