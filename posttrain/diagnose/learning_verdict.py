@@ -47,6 +47,10 @@ def learned(of: RunOutcome) -> Learning:
     return stage_learned(of.run, last, str(of.folder), said_at_the_end(steps(of.folder), last), prompts)
 
 
+IDLE = 0.25
+"""Share of steps without an optimizer step from which on they are told."""
+
+
 def said_at_the_end(record: Sequence[Step], s: StageOutcome) -> tuple[str, ...]:
     """Returns the messages of live rules in the last fifth of a stage's steps."""
     late = s.steps - max(1, s.steps // 5)
@@ -97,6 +101,9 @@ def stage_learned(
 
 
 def _answer(case: Case, text: str) -> Learning:
+    s = case.s
+    if s.updates and s.idle >= IDLE * s.steps:
+        text += f"; {s.idle} of its {s.steps} steps changed no weights: they had no credit, or were skipped"
     return Learning(case.word, text, advice(case))
 
 

@@ -65,6 +65,8 @@ class StageOutcome:
     """Peak bytes by role."""
     updates: int = 0
     """Optimizer steps that its steps took. A step without credit takes none."""
+    idle: int = 0
+    """Steps that took none."""
     time_of: str | None = None
     agreement: Score | None = None
     """Share of held-out pairs that the stage's scores order as they were judged; None where it reads no judgements."""
@@ -215,6 +217,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         roles=roles,
         peaks=peaks,
         updates=_updates(steps),
+        idle=sum("optim/steps" in s.gauges and not s.gauges["optim/steps"].sum for s in steps),
         time_of=stage.time_of,
         agreement=agreement,
         agreement_before=before,

@@ -21,6 +21,7 @@ from posttrain.core.measure.right import Grades, Right, named_right, right_of
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.diagnose.advice import ADVICE, advice, chosen
 from posttrain.diagnose.advice_case import Case
+from posttrain.diagnose.learning_verdict import stage_learned
 from posttrain.diagnose.measurement import Measurement
 from posttrain.diagnose.next_steps import next_steps
 from posttrain.diagnose.run_outcome import StageOutcome
@@ -277,3 +278,10 @@ def test_other_rewards_forget_what_was_right_by_the_ones_before() -> None:
     assert before.env.right == 1 and apply(before, ["env.heldout=12"]).env.right == 1
     assert apply(before, ["env.rewards=exact"]).env.right is None
     assert apply(before, ["env.rewards=exact", "env.right=0.5"]).env.right == 0.5
+
+
+@pytest.mark.parametrize(("idle", "told"), [(9, False), (10, True), (38, True)])
+def test_steps_that_changed_no_weights_are_told_where_they_are_many(idle: int, told: bool) -> None:
+    c = case(of={"idle": idle, "updates": 40 - idle})
+    said = stage_learned(c.run, c.s, c.folder).text
+    assert (f"; {idle} of its 40 steps changed no weights: they had no credit, or were skipped" in said) is told
