@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.plan_asynchrony import RESULTS, beside, holds, simulated
 from posttrain.cli import main
 from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.plan.lengths import POINTS, Lengths
@@ -111,6 +112,18 @@ def test_what_each_setting_does() -> None:
 def test_a_loop_that_means_nothing_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         simulate(loop(**changes))
+
+
+# --- held to runs -----------------------------------------------------------------------------------------------------
+
+
+def test_simulated_runs_wait_as_long_as_measured_ones() -> None:
+    """Idle shares within 5 points and the mean age within .2 or a tenth, of each run that was recorded."""
+    told = json.loads(RESULTS.read_text())
+    for name, rows in told["rows"].items():
+        for row in rows:
+            compared = beside(row, simulated(told["work"][name], told["shape"], row))
+            assert holds(compared), (name, row["staleness"], compared)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
