@@ -27,7 +27,8 @@ FEWEST = 4
 """With fewer completions nothing is said of them."""
 NOTHING_KNOWN: Answer = (
     Mark.SKIP,
-    "no right answer is known here: give the tasks an answer, or the rows a column completion",
+    "no right answer is known here: give the rows an answer or a completion. env.args.answer_column names the column:"
+    " notes from which a judge judges will do",
 )
 NOTHING_RIGHT: Answer = (Mark.SKIP, "no reward looks at the answer, so no text is right or wrong")
 NOTHING_PAID: Answer = (Mark.SKIP, "no right answer is paid, so nothing can be compared with it")
@@ -304,7 +305,7 @@ async def demonstrations(s: Subject) -> Answer:
     """Judges the completions of the data, also with the answers of the rows beside them."""
     rows = [r.task for r in s.env.abilities.rows or () if r.completion is not None and r.task.answer is not None]
     if not s.sources or len(rows) < FEWEST:
-        return Mark.SKIP, "the data has no completions beside answers that a reward looks at"
+        return Mark.SKIP, "it needs rows with an answer that a reward reads, and a completion beside it"
     own, before, after = [await _share_paid(s, rows, by) for by in (0, -1, 1)]
     detail = f"{own:.0%} of {min(len(rows), TASKS_EACH)} completions of the data are paid"
     if (other := max(before, after)) > max(0.5, 2 * own):
@@ -332,12 +333,12 @@ async def told(s: Subject) -> Answer:
 
 
 UNPAID = (
-    "the policy could never be right. Mend the verifier or the answers; posttrain show RUN --wrong shows what a model"
-    " says"
+    "on such tasks being right is not paid. Mend the verifier, the rubric or the answers; posttrain show RUN --wrong"
+    " shows what a model says"
 )
 HOLE = (
     "the policy will find this sooner than you: make the verifier read one answer from one place, and refuse everything"
-    " else"
+    " else; where a model judges, say so in its rubric"
 )
 PAYMENT = (
     Probe("gold", "right answers are paid more than wrong ones, on every task", UNPAID, gold),
