@@ -12,19 +12,7 @@ from posttrain.algorithm.loss.push_factor import TrustInputs, push
 from posttrain.algorithm.loss.torch_streams import Streams
 from posttrain.checks.sampling.noise_band import noise_band
 from posttrain.core.streams import ADVANTAGE
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Options,
-    Readout,
-    Slider,
-    Values,
-    refusal,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.ladder.pieces.trust_region import Clip
 from posttrain.ladder.policy_rows import GRPO
@@ -78,7 +66,7 @@ def mixed_precision(eps: float) -> None:
     noise_band(anchored(eps), mu, learner, np.repeat(np.arange(40), 10), "bfloat16")
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     clip, eps = width(float(k["eps"])), float(k["eps"])
     ratio, advantage = float(k["ratio"]), SIGNS[str(k["sign"])]
     ratios = np.round(np.linspace(0.4, 1.8, 57), 3)
@@ -87,14 +75,12 @@ def compute(k: Values) -> Readout:
     mine = pushed(clip, ratio, advantage)
     noise = [first_token(x, float(k["wrong"])) for x in LAMBDAS]
     table = [[pushed(clip, max(r, 0.01), s) for s in SIGNS.values()] for r in places]
-    return Readout(
+    return lab.Readout(
         pictures=(
-            Matrix(
-                "Which term of the minimum wins", tuple(SIGNS),
-                (f"ratio below {1 - eps:.2f}", "between", f"ratio above {1 + eps:.2f}"), table,
-                [[branch(clip, max(r, 0.01), s) for s in SIGNS.values()] for r in places], low=-2, high=2,
-                chosen=(row, 0 if advantage > 0 else 1),
-            ),
+            Matrix("Which term of the minimum wins", tuple(SIGNS),
+                   (f"ratio below {1 - eps:.2f}", "between", f"ratio above {1 + eps:.2f}"), table,
+                   [[branch(clip, max(r, 0.01), s) for s in SIGNS.values()] for r in places], low=-2, high=2,
+                   chosen=(row, 0 if advantage > 0 else 1)),
             Curve("Push of a token, by its ratio", ratios.tolist(),
                   {n.split(" (")[1][:-1]: [pushed(clip, float(r), s) for r in ratios] for n, s in SIGNS.items()},
                   x_label="ratio new / old", low=0, high=2, at=ratio),
@@ -105,17 +91,12 @@ def compute(k: Values) -> Readout:
         sentence=f"At ratio **{ratio:.2f}** this token's gradient is multiplied by **{mine:.2f}**"
         + (": it is silent." if not mine else "."),
         values={"push": mine, "ratio": ratio, "signal at lambda .5": noise[2][0], "noise at lambda 1": noise[-1][1]},
-        says=refusal(lambda: mixed_precision(eps)),
+        says=lab.refusal(lambda: mixed_precision(eps)),
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="10",
-    name="ppo",
-    title="PPO: the clip, and lambda",
-    part="the algorithms",
-    force="estimator",
-    minutes=8,
+LESSON = lab.Lesson(
+    number="10", name="ppo", title="PPO: the clip, and lambda", part="the algorithms", force="estimator", minutes=8,
     question="When does a token of an old sample stop being pushed?",
     idea="""
         Several optimizer steps use one batch of samples, so the policy moves away from the one that sampled them. PPO
@@ -129,34 +110,30 @@ LESSON = Lesson(
     """,
     formula="min( r A , clip(r, 1 - eps, 1 + eps) A )          A_t = delta_t + lambda * A_(t+1)",
     knobs=(
-        Slider("ratio", "ratio of the token", 1.3, 0.4, 1.8, 0.05),
-        Options("sign", "the answer was", "better than expected (A > 0)", tuple(SIGNS)),
-        Slider("eps", "eps, half the width of the clip", 0.2, 0.0005, 0.5, log=True),
-        Slider("wrong", "error of the learned values", 0.2, 0, 0.5, 0.05),
+        lab.Slider("ratio", "ratio of the token", 1.3, 0.4, 1.8, 0.05),
+        lab.Options("sign", "the answer was", "better than expected (A > 0)", tuple(SIGNS)),
+        lab.Slider("eps", "eps, half the width of the clip", 0.2, 0.0005, 0.5, log=True),
+        lab.Slider("wrong", "error of the learned values", 0.2, 0, 0.5, 0.05),
     ),
     compute=compute,
     breaks=(
-        Break({"eps": 0.0005}, "The clip is narrower than the rounding of bfloat16: tokens fall silent although no "
+        lab.Break({"eps": 0.0005}, "The clip is narrower than the rounding of bfloat16: tokens fall silent although no "
               "weight has moved.", "ConfigError"),
     ),
     claims=(
-        Claim("A > 0, ratio 1.3, eps .2: push", "1707.06347", 0.0, lambda: pushed(width(0.2), 1.3, 1.0)),
-        Claim("A < 0, ratio 1.3, eps .2: push", "1707.06347", 1.3, lambda: pushed(width(0.2), 1.3, -1.0)),
+        lab.Claim("A > 0, ratio 1.3, eps .2: push", "1707.06347", 0.0, lambda: pushed(width(0.2), 1.3, 1.0)),
+        lab.Claim("A < 0, ratio 1.3, eps .2: push", "1707.06347", 1.3, lambda: pushed(width(0.2), 1.3, -1.0)),
     ),
     exercises=(
-        AskNumber("eps .2, A > 0, ratio 1.1: what is the push?", 1.1, why="Inside the clip the push is the ratio."),
+        lab.AskNumber("eps .2, A > 0, ratio 1.1: what is the push?", 1.1, why="Inside the clip the push is the ratio."),
 
-        AskKnobs("Move the ratio until the token is pushed again.", "push", 0.1, None, {"ratio": 1.0}),
-        AskChoice("A token of a bad answer became more likely (ratio 1.5). Is it still pushed down?",
+        lab.AskKnobs("Move the ratio until the token is pushed again.", "push", 0.1, None, {"ratio": 1.0}),
+        lab.AskChoice("A token of a bad answer became more likely (ratio 1.5). Is it still pushed down?",
                   ("No, it is outside of the clip", "Yes", "Only with a dual clip"), 1,
                   why="The minimum takes the term that punishes more."),
     ),
-    code=(
-        "posttrain.algorithm.loss.push_factor.push",
-        "posttrain.ladder.pieces.trust_region.Clip",
-        "posttrain.algorithm.credit.value_estimates.gae",
-    ),
-    docs="several-updates.md",
-    command="posttrain run arithmetic algorithm=ppo rl.minibatches=4 clip.low=0.2",
+    code=("posttrain.algorithm.loss.push_factor.push", "posttrain.ladder.pieces.trust_region.Clip",
+          "posttrain.algorithm.credit.value_estimates.gae"),
+    docs="several-updates.md", command="posttrain run arithmetic algorithm=ppo rl.minibatches=4 clip.low=0.2",
     grid=("ratio", "eps"),
 )  # fmt: skip

@@ -10,20 +10,7 @@ import torch
 from posttrain.algorithm.credit.reward_shaping import shaped
 from posttrain.algorithm.loss.token_weights import weigh
 from posttrain.config.run import Reinforce
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    Toggle,
-    Values,
-    by_rules,
-    recorded,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.ladder.pieces.shape import Overlong
 from posttrain.ladder.policy_rows import DAPO, GRPO
@@ -45,7 +32,7 @@ def world(right: float) -> TabularPolicy:
     return TabularPolicy(table)
 
 
-def train(k: Values, seed: int) -> dict[str, list[float]]:
+def train(k: lab.Values, seed: int) -> dict[str, list[float]]:
     """Gauges of each step: reward, shares of right answers, of silent groups and of groups that were thrown away,
     entropy."""
     a: Algorithm = replace(PLAIN, clip=DAPO.clip) if k["higher"] else PLAIN
@@ -80,7 +67,7 @@ def penalty(length: int, overlong: bool) -> float:
     return float(shaped(shape, np.zeros(1), episodes, 100)[0][0])
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     found = train(k, int(k["seed"]))
     steps = list(range(1, STEPS + 1))
     rule = DAPO.aggregate if k["token"] else GRPO.aggregate
@@ -88,9 +75,9 @@ def compute(k: Values) -> Readout:
     lengths = list(range(60, 101, 5))
     gauges = {"rollout/reward": found["reward"], "rollout/solved": found["reward"], "credit/silent": found["silent"],
               "rollout/mixed": found["mixed"], "rollout/truncated": [0.0] * STEPS}  # fmt: skip
-    said = by_rules(recorded(gauges), Reinforce(name="rl", algorithm=PLAIN), "too_easy")
+    said = lab.by_rules(lab.recorded(gauges), Reinforce(name="rl", algorithm=PLAIN), "too_easy")
     useful = float(np.mean([1 - s for s in found["silent"]]))
-    return Readout(
+    return lab.Readout(
         pictures=(
             Curve("Reward and entropy", steps, {"reward": found["reward"], "entropy, nats": found["entropy"]}, low=0),
             Curve("Silent share of the groups, and prompts asked (1 is 8 a step)", steps,
@@ -109,13 +96,8 @@ def compute(k: Values) -> Readout:
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="13",
-    name="dapo",
-    title="DAPO: four repairs of GRPO",
-    part="the algorithms",
-    force="estimator",
-    minutes=8,
+LESSON = lab.Lesson(
+    number="13", name="dapo", title="DAPO: four repairs of GRPO", part="the algorithms", force="estimator", minutes=8,
     question="Which of DAPO's four changes does what?",
     idea="""
         GRPO has a clip: where a token's ratio (its probability now over that at sampling, page 02) passes 1.2, or 0.8
@@ -130,38 +112,32 @@ LESSON = Lesson(
     formula="""clip(ratio, 1 - .2, 1 + .28)          keep groups with 0 < right < K
 token mean: 1 / sum |y|               overlong: -(|y| - 80) / 20 above 80 tokens""",
     knobs=(
-        Toggle("higher", "clip higher (.2 / .28)", True),
-        Toggle("dynamic", "dynamic sampling", True),
-        Toggle("token", "token mean", True),
-        Toggle("overlong", "soft overlong penalty", True),
-        Slider("right", "share of right answers at the start", 0.3, 0.02, 0.98, 0.02),
-        Slider("eta", "step size", 4.0, 0.5, 30.0, log=True),
-        Slider("seed", "seed", 0, 0, 10),
+        lab.Toggle("higher", "clip higher (.2 / .28)", True),
+        lab.Toggle("dynamic", "dynamic sampling", True),
+        lab.Toggle("token", "token mean", True),
+        lab.Toggle("overlong", "soft overlong penalty", True),
+        lab.Slider("right", "share of right answers at the start", 0.3, 0.02, 0.98, 0.02),
+        lab.Slider("eta", "step size", 4.0, 0.5, 30.0, log=True),
+        lab.Slider("seed", "seed", 0, 0, 10),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break({"dynamic": False, "right": 0.98}, "Nearly every group is all right: without dynamic sampling it learns "
-              "from nothing.", "too_easy"),
+        lab.Break({"dynamic": False, "right": 0.98},
+                  "Nearly every group is all right: without dynamic sampling it learns " "from nothing.", "too_easy"),
     ),
     claims=(
-        Claim("Silent groups of 4 siblings, each right with probability .9", "curriculum 13", 0.656,
+        lab.Claim("Silent groups of 4 siblings, each right with probability .9", "curriculum 13", 0.656,
               lambda: float(1 - mixed((np.random.default_rng(0).random((20_000, 4)) < 0.9).astype(float)).mean())),
     ),
     exercises=(
-        AskNumber("Four siblings, each right with probability 0.5: which share of groups is silent?", 0.125,
+        lab.AskNumber("Four siblings, each right with probability 0.5: which share of groups is silent?", 0.125,
                   why="2 * 0.5^4."),
-        AskKnobs("Make it worse: let at most 60 % of the groups be useful (not silent).", "useful share", None,
+        lab.AskKnobs("Make it worse: let at most 60 % of the groups be useful (not silent).", "useful share", None,
                  0.6, {"dynamic": False}),
-        AskChoice("Which change costs more sampling?", ("Clip higher", "Dynamic sampling", "Token mean"), 1,
+        lab.AskChoice("Which change costs more sampling?", ("Clip higher", "Dynamic sampling", "Token mean"), 1,
                   why="Silent groups are sampled and thrown away."),
     ),
-    code=(
-        "posttrain.algorithm.loss.push_factor.push",
-        "posttrain.algorithm.loss.token_weights.weigh",
-        "posttrain.ladder.pieces.shape.Overlong",
-    ),
-    docs="algorithms.md",
-    command="posttrain run arithmetic algorithm=dapo",
-    grid=("dynamic", "right"),
+    code=("posttrain.algorithm.loss.push_factor.push", "posttrain.algorithm.loss.token_weights.weigh",
+          "posttrain.ladder.pieces.shape.Overlong"),
+    docs="algorithms.md", command="posttrain run arithmetic algorithm=dapo", grid=("dynamic", "right"),
 )  # fmt: skip

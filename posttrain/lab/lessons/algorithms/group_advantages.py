@@ -6,20 +6,7 @@ import numpy as np
 
 from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.config.run import Reinforce
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    Speech,
-    Values,
-    by_rules,
-    recorded,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.episodes import rewarded
 from posttrain.web.picture import Bars
@@ -33,16 +20,16 @@ def credit(*rewards: float) -> tuple[np.ndarray, bool]:
     return np.array([e.advantage[0][0] for e in made.episodes]), made.silent
 
 
-def said_of(rewards: list[float], silent: bool) -> tuple[Speech, ...]:
+def said_of(rewards: list[float], silent: bool) -> tuple[lab.Speech, ...]:
     """Returns the messages of a run whose groups all look like this one."""
     share, solved = float(np.mean(rewards)), float(np.mean([r == 1 for r in rewards]))
     steps = {"rollout/reward": share, "rollout/mixed": 0.0 if silent else 1.0, "rollout/solved": solved}
     steps |= {"credit/silent": float(silent), "rollout/truncated": 0.0, "policy/kl_step": 0.0}
-    history = recorded({name: [x] * 8 for name, x in steps.items()})
-    return by_rules(history, Reinforce(name="rl", algorithm=GRPO, siblings=4))
+    history = lab.recorded({name: [x] * 8 for name, x in steps.items()})
+    return lab.by_rules(history, Reinforce(name="rl", algorithm=GRPO, siblings=4))
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     rewards = [float(k[n]) for n in NAMES]
     ours, silent = credit(*rewards)
     mean, std = float(np.mean(rewards)), float(np.std(rewards, ddof=1))
@@ -53,16 +40,11 @@ def compute(k: Values) -> Readout:
         if silent
         else f"Mean **{mean:.3g}**, std **{std:.3g}**: {best} is pushed up most, by **{ours.max():+.3g}** a token."
     )
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("Reward of each sibling", NAMES, {"reward": rewards}, marks={"mean": mean}),
-            Bars(
-                "Credit of each sibling",
-                NAMES,
-                {"std over K - 1 (ours)": list(ours), "std over K": list(wide)},
-                low=-2,
-                high=2,
-            ),
+            Bars("Credit of each sibling", NAMES, {"std over K - 1 (ours)": list(ours), "std over K": list(wide)},
+                 low=-2, high=2),
         ),
         sentence=sentence,
         values={
@@ -72,15 +54,11 @@ def compute(k: Values) -> Readout:
             "largest": float(ours.max()),
         },
         says=said_of(rewards, silent),
-    )
+    )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="11",
-    name="grpo",
-    title="GRPO: a group is its own baseline",
-    part="the algorithms",
-    force="estimator",
+LESSON = lab.Lesson(
+    number="11", name="grpo", title="GRPO: a group is its own baseline", part="the algorithms", force="estimator",
     minutes=6,
     question="Four answers to one prompt: which of them is pushed up, and how hard?",
     idea="""
@@ -96,35 +74,30 @@ LESSON = Lesson(
     """,
     formula="A = (r - mean(r)) / std(r)          exactly 0 where all rewards are equal",
     knobs=tuple(
-        Slider(n, f"reward of {n}", default, 0, 1, 0.05) for n, default in zip(NAMES, (1.0, 0.0, 0.0, 0.0), strict=True)
+        lab.Slider(n, f"reward of {n}", of, 0, 1, 0.05) for n, of in zip(NAMES, (1.0, 0.0, 0.0, 0.0), strict=True)
     ),
     compute=compute,
     breaks=(
-        Break(
-            dict.fromkeys(NAMES, 1.0), "All answers are right, and the push is gone.", "reward_is_constant", "all right"
-        ),
-        Break(dict.fromkeys(NAMES, 0.0), "No answer is right, and the push is gone.", "too_hard", "all wrong"),
+        lab.Break(dict.fromkeys(NAMES, 1.0), "All answers are right, and the push is gone.", "reward_is_constant",
+              "all right"),
+        lab.Break(dict.fromkeys(NAMES, 0.0), "No answer is right, and the push is gone.", "too_hard", "all wrong"),
     ),
     claims=(
-        Claim("[1, 0, 1, 0]: credit of a right one, ddof 0", "curriculum 14", 1.0, lambda: _ddof0(1, 0, 1, 0)[0]),
-        Claim("[1, 1, 1, 0]: credit of a right one, ddof 0", "curriculum 14", 0.58, lambda: _ddof0(1, 1, 1, 0)[0]),
-        Claim("[1, 1, 1, 0]: credit of the wrong one, ddof 0", "curriculum 14", -1.74, lambda: _ddof0(1, 1, 1, 0)[3]),
+        lab.Claim("[1, 0, 1, 0]: credit of a right one, ddof 0", "curriculum 14", 1.0, lambda: _ddof0(1, 0, 1, 0)[0]),
+        lab.Claim("[1, 1, 1, 0]: credit of a right one, ddof 0", "curriculum 14", 0.58, lambda: _ddof0(1, 1, 1, 0)[0]),
+        lab.Claim("[1, 1, 1, 0]: credit of the wrong one, ddof 0", "curriculum 14", -1.74,
+                  lambda: _ddof0(1, 1, 1, 0)[3]),
     ),
     exercises=(
-        AskNumber("Rewards 1, 0, 0, 0: what is the credit of the right one?", 1.5, why="(1 - 1/4) / 0.5 = 1.5."),
-        AskChoice(
-            "All four rewards are 1. What does the group teach?",
-            ("To say more of the same", "Nothing", "To say less of it"),
-            1,
-            why="Without spread credit is exactly 0.",
-        ),
-        AskKnobs("Move the knobs until the largest credit is below 0.9.", "largest", None, 0.9, {"b": 1.0}),
+        lab.AskNumber("Rewards 1, 0, 0, 0: what is the credit of the right one?", 1.5, why="(1 - 1/4) / 0.5 = 1.5."),
+        lab.AskChoice("All four rewards are 1. What does the group teach?",
+                  ("To say more of the same", "Nothing", "To say less of it"), 1,
+                  why="Without spread credit is exactly 0."),
+        lab.AskKnobs("Move the knobs until the largest credit is below 0.9.", "largest", None, 0.9, {"b": 1.0}),
     ),
     code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.algorithm.credit.baseline_values.centred"),
-    docs="algorithms.md",
-    command="posttrain run arithmetic algorithm=grpo rl.siblings=4",
-    grid=("a", "b"),
-)
+    docs="algorithms.md", command="posttrain run arithmetic algorithm=grpo rl.siblings=4", grid=("a", "b"),
+)  # fmt: skip
 
 
 def _ddof0(*rewards: float) -> np.ndarray:

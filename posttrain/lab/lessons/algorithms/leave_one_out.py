@@ -6,7 +6,7 @@ import numpy as np
 
 from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.config.run import Reinforce
-from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Readout, Slider, Values, refusal
+from posttrain.lab import lesson as lab
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.ladder.policy_rows import DR_GRPO, RLOO
 from posttrain.toy.episodes import rewarded
@@ -27,14 +27,14 @@ def ratio(k: int) -> float:
     return credit(RLOO, rewards)[0] / credit(DR_GRPO, rewards)[0]
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     count, right = int(k["K"]), min(int(k["right"]), int(k["K"]))
     rewards = [1.0] * right + [0.0] * (count - right)
     others, centred = credit(RLOO, rewards), credit(DR_GRPO, rewards)
     names = [f"{i + 1}" for i in range(count)]
     times = count / (count - 1) if count > 1 else 1.0
-    alone = refusal(lambda: Reinforce(name="rl", algorithm=RLOO, siblings=count))
-    return Readout(
+    alone = lab.refusal(lambda: Reinforce(name="rl", algorithm=RLOO, siblings=count))
+    return lab.Readout(
         pictures=(
             Bars("Credit of each sibling", names,
                  {"minus the others' mean (RLOO)": others, "minus the mean (centred)": centred}),
@@ -50,12 +50,8 @@ def compute(k: Values) -> Readout:
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="12",
-    name="rloo",
-    title="RLOO: compare with the others alone",
-    part="the algorithms",
-    force="estimator",
+LESSON = lab.Lesson(
+    number="12", name="rloo", title="RLOO: compare with the others alone", part="the algorithms", force="estimator",
     minutes=4,
     question="Should an answer count in the mean that it is compared with?",
     idea="""
@@ -66,24 +62,23 @@ LESSON = Lesson(
         prompt, so it changes which prompts count.
     """,
     formula="A_i = r_i - mean of the others = K / (K - 1) * (r_i - mean of all)",
-    knobs=(Slider("K", "K, siblings", 4, 1, 16), Slider("right", "right answers", 1, 0, 16)),
+    knobs=(lab.Slider("K", "K, siblings", 4, 1, 16), lab.Slider("right", "right answers", 1, 0, 16)),
     compute=compute,
     breaks=(
-        Break({"K": 1}, "A group of one has no others: its credit is exactly 0, whatever it earned.", "ConfigError"),
+        lab.Break({"K": 1}, "A group of one has no others: its credit is exactly 0, whatever it earned.",
+                  "ConfigError"),
     ),
     claims=tuple(
-        Claim(f"K / (K - 1) at K = {n}", "curriculum 12", c, lambda n=n: ratio(n))
+        lab.Claim(f"K / (K - 1) at K = {n}", "curriculum 12", c, lambda n=n: ratio(n))
         for n, c in ((2, 2.0), (4, 4 / 3), (8, 8 / 7))
     ),
     exercises=(
-        AskNumber("Eight siblings, one is right: what is RLOO's credit of a wrong one?", -1 / 7, why="0 - 1/7."),
-        AskKnobs("Find the ratio 1.25.", "ratio", 1.24, 1.26, {"K": 5}),
-        AskChoice("Which of these differs from RLOO by more than the learning rate?",
+        lab.AskNumber("Eight siblings, one is right: what is RLOO's credit of a wrong one?", -1 / 7, why="0 - 1/7."),
+        lab.AskKnobs("Find the ratio 1.25.", "ratio", 1.24, 1.26, {"K": 5}),
+        lab.AskChoice("Which of these differs from RLOO by more than the learning rate?",
                   ("centred credit", "GRPO", "twice RLOO's credit"), 1,
                   why="GRPO divides each prompt by its own standard deviation."),
     ),
     code=("posttrain.algorithm.credit.baseline_values.centred",),
-    docs="algorithms.md",
-    command="posttrain run arithmetic algorithm=rloo rl.siblings=8",
-    grid=("K", "right"),
+    docs="algorithms.md", command="posttrain run arithmetic algorithm=rloo rl.siblings=8", grid=("K", "right"),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.algorithm.loss.token_weights import weigh
-from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Options, Readout, Slider, Values
+from posttrain.lab import lesson as lab
 from posttrain.ladder.policy_rows import DAPO, DR_GRPO, GRPO
 from posttrain.toy.episodes import rewarded
 from posttrain.web.picture import Bars, Curve
@@ -29,43 +29,28 @@ def against(pushes: tuple[float, float]) -> list[float]:
     return [x / abs(pushes[0]) for x in pushes]
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     short, long = int(k["short"]), int(k["long"])
     rewards = (1.0, 0.0) if k["wrong"] == "the long one" else (0.0, 1.0)
     found = {rule: token_push(rule, (short, long), rewards) for rule in RULES}
     lengths = [10, 20, 40, 80, 120, 160, 200]
     by_length = {rule: [abs(against(token_push(rule, (short, n), rewards))[1]) for n in lengths] for rule in RULES}
     quieter = 1 / abs(against(found[str(k["rule"])])[1])
-    return Readout(
+    return lab.Readout(
         pictures=(
-            Bars(
-                "Push of one token, in units of the short answer's",
-                ("short answer", "long answer"),
-                {rule: against(x) for rule, x in found.items()},
-                low=-1.2,
-                high=1.2,
-            ),
-            Curve(
-                "Size of the push on a token of the long answer",
-                lengths,
-                by_length,
-                x_label="tokens of the long answer",
-                low=0,
-                high=1.2,
-            ),
+            Bars("Push of one token, in units of the short answer's", ("short answer", "long answer"),
+                 {rule: against(x) for rule, x in found.items()}, low=-1.2, high=1.2),
+            Curve("Size of the push on a token of the long answer", lengths, by_length,
+                  x_label="tokens of the long answer", low=0, high=1.2),
         ),
         sentence=f"Under **{k['rule']}** a token of the short answer weighs **{quieter:.3g}** times as much as a token "
         "of the long one. The credit of both is equal but for its sign.",
         values={"short over long": quieter},
-    )
+    )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="14",
-    name="length",
-    title="Dr.GRPO: who pays for long answers?",
-    part="the algorithms",
-    force="estimator",
+LESSON = lab.Lesson(
+    number="14", name="length", title="Dr.GRPO: who pays for long answers?", part="the algorithms", force="estimator",
     minutes=6,
     question="Is a wrong answer punished less if it is longer?",
     idea="""
@@ -78,35 +63,33 @@ LESSON = Lesson(
     formula="""weight of a token:  sequence_mean 1 / (E |y|)     prompt_mean 1 / (P sum |y|)     constant 1 / (E L_max)
 E answers, P prompts, |y| tokens of an answer, L_max the largest length""",
     knobs=(
-        Slider("short", "tokens of the short answer", 10, 5, 100),
-        Slider("long", "tokens of the long answer", 200, 10, 200),
-        Options("wrong", "which one is wrong", "the long one", ("the long one", "the short one")),
-        Options("rule", "aggregation", "constant (Dr.GRPO)", tuple(RULES)),
+        lab.Slider("short", "tokens of the short answer", 10, 5, 100),
+        lab.Slider("long", "tokens of the long answer", 200, 10, 200),
+        lab.Options("wrong", "which one is wrong", "the long one", ("the long one", "the short one")),
+        lab.Options("rule", "aggregation", "constant (Dr.GRPO)", tuple(RULES)),
     ),
     compute=compute,
     breaks=(
-        Break({"rule": "sequence_mean (GRPO)", "short": 10, "long": 200, "wrong": "the long one"},
+        lab.Break({"rule": "sequence_mean (GRPO)", "short": 10, "long": 200, "wrong": "the long one"},
               "Each token of the long wrong answer is punished twenty times less than the short one's is paid.",
               None),
     ),
     claims=(
-        Claim("A token of 10 over a token of 100, sequence_mean", "curriculum 14", 10.0,
+        lab.Claim("A token of 10 over a token of 100, sequence_mean", "curriculum 14", 10.0,
               lambda: abs(token_push("sequence_mean (GRPO)", (10, 100), (1, 0))[0]
                           / token_push("sequence_mean (GRPO)", (10, 100), (1, 0))[1])),
-        Claim("The same under constant", "2503.20783", 1.0,
+        lab.Claim("The same under constant", "2503.20783", 1.0,
               lambda: abs(token_push("constant (Dr.GRPO)", (10, 100), (1, 0))[0]
                           / token_push("constant (Dr.GRPO)", (10, 100), (1, 0))[1])),
     ),
     exercises=(
-        AskNumber("Answers of 4 and 7 tokens to one prompt, prompt_mean: what is a token's weight?", 1 / 11,
+        lab.AskNumber("Answers of 4 and 7 tokens to one prompt, prompt_mean: what is a token's weight?", 1 / 11,
                   why="1 / (4 + 7)."),
-        AskKnobs("Make a short token weigh at least 10 times a long one.", "short over long", 10, None,
+        lab.AskKnobs("Make a short token weigh at least 10 times a long one.", "short over long", 10, None,
                  {"rule": "sequence_mean (GRPO)"}),
-        AskChoice("Which aggregation rewards a short right answer most, compared with a long right one?",
+        lab.AskChoice("Which aggregation rewards a short right answer most, compared with a long right one?",
                   ("sequence_mean", "prompt_mean", "constant"), 0, why="Its tokens share the answer's weight."),
     ),
     code=("posttrain.algorithm.loss.token_weights.weigh",),
-    docs="algorithms.md",
-    command="posttrain run arithmetic algorithm=dr_grpo",
-    grid=("rule", "long"),
+    docs="algorithms.md", command="posttrain run arithmetic algorithm=dr_grpo", grid=("rule", "long"),
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Options, Readout, Slider, Values
+from posttrain.lab import lesson as lab
 from posttrain.ladder.algorithm import patch
 from posttrain.ladder.policy_rows import REINFORCE, RLOO
 from posttrain.toy.answers import ask, said_logp, siblings
@@ -46,14 +46,14 @@ def errors(rule: str, k: int, times: int, seed: int) -> np.ndarray:
     return np.linalg.norm(found - EXACT, axis=1) / np.linalg.norm(EXACT)
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     times, seed, rule, count = int(k["times"]), int(k["seed"]), str(k["baseline"]), int(k["K"])
     one = estimate(rule, count, torch.Generator().manual_seed(seed))
     curve = {name: [float(errors(name, c, times, seed).mean()) for c in COUNTS] for name in RULES}
     curve["1 / sqrt(K)"] = [curve[rule][0] * (COUNTS[0] / c) ** 0.5 for c in COUNTS]
     mine = errors(rule, count, times, seed)
     wrong = float(np.mean(mine > 1))
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("One estimate beside the exact gradient", [f"action {i}" for i in range(5)],
                  {"exact": EXACT.tolist(), "estimate": one.tolist()}),
@@ -66,12 +66,8 @@ def compute(k: Values) -> Readout:
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="09",
-    name="noise",
-    title="REINFORCE: how noisy is a gradient?",
-    part="the algorithms",
-    force="estimator",
+LESSON = lab.Lesson(
+    number="09", name="noise", title="REINFORCE: how noisy is a gradient?", part="the algorithms", force="estimator",
     minutes=6,
     question="How many samples make a gradient that points somewhere?",
     idea="""
@@ -84,31 +80,28 @@ LESSON = Lesson(
     """,
     formula="error of the mean of K samples = error of one / sqrt(K)",
     knobs=(
-        Slider("K", "K, samples of one estimate", 8, 2, 64),
-        Options("baseline", "baseline", "the others' mean (RLOO)", tuple(RULES)),
-        Slider("times", "estimates to average over", 30, 10, 60, 10),
-        Slider("seed", "seed", 0, 0, 20),
+        lab.Slider("K", "K, samples of one estimate", 8, 2, 64),
+        lab.Options("baseline", "baseline", "the others' mean (RLOO)", tuple(RULES)),
+        lab.Slider("times", "estimates to average over", 30, 10, 60, 10),
+        lab.Slider("seed", "seed", 0, 0, 20),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break({"K": 2, "baseline": "no baseline (REINFORCE)"},
+        lab.Break({"K": 2, "baseline": "no baseline (REINFORCE)"},
               "Two samples and no baseline: nearly every estimate is further off than not moving at all.", None),
     ),
     claims=(
-        Claim("Error at K = 8 over that at K = 32", "1 / sqrt(K)", 2.0,
+        lab.Claim("Error at K = 8 over that at K = 32", "1 / sqrt(K)", 2.0,
               lambda: float(errors("no baseline (REINFORCE)", 8, 300, 1).mean()
                             / errors("no baseline (REINFORCE)", 32, 300, 1).mean()), within=0.1),
     ),
     exercises=(
-        AskNumber("By what factor does the error fall from K = 4 to K = 64?", 4.0, why="sqrt(64 / 4) = 4."),
-        AskKnobs("Bring the error below 0.5.", "error", None, 0.5, {"K": 64}),
-        AskChoice("Why does a baseline not bias the estimate?",
+        lab.AskNumber("By what factor does the error fall from K = 4 to K = 64?", 4.0, why="sqrt(64 / 4) = 4."),
+        lab.AskKnobs("Bring the error below 0.5.", "error", None, 0.5, {"K": 64}),
+        lab.AskChoice("Why does a baseline not bias the estimate?",
                   ("It is small", "The log-probs' gradient has mean 0", "It is learned"), 1,
                   why="A constant times grad log pi averages to 0."),
     ),
     code=("posttrain.algorithm.credit.baseline_values.centred", "posttrain.algorithm.loss.policy_loss.objective"),
-    docs="miniatures.md",
-    command="posttrain run arithmetic algorithm=rloo rl.siblings=16",
-    grid=("K", "baseline"),
+    docs="miniatures.md", command="posttrain run arithmetic algorithm=rloo rl.siblings=16", grid=("K", "baseline"),
 )  # fmt: skip

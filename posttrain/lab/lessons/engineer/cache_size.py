@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Options,
-    Readout,
-    Slider,
-    Toggle,
-    Values,
-)
+from posttrain.lab import lesson as lab
 from posttrain.plan.machines import device
 from posttrain.plan.models import shape_by_name
 from posttrain.plan.serving import Decoding
@@ -24,19 +12,19 @@ MODELS = ("Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-30B-A3B", "DeepS
 COUNTS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
-def decoding(k: Values, **other: int) -> Decoding:
+def decoding(k: lab.Values, **other: int) -> Decoding:
     at = {name: int({**k, **other}[name]) for name in ("devices", "sequences", "length")}
     return Decoding(shape_by_name(k["model"]), device("H100"), **at, shared=bool(k["shared"]))
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     now = decoding(k)
     steps = [decoding(k, sequences=n) for n in COUNTS]
     fitting = [s.tokens_per_second if s.bound != "memory" else None for s in steps]
     beyond = [s.tokens_per_second if s.bound == "memory" else None for s in steps]
     waits = {"memory": "The others wait, and a step begins without them.", "bandwidth": "A step waits for **reading**.",
              "arithmetic": "A step waits for **arithmetic**."}  # fmt: skip
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("Memory, GB", ["weights", "caches", "devices"],
                  {"GB": [now.weights / 1e9, now.cache / 1e9, now.memory / 1e9]}, low=0),
@@ -60,12 +48,8 @@ def kilobytes(model: str, shared: bool = True) -> float:
     return decoding({"model": model, "devices": 1, "sequences": 1, "length": 1, "shared": shared}).token_cache / 1e3
 
 
-LESSON = Lesson(
-    number="20",
-    name="cache",
-    title="The KV cache: capacity or bandwidth",
-    part="the engineer",
-    force="cost",
+LESSON = lab.Lesson(
+    number="20", name="cache", title="The KV cache: capacity or bandwidth", part="the engineer", force="cost",
     minutes=6,
     question="Why does an engine run out of memory, or of speed, long before it runs out of arithmetic?",
     idea="""
@@ -82,43 +66,41 @@ LESSON = Lesson(
     formula="bytes a token = 2 * layers * key heads * width of a head * 2        step = max( bytes / bandwidth, "
     "operations / arithmetic )",
     knobs=(
-        Options("model", "model", "Llama-3.1-8B", MODELS),
-        Slider("devices", "H100", 1, 1, 64, log=True),
-        Slider("sequences", "sequences at once", 32, 1, 1024, log=True),
-        Slider("length", "tokens of each", 2048, 128, 131072, log=True),
-        Toggle("shared", "share keys and values (GQA, MLA)", True),
+        lab.Options("model", "model", "Llama-3.1-8B", MODELS),
+        lab.Slider("devices", "H100", 1, 1, 64, log=True),
+        lab.Slider("sequences", "sequences at once", 32, 1, 1024, log=True),
+        lab.Slider("length", "tokens of each", 2048, 128, 131072, log=True),
+        lab.Toggle("shared", "share keys and values (GQA, MLA)", True),
     ),
     compute=compute,
     breaks=(
-        Break({"model": "Llama-3.1-70B", "devices": 8, "sequences": 256, "length": 8192},
+        lab.Break({"model": "Llama-3.1-70B", "devices": 8, "sequences": 256, "length": 8192},
               "The caches are five times as large as the weights, and 71 sequences wait until others end.", None,
               "many long sequences"),
-        Break({"shared": False, "sequences": 128, "length": 4096},
+        lab.Break({"shared": False, "sequences": 128, "length": 4096},
               "The same model with a key head for each query head: four times the cache, and a quarter "
               "of the sequences.", None, "nothing is shared"),
     ),
     claims=(
-        Claim("Llama-3-8B, KB a token", "curriculum 20", 131, lambda: kilobytes("Llama-3.1-8B")),
-        Claim("Llama-3-70B, KB a token", "curriculum 20", 328, lambda: kilobytes("Llama-3.1-70B")),
-        Claim("Qwen-2.5-7B, KB a token", "curriculum 20", 57, lambda: kilobytes("Qwen2.5-7B")),
-        Claim("Without GQA, 8B, KB a token", "curriculum 20", 524, lambda: kilobytes("Llama-3.1-8B", False)),
-        Claim("Without GQA, 70B, KB a token", "curriculum 20", 2600, lambda: kilobytes("Llama-3.1-70B", False)),
-        Claim("256 sequences of 8k tokens at 70B, GB", "curriculum 20", 670,
+        lab.Claim("Llama-3-8B, KB a token", "curriculum 20", 131, lambda: kilobytes("Llama-3.1-8B")),
+        lab.Claim("Llama-3-70B, KB a token", "curriculum 20", 328, lambda: kilobytes("Llama-3.1-70B")),
+        lab.Claim("Qwen-2.5-7B, KB a token", "curriculum 20", 57, lambda: kilobytes("Qwen2.5-7B")),
+        lab.Claim("Without GQA, 8B, KB a token", "curriculum 20", 524, lambda: kilobytes("Llama-3.1-8B", False)),
+        lab.Claim("Without GQA, 70B, KB a token", "curriculum 20", 2600, lambda: kilobytes("Llama-3.1-70B", False)),
+        lab.Claim("256 sequences of 8k tokens at 70B, GB", "curriculum 20", 670,
               lambda: kilobytes("Llama-3.1-70B") * 256 * 8000 / 1e6,
               why="8k read as 8,000 tokens gives 671; as 8,192 it is 687."),
     ),
     exercises=(
-        AskNumber("28 layers, 4 key heads of width 128, and 2 bytes a number: how many KB does a token take?", 57.3,
+        lab.AskNumber("28 layers, 4 key heads of width 128, and 2 bytes a number: how many KB does a token take?", 57.3,
                   why="2 * 28 * 4 * 128 * 2 = 57,344 bytes."),
-        AskKnobs("Serve Llama-3.1-70B so that 256 sequences of 2,048 tokens fit: at least 256.", "sequences that fit",
-                 256, None, {"model": "Llama-3.1-70B", "devices": 8, "length": 2048}),
-        AskChoice("At 1,024 short sequences a step takes little longer than at 32. Why?",
+        lab.AskKnobs("Serve Llama-3.1-70B so that 256 sequences of 2,048 tokens fit: at least 256.",
+                     "sequences that fit", 256, None, {"model": "Llama-3.1-70B", "devices": 8, "length": 2048}),
+        lab.AskChoice("At 1,024 short sequences a step takes little longer than at 32. Why?",
                   ("The weights are read once for all of them", "Short sequences need no cache",
                    "Arithmetic does not grow"), 0,
                   why="Reading the weights is most of a step while the caches are small."),
     ),
     code=("posttrain.plan.serving.Decoding", "posttrain.plan.shapes.ModelShape"),
-    docs="engine.md",
-    command="posttrain run arithmetic slots=32",
-    grid=("model", "sequences"),
+    docs="engine.md", command="posttrain run arithmetic slots=32", grid=("model", "sequences"),
 )  # fmt: skip

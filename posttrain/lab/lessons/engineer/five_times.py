@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Options,
-    Readout,
-    Slider,
-    Values,
-)
+from posttrain.lab import lesson as lab
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.machines import machine
 from posttrain.plan.models import shape_by_name
@@ -30,7 +19,7 @@ PROMPTS = 64
 COUNTS = [1, 2, 4, 8, 16, 32, 64]
 
 
-def timed(k: Values, **other: int) -> Throughput:
+def timed(k: lab.Values, **other: int) -> Throughput:
     """GRPO with a reference on 8 H100."""
     at = {**k, **other}
     work = Work(
@@ -51,13 +40,13 @@ def timed(k: Values, **other: int) -> Throughput:
     return throughput(work, machine(f"{DEVICES}xH100"), assumed)
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     now = timed(k)
     t = now.times
     curve = [timed(k, siblings=n) for n in COUNTS]
     equal = replace(now.work, lengths=replace(now.work.lengths, cv=0.0))
     short = throughput(equal, now.machine, now.assumed).decode
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("The five times of a step, s", ROLES, {"seconds": [getattr(t, r) for r in ROLES]}, low=0),
             Bars("Sampling, s", ["prompts", "answers, all equal", "answers as they are"],
@@ -73,12 +62,8 @@ def compute(k: Values) -> Readout:
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="22a",
-    name="throughput",
-    title="Throughput: which term rules a step",
-    part="the engineer",
-    force="cost",
+LESSON = lab.Lesson(
+    number="22a", name="throughput", title="Throughput: which term rules a step", part="the engineer", force="cost",
     minutes=7,
     question="How long does a step take, and which of its parts must become shorter first?",
     idea="""
@@ -95,41 +80,39 @@ LESSON = Lesson(
     """,
     formula="each time = max( operations / arithmetic, bytes / bandwidth )        useful = tokens learned from / step",
     knobs=(
-        Options("model", "model", "Qwen2.5-7B", MODELS),
-        Options("way", "placement of 8 H100", "colocated", WAYS),
-        Slider("siblings", "samples of a prompt", 8, 1, 64, log=True),
-        Slider("answer", "mean tokens of an answer", 1024, 64, 8192, log=True),
-        Slider("spread", "standard deviation, in means", 1.0, 0, 2, 0.1),
-        Slider("reward", "seconds to judge an answer (16 at once)", 0.1, 0, 5, 0.1),
-        Slider("kept", "share of groups that a filter keeps", 0.8, 0.1, 1, 0.05),
+        lab.Options("model", "model", "Qwen2.5-7B", MODELS),
+        lab.Options("way", "placement of 8 H100", "colocated", WAYS),
+        lab.Slider("siblings", "samples of a prompt", 8, 1, 64, log=True),
+        lab.Slider("answer", "mean tokens of an answer", 1024, 64, 8192, log=True),
+        lab.Slider("spread", "standard deviation, in means", 1.0, 0, 2, 0.1),
+        lab.Slider("reward", "seconds to judge an answer (16 at once)", 0.1, 0, 5, 0.1),
+        lab.Slider("kept", "share of groups that a filter keeps", 0.8, 0.1, 1, 0.05),
     ),
     compute=compute,
     breaks=(
-        Break({"reward": 5}, "A slow judge: the accelerators wait for it most of the step.", None, "a slow judge"),
-        Break({"siblings": 1, "spread": 2},
+        lab.Break({"reward": 5}, "A slow judge: the accelerators wait for it most of the step.", None, "a slow judge"),
+        lab.Break({"siblings": 1, "spread": 2},
               "Few answers, some of them very long: the weights are read again and again for the last ones.", None,
               "a long tail alone"),
     ),
     claims=(
-        Claim("times 30, 1, 3, 8, 1, asynchronous: seconds", "curriculum 22a", 32,
+        lab.Claim("times 30, 1, 3, 8, 1, asynchronous: seconds", "curriculum 22a", 32,
               lambda: Times(30, 1, 3, 8, 1).step("asynchronous")),
-        Claim("a million tokens in that step: thousand a second", "curriculum 22a", 33,
+        lab.Claim("a million tokens in that step: thousand a second", "curriculum 22a", 33,
               lambda: 512 * 2048 / Times(30, 1, 3, 8, 1).step("asynchronous") / 1e3),
-        Claim("7 B in training on one H100: thousand tokens a second", "curriculum 22", 19,
+        lab.Claim("7 B in training on one H100: thousand tokens a second", "curriculum 22", 19,
               lambda: machine("H100").flops / (6 * 7e9) / 1e3,
               why="19 thousand need 81 % of the peak arithmetic; at 40 % it is half of that."),
     ),
     exercises=(
-        AskNumber("Sampling 30 s, judging 1, reference 3, learning 8, sync 1, all in turn: how many seconds?", 43,
+        lab.AskNumber("Sampling 30 s, judging 1, reference 3, learning 8, sync 1, all in turn: how many seconds?", 43,
                   why="They add up."),
-        AskKnobs("With the default model and lengths, reach 20,000 tokens a second.", "tokens a second", 20000, None,
-                 {"siblings": 64, "kept": 1, "reward": 0}),
-        AskChoice("Why does a second of sampling say more tokens with more siblings?",
+        lab.AskKnobs("With the default model and lengths, reach 20,000 tokens a second.", "tokens a second", 20000,
+                     None, {"siblings": 64, "kept": 1, "reward": 0}),
+        lab.AskChoice("Why does a second of sampling say more tokens with more siblings?",
                   ("The weights are read once for all of them", "Siblings are shorter", "The reward is cheaper"), 0,
                   why="Reading is the limit, and each reading serves every sequence."),
     ),
     code=("posttrain.plan.throughput.Throughput", "posttrain.plan.throughput.Times", "posttrain.plan.lengths.Lengths"),
-    docs="planning.md",
-    command="posttrain plan grpo model=Qwen2.5-7B machine=8xH100",
-    grid=("model", "siblings"),
+    docs="planning.md", command="posttrain plan grpo model=Qwen2.5-7B machine=8xH100", grid=("model", "siblings"),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Options, Readout, Slider, Values
+from posttrain.lab import lesson as lab
 from posttrain.plan import activations
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.models import shape_by_name
@@ -15,7 +15,7 @@ PASS = 16384
 GPU = {"model": "Llama-3.1-8B", "where": "GPU", "siblings": 64, "prompt": 1000, "answer": 1000}
 
 
-def work(k: Values, **other: int) -> Work:
+def work(k: lab.Values, **other: int) -> Work:
     """A step of one prompt; `model.share_prefixes` is on."""
     at = {**k, **other}
     return Work(
@@ -40,13 +40,13 @@ def whole(w: Work) -> float:
     return 4.0 * PASS * w.shape.vocabulary
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     now = work(k)
     prompt, answer, siblings = (int(k[n]) for n in ("prompt", "answer", "siblings"))
     both = siblings * (prompt + answer) / now.unit
     once, each = prompt + siblings * answer / 2, siblings * (prompt + answer / 2)
     tile = activations.tile(work(k, siblings=64))
-    return Readout(
+    return lab.Readout(
         pictures=(
             Curve("How many times fewer positions the learner computes", COUNTS,
                   {"whole sequences": [n * (prompt + answer) / work(k, siblings=n).unit for n in COUNTS],
@@ -65,13 +65,8 @@ def compute(k: Values) -> Readout:
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="25",
-    name="kernels",
-    title="Kernels: what each one saves",
-    part="the engineer",
-    force="cost",
-    minutes=6,
+LESSON = lab.Lesson(
+    number="25", name="kernels", title="Kernels: what each one saves", part="the engineer", force="cost", minutes=6,
     question="Which special code is worth its trouble in RL, and when does it save nothing?",
     idea="""
         RL has a shape of its own: many answers to one prompt. Three pieces of code use it.
@@ -87,39 +82,36 @@ LESSON = Lesson(
     """,
     formula="saving of prompts = K / (1 + K G / P)        scores: tokens x V        tiles: rows x ids",
     knobs=(
-        Options("model", "model", "Qwen2.5-7B", MODELS),
-        Options("where", "computed on", "GPU", ("GPU", "CPU")),
-        Slider("siblings", "K: siblings", 16, 1, 64, log=True),
-        Slider("prompt", "P: tokens of a prompt", 1000, 16, 16384, log=True),
-        Slider("answer", "G: tokens of an answer", 100, 16, 16384, log=True),
+        lab.Options("model", "model", "Qwen2.5-7B", MODELS),
+        lab.Options("where", "computed on", "GPU", ("GPU", "CPU")),
+        lab.Slider("siblings", "K: siblings", 16, 1, 64, log=True),
+        lab.Slider("prompt", "P: tokens of a prompt", 1000, 16, 16384, log=True),
+        lab.Slider("answer", "G: tokens of an answer", 100, 16, 16384, log=True),
     ),
     compute=compute,
     breaks=(
-        Break({"prompt": 100, "answer": 8000},
+        lab.Break({"prompt": 100, "answer": 8000},
               "Short prompts and long answers: sharing saves next to nothing.", None, "long answers"),
-        Break({"siblings": 1}, "One answer a prompt: nothing is shared.", None, "no siblings"),
+        lab.Break({"siblings": 1}, "One answer a prompt: nothing is shared.", None, "no siblings"),
     ),
     claims=(
-        Claim("K = 16, G / P = .1", "curriculum 25", 6.15, lambda: saving(1000, 100, 16)),
-        Claim("K = 64, G / P = .1", "curriculum 25", 8.65, lambda: saving(1000, 100, 64)),
-        Claim("head in blocks of 4k of 128k ids: times fewer scores at once", "curriculum 25", 32,
-              lambda: 128 / 4),
-        Claim("the tiles here, on a GPU, of 16,384 tokens and 128,256 ids: times fewer bytes", "curriculum 25", 32,
+        lab.Claim("K = 16, G / P = .1", "curriculum 25", 6.15, lambda: saving(1000, 100, 16)),
+        lab.Claim("K = 64, G / P = .1", "curriculum 25", 8.65, lambda: saving(1000, 100, 64)),
+        lab.Claim("head in blocks of 4k of 128k ids: times fewer scores at once", "curriculum 25", 32, lambda: 128 / 4),
+        lab.Claim("the tiles here, on a GPU, of 16,384 tokens and 128,256 ids: times fewer bytes", "curriculum 25", 32,
               lambda: whole(work(GPU)) / activations.tile(work(GPU)),
               why="tiles here are 8,192 tokens by at most 16,384 ids in float32, two of them, and a block of the "
               "weight in float32: fewer, larger products."),
     ),
     exercises=(
-        AskNumber("K = 8, P = 800, G = 100. How many positions does the learner compute with shared beginnings?", 1600,
-                  why="800 for the prompt and 8 times 100."),
-        AskKnobs("Compute at least 10 times fewer positions in whole sequences.", "fewer positions", 10, None,
+        lab.AskNumber("K = 8, P = 800, G = 100. How many positions does the learner compute with shared beginnings?",
+                      1600, why="800 for the prompt and 8 times 100."),
+        lab.AskKnobs("Compute at least 10 times fewer positions in whole sequences.", "fewer positions", 10, None,
                  {"siblings": 64, "prompt": 4000, "answer": 100}),
-        AskChoice("Why are the tiles made a second time in the backward pass?",
+        lab.AskChoice("Why are the tiles made a second time in the backward pass?",
                   ("Keeping them would take the memory that tiles save", "They have changed", "They are more exact"), 0,
                   why="All scores of a pass are what does not fit."),
     ),
     code=("posttrain.engine.head.tiled_head.TiledHead", "posttrain.plan.activations.tile"),
-    docs="planning.md",
-    command="posttrain run arithmetic model.share_prefixes=false",
-    grid=("siblings", "answer"),
+    docs="planning.md", command="posttrain run arithmetic model.share_prefixes=false", grid=("siblings", "answer"),
 )  # fmt: skip

@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Options,
-    Readout,
-    Slider,
-    Values,
-)
+from posttrain.lab import lesson as lab
 from posttrain.plan import activations
 from posttrain.plan.counted import quoted
 from posttrain.plan.lengths import Lengths
@@ -28,7 +17,7 @@ PROMPT, SIBLINGS = 256, 8
 ROOM = device("H100").memory
 
 
-def work(k: Values) -> Work:
+def work(k: lab.Values) -> Work:
     """GRPO in bfloat16 with a reference: `batch` sequences of `length` tokens in a pass, 64 of them in a step."""
     answer = int(k["length"]) - PROMPT
     return Work(
@@ -47,13 +36,13 @@ def work(k: Values) -> Work:
     )
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     place = places(work(k))[0]
     held = [t for t in place.held(place.peak) if t.bytes > 0.01 * place.most]
     fits = place.most <= ROOM
     whole = quoted(shape_by_name(k["model"]).parameters) / int(k["devices"])
     said = "It fits." if fits else "It **does not fit** into 80 GB."
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("Memory of the fullest H100 at each instant of a step, GB", INSTANTS,
                  {"GB": [place.total(i) / 1e9 for i in INSTANTS]}, low=0, marks={"an H100:": ROOM / 1e9}),
@@ -77,13 +66,8 @@ def of_layers(bytes_each: float = 0.0) -> float:
     return each * 4 * 8192 / 1e9
 
 
-LESSON = Lesson(
-    number="22",
-    name="memory",
-    title="Memory: does it fit?",
-    part="the engineer",
-    force="cost",
-    minutes=7,
+LESSON = lab.Lesson(
+    number="22", name="memory", title="Memory: does it fit?", part="the engineer", force="cost", minutes=7,
     question="What fills a GPU in a step of reinforcement learning, and at which moment?",
     idea="""
         Training keeps four things for every parameter: the weight, its gradient, and two *moments* of AdamW; in
@@ -98,41 +82,39 @@ LESSON = Lesson(
     """,
     formula="peak = what always is there + max over instants( what is there then )",
     knobs=(
-        Options("model", "model", "Qwen2.5-1.5B", MODELS),
-        Slider("length", "tokens of a sequence", 2048, 512, 32768, log=True),
-        Slider("batch", "sequences in a pass", 4, 1, 32, log=True),
-        Slider("devices", "H100 that train together", 1, 1, 64, log=True),
-        Options("again", "computed again", "none", ("none", "selective", "full")),
+        lab.Options("model", "model", "Qwen2.5-1.5B", MODELS),
+        lab.Slider("length", "tokens of a sequence", 2048, 512, 32768, log=True),
+        lab.Slider("batch", "sequences in a pass", 4, 1, 32, log=True),
+        lab.Slider("devices", "H100 that train together", 1, 1, 64, log=True),
+        lab.Options("again", "computed again", "none", ("none", "selective", "full")),
     ),
     compute=compute,
     breaks=(
-        Break({"model": "Llama-3.1-70B", "devices": 8, "again": "full"},
+        lab.Break({"model": "Llama-3.1-70B", "devices": 8, "again": "full"},
               "Eight H100 have 640 GB, and weights, gradients and moments alone take more.", None, "70 B on 8 H100"),
-        Break({"length": 32768, "batch": 4},
+        lab.Break({"length": 32768, "batch": 4},
               "The same model with long sequences: activations are most of the memory. Compute them again.", None,
               "long sequences"),
     ),
     claims=(
-        Claim("7 B, 18 bytes a parameter, GB", "curriculum 22", 126, lambda: quoted(7e9) / 1e9),
-        Claim("70 B, GB", "curriculum 22", 1260, lambda: quoted(70e9) / 1e9),
-        Claim("405 B, GB", "curriculum 22", 7300, lambda: quoted(405e9) / 1e9),
-        Claim("activations of 7 B, 4 sequences of 8,192, GB", "curriculum 22", 137, of_layers,
+        lab.Claim("7 B, 18 bytes a parameter, GB", "curriculum 22", 126, lambda: quoted(7e9) / 1e9),
+        lab.Claim("70 B, GB", "curriculum 22", 1260, lambda: quoted(70e9) / 1e9),
+        lab.Claim("405 B, GB", "curriculum 22", 7300, lambda: quoted(405e9) / 1e9),
+        lab.Claim("activations of 7 B, 4 sequences of 8,192, GB", "curriculum 22", 137, of_layers,
               why="137 is 32 bytes for each number of the hidden state and layer (32 layers of 4,096); the layers of "
               "Qwen2.5-7B, as they are computed here, keep more for each of fewer numbers."),
-        Claim("70 B colocated on 8 H100 of 640 GB: GB that are needed", "curriculum 24", 640,
+        lab.Claim("70 B colocated on 8 H100 of 640 GB: GB that are needed", "curriculum 24", 640,
               lambda: quoted(70e9) / 1e9, why="1,260 GB do not fit into 640."),
     ),
     exercises=(
-        AskNumber("A model has 7 billion parameters. How many GB take AdamW's two moments in float32?", 56,
+        lab.AskNumber("A model has 7 billion parameters. How many GB take AdamW's two moments in float32?", 56,
                   why="2 moments of 4 bytes are 8 bytes a parameter."),
-        AskKnobs("Bring the peak to at most 45 GB with the same model, length and device.", "peak, GB", None, 45,
+        lab.AskKnobs("Bring the peak to at most 45 GB with the same model, length and device.", "peak, GB", None, 45,
                  {"again": "full"}),
-        AskChoice("A step plays twice as many prompts. What happens to the learner's peak?",
+        lab.AskChoice("A step plays twice as many prompts. What happens to the learner's peak?",
                   ("Nothing: a step is cut into passes", "It doubles", "Only the moments grow"), 0,
                   why="A pass has as many tokens as before; there are more passes."),
     ),
     code=("posttrain.plan.memory.places", "posttrain.plan.activations.kept", "posttrain.plan.counted.quoted"),
-    docs="planning.md",
-    command="posttrain plan grpo model=Qwen2.5-7B machine=8xH100",
-    grid=("model", "devices"),
+    docs="planning.md", command="posttrain plan grpo model=Qwen2.5-7B machine=8xH100", grid=("model", "devices"),
 )  # fmt: skip

@@ -11,20 +11,7 @@ import numpy as np
 import torch
 
 from posttrain.config.stages.reinforce import Reinforce
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Options,
-    Readout,
-    Slider,
-    Values,
-    by_rules,
-    recorded,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.policy_rows import DECOUPLED, GRPO
 from posttrain.plan.throughput import Times
 from posttrain.toy.answers import ask, logp_of, siblings
@@ -74,12 +61,12 @@ def wall() -> int:
     return next((k for k in (1, 2, 4, 8, 16) if train(SAMPLER, k).accuracy[-1] < fresh - 0.05), 32)
 
 
-def seconds(k: Values, way: str) -> float:
+def seconds(k: lab.Values, way: str) -> float:
     times = Times(float(k["rollout"]), 0, 0, float(k["learn"]), float(k["sync"]))
     return times.step("colocated" if way == TURNS else "asynchronous", hidden_sync=way == MEANWHILE)
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     way = str(k["way"])
     ahead = 0 if way == TURNS else int(k["ahead"])
     found, fresh = (train(str(k["rule"]), n, float(k["lr"]), int(k["seed"])) for n in (ahead, 0))
@@ -91,7 +78,7 @@ def compute(k: Values) -> Readout:
     gap, clipped = float(np.mean(found.gap)), float(np.mean(found.clipped))
     ways = (TURNS, AT_ONCE, MEANWHILE)
     series = {"rollout/reward": found.reward, "rollout/solved": found.reward}
-    return Readout(
+    return lab.Readout(
         pictures=(
             Curve("Accuracy by time", (at / 60).round(2).tolist(), told, x_label="minutes", low=0, high=1),
             Curve("How old samples differ from the newest weights", each[::2].tolist(),
@@ -104,16 +91,12 @@ def compute(k: Values) -> Readout:
         f"**{found.accuracy[-1]:.2f}**, with fresh samples **{fresh.accuracy[-1]:.2f}**.",
         values={"seconds": step, "accuracy": found.accuracy[-1], "log ratio": gap, "clipped": clipped,
                 "learner waits": 1 - busy["learner"]},
-        says=by_rules(recorded(series), Reinforce(name="rl"), "collapse"),
+        says=lab.by_rules(lab.recorded(series), Reinforce(name="rl"), "collapse"),
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="22c",
-    name="ahead",
-    title="Asynchrony: how far may it run ahead?",
-    part="the engineer",
-    force="cost",
+LESSON = lab.Lesson(
+    number="22c", name="ahead", title="Asynchrony: how far may it run ahead?", part="the engineer", force="cost",
     minutes=7,
     question="Engines that do not wait for the learner are faster: what do their old samples cost?",
     idea="""
@@ -129,43 +112,42 @@ LESSON = Lesson(
     """,
     formula="in turn: R + T + S      at once: max(R, T) + S      weights sent meanwhile: max(R, T)",
     knobs=(
-        Options("way", "placement", AT_ONCE, (TURNS, AT_ONCE, MEANWHILE)),
-        Slider("ahead", "K: steps ahead", 2, 1, 32, log=True),
-        Options("rule", "old samples", SAMPLER, tuple(RULES)),
-        Slider("lr", "learning rate", LR, 0.002, 0.02, log=True),
-        Slider("rollout", "R: sampling, s", 20, 1, 60, 1),
-        Slider("learn", "T: learning, s", 8, 1, 60, 1),
-        Slider("sync", "S: sending weights, s", 3, 0, 20, 1),
-        Slider("seed", "seed", 0, 0, 5),
+        lab.Options("way", "placement", AT_ONCE, (TURNS, AT_ONCE, MEANWHILE)),
+        lab.Slider("ahead", "K: steps ahead", 2, 1, 32, log=True),
+        lab.Options("rule", "old samples", SAMPLER, tuple(RULES)),
+        lab.Slider("lr", "learning rate", LR, 0.002, 0.02, log=True),
+        lab.Slider("rollout", "R: sampling, s", 20, 1, 60, 1),
+        lab.Slider("learn", "T: learning, s", 8, 1, 60, 1),
+        lab.Slider("sync", "S: sending weights, s", 3, 0, 20, 1),
+        lab.Slider("seed", "seed", 0, 0, 5),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break({"ahead": 16, "rule": NOTHING, "lr": 0.02},
+        lab.Break({"ahead": 16, "rule": NOTHING, "lr": 0.02},
               "It learns from answers of weights that are long gone, as if they were its own: it ends by guessing.",
               "collapse", "old samples count as new"),
-        Break({"ahead": 32}, "The clip holds it, and half of the tokens push no more: it learns less from each step.",
-              None, "too far ahead"),
+        lab.Break({"ahead": 32},
+                  "The clip holds it, and half of the tokens push no more: it learns less from each step.", None,
+                  "too far ahead"),
     ),
     claims=(
-        Claim("Unsourced: samples are too old from so many steps on", "curriculum 22c", 6, wall, within=0.4,
+        lab.Claim("Unsourced: samples are too old from so many steps on", "curriculum 22c", 6, wall, within=0.4,
               why="At this learning rate; at .004 it is beyond 16. The distance counts, not the number of steps."),
-        Claim("Unsourced: mean |log ratio| of healthy training, below", "curriculum 22c", 0.05,
+        lab.Claim("Unsourced: mean |log ratio| of healthy training, below", "curriculum 22c", 0.05,
               lambda: float(np.mean(train(SAMPLER, 2).gap)),
               why="Two steps ahead it learns as from fresh samples, and the distance is more than twice that."),
-        Claim("Unsourced: clipped share that is too much", "curriculum 22c", 0.25,
+        lab.Claim("Unsourced: clipped share that is too much", "curriculum 22c", 0.25,
               lambda: float(np.mean(train(SAMPLER, wall()).clipped)), why="Ours where it begins to cost accuracy."),
     ),
     exercises=(
-        AskNumber("R = 20 s, T = 8 s, S = 3 s, at once, weights sent meanwhile: how many seconds?", 20,
+        lab.AskNumber("R = 20 s, T = 8 s, S = 3 s, at once, weights sent meanwhile: how many seconds?", 20,
                   why="The longer of 20 and 8; the 3 s are hidden."),
-        AskKnobs("Run ahead and clip less than 5 % of the tokens.", "clipped", None, 0.05, {"ahead": 1, "lr": 0.004}),
-        AskChoice("What makes samples of 8 steps ago harmless?",
+        lab.AskKnobs("Run ahead and clip less than 5 % of the tokens.", "clipped", None, 0.05,
+                     {"ahead": 1, "lr": 0.004}),
+        lab.AskChoice("What makes samples of 8 steps ago harmless?",
                   ("A larger batch", "A policy that moves slowly", "More engines"), 1,
                   why="What counts is how far the policy has moved since."),
     ),
     code=("posttrain.plan.throughput.Times", "posttrain.plan.staleness.capacity"),
-    docs="staleness.md",
-    command="posttrain run arithmetic rl.staleness=2",
-    grid=("ahead", "rule"),
+    docs="staleness.md", command="posttrain run arithmetic rl.staleness=2", grid=("ahead", "rule"),
 )  # fmt: skip

@@ -23,19 +23,7 @@ from posttrain.engine.embedded.schedule.engine_counters import EngineCounters
 from posttrain.engine.embedded.schedule.scheduler import Scheduler
 from posttrain.engine.embedded.schedule.slots import GenerateCall
 from posttrain.engine.embedded.speculation import Lookup, PromptLookup
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    Toggle,
-    Values,
-    refusal,
-)
+from posttrain.lab import lesson as lab
 from posttrain.toy.letters import taught
 from posttrain.web.picture import Bars, Gantt, Tone
 
@@ -167,7 +155,7 @@ def lanes(found: Served, most: int = 8) -> dict[str, list[tuple[float, float, st
     return out
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     at = int(k["slots"]), int(k["length"]), round(float(k["temperature"]), 2)
     on = tuple(bool(k[name]) for name in TRICKS)
     found, plain = serve(*at, on), serve(*at, (False,) * 4)
@@ -177,7 +165,7 @@ def compute(k: Values) -> Readout:
             steps.append((f"+ {name}", serve(*at, tuple(x and j <= i for j, x in enumerate(on))).rate))
     share = found.model.waits / found.model.now
     pause = max((s for s, n in found.model.passes if n), default=0.0)
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("Tokens a second, trick upon trick", [n for n, _ in steps], {"tokens a second": [r for _, r in steps]},
                  low=0),
@@ -189,7 +177,7 @@ def compute(k: Values) -> Readout:
         + (f" **{found.accepted:.0%}** of the drafts were said." if on[3] else ""),
         values={"tokens a second": found.rate, "one reader, tokens a second": found.stream,
                 "speed-up": found.rate / plain.rate, "longest pause, ms": pause * 1e3, "drafts said": found.accepted},
-        says=refusal(lambda: Reinforce(name="rl", sampling=sampling_of(at[2]))),
+        says=lab.refusal(lambda: Reinforce(name="rl", sampling=sampling_of(at[2]))),
     )  # fmt: skip
 
 
@@ -204,13 +192,8 @@ def gain(temperature: float) -> float:
     return serve(*at, (True, True, True, True)).stream / serve(*at, (True, True, True, False)).stream
 
 
-LESSON = Lesson(
-    number="21",
-    name="scheduling",
-    title="Serving: stack the tricks",
-    part="the engineer",
-    force="cost",
-    minutes=8,
+LESSON = lab.Lesson(
+    number="21", name="scheduling", title="Serving: stack the tricks", part="the engineer", force="cost", minutes=8,
     question="The same weights and the same GPU: how many more tokens a second can the order of work give?",
     idea="""
         To say one token, a GPU reads all weights once. Reading takes as long as computing 150 positions, so a pass with
@@ -224,45 +207,42 @@ LESSON = Lesson(
     """,
     formula="seconds of a pass = max( 4.2 ms to read the weights,  positions * 28 us )",
     knobs=(
-        Slider("slots", "answers at once (B)", 8, 4, 48, log=True),
-        Slider("length", "mean length (L)", 20, 8, 48),
-        Slider("temperature", "temperature (T)", 1.0, 0.0, 1.5, 0.1),
-        Toggle("refill", "refill slots at once", True),
-        Toggle("share", "share the prompt of siblings", True),
-        Toggle("pieces", "compute prompts in pieces", True),
-        Toggle("drafts", "draft 4 tokens by lookup", False),
+        lab.Slider("slots", "answers at once (B)", 8, 4, 48, log=True),
+        lab.Slider("length", "mean length (L)", 20, 8, 48),
+        lab.Slider("temperature", "temperature (T)", 1.0, 0.0, 1.5, 0.1),
+        lab.Toggle("refill", "refill slots at once", True),
+        lab.Toggle("share", "share the prompt of siblings", True),
+        lab.Toggle("pieces", "compute prompts in pieces", True),
+        lab.Toggle("drafts", "draft 4 tokens by lookup", False),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break({"temperature": 0.0, "drafts": True}, "The fastest setting: drafts are right, because every sibling says "
-              "the same. Then no answer is better than another, and nothing is learned.", "ConfigError"),
+        lab.Break({"temperature": 0.0, "drafts": True},
+                  "The fastest setting: drafts are right, because every sibling says "
+                  "the same. Then no answer is better than another, and nothing is learned.", "ConfigError"),
     ),
     claims=(
-        Claim("16 siblings share their prompt: the first tokens come sooner by a factor of", "curriculum 21", 16,
+        lab.Claim("16 siblings share their prompt: the first tokens come sooner by a factor of", "curriculum 21", 16,
               lambda: first_token(False) / first_token(True)),
-        Claim("Drafts at temperature 1: one stream is faster by", "curriculum 21", 1.0, lambda: gain(1.0), within=0.1,
-              why="A table of letters repeats its prompt a little even at temperature 1, and one stream has room."),
-        Claim("Drafts at temperature 0.5: faster by", "curriculum 21", 2.0, lambda: gain(0.5), within=0.1,
+        lab.Claim("Drafts at temperature 1: one stream is faster by", "curriculum 21", 1.0, lambda: gain(1.0),
+                  within=0.1,
+                  why="A table of letters repeats its prompt a little even at temperature 1, and one stream has room."),
+        lab.Claim("Drafts at temperature 0.5: faster by", "curriculum 21", 2.0, lambda: gain(0.5), within=0.1,
               why="It depends on what is guessed: looking up letters is seldom right at 0.5."),
-        Claim("Drafts at temperature 0: faster by", "curriculum 21", 3.0, lambda: gain(0.0), within=0.1,
+        lab.Claim("Drafts at temperature 0: faster by", "curriculum 21", 3.0, lambda: gain(0.0), within=0.1,
               why="Ours is of mean length 20 and grows with it: 3.4 at 48, 4.2 at 120."),
     ),
     exercises=(
-        AskNumber("A pass computes 300 positions at 28 us each. How many milliseconds does it take?", 8.4,
+        lab.AskNumber("A pass computes 300 positions at 28 us each. How many milliseconds does it take?", 8.4,
                   why="300 * 28 us = 8.4 ms, more than the 4.2 ms of reading."),
-        AskKnobs("Make drafts a loss for the reader of one answer: fewer than 236 tokens a second.",
+        lab.AskKnobs("Make drafts a loss for the reader of one answer: fewer than 236 tokens a second.",
                  "one reader, tokens a second", None, 236, {"slots": 48, "drafts": True, "pieces": False},
                  why="48 answers with 4 drafts each are 240 positions: more than the 150 that are free."),
-        AskChoice("Why do drafts help a batch of 4 and not one of 48?",
+        lab.AskChoice("Why do drafts help a batch of 4 and not one of 48?",
                   ("More drafts are right", "Positions are free while weights are read", "Memory is larger"), 1,
                   why="Below 150 positions a pass takes 4.2 ms in any case."),
     ),
-    code=(
-        "posttrain.engine.embedded.schedule.scheduler.Scheduler",
-        "posttrain.engine.embedded.speculation.PromptLookup",
-    ),
-    docs="engine.md",
-    command="posttrain run arithmetic engine.budget=2048 engine.lookup=4",
-    grid=("slots", "drafts"),
+    code=("posttrain.engine.embedded.schedule.scheduler.Scheduler",
+          "posttrain.engine.embedded.speculation.PromptLookup"),
+    docs="engine.md", command="posttrain run arithmetic engine.budget=2048 engine.lookup=4", grid=("slots", "drafts"),
 )  # fmt: skip

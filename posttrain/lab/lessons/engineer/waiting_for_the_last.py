@@ -11,20 +11,7 @@ import numpy as np
 from posttrain.api.swept import loop_of
 from posttrain.config.stages.reinforce import Reinforce
 from posttrain.core.sampling import Sampling
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    Toggle,
-    Values,
-    by_rules,
-    recorded,
-)
+from posttrain.lab import lesson as lab
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.machines import machine
 from posttrain.plan.models import shape_by_name
@@ -38,19 +25,19 @@ PROMPTS, STEPS, RIGHT, ENDLESS = 4, 8, 0.5, 10**9
 SIZES = (4, 16, 64, 256)
 CLAIMED = {1.0: (2.8, 5.0, 7.8, 11.3), 2.0: (3.7, 8.9, 17.4, 30.6)}
 """Values that the curriculum gives for the longest of 4, 16, 64 and 256, in means."""
-PLAIN: Values = {"extra": False, "cap": False, "ahead": 0}
+PLAIN: lab.Values = {"extra": False, "cap": False, "ahead": 0}
 
 
-def lengths_of(k: Values) -> Lengths:
+def lengths_of(k: lab.Values) -> Lengths:
     limit = round(float(k["limit"]) * float(k["mean"])) if k["cap"] else ENDLESS
     return Lengths(prompt=128, mean=float(k["mean"]), most=max(1, limit), cv=float(k["cv"]))
 
 
-def extra_of(k: Values) -> int:
+def extra_of(k: lab.Values) -> int:
     return max(1, int(k["siblings"]) // 4) if k["extra"] else 0
 
 
-def play(k: Values, steps: int = STEPS) -> LoopOutcome:
+def play(k: lab.Values, steps: int = STEPS) -> LoopOutcome:
     """Steps of four prompts with 7 B parameters: one H100 samples and one learns, with a slot for each answer."""
     siblings, extra = int(k["siblings"]), extra_of(k)
     work = Work(shape=shape_by_name("Qwen2.5-7B"), lengths=lengths_of(k), prompts=PROMPTS, siblings=siblings, width=2,
@@ -73,7 +60,7 @@ def lanes(said: np.ndarray, kept: np.ndarray, cut: np.ndarray) -> dict[str, list
     return out
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     now, plain, keep = play(k), play({**k, **PLAIN}), int(k["siblings"])
     made, at, free = np.random.default_rng(int(k["seed"])), lengths_of(k), lengths_of({**k, **PLAIN})
     natural = np.vectorize(free.quantile)(made.random((STEPS, PROMPTS, keep + extra_of(k))))
@@ -88,9 +75,9 @@ def compute(k: Values) -> Readout:
     series: dict[str, list[float | None]] = {f"simulated, CV {free.cv:g}": [longest(n, free.cv) for n in SIZES]}
     series |= {f"claimed, CV {c:g}": list(values) for c, values in CLAIMED.items()}
     stage = Reinforce(name="rl", sampling=Sampling(max_tokens=min(at.most, 10**6)))
-    seen = recorded({"rollout/truncated": of_kept(cut), "rollout/solved": of_kept(right)})
+    seen = lab.recorded({"rollout/truncated": of_kept(cut), "rollout/solved": of_kept(right)})
     shares = [(o.slots_used * (1 - o.lost), o.slots_used * o.lost, 1 - o.slots_used) for o in (plain, now)]
-    return Readout(
+    return lab.Readout(
         pictures=(
             Gantt("The answers to one prompt, until the step ends", lanes(said[0], kept[0], cut[0]), unit="tokens",
                   key={"good": "ends by itself", "two": "cut off", "bad": "given up", "mute": "slot waits"}),
@@ -105,7 +92,7 @@ def compute(k: Values) -> Readout:
         f"off, and tokens are **{now.behind:.1f}** steps old.",
         values={"time of a step, s": now.step, "time without tricks, s": plain.step, "share lost": lost(now),
                 "length of kept answers": shorter, "cut off": cut_share, "steps behind": now.behind},
-        says=by_rules(seen, stage, "cut_off_before_the_answer"),
+        says=lab.by_rules(seen, stage, "cut_off_before_the_answer"),
     )  # fmt: skip
 
 
@@ -121,12 +108,8 @@ def lost_with(**on: int) -> Callable[[], float]:
     return lambda: lost(play({**HEALTHY, **on}, 24))
 
 
-LESSON = Lesson(
-    number="22b",
-    name="tail",
-    title="The long tail: waiting for the last answer",
-    part="the engineer",
-    force="cost",
+LESSON = lab.Lesson(
+    number="22b", name="tail", title="The long tail: waiting for the last answer", part="the engineer", force="cost",
     minutes=6,
     question="Most answers are short and one is long: how much of a step is spent waiting for it?",
     idea="""
@@ -140,40 +123,40 @@ LESSON = Lesson(
     """,
     formula="time of a step = longest of P * K answers        lost = 1 - tokens used / (slots * time)",
     knobs=(
-        Slider("siblings", "siblings (K)", 16, 4, 64, log=True),
-        Slider("mean", "mean length", 200, 50, 2000, log=True),
-        Slider("cv", "CV of the lengths", 1.0, 0.2, 2.0, 0.1),
-        Toggle("extra", "a quarter more siblings, first K kept", False),
-        Toggle("cap", "limit the length", False),
-        Slider("limit", "limit, in mean lengths", 3.0, 0.2, 8.0, 0.1),
-        Slider("ahead", "steps asked ahead", 0, 0, 4),
-        Slider("seed", "draw again", 0, 0, 20),
+        lab.Slider("siblings", "siblings (K)", 16, 4, 64, log=True),
+        lab.Slider("mean", "mean length", 200, 50, 2000, log=True),
+        lab.Slider("cv", "CV of the lengths", 1.0, 0.2, 2.0, 0.1),
+        lab.Toggle("extra", "a quarter more siblings, first K kept", False),
+        lab.Toggle("cap", "limit the length", False),
+        lab.Slider("limit", "limit, in mean lengths", 3.0, 0.2, 8.0, 0.1),
+        lab.Slider("ahead", "steps asked ahead", 0, 0, 4),
+        lab.Slider("seed", "draw again", 0, 0, 20),
     ),
     compute=compute,
     breaks=(
-        Break({"cap": True, "limit": 0.2}, "The step is short, because nearly every answer is cut off before its "
+        lab.Break({"cap": True, "limit": 0.2}, "The step is short, because nearly every answer is cut off before its "
               "result.", "cut_off_before_the_answer", "a low limit"),
-        Break({"extra": True, "cv": 2.0}, "The answers that are kept are much shorter than the policy's: long "
+        lab.Break({"extra": True, "cv": 2.0}, "The answers that are kept are much shorter than the policy's: long "
               "reasoning is never learned from.", None, "extra siblings"),
     ),
     claims=(
         *(
-            Claim(f"Longest of {n} answers at CV {cv:g}, in means", "curriculum 22b", claimed,
+            lab.Claim(f"Longest of {n} answers at CV {cv:g}, in means", "curriculum 22b", claimed,
                   partial(longest, n, cv), within=0.05,
                   why="Simulated with lognormal lengths; another distribution gives other numbers.")
             for cv, row in CLAIMED.items() for n, claimed in zip(SIZES, row, strict=True)
         ),
-        Claim("Share lost without tricks", "curriculum 22b", 0.30, lost_with(), within=0.1,
+        lab.Claim("Share lost without tricks", "curriculum 22b", 0.30, lost_with(), within=0.1,
               why="Ours is of 4 prompts with 16 siblings at CV 1; which setting the claim is of is not said."),
-        Claim("With all three", "curriculum 22b", 0.08, lost_with(extra=True, cap=True, ahead=1), within=0.1,
+        lab.Claim("With all three", "curriculum 22b", 0.08, lost_with(extra=True, cap=True, ahead=1), within=0.1,
               why="The same setting, one step ahead; the claim may count its tricks otherwise."),
     ),
     exercises=(
-        AskNumber("The mean length is 200 and the longest of a step 800. Which share of the slots' time is lost?",
+        lab.AskNumber("The mean length is 200 and the longest of a step 800. Which share of the slots' time is lost?",
                   0.75, why="1 - 200 / 800."),
-        AskKnobs("Lose less than 45 % of the time with neither a limit nor extra siblings.", "share lost",
+        lab.AskKnobs("Lose less than 45 % of the time with neither a limit nor extra siblings.", "share lost",
                  None, 0.45, {"ahead": 4}),
-        AskChoice("Which trick changes what kind of answers the policy learns from?",
+        lab.AskChoice("Which trick changes what kind of answers the policy learns from?",
                   ("Asking ahead", "Extra siblings of which the first are kept", "A larger batch"), 1,
                   why="The first to end are the short ones."),
     ),

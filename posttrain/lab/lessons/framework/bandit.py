@@ -6,19 +6,7 @@ import numpy as np
 import torch
 
 from posttrain.config.run import Optimizer, Reinforce
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    Values,
-    by_rules,
-    recorded,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.policy_rows import REINFORCE
 from posttrain.toy.answers import ask, siblings
 from posttrain.toy.policies import TabularPolicy
@@ -40,7 +28,7 @@ def exact_gradient(policy: TabularPolicy) -> torch.Tensor:
     return pi * (REWARDS - pi @ REWARDS)
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     policy = TabularPolicy(torch.zeros(1, 1, 5))
     made = torch.Generator().manual_seed(int(k["seed"]))
     trainer = ToyTrainer(REINFORCE, policy, torch.optim.SGD(policy.parameters(), lr=k["eta"]), 1, int(k["seed"]))
@@ -63,30 +51,24 @@ def compute(k: Values) -> Readout:
         ema[i] = r if i == 0 else 0.9 * ema[i - 1] + 0.1 * r
     stage = Reinforce(name="rl", algorithm=REINFORCE, optimizer=Optimizer(lr=float(k["eta"])))
     entropy = float(-(pi * torch.log(pi.clamp_min(1e-12))).sum())
-    steps = recorded({"rollout/reward": paid, "policy/kl_step": far, "optim/lr": [float(k["eta"])] * STEPS})
-    return Readout(
+    steps = lab.recorded({"rollout/reward": paid, "policy/kl_step": far, "optim/lr": [float(k["eta"])] * STEPS})
+    return lab.Readout(
         pictures=(
             Bars("Policy after training", ACTIONS, {"probability": pi.tolist(), "reward": REWARDS.tolist()},
                  low=0, high=1),
-            Curve(
-                "Expected reward by step", list(range(1, STEPS + 1)),
-                {"expected": expected, "sampled, moving mean": ema.tolist()}, low=0, high=1,
-            ),
+            Curve("Expected reward by step", list(range(1, STEPS + 1)),
+                  {"expected": expected, "sampled, moving mean": ema.tolist()}, low=0, high=1),
             Bars("Gradient of the first step", ACTIONS, first),
         ),
         sentence=f"After {STEPS} steps the policy prefers **{ACTIONS[best]}** with probability "
         f"**{float(pi[best]):.2f}**, which pays **{float(REWARDS[best]):.1f}**; the best pays 0.9.",
         values={"expected reward": expected[-1], "probability of the best": float(pi[2]), "entropy": entropy},
-        says=by_rules(steps, stage),
+        says=lab.by_rules(steps, stage),
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="01",
-    name="bandit",
-    title="The loop: sample, score, push",
-    part="the framework",
-    force="estimator",
+LESSON = lab.Lesson(
+    number="01", name="bandit", title="The loop: sample, score, push", part="the framework", force="estimator",
     minutes=6,
     question="Can a policy get better when nobody tells it which action was right, only how much its own action paid?",
     idea="""
@@ -102,37 +84,28 @@ LESSON = Lesson(
     formula="""grad E[r] = E[ r * grad log pi(action) ]        pi(action): its probability under the policy
 rewards r of the five actions: .1 .3 .9 .4 .2""",
     knobs=(
-        Slider("eta", "step size", 0.5, 0.05, 60.0, log=True),
-        Slider("samples", "samples a step", 8, 1, 32),
-        Slider("seed", "seed", 0, 0, 20),
+        lab.Slider("eta", "step size", 0.5, 0.05, 60.0, log=True),
+        lab.Slider("samples", "samples a step", 8, 1, 32),
+        lab.Slider("seed", "seed", 0, 0, 20),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break(
-            {"eta": 20.0, "samples": 2},
-            "The first samples decide everything: the policy is certain, and not of the best action.",
-            "update_too_large",
-        ),
+        lab.Break({"eta": 20.0, "samples": 2},
+              "The first samples decide everything: the policy is certain, and not of the best action.",
+              "update_too_large"),
     ),
     claims=(
-        Claim("Expected reward of the uniform policy", "rewards .1 .3 .9 .4 .2", 0.38, lambda: float(REWARDS.mean())),
+        lab.Claim("Expected reward of the uniform policy", "rewards .1 .3 .9 .4 .2", 0.38,
+                  lambda: float(REWARDS.mean())),
     ),
     exercises=(
-        AskNumber("What does a uniform policy get on average?", 0.38, why="The mean of the five rewards."),
-        AskKnobs(
-            "Find a setting with an expected reward of at least 0.89.", "expected reward", 0.89, None,
-            {"eta": 4.0, "samples": 32},
-        ),
-        AskChoice(
-            "Why does a very large step not recover?",
-            ("The gradient points away", "An action with probability 0 is never sampled again", "The reward changes"),
-            1,
-            why="What is not sampled has no log-prob to raise.",
-        ),
+        lab.AskNumber("What does a uniform policy get on average?", 0.38, why="The mean of the five rewards."),
+        lab.AskKnobs("Find a setting with an expected reward of at least 0.89.", "expected reward", 0.89, None,
+                 {"eta": 4.0, "samples": 32}),
+        lab.AskChoice("Why does a very large step not recover?",
+                  ("The gradient points away", "An action with probability 0 is never sampled again",
+                  "The reward changes"), 1, why="What is not sampled has no log-prob to raise."),
     ),
     code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.algorithm.loss.losses.PolicyLoss"),
-    docs="algorithms.md",
-    command="posttrain run arithmetic algorithm=reinforce",
-    grid=("eta", "samples"),
+    docs="algorithms.md", command="posttrain run arithmetic algorithm=reinforce", grid=("eta", "samples"),
 )  # fmt: skip

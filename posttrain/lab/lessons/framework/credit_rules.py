@@ -6,8 +6,7 @@ import numpy as np
 
 from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.config.run import Reinforce
-from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Readout, Slider, Values, recorded
-from posttrain.lab.lesson import by_rules as said_by_rules
+from posttrain.lab import lesson as lab
 from posttrain.ladder.algorithm import Algorithm, patch
 from posttrain.ladder.pieces.baseline import GroupMean
 from posttrain.ladder.policy_rows import DR_GRPO, GRPO, REINFORCE, RLOO
@@ -25,7 +24,7 @@ def credit(a: Algorithm, *rewards: float) -> list[float]:
     return [float(e.advantage[0][0]) for e in made.groups[0].episodes]
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     rewards = [float(k[n]) for n in NAMES]
     found = {name: credit(a, *rewards) for name, a in ALGORITHMS.items()}
     silent = not any(found["GRPO"])
@@ -34,16 +33,13 @@ def compute(k: Values) -> Readout:
         "rollout/reward": mean, "rollout/mixed": float(not silent), "rollout/solved": float(np.mean(rewards) == 1),
         "credit/silent": float(silent), "rollout/truncated": 0.0, "policy/kl_step": 0.0,
     }  # fmt: skip
-    steps = recorded({name: [x] * 8 for name, x in gauges.items()})
+    steps = lab.recorded({name: [x] * 8 for name, x in gauges.items()})
     pushed = " and ".join(n for n, x in zip(NAMES, found["GRPO"], strict=True) if x > 0)
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("Reward", NAMES, {"reward": rewards}, low=0, high=1, marks={"mean": mean}),
-            Bars(
-                "Credit of each answer, by algorithm",
-                NAMES,
-                {n: found[n] for n in ("REINFORCE", "centred", "RLOO", "GRPO")},
-            ),
+            Bars("Credit of each answer, by algorithm", NAMES,
+                 {n: found[n] for n in ("REINFORCE", "centred", "RLOO", "GRPO")}),
             Bars("Sum of the credit", tuple(found), {"sum over the three": [sum(x) for x in found.values()]}),
         ),
         sentence="All three are equal: whoever compares siblings says **nothing**, REINFORCE pushes all alike."
@@ -51,17 +47,12 @@ def compute(k: Values) -> Readout:
         else f"The mean is **{mean:.2f}**. Whoever compares siblings pushes **{pushed}** up and the others down; "
         "REINFORCE pushes up everything that was paid.",
         values={"mean": mean, "GRPO, first": found["GRPO"][0], "RLOO, first": found["RLOO"][0]},
-        says=said_by_rules(steps, Reinforce(name="rl", algorithm=GRPO, siblings=3)),
-    )
+        says=lab.said_by_rules(steps, Reinforce(name="rl", algorithm=GRPO, siblings=3)),
+    )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="04",
-    name="credit",
-    title="Credit: compared with what?",
-    part="the framework",
-    force="estimator",
-    minutes=5,
+LESSON = lab.Lesson(
+    number="04", name="credit", title="Credit: compared with what?", part="the framework", force="estimator", minutes=5,
     question="An answer was paid 0.5: is that a reason to say more of it?",
     idea="""
         An algorithm is two functions: credit, and a loss. Credit makes one number A of each answer's reward (papers say
@@ -75,26 +66,26 @@ LESSON = Lesson(
     """,
     formula="A = (r - baseline) / scale          r: reward of the answer",
     knobs=tuple(
-        Slider(n, f"reward of the {n}", d, 0, 1, 0.05) for n, d in zip(NAMES, (1.0, 0.5, 0.0), strict=True)
+        lab.Slider(n, f"reward of the {n}", d, 0, 1, 0.05) for n, d in zip(NAMES, (1.0, 0.5, 0.0), strict=True)
     ),
     compute=compute,
     breaks=(
-        Break(dict.fromkeys(NAMES, 1.0), "1, 1, 1: every comparison gives 0.", "reward_is_constant", "1, 1, 1"),
-        Break(dict.fromkeys(NAMES, 0.0), "0, 0, 0: REINFORCE is silent too.", "too_hard", "0, 0, 0"),
+        lab.Break(dict.fromkeys(NAMES, 1.0), "1, 1, 1: every comparison gives 0.", "reward_is_constant", "1, 1, 1"),
+        lab.Break(dict.fromkeys(NAMES, 0.0), "0, 0, 0: REINFORCE is silent too.", "too_hard", "0, 0, 0"),
     ),
     claims=(
-        Claim("RLOO over centred at three siblings: 3/2", "RLOO 2402.14740", 1.5,
+        lab.Claim("RLOO over centred at three siblings: 3/2", "RLOO 2402.14740", 1.5,
               lambda: credit(RLOO, 1, 0, 0)[0] / credit(CENTRED, 1, 0, 0)[0]),
-        Claim("Rewards 1, .5, 0: GRPO's credit of the first", "0.5 / std 0.5", 1.0, lambda: credit(GRPO, 1, 0.5, 0)[0]),
+        lab.Claim("Rewards 1, .5, 0: GRPO's credit of the first", "0.5 / std 0.5", 1.0,
+                  lambda: credit(GRPO, 1, 0.5, 0)[0]),
     ),
     exercises=(
-        AskNumber("Rewards 1, 0, 0: RLOO's credit of the first?", 1.0, why="1 minus the mean of the others, 0."),
-        AskChoice("Rewards .5, .5, .5: who pushes?", ("GRPO", "RLOO", "REINFORCE", "nobody"), 2,
+        lab.AskNumber("Rewards 1, 0, 0: RLOO's credit of the first?", 1.0, why="1 minus the mean of the others, 0."),
+        lab.AskChoice("Rewards .5, .5, .5: who pushes?", ("GRPO", "RLOO", "REINFORCE", "nobody"), 2,
                   why="It compares with nothing."),
-        AskKnobs("Make GRPO push the first answer down by at least 0.5.", "GRPO, first", None, -0.5, {"first": 0.0}),
+        lab.AskKnobs("Make GRPO push the first answer down by at least 0.5.", "GRPO, first", None, -0.5,
+                     {"first": 0.0}),
     ),
     code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.algorithm.credit.baseline_values.centred"),
-    docs="algorithms.md",
-    command="posttrain ladder --diff reinforce rloo",
-    grid=("first", "second"),
+    docs="algorithms.md", command="posttrain ladder --diff reinforce rloo", grid=("first", "second"),
 )  # fmt: skip

@@ -11,22 +11,7 @@ from posttrain.algorithm.loss.kl import estimate
 from posttrain.checks.learning.synthetic_loss import agrees_on_synthetic_batch
 from posttrain.config.run import Reinforce
 from posttrain.faults.planting import planted
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    TextInput,
-    Toggle,
-    Values,
-    by_rules,
-    recorded,
-    refusal,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.ladder.pieces.pull import KL
 from posttrain.ladder.policy_rows import GRPO
@@ -57,7 +42,7 @@ def algorithm(beta: float) -> Algorithm:
     return replace(GRPO, pull=KL(coef=beta, estimator="k3", placement="loss") if beta else None)
 
 
-def train(k: Values) -> tuple[list[np.ndarray], list[float], list[float], list[float]]:
+def train(k: lab.Values) -> tuple[list[np.ndarray], list[float], list[float], list[float]]:
     """(shares of the answers, what was paid for 16 of them, what these were worth, KL to the reference) by step."""
     a, policy, reference = (
         algorithm(float(k["beta"])),
@@ -81,7 +66,7 @@ def train(k: Values) -> tuple[list[np.ndarray], list[float], list[float], list[f
     return shares, paid, worth, far
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     read, reward = verdict(str(k["answer"]))
     shares, paid, worth, far = train(k)
     now, reward_by_step, worth_by_step = (
@@ -90,14 +75,14 @@ def compute(k: Values) -> Readout:
         [float(x @ WORTH) for x in shares],
     )
     stage = Reinforce(name="rl", algorithm=algorithm(float(k["beta"])))
-    said = by_rules(recorded({"rollout/reward": paid, "rollout/truth": worth}), stage, "reward_without_truth")
+    said = lab.by_rules(lab.recorded({"rollout/reward": paid, "rollout/truth": worth}), stage, "reward_without_truth")
     if k["reversed"]:
         with planted("kl_reversed"):
-            said += refusal(lambda: agrees_on_synthetic_batch(GRPO), "agrees_on_synthetic_batch")
+            said += lab.refusal(lambda: agrees_on_synthetic_batch(GRPO), "agrees_on_synthetic_batch")
     gaps = np.linspace(-2, 2, 41)
     curves = {e: estimate(e, torch.tensor(gaps)).tolist() for e in ("k1", "k2", "k3")}
     hacked = now[4] > 0.5
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("What the policy answers", SAYINGS,
                  {"at the start": torch.softmax(START, -1).tolist(), "after training": now}, low=0, high=1),
@@ -115,13 +100,8 @@ def compute(k: Values) -> Readout:
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="03",
-    name="reward",
-    title="Reward, and a frozen reference",
-    part="the framework",
-    force="signal",
-    minutes=8,
+LESSON = lab.Lesson(
+    number="03", name="reward", title="Reward, and a frozen reference", part="the framework", force="signal", minutes=8,
     question="What keeps a policy from finding the hole in its reward?",
     idea="""
         A verifier is a program that reads an answer and gives a reward. The one beside takes the last integer: type an
@@ -138,32 +118,32 @@ LESSON = Lesson(
     formula="""reward - beta * KL(pi || ref)
 k1 = x     k2 = x^2 / 2     k3 = exp(-x) - 1 + x          x = log pi(token) - log ref(token)""",
     knobs=(
-        TextInput("answer", "your answer to <3+4+5>", "let me think... 12#"),
-        Slider("beta", "beta, weight of the KL", 1.0, 0, 3, 0.1),
-        Toggle("reversed", "plant a bug: the KL's arguments reversed", False),
-        Slider("seed", "seed", 0, 0, 10),
+        lab.TextInput("answer", "your answer to <3+4+5>", "let me think... 12#"),
+        lab.Slider("beta", "beta, weight of the KL", 1.0, 0, 3, 0.1),
+        lab.Toggle("reversed", "plant a bug: the KL's arguments reversed", False),
+        lab.Slider("seed", "seed", 0, 0, 10),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break({"beta": 0.0}, "Nothing holds the policy: it lists numbers. The reward rises, the true worth falls to 0.",
-              "reward_without_truth", "beta 0"),
-        Break({"reversed": True}, "With the arguments exchanged the gradient is wrong. Here the curves even look "
+        lab.Break({"beta": 0.0},
+                  "Nothing holds the policy: it lists numbers. The reward rises, the true worth falls to 0.",
+                  "reward_without_truth", "beta 0"),
+        lab.Break({"reversed": True}, "With the arguments exchanged the gradient is wrong. Here the curves even look "
               "good: only a check tells.", "agrees_on_synthetic_batch", "KL reversed"),
     ),
     claims=(
-        Claim("Reward of 12#", "curriculum 03", 1.0, lambda: verdict("12#")[1]),
-        Claim("Reward of 120#", "curriculum 03", 0.0, lambda: verdict("120#")[1]),
+        lab.Claim("Reward of 12#", "curriculum 03", 1.0, lambda: verdict("12#")[1]),
+        lab.Claim("Reward of 120#", "curriculum 03", 0.0, lambda: verdict("120#")[1]),
     ),
     exercises=(
-        AskKnobs("Type an answer that holds 12 and gets reward 0.", "your reward", None, 0, {"answer": "12 or 13#"}),
-        AskNumber("x = log pi - log ref = 0.1: what is k3?", 0.00484, why="exp(-0.1) - 1 + 0.1."),
-        AskChoice("beta is very large. What happens?",
+        lab.AskKnobs("Type an answer that holds 12 and gets reward 0.", "your reward", None, 0,
+                     {"answer": "12 or 13#"}),
+        lab.AskNumber("x = log pi - log ref = 0.1: what is k3?", 0.00484, why="exp(-0.1) - 1 + 0.1."),
+        lab.AskChoice("beta is very large. What happens?",
                   ("It learns faster", "It stays at the reference", "The reward falls below the start"), 1,
                   why="Every move costs more than it brings."),
     ),
     code=("posttrain.algorithm.loss.kl.estimate", "posttrain.verifier.integers.last_integer"),
-    docs="reward-rises-quality-does-not.md",
-    command="posttrain run arithmetic algorithm=grpo pull.coef=0.04",
+    docs="reward-rises-quality-does-not.md", command="posttrain run arithmetic algorithm=grpo pull.coef=0.04",
     grid=("beta", "reversed"),
 )  # fmt: skip

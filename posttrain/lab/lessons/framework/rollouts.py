@@ -6,21 +6,7 @@ import numpy as np
 import torch
 
 from posttrain.config.run import Reinforce
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    Speech,
-    Toggle,
-    Values,
-    by_rules,
-    recorded,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.answers import Answers, ask, logp_of, siblings
 from posttrain.toy.one_sum import sum_policy, text
@@ -32,7 +18,7 @@ STEPS, UPDATES = 6, 4
 PROMPT = torch.zeros(1, dtype=torch.int64)
 
 
-def sample(k: Values, made: torch.Generator, skill: float) -> Answers:
+def sample(k: lab.Values, made: torch.Generator, skill: float) -> Answers:
     """K answers to <3+4+5>, drawn at this temperature."""
     policy = sum_policy(12, skill)
     return ask(policy, siblings(PROMPT, int(k["K"])), made, lambda logits: logits / float(k["temperature"]))
@@ -43,7 +29,7 @@ def reward(answers: Answers) -> np.ndarray:
     return np.array([float(last_integer(text(t).partition("#")[0]) == last_integer("12")) for t in answers.tokens_ET])
 
 
-def drift(recompute: bool, seed: int) -> tuple[list[float], tuple[Speech, ...]]:
+def drift(recompute: bool, seed: int) -> tuple[list[float], tuple[lab.Speech, ...]]:
     """(distance from the old log-probs at each update of the last step, what a run says) of a training of six steps
     with four updates each. With `recompute` the old log-probs are those of the policy of now."""
     policy, made = sum_policy(12, 0.4), torch.Generator().manual_seed(seed)
@@ -65,20 +51,20 @@ def drift(recompute: bool, seed: int) -> tuple[list[float], tuple[Speech, ...]]:
         sizes.append(float(np.abs(credit).mean()))
     steps = {"policy/kl_start": moved, "optim/steps": [float(UPDATES)] * STEPS, "credit/advantage_abs": sizes}
     stage = Reinforce(name="rl", algorithm=GRPO, epochs=UPDATES)
-    return last, by_rules(recorded(steps), stage, "old_policy_is_the_new_one")
+    return last, lab.by_rules(lab.recorded(steps), stage, "old_policy_is_the_new_one")
 
 
-def said_of(groups: list[np.ndarray]) -> tuple[Speech, ...]:
+def said_of(groups: list[np.ndarray]) -> tuple[lab.Speech, ...]:
     """Returns the messages of a run on the rewards of eight steps with 25 of these groups each."""
     reward = np.array([g.mean() for g in groups]).reshape(8, -1).mean(1)
     mixed = np.array([g.max() > g.min() for g in groups]).reshape(8, -1).mean(1)
     steps = {"rollout/reward": reward, "rollout/solved": reward, "rollout/mixed": mixed, "credit/silent": 1 - mixed}
     stage = Reinforce(name="rl", algorithm=GRPO, siblings=len(groups[0]))
-    history = recorded({name: x.tolist() for name, x in steps.items()} | {"rollout/truncated": [0.0] * 8})
-    return by_rules(history, stage, "reward_is_constant", "too_easy", "too_hard")
+    history = lab.recorded({name: x.tolist() for name, x in steps.items()} | {"rollout/truncated": [0.0] * 8})
+    return lab.by_rules(history, stage, "reward_is_constant", "too_easy", "too_hard")
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     made = torch.Generator().manual_seed(int(k["seed"]))
     answers = sample(k, made, float(k["skill"]))
     rewards = reward(answers)
@@ -92,10 +78,9 @@ def compute(k: Values) -> Readout:
     groups = [reward(sample(k, made, float(k["skill"]))) for _ in range(200)]
     silent = float(np.mean([g.max() == g.min() for g in groups]))
     far, said = drift(bool(k["recompute"]), int(k["seed"]))
-    return Readout(
+    return lab.Readout(
         pictures=(
-            Tiles("Answers to <3+4+5>; below each token its log-prob", rows,
-                  {"good": "right", "bad": "wrong"}),
+            Tiles("Answers to <3+4+5>; below each token its log-prob", rows, {"good": "right", "bad": "wrong"}),
             Curve("How far the loss sees the policy move from the one that sampled", list(range(1, UPDATES + 1)),
                   {"KL, nats": far}, x_label="update on the same rollouts", low=0),
         ),
@@ -106,12 +91,8 @@ def compute(k: Values) -> Readout:
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="02",
-    name="rollout",
-    title="Rollout: write the log-prob down",
-    part="the framework",
-    force="cost",
+LESSON = lab.Lesson(
+    number="02", name="rollout", title="Rollout: write the log-prob down", part="the framework", force="cost",
     minutes=7,
     question="What must be kept of an answer at the moment it is sampled?",
     idea="""
@@ -128,34 +109,32 @@ LESSON = Lesson(
     formula="""ratio_t = exp( log pi_now(token) - log pi_then(token) )
 the prompt <3+4+5> asks for a sum; an answer ends with #; right is 12#""",
     knobs=(
-        Slider("K", "K, siblings", 4, 2, 16),
-        Slider("temperature", "temperature", 1.0, 0.1, 2.0, 0.1),
-        Slider("skill", "how sure the policy is of each digit", 0.7, 0.1, 0.95, 0.05),
-        Toggle("recompute", "compute the old log-probs again after each update", False),
-        Slider("seed", "seed", 0, 0, 20),
+        lab.Slider("K", "K, siblings", 4, 2, 16),
+        lab.Slider("temperature", "temperature", 1.0, 0.1, 2.0, 0.1),
+        lab.Slider("skill", "how sure the policy is of each digit", 0.7, 0.1, 0.95, 0.05),
+        lab.Toggle("recompute", "compute the old log-probs again after each update", False),
+        lab.Slider("seed", "seed", 0, 0, 20),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break({"recompute": True}, "The policy is compared with itself: the distance is 0 and the ratio 1 at every "
+        lab.Break({"recompute": True}, "The policy is compared with itself: the distance is 0 and the ratio 1 at every "
               "update, although the policy moves.", "old_policy_is_the_new_one", "old log-probs computed again"),
-        Break({"temperature": 0.1, "K": 2}, "All groups have one reward: nothing is learned from them.",
+        lab.Break({"temperature": 0.1, "K": 2}, "All groups have one reward: nothing is learned from them.",
               "reward_is_constant", "temperature 0.1, two siblings"),
     ),
     claims=(
-        Claim("Silent groups of 4 siblings, each right with probability .9", "curriculum 13", 0.656,
+        lab.Claim("Silent groups of 4 siblings, each right with probability .9", "curriculum 13", 0.656,
               lambda: 0.9**4 + 0.1**4, within=0.005),
     ),
     exercises=(
-        AskNumber("Two siblings, each right with probability 1/2: which share of the groups is silent?", 0.5,
+        lab.AskNumber("Two siblings, each right with probability 1/2: which share of the groups is silent?", 0.5,
                   why="Both right or both wrong: 1/4 + 1/4."),
-        AskKnobs("Bring the share of silent groups below 5 %.", "silent groups", None, 0.05, {"K": 16}),
-        AskChoice("Which log-prob is `pi_then` in the ratio?",
+        lab.AskKnobs("Bring the share of silent groups below 5 %.", "silent groups", None, 0.05, {"K": 16}),
+        lab.AskChoice("Which log-prob is `pi_then` in the ratio?",
                   ("The one at sampling", "The one after the update", "That of the most probable token"), 0,
                   why="It says under which policy the token was drawn."),
     ),
     code=("posttrain.role.rollout.Rollout.episode", "posttrain.core.transcript.Transcript.say"),
-    docs="sampling.md",
-    command="posttrain run arithmetic rl.siblings=8 rl.sampling.temperature=1.0",
+    docs="sampling.md", command="posttrain run arithmetic rl.siblings=8 rl.sampling.temperature=1.0",
     grid=("K", "temperature"),
 )  # fmt: skip

@@ -8,19 +8,7 @@ import numpy as np
 import torch
 
 from posttrain.algorithm.credit.step_credit import credit_step
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    Toggle,
-    Values,
-    refusal,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.answers import Answers, ask, groups_of, logp_of, siblings
 from posttrain.toy.one_sum import sum_policy, text
@@ -77,10 +65,10 @@ def play(phase: int, seed: int, scored: bool) -> StepState:
     return state
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     phase = int(k["phase"]) - 1
     state: list[StepState] = []
-    said = refusal(lambda: state.append(play(phase, int(k["seed"]), bool(k["scored"]))), "the reference is missing")
+    said = lab.refusal(lambda: state.append(play(phase, int(k["seed"]), bool(k["scored"]))), "the reference is missing")
     reached = state[0] if state else play(2, int(k["seed"]), bool(k["scored"]))
     there = [[1.0 if any(f in FILLED[p] for p in range(column + 1)) else 0.0 for column in range(7)]
              for f in range(len(FIELDS))]  # fmt: skip
@@ -100,7 +88,7 @@ def compute(k: Values) -> Readout:
     if reached.credit is not None:
         pictures.append(Bars("Advantage of a token", names, {"advantage": reached.credit[:, 0].tolist()}))
     moved = reached.after - reached.before
-    return Readout(
+    return lab.Readout(
         pictures=pictures,
         sentence=f"Phase **{phase + 1}, {PHASES[phase]}**: " + (
             f"it fills {', '.join(FIELDS[f] for f in FILLED[phase])}." if not said else "it cannot be done.")
@@ -110,12 +98,8 @@ def compute(k: Values) -> Readout:
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="07",
-    name="step",
-    title="The controller: seven phases of a step",
-    part="the framework",
-    force="cost",
+LESSON = lab.Lesson(
+    number="07", name="step", title="The controller: seven phases of a step", part="the framework", force="cost",
     minutes=5,
     question="In which order does a step make its numbers, and who needs what?",
     idea="""
@@ -128,24 +112,23 @@ LESSON = Lesson(
     """,
     formula="ask -> answer -> judge -> score -> credit -> pack -> learn -> publish -> write down",
     knobs=(
-        Slider("phase", "phase", 1, 1, 7),
-        Toggle("scored", "the reference scores the answers", True),
-        Slider("seed", "seed", 0, 0, 20),
+        lab.Slider("phase", "phase", 1, 1, 7),
+        lab.Toggle("scored", "the reference scores the answers", True),
+        lab.Slider("seed", "seed", 0, 0, 20),
     ),
     compute=compute,
     breaks=(
-        Break({"phase": 6, "scored": False}, "The loss has a KL term, and nobody asked the reference.",
+        lab.Break({"phase": 6, "scored": False}, "The loss has a KL term, and nobody asked the reference.",
               "the reference is missing"),
     ),
-    claims=(Claim("Numbers that a step makes for each token before it learns", "counted", 7,
+    claims=(lab.Claim("Numbers that a step makes for each token before it learns", "counted", 7,
                   lambda: float(sum(len(FILLED[p]) for p in range(5))), within=0),),
     exercises=(
-        AskNumber("Which phase makes the advantage?", 4, within=0.01, why="Credit, after rewards and scores."),
-        AskKnobs("Play the step until the policy has moved.", "distance", 0.001, None, {"phase": 7}),
-        AskChoice("What does the controller see?", ("Logits", "Weights", "Neither"), 2, why="It calls roles in order."),
+        lab.AskNumber("Which phase makes the advantage?", 4, within=0.01, why="Credit, after rewards and scores."),
+        lab.AskKnobs("Play the step until the policy has moved.", "distance", 0.001, None, {"phase": 7}),
+        lab.AskChoice("What does the controller see?", ("Logits", "Weights", "Neither"), 2,
+                      why="It calls roles in order."),
     ),
     code=("posttrain.stages.training_step.ask", "posttrain.stages.training_step.learn"),
-    docs="architecture.md",
-    command="posttrain show runs/mine",
-    grid=("phase", "scored"),
+    docs="architecture.md", command="posttrain show runs/mine", grid=("phase", "scored"),
 )  # fmt: skip

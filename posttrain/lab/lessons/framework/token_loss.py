@@ -12,20 +12,7 @@ from posttrain.algorithm.loss.token_weights import weigh
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.config.run import Reinforce
 from posttrain.core.exchange.scores import TokenScores
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    Toggle,
-    Values,
-    by_rules,
-    recorded,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.ladder.pieces.pull import KL
 from posttrain.ladder.pieces.trust_region import Clip
@@ -47,14 +34,14 @@ def drawn(seed: int, far: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return torch.tensor(old), torch.tensor(now), torch.tensor(reference)
 
 
-def algorithm(k: Values) -> Algorithm:
+def algorithm(k: lab.Values) -> Algorithm:
     """GRPO with the terms that are switched on."""
     pull = KL(coef=float(k["beta"]), estimator="k3", placement="loss") if k["reference"] and k["beta"] else None
     clip = Clip(low=float(k["eps"]), high=float(k["eps"]))
     return replace(GRPO, clip=clip, pull=pull) if k["old"] else replace(GRPO, ratio="one", clip=None, pull=pull)
 
 
-def token_gradients(k: Values) -> tuple[np.ndarray, float, float, np.ndarray]:
+def token_gradients(k: lab.Values) -> tuple[np.ndarray, float, float, np.ndarray]:
     """(gradient of the loss by each log-prob [2, 3], share of tokens without one, KL to the start, ratios)."""
     a = algorithm(k)
     old, now, reference = drawn(int(k["seed"]), float(k["far"]))
@@ -72,7 +59,7 @@ def token_gradients(k: Values) -> tuple[np.ndarray, float, float, np.ndarray]:
     )
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     push, silent, far, ratio = token_gradients(k)
     top = float(np.abs(push).max()) or 1.0
     rows = {
@@ -85,7 +72,7 @@ def compute(k: Values) -> Readout:
     names = [f"{a}{t + 1}" for a in ("right ", "wrong ") for t in range(3)]
     runs = [token_gradients({**k, "seed": s})[2] for s in range(6)]
     stage = Reinforce(name="rl", algorithm=GRPO)
-    return Readout(
+    return lab.Readout(
         pictures=(
             Tiles("Push on each token's log-prob (minus the gradient)", rows, {"plain": "pushed", "mute": "silent"}),
             Bars("Ratio now / then of each token", names, {"ratio": ratio.ravel().tolist()}, low=0,
@@ -94,17 +81,12 @@ def compute(k: Values) -> Readout:
         sentence=f"**{silent:.0%}** of the tokens have no gradient. The policy has moved **{far:.3f}** nats a token "
         "from the one that sampled.",
         values={"silent": silent, "moved": far, "largest push": float(np.abs(push).max())},
-        says=by_rules(recorded({"policy/kl_start": runs}), stage, "policy_runs_away"),
+        says=lab.by_rules(lab.recorded({"policy/kl_start": runs}), stage, "policy_runs_away"),
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="05",
-    name="loss",
-    title="The loss, token by token",
-    part="the framework",
-    force="estimator",
-    minutes=7,
+LESSON = lab.Lesson(
+    number="05", name="loss", title="The loss, token by token", part="the framework", force="estimator", minutes=7,
     question="Which term of the loss pushes which token, and what happens if one is left out?",
     idea="""
         The loss is a weighted sum over tokens. Credit says which way the whole answer goes. The ratio compares the
@@ -118,31 +100,31 @@ LESSON = Lesson(
     formula="""loss = sum_t w_t ( -sg[push_t] A log pi_t + beta ( ref/pi - 1 - log ref/pi ) )
 w_t weight of a token, A credit, push_t the clipped ratio, sg: no gradient flows through it""",
     knobs=(
-        Toggle("old", "compare with the policy that sampled (ratio and clip)", True),
-        Toggle("reference", "pull towards the reference (KL)", True),
-        Toggle("advantage", "credit of the answer", True),
-        Slider("eps", "eps of the clip", 0.2, 0.05, 0.5, 0.05),
-        Slider("beta", "beta of the KL", 0.05, 0, 1, 0.05),
-        Slider("far", "how far the policy has moved", 0.15, 0, 2, 0.05),
-        Slider("seed", "new log-probs", 0, 0, 20),
+        lab.Toggle("old", "compare with the policy that sampled (ratio and clip)", True),
+        lab.Toggle("reference", "pull towards the reference (KL)", True),
+        lab.Toggle("advantage", "credit of the answer", True),
+        lab.Slider("eps", "eps of the clip", 0.2, 0.05, 0.5, 0.05),
+        lab.Slider("beta", "beta of the KL", 0.05, 0, 1, 0.05),
+        lab.Slider("far", "how far the policy has moved", 0.15, 0, 2, 0.05),
+        lab.Slider("seed", "new log-probs", 0, 0, 20),
     ),
     compute=compute,
     breaks=(
-        Break({"old": False, "far": 2.0}, "Without ratio and clip every token is pushed as on the first update, "
+        lab.Break({"old": False, "far": 2.0}, "Without ratio and clip every token is pushed as on the first update, "
               "however far the policy has gone.", "policy_runs_away"),
     ),
     claims=(
-        Claim("k3 of a log-ratio of 0.1", "Schulman 2020", 0.0048, lambda: float(np.expm1(-0.1) + 0.1), within=0.01),
+        lab.Claim("k3 of a log-ratio of 0.1", "Schulman 2020", 0.0048, lambda: float(np.expm1(-0.1) + 0.1),
+                  within=0.01),
     ),
     exercises=(
-        AskKnobs("Silence more than half of the tokens with the clip alone.", "silent", 0.5, None,
+        lab.AskKnobs("Silence more than half of the tokens with the clip alone.", "silent", 0.5, None,
                  {"reference": False, "eps": 0.05, "far": 2.0}),
-        AskNumber("w = 1/6, A = 0.6, ratio 1: what is the push on a token?", 0.1, why="1/6 * 0.6 * 1."),
-        AskChoice("Credit is 0 for all. What still moves the policy?", ("The clip", "The KL term", "Nothing"), 1,
+        lab.AskNumber("w = 1/6, A = 0.6, ratio 1: what is the push on a token?", 0.1, why="1/6 * 0.6 * 1."),
+        lab.AskChoice("Credit is 0 for all. What still moves the policy?", ("The clip", "The KL term", "Nothing"), 1,
                   why="A pull lives where A = 0 too."),
     ),
     code=("posttrain.algorithm.loss.policy_loss.objective", "posttrain.role.trainer.Trainer"),
-    docs="algorithms.md",
-    command="posttrain run arithmetic algorithm=grpo pull.coef=0.05 clip.low=0.2",
+    docs="algorithms.md", command="posttrain run arithmetic algorithm=grpo pull.coef=0.05 clip.low=0.2",
     grid=("eps", "far"),
 )  # fmt: skip

@@ -16,19 +16,7 @@ from posttrain.core.streams import ADVANTAGE, MU, WEIGHT
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, SampledTurn, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    Toggle,
-    Values,
-    refusal,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.policy_rows import REINFORCE
 from posttrain.web.picture import Curve, TextTile, Tiles
 
@@ -102,7 +90,7 @@ def _tool(s: Segment) -> np.ndarray:
     return ~s.mask & (np.arange(len(s.mask)) > first)
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     masked, seed = bool(k["mask"]), int(k["seed"])
     s, true = segment(123, 456, 789, masked=masked), segment(123, 456, 789, masked=True)
     tool = _tool(true)
@@ -112,7 +100,7 @@ def compute(k: Values) -> Readout:
     ]
     written, own = learn(masked, seed)
     played, said = group(drawn(seed, masked)), int(sum(x.mask.sum() for x in drawn(seed, True)))
-    return Readout(
+    return lab.Readout(
         pictures=(
             Tiles("One episode: question, call, tool, answer", {"": tiles},
                   {"good": "said by the policy, learned", "mute": "only read", "bad": "the tool's, and learned"}),
@@ -123,17 +111,12 @@ def compute(k: Values) -> Readout:
         f"**{written[0]:.2f}** to **{written[-1]:.2f}** nats"
         + (": it learns to write the tool's answer itself." if not masked else ": nothing was learned of them."),
         values={"learned tokens": float(s.mask.sum()), "tool's log-prob": written[-1]},
-        says=refusal(lambda: masks_cover_what_was_said([played], said), "masks_cover_what_was_said"),
+        says=lab.refusal(lambda: masks_cover_what_was_said([played], said), "masks_cover_what_was_said"),
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="08",
-    name="tools",
-    title="Tools: read it, do not learn it",
-    part="the framework",
-    force="signal",
-    minutes=6,
+LESSON = lab.Lesson(
+    number="08", name="tools", title="Tools: read it, do not learn it", part="the framework", force="signal", minutes=6,
     question="A calculator wrote 1368 into the answer: should the policy learn those digits?",
     idea="""
         An agent says a call, a tool writes its result, and the agent goes on. All of it is one sequence, but only a
@@ -145,28 +128,25 @@ LESSON = Lesson(
     """,
     formula="loss = sum over SAID tokens only:  w_t * ( -A * log pi_t )",
     knobs=(
-        Toggle("mask", "mask what the tool wrote", True),
-        Slider("seed", "seed", 0, 0, 20),
+        lab.Toggle("mask", "mask what the tool wrote", True),
+        lab.Slider("seed", "seed", 0, 0, 20),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break({"mask": False}, "The tool's digits become likelier: the policy learns to write them itself.",
+        lab.Break({"mask": False}, "The tool's digits become likelier: the policy learns to write them itself.",
               "masks_cover_what_was_said"),
     ),
     claims=(
-        Claim("c(123+456+789) is right with", "curriculum 08", 1368, lambda: 123 + 456 + 789, within=0),
+        lab.Claim("c(123+456+789) is right with", "curriculum 08", 1368, lambda: 123 + 456 + 789, within=0),
     ),
     exercises=(
-        AskNumber("How many tokens of <1+2+3>c(1+2+3)=66# does the policy say, if the tool writes =6?", 10,
+        lab.AskNumber("How many tokens of <1+2+3>c(1+2+3)=66# does the policy say, if the tool writes =6?", 10,
                   why="c(1+2+3) has 8, 6# has 2."),
-        AskKnobs("Teach the policy the tool's digits.", "tool's log-prob", -2.0, None, {"mask": False}),
-        AskChoice("Why not give the tool's tokens credit 0 instead of a mask?",
+        lab.AskKnobs("Teach the policy the tool's digits.", "tool's log-prob", -2.0, None, {"mask": False}),
+        lab.AskChoice("Why not give the tool's tokens credit 0 instead of a mask?",
                   ("A KL or entropy term would still read them", "It is slower", "It is the same"), 0,
                   why="Terms live where credit is 0, and denominators would count them."),
     ),
     code=("posttrain.core.transcript.Transcript.see", "posttrain.core.transcript.Transcript.say"),
-    docs="tools.md",
-    command="posttrain run calculator",
-    grid=("mask", "seed"),
+    docs="tools.md", command="posttrain run calculator", grid=("mask", "seed"),
 )  # fmt: skip

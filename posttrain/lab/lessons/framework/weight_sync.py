@@ -9,19 +9,7 @@ import numpy as np
 import torch
 
 from posttrain.checks.sampling.sampler_checks import said_by_these_weights
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Options,
-    Readout,
-    Slider,
-    Values,
-    refusal,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.answers import ask, logp_of, siblings
 from posttrain.toy.episodes import PlainEpisode, scored_group
@@ -38,7 +26,7 @@ ANCHORS = {
 HEALTHY = {"every": 8, "anchor": "the sampler's log-probs", "lr": 0.004, "seed": 0}
 
 
-def train(k: Values) -> dict[str, list[float]]:
+def train(k: lab.Values) -> dict[str, list[float]]:
     """By step: accuracy of the newest weights, mean |log ratio| against the sampler, clipped share, age of samples."""
     a, every = ANCHORS[str(k["anchor"])], int(k["every"])
     policy = WORLD.taught(int(k["seed"]), hidden=64, steps=300, right=0.3)
@@ -67,14 +55,14 @@ def checked(every: int) -> None:
     said_by_these_weights([scored_group("a", [token, token]).group], (step,))
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     found, every = train(k), int(k["every"])
     steps = list(range(1, STEPS + 1))
     tones: tuple[Tone, Tone] = ("two", "one")
     syncs = list[tuple[float, float, str, Tone]]()
     for i in range(0, 12, every):
         syncs.append((float(i), float(min(i + every, 12)), f"version {i}", tones[i // every % 2]))
-    return Readout(
+    return lab.Readout(
         pictures=(
             Curve("Accuracy of the newest weights", steps, {"accuracy": found["accuracy"]}, low=0, high=1),
             Curve("Distance between sampler and learner", steps,
@@ -87,16 +75,12 @@ def compute(k: Values) -> Readout:
         f"**{found['accuracy'][-1]:.2f}**.",
         values={"accuracy": found["accuracy"][-1], "log ratio": float(np.mean(found["gap"])),
                 "clipped": float(np.mean(found["clipped"]))},
-        says=refusal(lambda: checked(every), "said_by_these_weights"),
+        says=lab.refusal(lambda: checked(every), "said_by_these_weights"),
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="06",
-    name="sync",
-    title="Weight sync: how old may a sample be?",
-    part="the framework",
-    force="cost",
+LESSON = lab.Lesson(
+    number="06", name="sync", title="Weight sync: how old may a sample be?", part="the framework", force="cost",
     minutes=6,
     question="What if the sampler gets new weights only every few steps?",
     idea="""
@@ -110,30 +94,27 @@ LESSON = Lesson(
     """,
     formula="|log rho| = | log pi_learner - log pi_sampler |        clipped where rho leaves [0.8, 1.2]",
     knobs=(
-        Slider("every", "send weights every n steps", 1, 1, 16),
-        Options("anchor", "the ratio compares with", "the sampler's log-probs", tuple(ANCHORS)),
-        Slider("lr", "learning rate", 0.004, 0.001, 0.02, log=True),
-        Slider("seed", "seed", 0, 0, 5),
+        lab.Slider("every", "send weights every n steps", 1, 1, 16),
+        lab.Options("anchor", "the ratio compares with", "the sampler's log-probs", tuple(ANCHORS)),
+        lab.Slider("lr", "learning rate", 0.004, 0.001, 0.02, log=True),
+        lab.Slider("seed", "seed", 0, 0, 5),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break({"every": 16, "lr": 0.01}, "The sampler is up to 15 steps behind: many tokens are clipped.",
+        lab.Break({"every": 16, "lr": 0.01}, "The sampler is up to 15 steps behind: many tokens are clipped.",
               "said_by_these_weights"),
     ),
     claims=(
-        Claim("Unsourced: clipped share of healthy training, 10 to 26 %", "curriculum 06", 0.18,
+        lab.Claim("Unsourced: clipped share of healthy training, 10 to 26 %", "curriculum 06", 0.18,
               lambda: float(np.mean(train(HEALTHY)["clipped"])), within=0.45),
     ),
     exercises=(
-        AskNumber("Weights are sent every 5 steps. How many steps old is the oldest sample?", 4,
+        lab.AskNumber("Weights are sent every 5 steps. How many steps old is the oldest sample?", 4,
                   why="The step before the next sync uses weights of 4 steps ago."),
-        AskKnobs("Clip more than 20 % of the tokens.", "clipped", 0.2, None, {"every": 16, "lr": 0.01}),
-        AskChoice("Where is the version kept?", ("In the trainer", "With every token", "In the file name"), 1,
+        lab.AskKnobs("Clip more than 20 % of the tokens.", "clipped", 0.2, None, {"every": 16, "lr": 0.01}),
+        lab.AskChoice("Where is the version kept?", ("In the trainer", "With every token", "In the file name"), 1,
                   why="So a sample says itself how old it is."),
     ),
     code=("posttrain.role.sync.Sync", "posttrain.checks.sampling.sampler_checks.said_by_these_weights"),
-    docs="weight-sync.md",
-    command="posttrain run arithmetic rl.staleness=1",
-    grid=("every", "anchor"),
+    docs="weight-sync.md", command="posttrain run arithmetic rl.staleness=1", grid=("every", "anchor"),
 )  # fmt: skip

@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM
 from posttrain.config.run import Model
 from posttrain.engine.model.built_tokenizers import characters
 from posttrain.engine.model.tiny_models import config
-from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Readout, Slider, Values, refusal
+from posttrain.lab import lesson as lab
 from posttrain.web.picture import Bars, Matrix
 
 LETTERS = "0123456789+=()#<>abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,;:!?-*/%'"
 PARTS: tuple[str, ...] = ("embeddings", "attention", "feed-forward", "norms")
 
 
-def model(k: Values) -> Model:
+def model(k: lab.Values) -> Model:
     hidden, heads = int(k["hidden"]), int(k["heads"])
     return Model(hidden=hidden, heads=heads, kv_heads=heads, layers=int(k["layers"]), ffn=3 * hidden)
 
@@ -42,7 +42,7 @@ def parameters(m: Model, vocabulary: int) -> dict[str, int]:
     return out
 
 
-def flops(found: dict[str, int], k: Values) -> dict[str, float]:
+def flops(found: dict[str, int], k: lab.Values) -> dict[str, float]:
     """Floating point operations of a forward pass for each token: two for each weight it meets, and those of attention
     over the tokens before it (half of the length on average)."""
     weights = 2.0 * (found["attention"] + found["feed-forward"])
@@ -51,8 +51,8 @@ def flops(found: dict[str, int], k: Values) -> dict[str, float]:
     return {"layers' weights": weights, "head": head, "attention scores": scores}
 
 
-def compute(k: Values) -> Readout:
-    said = refusal(lambda: model(k))
+def compute(k: lab.Values) -> lab.Readout:
+    said = lab.refusal(lambda: model(k))
     if said:
         k = {**k, "heads": 1}
     found = parameters(model(k), int(k["vocabulary"]))
@@ -67,26 +67,15 @@ def compute(k: Values) -> Readout:
     )
     side = min(t, 8)
     mask = np.tril(np.ones((side, side)))
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("Parameters by part", PARTS, {"parameters": [float(found[p]) for p in PARTS]}),
             Bars("Operations of a token, forward", tuple(cost), {"operations": list(cost.values())}),
-            Matrix(
-                "Shapes on the way",
-                ("shape", "numbers"),
-                [s[0] for s in shapes],
-                [[0.0, s[2]] for s in shapes],
-                [[s[1], f"{s[2]:,.0f}"] for s in shapes],
-            ),
-            Matrix(
-                "Causal mask: which token (row) reads which (column)",
-                [str(i) for i in range(side)],
-                [str(i) for i in range(side)],
-                mask.tolist(),
-                [["x" if x else "" for x in row] for row in mask],
-                low=0,
-                high=1,
-            ),
+            Matrix("Shapes on the way", ("shape", "numbers"), [s[0] for s in shapes], [[0.0, s[2]] for s in shapes],
+                   [[s[1], f"{s[2]:,.0f}"] for s in shapes]),
+            Matrix("Causal mask: which token (row) reads which (column)", [str(i) for i in range(side)],
+                   [str(i) for i in range(side)], mask.tolist(), [["x" if x else "" for x in row] for row in mask],
+                   low=0, high=1),
         ),
         sentence=f"**{total:,}** parameters. A token costs **{sum(cost.values()):,.0f}** operations forward, and about "
         f"three times that where it is trained.",
@@ -96,7 +85,7 @@ def compute(k: Values) -> Readout:
             "share of the scores": cost["attention scores"] / sum(cost.values()),
         },
         says=said,
-    )
+    )  # fmt: skip
 
 
 def layer_weights(hidden: int, layers: int) -> float:
@@ -105,13 +94,8 @@ def layer_weights(hidden: int, layers: int) -> float:
     return float(found["attention"] + found["feed-forward"])
 
 
-LESSON = Lesson(
-    number="L1",
-    name="architecture",
-    title="The model: shapes and sizes",
-    part="the ladder",
-    force="cost",
-    minutes=6,
+LESSON = lab.Lesson(
+    number="L1", name="architecture", title="The model: shapes and sizes", part="the ladder", force="cost", minutes=6,
     question="What is inside a language model, and what does one more token cost?",
     idea="""
         Token ids become vectors of width d. Each layer mixes them in two ways: attention, where a token reads those
@@ -123,43 +107,28 @@ LESSON = Lesson(
     """,
     formula="operations a token = 2 * weights + 2 * layers * d * length          training = 3 * forward",
     knobs=(
-        Slider("hidden", "d, width", 128, 32, 512, 32),
-        Slider("layers", "layers", 4, 1, 12),
-        Slider("heads", "attention heads", 4, 1, 8),
-        Slider("length", "T, tokens of a sequence", 64, 8, 4096, log=True),
-        Slider("batch", "B, sequences", 8, 1, 64),
-        Slider("vocabulary", "V, vocabulary", 30, 16, 80),
+        lab.Slider("hidden", "d, width", 128, 32, 512, 32),
+        lab.Slider("layers", "layers", 4, 1, 12),
+        lab.Slider("heads", "attention heads", 4, 1, 8),
+        lab.Slider("length", "T, tokens of a sequence", 64, 8, 4096, log=True),
+        lab.Slider("batch", "B, sequences", 8, 1, 64),
+        lab.Slider("vocabulary", "V, vocabulary", 30, 16, 80),
     ),
-    compute=compute,
-    pace="release",
-    breaks=(Break({"heads": 5}, "The width cannot be shared equally by five heads.", "ConfigError"),),
+    compute=compute, pace="release",
+    breaks=(lab.Break({"heads": 5}, "The width cannot be shared equally by five heads.", "ConfigError"),),
     claims=(
-        Claim(
-            "Weights of the default model's layers, 13 d^2 L",
-            "4 d^2 of attention, 9 d^2 of a gated network of 3 d",
-            13 * 128**2 * 4,
-            lambda: layer_weights(128, 4),
-            within=0.01,
-        ),
+        lab.Claim("Weights of the default model's layers, 13 d^2 L",
+              "4 d^2 of attention, 9 d^2 of a gated network of 3 d", 13 * 128**2 * 4, lambda: layer_weights(128, 4),
+              within=0.01),
     ),
     exercises=(
-        AskNumber("A model meets 1,000 weights a token. How many operations is that forward?", 2000, why="Two each."),
-        AskKnobs(
-            "Make attention scores the larger half of the cost.",
-            "share of the scores",
-            0.5,
-            None,
-            {"length": 4096, "hidden": 64},
-        ),
-        AskChoice(
-            "What does the causal mask hide?",
-            ("Rare tokens", "Later tokens", "The prompt"),
-            1,
-            why="A token may not read what it has to predict.",
-        ),
+        lab.AskNumber("A model meets 1,000 weights a token. How many operations is that forward?", 2000,
+                      why="Two each."),
+        lab.AskKnobs("Make attention scores the larger half of the cost.", "share of the scores", 0.5, None,
+                 {"length": 4096, "hidden": 64}),
+        lab.AskChoice("What does the causal mask hide?", ("Rare tokens", "Later tokens", "The prompt"), 1,
+                  why="A token may not read what it has to predict."),
     ),
     code=("posttrain.engine.model.tiny_models.config", "posttrain.config.run.Model"),
-    docs="models.md",
-    command="posttrain run ladder model.hidden=128 model.layers=4",
-    grid=("hidden", "length"),
-)
+    docs="models.md", command="posttrain run ladder model.hidden=128 model.layers=4", grid=("hidden", "length"),
+)  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Options, Readout, Slider, Values
+from posttrain.lab import lesson as lab
 from posttrain.system.terminal_output import tell
 from posttrain.toy.answers import said_logp
 from posttrain.toy.chains import Chain
@@ -40,7 +40,7 @@ def train(depth: int, mode: str, seed: int, width: int) -> Iterator[tuple[float,
         yield (chunk + 1) / CHUNKS, chain.accuracy(policy), float(loss.detach())
 
 
-def compute(k: Values) -> Iterator[Readout]:
+def compute(k: lab.Values) -> Iterator[lab.Readout]:
     depth, mode = int(k["depth"]), str(k["mode"])
     chain = Chain(depth, step_by_step=mode == MODES[1], seed=int(k["seed"]))
     depths = sorted(RECORDED[mode])
@@ -49,7 +49,7 @@ def compute(k: Values) -> Iterator[Readout]:
         shares.append(share * STEPS)
         accuracy.append(held_out)
         prompt, said = chain.written(0)
-        yield Readout(
+        yield lab.Readout(
             pictures=(
                 Tiles(
                     "A problem, and what the model has to say",
@@ -81,12 +81,8 @@ def compute(k: Values) -> Iterator[Readout]:
         )
 
 
-LESSON = Lesson(
-    number="L4",
-    name="thought",
-    title="Chain of thought: one step at a time",
-    part="the ladder",
-    force="signal",
+LESSON = lab.Lesson(
+    number="L4", name="thought", title="Chain of thought: one step at a time", part="the ladder", force="signal",
     minutes=7,
     question="Why does a model that says its steps solve what it cannot answer at once?",
     idea="""
@@ -99,47 +95,30 @@ LESSON = Lesson(
     """,
     formula="direct: 3+1+4= -> 1          step by step: 3+1+4= -> 3 4 1",
     knobs=(
-        Slider("depth", "numbers to add", 4, 2, 6),
-        Options("mode", "the model answers", MODES[1], MODES),
-        Slider("width", "width of the network", 96, 16, 128, 16),
-        Slider("seed", "seed", 0, 0, 5),
+        lab.Slider("depth", "numbers to add", 4, 2, 6),
+        lab.Options("mode", "the model answers", MODES[1], MODES),
+        lab.Slider("width", "width of the network", 96, 16, 128, 16),
+        lab.Slider("seed", "seed", 0, 0, 5),
     ),
-    compute=compute,
-    pace="train",
-    breaks=(Break({"mode": "direct", "depth": 6}, "Six numbers at once: it learns next to nothing of them.", None),),
+    compute=compute, pace="train",
+    breaks=(lab.Break({"mode": "direct", "depth": 6}, "Six numbers at once: it learns next to nothing of them.",
+                      None),),
     claims=(
-        Claim(
-            "Illustrative: direct at depth 6",
-            "curriculum L4",
-            0.15,
-            lambda: RECORDED["direct"][6],
-            within=0.35,
-            why="It depends on the network and on its training; the order of the two curves is what holds.",
-        ),
-        Claim(
-            "Illustrative: step by step at depth 6",
-            "curriculum L4",
-            0.9,
-            lambda: RECORDED["step by step"][6],
-            within=0.1,
-            why="This network is small and is trained for seconds: later steps are learned less well.",
-        ),
+        lab.Claim("Illustrative: direct at depth 6", "curriculum L4", 0.15, lambda: RECORDED["direct"][6], within=0.35,
+              why="It depends on the network and on its training; the order of the two curves is what holds."),
+        lab.Claim("Illustrative: step by step at depth 6", "curriculum L4", 0.9, lambda: RECORDED["step by step"][6],
+              within=0.1, why="This network is small and is trained for seconds: later steps are learned less well."),
     ),
     exercises=(
-        AskNumber("3 + 1 + 4 modulo 7?", 1, why="8 - 7."),
-        AskKnobs("Train a setting that solves less than half.", "accuracy", None, 0.5, {"mode": "direct", "depth": 6}),
-        AskChoice(
-            "Which token is hardest for the step-by-step model?",
-            ("The last", "All are alike", "The first"),
-            1,
-            why="Each is one addition of what was said and the next number.",
-        ),
+        lab.AskNumber("3 + 1 + 4 modulo 7?", 1, why="8 - 7."),
+        lab.AskKnobs("Train a setting that solves less than half.", "accuracy", None, 0.5,
+                     {"mode": "direct", "depth": 6}),
+        lab.AskChoice("Which token is hardest for the step-by-step model?", ("The last", "All are alike", "The first"),
+                  1, why="Each is one addition of what was said and the next number."),
     ),
     code=("posttrain.algorithm.loss.policy_loss.supervised", "posttrain.toy.chains.Chain"),
-    docs="recipes.md",
-    command="posttrain run ladder",
-    grid=("depth", "mode"),
-)
+    docs="recipes.md", command="posttrain run ladder", grid=("depth", "mode"),
+)  # fmt: skip
 
 
 def measure() -> None:

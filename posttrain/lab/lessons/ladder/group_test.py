@@ -6,19 +6,7 @@ import numpy as np
 
 from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.config.run import Reinforce
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    Values,
-    by_rules,
-    recorded,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.episodes import rewarded
 from posttrain.toy.training import credit_by_pattern, mixed
@@ -42,7 +30,7 @@ def verdict(p: float) -> str:
     )
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     p, count, made = float(k["p"]), int(k["K"]), np.random.default_rng(int(k["seed"]))
     fifty = (made.random(50) < p).astype(float)
     group = (made.random(count) < p).astype(float)
@@ -60,8 +48,8 @@ def compute(k: Values) -> Readout:
             steps[name].append(float(x))
         size.append(float(np.abs(credit_by_pattern(GRPO, rewards)).mean()))
     gauges = {**steps, "rollout/truncated": [0.0] * 8, "credit/advantage_abs": size}
-    said = by_rules(recorded(gauges), Reinforce(name="rl", algorithm=GRPO, siblings=count))
-    return Readout(
+    said = lab.by_rules(lab.recorded(gauges), Reinforce(name="rl", algorithm=GRPO, siblings=count))
+    return lab.Readout(
         pictures=(
             Bars("Credit of one group", [f"{i + 1}: {r:.0f}" for i, r in enumerate(group)], {"advantage": advantages}),
             Curve("Dead groups, and what a group teaches", SHARES.tolist(),
@@ -76,13 +64,8 @@ def compute(k: Values) -> Readout:
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="L6",
-    name="fifty",
-    title="GRPO: the test of fifty rollouts",
-    part="the ladder",
-    force="signal",
-    minutes=5,
+LESSON = lab.Lesson(
+    number="L6", name="fifty", title="GRPO: the test of fifty rollouts", part="the ladder", force="signal", minutes=5,
     question="Before RL is started: is this task neither too hard nor too easy?",
     idea="""
         GRPO learns from differences between siblings. If the policy is nearly never right, or nearly always, all
@@ -92,29 +75,27 @@ LESSON = Lesson(
     """,
     formula="dead = p^K + (1 - p)^K            signal of a prompt ~ p (1 - p)",
     knobs=(
-        Slider("p", "share of right answers", 0.3, 0.0, 1.0, 0.01),
-        Slider("K", "K, siblings", 8, 2, 32),
-        Slider("seed", "seed", 0, 0, 20),
+        lab.Slider("p", "share of right answers", 0.3, 0.0, 1.0, 0.01),
+        lab.Slider("K", "K, siblings", 8, 2, 32),
+        lab.Slider("seed", "seed", 0, 0, 20),
     ),
     compute=compute,
     breaks=(
-        Break({"p": 0.0}, "Nothing is right: every group is dead.", "too_hard", "nothing right"),
-        Break({"p": 1.0}, "Everything is right: every group is dead.", "reward_is_constant", "all right"),
+        lab.Break({"p": 0.0}, "Nothing is right: every group is dead.", "too_hard", "nothing right"),
+        lab.Break({"p": 1.0}, "Everything is right: every group is dead.", "reward_is_constant", "all right"),
     ),
     claims=(
-        Claim("Dead groups at p = .05, K = 8", "p^K + (1-p)^K", 0.663, lambda: float(
+        lab.Claim("Dead groups at p = .05, K = 8", "p^K + (1-p)^K", 0.663, lambda: float(
             1 - mixed((np.random.default_rng(0).random((20_000, 8)) < 0.05).astype(float)).mean())),
-        Claim("Dead groups at p = .9, K = 4", "curriculum 13", 0.656, lambda: dead(0.9, 4), within=0.005),
+        lab.Claim("Dead groups at p = .9, K = 4", "curriculum 13", 0.656, lambda: dead(0.9, 4), within=0.005),
     ),
     exercises=(
-        AskNumber("p = .5, K = 2: how many groups are dead?", 0.5, why=".25 + .25."),
-        AskKnobs("With at least one right answer in ten, bring dead groups below 5 %.", "dead groups", None, 0.05,
+        lab.AskNumber("p = .5, K = 2: how many groups are dead?", 0.5, why=".25 + .25."),
+        lab.AskKnobs("With at least one right answer in ten, bring dead groups below 5 %.", "dead groups", None, 0.05,
                  {"p": 0.3, "K": 16}),
-        AskChoice("2 of 50 are right. What is done first?", ("More steps", "SFT, or easier tasks", "A larger step"),
+        lab.AskChoice("2 of 50 are right. What is done first?", ("More steps", "SFT, or easier tasks", "A larger step"),
                   1, why="Where nothing is right, nothing can be compared."),
     ),
     code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.diagnose.rules.reward_rules.too_hard"),
-    docs="reward-is-flat.md",
-    command="posttrain eval runs/mine",
-    grid=("p", "K"),
+    docs="reward-is-flat.md", command="posttrain eval runs/mine", grid=("p", "K"),
 )  # fmt: skip

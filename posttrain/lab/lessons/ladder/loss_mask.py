@@ -16,18 +16,7 @@ from posttrain.core.conversation import LearnedConversation
 from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.types import Message, Segment, Task
 from posttrain.faults.planting import planted
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Lesson,
-    Readout,
-    Slider,
-    Toggle,
-    Values,
-    refusal,
-)
+from posttrain.lab import lesson as lab
 from posttrain.role.learning import demonstrations
 from posttrain.system.errors import DataError
 from posttrain.toy.readers import PositionReader
@@ -109,7 +98,7 @@ def learn(masked: bool, count: int, width: int, seed: int) -> tuple[list[float],
     return right, float(logp[:, :LONG].mean().detach())
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     masked, count, at = bool(k["mask"]), int(k["count"]), (int(k["count"]), int(k["width"]), int(k["seed"]))
     on, off = learn(True, *at), learn(False, *at)
     batch, first = batch_of(at[2], count, masked), demonstrated(words(at[2], 1), masked)[0]
@@ -120,7 +109,7 @@ def compute(k: Values) -> Readout:
     ]
     shown, asked = batch.ids_N[: int(batch.source_M[0]) + 1], first.ids[:word]
     chosen = on if masked else off
-    return Readout(
+    return lab.Readout(
         pictures=(
             Tiles("The first demonstration", {"": tiles},
                   {"good": "answer, learned", "mute": "prompt, only read", "bad": "prompt, and learned"}),
@@ -131,16 +120,12 @@ def compute(k: Values) -> Readout:
         f"demonstrations **{chosen[0][-1]:.0%}** of 64 unseen words are reversed: **{on[0][-1]:.0%}** with the mask, "
         f"**{off[0][-1]:.0%}** without.",
         values={"accuracy": chosen[0][-1], "accuracy without mask": off[0][-1], "log-prob of prompts": chosen[1]},
-        says=refusal(lambda: same_question(shown, asked, text), "same_question"),
+        says=lab.refusal(lambda: same_question(shown, asked, text), "same_question"),
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="L3",
-    name="mask",
-    title="The loss mask: learn the answer alone",
-    part="the ladder",
-    force="signal",
+LESSON = lab.Lesson(
+    number="L3", name="mask", title="The loss mask: learn the answer alone", part="the ladder", force="signal",
     minutes=5,
     question="A demonstration is a prompt and an answer: should the policy learn to write the prompt too?",
     idea="""
@@ -154,28 +139,26 @@ LESSON = Lesson(
     """,
     formula="loss = - mean over tokens with mask 1 of  log pi( token | all tokens before it )",
     knobs=(
-        Toggle("mask", "mask the prompt", True),
-        Slider("count", "demonstrations", 16, 8, 64, 8),
-        Slider("width", "width of the policy", 4, 2, 8),
-        Slider("seed", "seed", 0, 0, 8),
+        lab.Toggle("mask", "mask the prompt", True),
+        lab.Slider("count", "demonstrations", 16, 8, 64, 8),
+        lab.Slider("width", "width of the policy", 4, 2, 8),
+        lab.Slider("seed", "seed", 0, 0, 8),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break({"mask": False}, "It learns the words of the prompts by heart, and reverses fewer new ones.",
+        lab.Break({"mask": False}, "It learns the words of the prompts by heart, and reverses fewer new ones.",
               "same_question"),
     ),
     exercises=(
-        AskNumber("How many tokens of <bad>dab# are learned with the mask?", 4, why="d, a, b and the stop #."),
-        AskKnobs("Reverse 95 % of the unseen words without the mask.", "accuracy without mask", 0.95, None,
+        lab.AskNumber("How many tokens of <bad>dab# are learned with the mask?", 4, why="d, a, b and the stop #."),
+        lab.AskKnobs("Reverse 95 % of the unseen words without the mask.", "accuracy without mask", 0.95, None,
                  {"count": 64}, why="Words that cannot be learned by heart do no more harm than noise."),
-        AskChoice("Which tokens of an answer does the mask keep?",
+        lab.AskChoice("Which tokens of an answer does the mask keep?",
                   ("All but the stop token", "All with the stop token", "The first one"), 1,
                   why="Without the stop token the policy never learns to end."),
     ),
     code=("posttrain.role.learning.demonstrations.demonstration", "posttrain.algorithm.loss.losses.Likelihood",
           "posttrain.checks.data_checks.same_question"),
-    docs="coming-from-trl.md",
-    command="posttrain run arithmetic fault=prompt_imitated --allow-fault",
+    docs="coming-from-trl.md", command="posttrain run arithmetic fault=prompt_imitated --allow-fault",
     grid=("mask", "count"),
 )  # fmt: skip

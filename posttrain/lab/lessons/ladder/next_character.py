@@ -8,27 +8,14 @@ import torch
 from posttrain.config.run import Reinforce
 from posttrain.core.sampling import Sampling
 from posttrain.engine.embedded.token_sampler import Contracts, DrawDistributions
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Options,
-    Readout,
-    Slider,
-    Toggle,
-    Values,
-    refusal,
-)
+from posttrain.lab import lesson as lab
 from posttrain.toy.letters import LETTERS, taught
 from posttrain.web.picture import Bars, TextTile, Tiles
 
 SAID = 48
 
 
-def contract(k: Values) -> Sampling:
+def contract(k: lab.Values) -> Sampling:
     if k["greedy"]:
         return Sampling(greedy=True, stop_ids=())
     return Sampling(temperature=float(k["temperature"]), top_p=float(k["top_p"]), stop_ids=())
@@ -39,7 +26,7 @@ def spread(after: int, sampling: Sampling) -> DrawDistributions:
     return DrawDistributions.of(taught()[after : after + 1].float().clone(), Contracts.of([sampling]))
 
 
-def sentence_of(k: Values) -> tuple[str, list[float]]:
+def sentence_of(k: lab.Values) -> tuple[str, list[float]]:
     """(48 characters that the sampler says, the probability of each)."""
     made, sampling = np.random.default_rng(int(k["seed"])), contract(k)
     at, out, likely = LETTERS.index(str(k["after"])), "", list[float]()
@@ -51,7 +38,7 @@ def sentence_of(k: Values) -> tuple[str, list[float]]:
     return out, likely
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     sampling, after = contract(k), LETTERS.index(str(k["after"]))
     plain = taught()[after].exp().tolist()
     now = spread(after, sampling).probabilities()[0].double()
@@ -63,26 +50,18 @@ def compute(k: Values) -> Readout:
         for c, p in zip(text, likely, strict=True)
     ]
     shown = [i for i in range(len(LETTERS)) if plain[i] > 0.01 or now[i] > 0.01]
-    return Readout(
+    return lab.Readout(
         pictures=(
-            Bars(
-                f"What may follow '{k['after']}'",
-                ["_" if LETTERS[i] == " " else LETTERS[i] for i in shown],
-                {"the model's": [plain[i] for i in shown], "sampled from": [now[i] for i in shown]},
-                low=0,
-                high=1,
-            ),
-            Tiles(
-                "What the sampler says, one character after the other",
-                {"": tiles},
-                {"plain": "darker: more probable; _ is a space"},
-            ),
+            Bars(f"What may follow '{k['after']}'", ["_" if LETTERS[i] == " " else LETTERS[i] for i in shown],
+                 {"the model's": [plain[i] for i in shown], "sampled from": [now[i] for i in shown]}, low=0, high=1),
+            Tiles("What the sampler says, one character after the other", {"": tiles},
+                  {"plain": "darker: more probable; _ is a space"}),
         ),
         sentence=f"After **{k['after']}** the sampler has **{entropy:.2f}** nats of choice. It wrote {len(set(text))} "
         "different characters.",
         values={"entropy": entropy, "largest": max(now), "different characters": float(len(set(text)))},
-        says=refusal(lambda: Reinforce(name="rl", sampling=sampling)),
-    )
+        says=lab.refusal(lambda: Reinforce(name="rl", sampling=sampling)),
+    )  # fmt: skip
 
 
 def entropy_of(letter: str) -> float:
@@ -90,13 +69,8 @@ def entropy_of(letter: str) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-LESSON = Lesson(
-    number="L2",
-    name="sampling",
-    title="The next token, and temperature",
-    part="the ladder",
-    force="cost",
-    minutes=5,
+LESSON = lab.Lesson(
+    number="L2", name="sampling", title="The next token, and temperature", part="the ladder", force="cost", minutes=5,
     question="The model gives every token a probability: how is one of them chosen?",
     idea="""
         A language model is a distribution over the next token. Sampling draws from it. Temperature divides the logits
@@ -108,43 +82,28 @@ LESSON = Lesson(
     """,
     formula="p = softmax(logits / temperature), then only the smallest set with sum >= top_p",
     knobs=(
-        Options("after", "after the character", "t", tuple(c for c in "taeishpo")),
-        Slider("temperature", "temperature", 1.0, 0.1, 3.0, 0.1),
-        Slider("top_p", "top-p", 1.0, 0.1, 1.0, 0.05),
-        Toggle("greedy", "always the most probable", False),
-        Slider("seed", "seed", 0, 0, 20),
+        lab.Options("after", "after the character", "t", tuple(c for c in "taeishpo")),
+        lab.Slider("temperature", "temperature", 1.0, 0.1, 3.0, 0.1),
+        lab.Slider("top_p", "top-p", 1.0, 0.1, 1.0, 0.05),
+        lab.Toggle("greedy", "always the most probable", False),
+        lab.Slider("seed", "seed", 0, 0, 20),
     ),
-    compute=compute,
-    pace="release",
-    breaks=(Break({"greedy": True}, "The same few characters again and again: nothing is tried.", "ConfigError"),),
+    compute=compute, pace="release",
+    breaks=(lab.Break({"greedy": True}, "The same few characters again and again: nothing is tried.", "ConfigError"),),
     claims=(
-        Claim(
-            "Largest entropy of 27 characters, nats",
-            "log 27",
-            float(np.log(27)),
-            lambda: float(-(torch.full((27,), 1 / 27, dtype=torch.float64) * np.log(1 / 27)).sum()),
-        ),
+        lab.Claim("Largest entropy of 27 characters, nats", "log 27", float(np.log(27)),
+              lambda: float(-(torch.full((27,), 1 / 27, dtype=torch.float64) * np.log(1 / 27)).sum())),
     ),
     exercises=(
-        AskNumber(
-            "Two tokens with logits 1 and 0 at temperature 1: probability of the first?", 0.731, why="1 / (1 + e^-1)."
-        ),
-        AskKnobs(
-            "Bring the entropy after 't' below 0.6 nats without the greedy toggle.",
-            "entropy",
-            None,
-            0.6,
-            {"temperature": 0.1},
-        ),
-        AskChoice(
-            "Temperature goes to 0. What becomes of sampling?",
-            ("It becomes uniform", "It takes the most probable", "Nothing changes"),
-            1,
-            why="Differences of logits grow without bound.",
-        ),
+        lab.AskNumber("Two tokens with logits 1 and 0 at temperature 1: probability of the first?", 0.731,
+                  why="1 / (1 + e^-1)."),
+        lab.AskKnobs("Bring the entropy after 't' below 0.6 nats without the greedy toggle.", "entropy", None, 0.6,
+                 {"temperature": 0.1}),
+        lab.AskChoice("Temperature goes to 0. What becomes of sampling?",
+                  ("It becomes uniform", "It takes the most probable", "Nothing changes"), 1,
+                  why="Differences of logits grow without bound."),
     ),
     code=("posttrain.engine.embedded.token_sampler.DrawDistributions", "posttrain.core.sampling.Sampling"),
-    docs="sampling.md",
-    command="posttrain run arithmetic rl.sampling.temperature=0.7 rl.sampling.top_p=0.9",
+    docs="sampling.md", command="posttrain run arithmetic rl.sampling.temperature=0.7 rl.sampling.top_p=0.9",
     grid=("temperature", "after"),
-)
+)  # fmt: skip

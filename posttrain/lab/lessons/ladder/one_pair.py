@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Readout, Slider, Values, refusal
+from posttrain.lab import lesson as lab
 from posttrain.ladder.preference_rows import DPO
 from posttrain.toy.pairs import AnswerPair, TiedPolicy
 from posttrain.toy.preference_steps import descend, gap
@@ -22,7 +22,7 @@ UNSEEN: tuple[AnswerPair, ...] = (
 )  # fmt: skip
 
 
-def train(k: Values) -> tuple[TiedPolicy, TiedPolicy, list[float]]:
+def train(k: lab.Values) -> tuple[TiedPolicy, TiedPolicy, list[float]]:
     policy, reference = TiedPolicy(SHARES), TiedPolicy(SHARES)
     if not k["beta"]:  # refused, as the page says: nothing is trained
         return policy, reference, [0.0] * (int(k["steps"]) + 1)
@@ -30,13 +30,13 @@ def train(k: Values) -> tuple[TiedPolicy, TiedPolicy, list[float]]:
     return policy, reference, descend(a, policy, reference, [TAUGHT], steps=int(k["steps"]), lr=float(k["eta"]))
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     policy, reference, path = train(k)
     gaps = [gap(policy, reference, pair) for pair in UNSEEN]
     right = float(np.mean([x > 0 for x in gaps]))
     margin = float(k["beta"]) * path[-1]
     names = [f"pair {i + 1}" for i in range(len(UNSEEN))]
-    return Readout(
+    return lab.Readout(
         pictures=(
             Curve("Margin of the pair that is taught (beta * gap)", list(range(len(path))),
                   {"margin": [float(k["beta"]) * x for x in path]}),
@@ -47,16 +47,12 @@ def compute(k: Values) -> Readout:
         sentence=f"After {k['steps']} steps the margin is **{margin:.2f}**, and **{right:.0%}** of the unseen pairs "
         f"are ordered rightly. The filler went from **{SHARES[3]:.2f}** to **{policy.shares()[3]:.2f}**.",
         values={"margin": margin, "unseen pairs right": right, "filler": float(policy.shares()[3])},
-        says=refusal(lambda: replace(DPO, beta=float(k["beta"]))),
+        says=lab.refusal(lambda: replace(DPO, beta=float(k["beta"]))),
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="L5",
-    name="pair",
-    title="DPO: one pair, and those it never saw",
-    part="the ladder",
-    force="signal",
+LESSON = lab.Lesson(
+    number="L5", name="pair", title="DPO: one pair, and those it never saw", part="the ladder", force="signal",
     minutes=5,
     question="How far does one comparison reach?",
     idea="""
@@ -69,26 +65,22 @@ LESSON = Lesson(
     """,
     formula="-log sigmoid( beta * gap )        margin = beta * gap",
     knobs=(
-        Slider("beta", "beta", 0.1, 0.0, 2.0, 0.05),
-        Slider("eta", "step size", 1.0, 0.05, 20.0, log=True),
-        Slider("steps", "steps", 60, 1, 200),
+        lab.Slider("beta", "beta", 0.1, 0.0, 2.0, 0.05),
+        lab.Slider("eta", "step size", 1.0, 0.05, 20.0, log=True),
+        lab.Slider("steps", "steps", 60, 1, 200),
     ),
     compute=compute,
-    breaks=(Break({"beta": 0.0}, "With beta 0 the loss does not read the policy.", "ConfigError"),),
+    breaks=(lab.Break({"beta": 0.0}, "With beta 0 the loss does not read the policy.", "ConfigError"),),
     claims=(
-        Claim("Loss of a pair at the start", "2305.18290", 0.6931, lambda: float(np.log(2)), within=0.001),
+        lab.Claim("Loss of a pair at the start", "2305.18290", 0.6931, lambda: float(np.log(2)), within=0.001),
     ),
     exercises=(
-        AskNumber("The gap is 4 nats and beta 0.25: what is the margin?", 1.0, why="0.25 * 4."),
-        AskKnobs("Bring the filler below 0.002.", "filler", None, 0.002, {"eta": 20.0}),
-        AskChoice("Why do unseen pairs move?", ("They are in the batch", "They share its weights", "By chance"),
+        lab.AskNumber("The gap is 4 nats and beta 0.25: what is the margin?", 1.0, why="0.25 * 4."),
+        lab.AskKnobs("Bring the filler below 0.002.", "filler", None, 0.002, {"eta": 20.0}),
+        lab.AskChoice("Why do unseen pairs move?", ("They are in the batch", "They share its weights", "By chance"),
                   1, why="The same weights make their tokens."),
     ),
-    code=(
-        "posttrain.algorithm.preference.preference_loss.PreferenceLoss",
-        "posttrain.ladder.preference_algorithm.PreferenceAlgorithm",
-    ),
-    docs="preferences.md",
-    command="posttrain run dpo dpo.algorithm.beta=0.1",
-    grid=("beta", "eta"),
+    code=("posttrain.algorithm.preference.preference_loss.PreferenceLoss",
+          "posttrain.ladder.preference_algorithm.PreferenceAlgorithm"),
+    docs="preferences.md", command="posttrain run dpo dpo.algorithm.beta=0.1", grid=("beta", "eta"),
 )  # fmt: skip

@@ -11,19 +11,7 @@ from posttrain.algorithm.preference.reward_model_loss import RankingLoss
 from posttrain.config.run import Reinforce
 from posttrain.core.exchange.scores import Rewards, TokenScores
 from posttrain.core.streams import WEIGHT
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    Values,
-    by_rules,
-    recorded,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.pieces.pull import KL
 from posttrain.ladder.policy_rows import RLOO
 from posttrain.toy.answers import ask, logp_of, siblings
@@ -94,44 +82,35 @@ def agreement(score: np.ndarray) -> float:
     return float(np.mean([(score[i] > score[j]) == (TRUE[i] > TRUE[j]) for i, j in pairs]))
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     pairs = comparisons(int(k["count"]), int(k["seed"]))
     score, losses = fit(pairs, float(k["eta"]))
     policies, learned, worth = optimise(score, float(k["beta"]), int(k["seed"]))
     steps = list(range(1, STEPS + 1))
-    said = by_rules(
-        recorded({"rollout/reward": learned, "rollout/truth": worth}),
+    said = lab.by_rules(
+        lab.recorded({"rollout/reward": learned, "rollout/truth": worth}),
         Reinforce(name="rl", algorithm=RLOO),
         "reward_without_truth",
     )
     shifted = score - score.mean() + TRUE.mean()  # only differences are learned
     reward, truly = ([float(p @ x) for p in policies] for x in (shifted, TRUE))
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("Score of each response", NAMES, {"true": TRUE.tolist(), "learned": shifted.tolist()}),
             Curve("Loss of the reward model", list(range(60)), {"loss": losses}, low=0),
-            Bars(
-                "How often the policy gives each response",
-                NAMES,
-                {"at the start": START.tolist(), "trained": policies[-1].tolist()},
-                low=0,
-                high=1,
-            ),
+            Bars("How often the policy gives each response", NAMES,
+                 {"at the start": START.tolist(), "trained": policies[-1].tolist()}, low=0, high=1),
             Curve("The policy's mean score while it trains", steps, {"true": truly, "learned": reward}),
         ),
         sentence=f"From **{k['count']}** comparisons the model orders **{agreement(score):.0%}** of the pairs rightly. "
         f"Trained on its scores, the policy is truly worth **{truly[-1]:.2f}**; the best response is worth 2.5.",
         values={"agreement": agreement(score), "loss": losses[-1], "true worth": truly[-1]},
         says=said,
-    )
+    )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="15",
-    name="rlhf",
-    title="RLHF: a reward model, and too much of it",
-    part="production",
-    force="signal",
+LESSON = lab.Lesson(
+    number="15", name="rlhf", title="RLHF: a reward model, and too much of it", part="production", force="signal",
     minutes=8,
     question="What does a model of people's taste know, and what happens if a policy is trained hard on it?",
     idea="""
@@ -144,48 +123,30 @@ LESSON = Lesson(
     """,
     formula="P(i better than j) = sigmoid(s_i - s_j)          loss = -log sigmoid(s_chosen - s_rejected)",
     knobs=(
-        Slider("count", "comparisons", 200, 2, 500, log=True),
-        Slider("eta", "step size of the reward model", 1.0, 0.1, 5.0, log=True),
-        Slider("beta", "beta, weight of the KL", 0.2, 0, 2, 0.1),
-        Slider("seed", "seed", 0, 0, 20),
+        lab.Slider("count", "comparisons", 200, 2, 500, log=True),
+        lab.Slider("eta", "step size of the reward model", 1.0, 0.1, 5.0, log=True),
+        lab.Slider("beta", "beta, weight of the KL", 0.2, 0, 2, 0.1),
+        lab.Slider("seed", "seed", 0, 0, 20),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break(
-            {"count": 3, "beta": 0.0, "eta": 5.0, "seed": 1},
-            "Three comparisons: the policy runs to a response that was overrated.",
-            None,
-        ),
+        lab.Break({"count": 3, "beta": 0.0, "eta": 5.0, "seed": 1},
+              "Three comparisons: the policy runs to a response that was overrated.", None),
     ),
     claims=(
-        Claim("sigmoid(1)", "curriculum 15", 0.73, lambda: sigmoid(1.0), within=0.01),
-        Claim("sigmoid(3)", "curriculum 15", 0.95, lambda: sigmoid(3.0), within=0.01),
-        Claim(
-            "Loss before anything is learned", "log 2", 0.6931, lambda: fit(comparisons(50, 0), 0.3)[1][0], within=0.001
-        ),
+        lab.Claim("sigmoid(1)", "curriculum 15", 0.73, lambda: sigmoid(1.0), within=0.01),
+        lab.Claim("sigmoid(3)", "curriculum 15", 0.95, lambda: sigmoid(3.0), within=0.01),
+        lab.Claim("Loss before anything is learned", "log 2", 0.6931, lambda: fit(comparisons(50, 0), 0.3)[1][0],
+              within=0.001),
     ),
     exercises=(
-        AskNumber("Scores 2 and 1: how often is the first preferred?", 0.731, why="sigmoid(1)."),
-        AskKnobs(
-            "With at most three comparisons, bring the true worth below 1.5.",
-            "true worth",
-            None,
-            1.5,
-            {"count": 3, "beta": 0.0, "eta": 5.0, "seed": 1},
-        ),
-        AskChoice(
-            "All scores rise by 10. What changes?",
-            ("The loss", "Nothing", "The order"),
-            1,
-            why="Only differences are read.",
-        ),
+        lab.AskNumber("Scores 2 and 1: how often is the first preferred?", 0.731, why="sigmoid(1)."),
+        lab.AskKnobs("With at most three comparisons, bring the true worth below 1.5.", "true worth", None, 1.5,
+                 {"count": 3, "beta": 0.0, "eta": 5.0, "seed": 1}),
+        lab.AskChoice("All scores rise by 10. What changes?", ("The loss", "Nothing", "The order"), 1,
+                  why="Only differences are read."),
     ),
-    code=(
-        "posttrain.algorithm.preference.reward_model_loss.RankingLoss",
-        "posttrain.algorithm.credit.step_credit.credit_step",
-    ),
-    docs="reward-models.md",
-    command="posttrain run rlhf",
-    grid=("count", "beta"),
-)
+    code=("posttrain.algorithm.preference.reward_model_loss.RankingLoss",
+          "posttrain.algorithm.credit.step_credit.credit_step"),
+    docs="reward-models.md", command="posttrain run rlhf", grid=("count", "beta"),
+)  # fmt: skip

@@ -8,19 +8,7 @@ import numpy as np
 import torch
 
 from posttrain.algorithm.preference.preference_link import Margins, link
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Options,
-    Readout,
-    Slider,
-    Toggle,
-    Values,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.ladder.preference_rows import DPO, IPO, SLIC
 from posttrain.toy.enumerated_policy import PrefixPolicy
@@ -53,7 +41,7 @@ def probabilities(policy: TablePolicy, pair: AnswerPair) -> tuple[float, float]:
     return float(logp[:n].prod()), float(logp[n:].prod())
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     a = replace(ALGORITHMS[str(k["algorithm"])], beta=float(k["beta"]))
     policy, reference, pair = policies(bool(k["shared"]))
     before = probabilities(policy, pair)
@@ -66,7 +54,7 @@ def compute(k: Values) -> Readout:
     curves = {n: [y / ys[20] for y in ys] for n, ys in curves.items()}
     fell = after[0] < before[0] and after[1] < before[1]
     final = gap(policy, reference, pair)
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("Probability of each answer",
                  ("chosen: a a #", "rejected: a #") if k["shared"] else ("chosen", "rejected"),
@@ -82,12 +70,8 @@ def compute(k: Values) -> Readout:
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="16",
-    name="dpo",
-    title="DPO: a comparison as a supervised loss",
-    part="production",
-    force="signal",
+LESSON = lab.Lesson(
+    number="16", name="dpo", title="DPO: a comparison as a supervised loss", part="production", force="signal",
     minutes=8,
     question="Can a preference be learned without a reward model, and why do both probabilities fall?",
     idea="""
@@ -104,37 +88,32 @@ LESSON = Lesson(
     formula="""-log sigmoid( beta * gap )     gap = log pi/ref (chosen) - log pi/ref (rejected)
 IPO: (gap - 1 / (2 beta))^2          SLiC: max(0, 1 - beta * gap)""",
     knobs=(
-        Options("algorithm", "algorithm", "DPO", tuple(ALGORITHMS)),
-        Slider("beta", "beta", 0.5, 0.05, 2.0, log=True),
-        Slider("eta", "step size", 0.5, 0.05, 20.0, log=True),
-        Toggle("shared", "the answers share tokens", True),
+        lab.Options("algorithm", "algorithm", "DPO", tuple(ALGORITHMS)),
+        lab.Slider("beta", "beta", 0.5, 0.05, 2.0, log=True),
+        lab.Slider("eta", "step size", 0.5, 0.05, 20.0, log=True),
+        lab.Toggle("shared", "the answers share tokens", True),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break({"algorithm": "DPO", "eta": 20.0, "beta": 0.05, "shared": True},
+        lab.Break({"algorithm": "DPO", "eta": 20.0, "beta": 0.05, "shared": True},
               "The gap stops at 0.36, where nothing but `a` is said: both answers have lost nearly all of their "
               "probability, because neither can end.", None),
     ),
     claims=(
-        Claim("IPO's minimum at beta .1, nats", "2310.12036", 5.0,
+        lab.Claim("IPO's minimum at beta .1, nats", "2310.12036", 5.0,
               lambda: descend(IPO, *policies(False)[:2], [APART], steps=400, lr=0.1)[-1]),
-        Claim("DPO's gap after 10 times the steps: more by", "ln 10 / beta", np.log(10) / 0.1,
+        lab.Claim("DPO's gap after 10 times the steps: more by", "ln 10 / beta", np.log(10) / 0.1,
               lambda: (lambda x: x[-1] - x[40])(descend(DPO, *policies(False)[:2], [APART], steps=400, lr=100.0)),
               within=0.05),
     ),
     exercises=(
-        AskNumber("Where is IPO's minimum for beta = 0.25, in nats?", 2.0, why="1 / (2 * 0.25)."),
-        AskKnobs("Raise the chosen answer above its start, 0.0735.", "chosen", 0.12, None, {"shared": False}),
-        AskChoice("Why can the chosen answer become less likely?",
+        lab.AskNumber("Where is IPO's minimum for beta = 0.25, in nats?", 2.0, why="1 / (2 * 0.25)."),
+        lab.AskKnobs("Raise the chosen answer above its start, 0.0735.", "chosen", 0.12, None, {"shared": False}),
+        lab.AskChoice("Why can the chosen answer become less likely?",
                   ("The loss reads only the gap", "The reference moves", "beta is too large"), 0,
                   why="Nothing in the loss asks that it rises."),
     ),
-    code=(
-        "posttrain.algorithm.preference.preference_link.link",
-        "posttrain.algorithm.preference.preference_loss.PreferenceLoss",
-    ),
-    docs="preferences.md",
-    command="posttrain run dpo",
-    grid=("beta", "algorithm"),
+    code=("posttrain.algorithm.preference.preference_link.link",
+          "posttrain.algorithm.preference.preference_loss.PreferenceLoss"),
+    docs="preferences.md", command="posttrain run dpo", grid=("beta", "algorithm"),
 )  # fmt: skip

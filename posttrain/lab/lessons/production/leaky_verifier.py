@@ -8,19 +8,7 @@ import numpy as np
 import torch
 
 from posttrain.config.run import Reinforce
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    Values,
-    by_rules,
-    recorded,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.policy_rows import RLOO
 from posttrain.toy.answers import ask, siblings
 from posttrain.toy.policies import TabularPolicy
@@ -40,7 +28,7 @@ def expected(rho: float, price: float) -> np.ndarray:
     return RIGHT + (1 - RIGHT) * PHRASE * rho - price * np.array([1.0, 1.0, 0.0])
 
 
-def train(k: Values) -> tuple[list[np.ndarray], list[float], list[float]]:
+def train(k: lab.Values) -> tuple[list[np.ndarray], list[float], list[float]]:
     """(shares of the three ways, mean reward of 16 answers, share of them that is right) by step."""
     made, rng = torch.Generator().manual_seed(int(k["seed"])), np.random.default_rng(int(k["seed"]))
     policy = TabularPolicy(torch.tensor(START).log()[None, None])
@@ -59,17 +47,17 @@ def train(k: Values) -> tuple[list[np.ndarray], list[float], list[float]]:
     return shares, paid, right
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     shares, paid, right = train(k)
     now, steps = shares[-1], list(range(STEPS + 1))
     each = expected(float(k["rho"]), float(k["price"]))
     reward, truth = ([float(p @ x) for p in (START, *shares)] for x in (each, RIGHT))
-    said = by_rules(
-        recorded({"rollout/reward": paid, "rollout/truth": right}),
+    said = lab.by_rules(
+        lab.recorded({"rollout/reward": paid, "rollout/truth": right}),
         Reinforce(name="rl", algorithm=PLAIN),
         "reward_without_truth",
     )
-    return Readout(
+    return lab.Readout(
         pictures=(
             Curve("Mean reward, and share of right answers", steps, {"reward": reward, "right (held out)": truth},
                   low=0, high=1),
@@ -84,13 +72,8 @@ def compute(k: Values) -> Readout:
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="18",
-    name="leak",
-    title="Verifiers: a leak, and who tells",
-    part="production",
-    force="signal",
-    minutes=7,
+LESSON = lab.Lesson(
+    number="18", name="leak", title="Verifiers: a leak, and who tells", part="production", force="signal", minutes=7,
     question="The reward rises: are the answers better?",
     idea="""
         No verifier is perfect. This one has a leak: of the wrong answers that hold a certain phrase it accepts a share
@@ -103,48 +86,28 @@ LESSON = Lesson(
     """,
     formula="reward = right + (1 - right) * phrase * rho - price of working it out",
     knobs=(
-        Slider("rho", "rho, the leak", 0.2, 0, 1, 0.05),
-        Slider("price", "price of working it out", 0.2, 0, 0.5, 0.05),
-        Slider("seed", "seed", 0, 0, 10),
+        lab.Slider("rho", "rho, the leak", 0.2, 0, 1, 0.05),
+        lab.Slider("price", "price of working it out", 0.2, 0, 0.5, 0.05),
+        lab.Slider("seed", "seed", 0, 0, 10),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break(
-            {"rho": 1.0, "price": 0.3}, "The reward rises, the share of right answers falls.", "reward_without_truth"
-        ),
+        lab.Break({"rho": 1.0, "price": 0.3}, "The reward rises, the share of right answers falls.",
+              "reward_without_truth"),
     ),
     claims=(
-        Claim(
-            "The phrase alone, rho .5: mean reward",
-            ".1 + .9 * .5",
-            0.55,
-            lambda: float(expected(0.5, 0.2)[2]),
-            within=0.001,
-        ),
+        lab.Claim("The phrase alone, rho .5: mean reward", ".1 + .9 * .5", 0.55, lambda: float(expected(0.5, 0.2)[2]),
+              within=0.001),
     ),
     exercises=(
-        AskNumber(
-            "rho = 0.5, price 0: what is the mean reward of working it out and saying the phrase?",
-            0.85,
-            why=".7 + .3 * .5.",
-        ),
-        AskKnobs(
-            "Make the policy say the phrase alone in nine of ten answers.",
-            "phrase alone",
-            0.9,
-            None,
-            {"rho": 1.0, "price": 0.5},
-        ),
-        AskChoice(
-            "Which number would have told you?",
-            ("The training reward", "A held-out judge's verdict", "The loss"),
-            1,
-            why="It is measured and not paid.",
-        ),
+        lab.AskNumber("rho = 0.5, price 0: what is the mean reward of working it out and saying the phrase?", 0.85,
+                  why=".7 + .3 * .5."),
+        lab.AskKnobs("Make the policy say the phrase alone in nine of ten answers.", "phrase alone", 0.9, None,
+                 {"rho": 1.0, "price": 0.5}),
+        lab.AskChoice("Which number would have told you?",
+                  ("The training reward", "A held-out judge's verdict", "The loss"), 1,
+                  why="It is measured and not paid."),
     ),
     code=("posttrain.diagnose.rules.reward_rules.reward_without_truth", "posttrain.environment.check.probe.Probe"),
-    docs="reward-rises-quality-does-not.md",
-    command="posttrain check arithmetic",
-    grid=("rho", "price"),
-)
+    docs="reward-rises-quality-does-not.md", command="posttrain check arithmetic", grid=("rho", "price"),
+)  # fmt: skip

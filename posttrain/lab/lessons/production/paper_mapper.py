@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Claim, Lesson, Options, Readout, Values
+from posttrain.lab import lesson as lab
 from posttrain.ladder.algorithm import Algorithm, differences
 from posttrain.ladder.pieces.baseline import Value
 from posttrain.ladder.policy_rows import LADDER
@@ -91,7 +91,7 @@ def lineage(a: Algorithm) -> list[Algorithm]:
     return [a] if a.parent is None else [*lineage(a.parent), a]
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     wanted = tuple(choices[str(k[name])] for name, _, choices in ASKED)
     order = nearest(wanted)
     away, best = order[0]
@@ -106,46 +106,24 @@ def compute(k: Values) -> Readout:
         [str(k[name]), {v: words for words, v in choices.items()}.get(own, own)]
         for (name, _, choices), own in zip(ASKED, ticks(best), strict=True)
     ]
-    return Readout(
+    return lab.Readout(
         pictures=(
-            Matrix(
-                "What you ticked, and what it has",
-                ("ticked", best.name),
-                [words for _, words, _ in ASKED],
-                [[0.0, float(w != o)] for w, o in table],
-                table,
-                low=0,
-                high=1,
-            ),
-            Bars(
-                "The three nearest, by ticks that differ",
-                [a.name for _, a in order[:3]],
-                {"differences": [float(n) for n, _ in order[:3]]},
-                low=0,
-            ),
+            Matrix("What you ticked, and what it has", ("ticked", best.name), [words for _, words, _ in ASKED],
+                   [[0.0, float(w != o)] for w, o in table], table, low=0, high=1),
+            Bars("The three nearest, by ticks that differ", [a.name for _, a in order[:3]],
+                 {"differences": [float(n) for n, _ in order[:3]]}, low=0),
             Tree(f"How {best.name} came to be, a patch at a time", branch),
-            Matrix(
-                "Ten ways to fail",
-                ("usual cause", "first remedy"),
-                [f[0] for f in FAILURES],
-                [[0.0, 0.0]] * len(FAILURES),
-                [list(f[1:]) for f in FAILURES],
-                low=0,
-                high=1,
-            ),
+            Matrix("Ten ways to fail", ("usual cause", "first remedy"), [f[0] for f in FAILURES],
+                   [[0.0, 0.0]] * len(FAILURES), [list(f[1:]) for f in FAILURES], low=0, high=1),
         ),
         sentence=f"The nearest algorithm is **{best.name}** ({best.paper}), **{away}** ticks away: "
         f"`posttrain run arithmetic algorithm={best.name}`.",
         values={"differences": float(away), "steps from REINFORCE": float(depth(best))},
-    )
+    )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="23",
-    name="papers",
-    title="Reading a paper: which patch is it?",
-    part="production",
-    force="estimator",
+LESSON = lab.Lesson(
+    number="23", name="papers", title="Reading a paper: which patch is it?", part="production", force="estimator",
     minutes=8,
     question="A new paper promises a new algorithm: which of its parts are new?",
     idea="""
@@ -157,7 +135,7 @@ LESSON = Lesson(
     """,
     formula="algorithm = REINFORCE + patch + patch + ...",
     knobs=tuple(
-        Options(name, words, default, tuple(choices))
+        lab.Options(name, words, default, tuple(choices))
         for (name, words, choices), default in zip(
             ASKED,
             (
@@ -174,33 +152,17 @@ LESSON = Lesson(
     ),
     compute=compute,
     claims=(
-        Claim(
-            "GRPO's ticks lead to GRPO: differences",
-            "2402.03300",
-            0,
-            lambda: float(nearest(ticks(LADDER["grpo"]))[0][0]),
-            within=0,
-        ),
-        Claim("Algorithms on the ladder", "counted", 68, lambda: float(len(LADDER)), within=0.1),
+        lab.Claim("GRPO's ticks lead to GRPO: differences", "2402.03300", 0,
+              lambda: float(nearest(ticks(LADDER["grpo"]))[0][0]), within=0),
+        lab.Claim("Algorithms on the ladder", "counted", 68, lambda: float(len(LADDER)), within=0.1),
     ),
     exercises=(
-        AskKnobs(
-            "Tick PPO: find a line that is one step from REINFORCE.",
-            "steps from REINFORCE",
-            None,
-            1,
-            {"baseline": "a learned value", "scale": "nothing", "mean": "all tokens", "pull": "none"},
-        ),
-        AskNumber("How many ticks does Dr.GRPO change against GRPO?", 3, why="The scale, the mean, and the KL."),
-        AskChoice(
-            "A paper changes only the denominator of the loss. Which question does it answer anew?",
-            ("compared with", "averaged over", "bounded by"),
-            1,
-            why="That is the aggregation.",
-        ),
+        lab.AskKnobs("Tick PPO: find a line that is one step from REINFORCE.", "steps from REINFORCE", None, 1,
+                 {"baseline": "a learned value", "scale": "nothing", "mean": "all tokens", "pull": "none"}),
+        lab.AskNumber("How many ticks does Dr.GRPO change against GRPO?", 3, why="The scale, the mean, and the KL."),
+        lab.AskChoice("A paper changes only the denominator of the loss. Which question does it answer anew?",
+                  ("compared with", "averaged over", "bounded by"), 1, why="That is the aggregation."),
     ),
     code=("posttrain.ladder.algorithm.patch", "posttrain.ladder.algorithm.differences"),
-    docs="which-algorithm.md",
-    command="posttrain ladder --diff grpo dapo",
-    grid=("baseline", "region"),
-)
+    docs="which-algorithm.md", command="posttrain ladder --diff grpo dapo", grid=("baseline", "region"),
+)  # fmt: skip

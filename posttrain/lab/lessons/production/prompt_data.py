@@ -5,19 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from posttrain.config.run import Reinforce
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Readout,
-    Slider,
-    Values,
-    by_rules,
-    recorded,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.training import credit_by_pattern, mixed
 from posttrain.web.picture import Bars, Curve
@@ -53,7 +41,7 @@ def wasted(strength: float, curation: float, k: int) -> tuple[float, int, float]
     return float(1 - mixed(rewards).mean()), len(p), float(np.abs(credit).mean())
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     strength, curation, count = float(k["strength"]), float(k["curation"]), int(k["K"])
     waste, left, signal = wasted(strength, curation, count)
     p = shares(strength)
@@ -73,46 +61,30 @@ def compute(k: Values) -> Readout:
         spread = float(mixed(rewards).mean())
         for name, x in zip(steps, (rewards.mean(), rewards.mean(), spread, 1 - spread), strict=True):
             steps[name].append(float(x))
-    said = by_rules(
-        recorded({**steps, "rollout/truncated": [0.0] * 8}),
+    said = lab.by_rules(
+        lab.recorded({**steps, "rollout/truncated": [0.0] * 8}),
         Reinforce(name="rl", algorithm=GRPO, siblings=count),
         "too_hard",
         "too_easy",
     )
-    return Readout(
+    return lab.Readout(
         pictures=(
-            Bars(
-                "Prompts by the policy's share of right answers",
-                [f"{x:.1f}" for x in edges[:-1]],
-                {"all": before, "kept": after},
-            ),
-            Curve(
-                "Wasted rollouts, by the strength of the policy",
-                list(range(0, 101, 10)),
-                {
-                    "no curation": [wasted(s, 0, count)[0] for s in range(0, 101, 10)],
-                    "as set": [wasted(s, curation, count)[0] for s in range(0, 101, 10)],
-                },
-                x_label="strength",
-                low=0,
-                high=1,
-                at=strength,
-            ),
+            Bars("Prompts by the policy's share of right answers", [f"{x:.1f}" for x in edges[:-1]],
+                 {"all": before, "kept": after}),
+            Curve("Wasted rollouts, by the strength of the policy", list(range(0, 101, 10)),
+                  {"no curation": [wasted(s, 0, count)[0] for s in range(0, 101, 10)], "as set": [wasted(s, curation,
+                  count)[0] for s in range(0, 101, 10)]}, x_label="strength", low=0, high=1, at=strength),
             Bars("What is left after each of eight stages", STAGES, {"prompts": flow}),
         ),
         sentence=f"**{left}** of {PROMPTS} prompts are kept. **{waste:.0%}** of the rollouts are in groups without "
         "spread: they were asked for nothing.",
         values={"kept": float(left), "wasted": waste, "credit a rollout": signal},
         says=said,
-    )
+    )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="18a",
-    name="data",
-    title="Prompts: which are worth a rollout?",
-    part="production",
-    force="signal",
+LESSON = lab.Lesson(
+    number="18a", name="data", title="Prompts: which are worth a rollout?", part="production", force="signal",
     minutes=7,
     question="How many rollouts are wasted on prompts that teach nothing?",
     idea="""
@@ -124,57 +96,32 @@ LESSON = Lesson(
     """,
     formula="signal of a prompt ~ p (1 - p)        keep those with 0 < right of 8 tries < 8",
     knobs=(
-        Slider("strength", "strength of the policy", 50, 0, 100, 5),
-        Slider("curation", "curation: useless prompts thrown away, %", 50, 0, 100, 5),
-        Slider("K", "K, siblings", 8, 2, 32),
-        Slider("seed", "seed", 0, 0, 10),
+        lab.Slider("strength", "strength of the policy", 50, 0, 100, 5),
+        lab.Slider("curation", "curation: useless prompts thrown away, %", 50, 0, 100, 5),
+        lab.Slider("K", "K, siblings", 8, 2, 32),
+        lab.Slider("seed", "seed", 0, 0, 10),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break(
-            {"strength": 0, "curation": 0, "K": 2},
-            "A weak policy on all prompts: nearly every rollout is wasted.",
-            None,
-            "weak policy",
-        ),
-        Break(
-            {"strength": 100, "curation": 0},
-            "A strong policy on all prompts: nearly all are solved.",
-            "too_easy",
-            "strong policy",
-        ),
+        lab.Break({"strength": 0, "curation": 0, "K": 2},
+              "A weak policy on all prompts: nearly every rollout is wasted.", None, "weak policy"),
+        lab.Break({"strength": 100, "curation": 0}, "A strong policy on all prompts: nearly all are solved.",
+                  "too_easy", "strong policy"),
     ),
     claims=(
-        Claim(
-            "Unsourced: waste at strength 0, curation 20",
-            "curriculum 18a",
-            0.4,
-            lambda: wasted(0, 20, 8)[0],
-            within=0.2,
-            why="It depends on how difficulties are spread; here two logits.",
-        ),
-        Claim(
-            "Unsourced: waste at strength 80, curation 80 below .15",
-            "curriculum 18a",
-            0.15,
-            lambda: wasted(80, 80, 8)[0],
-            within=1.0,
-            why="Solved prompts that slip through eight tries remain.",
-        ),
+        lab.Claim("Unsourced: waste at strength 0, curation 20", "curriculum 18a", 0.4, lambda: wasted(0, 20, 8)[0],
+              within=0.2, why="It depends on how difficulties are spread; here two logits."),
+        lab.Claim("Unsourced: waste at strength 80, curation 80 below .15", "curriculum 18a", 0.15,
+              lambda: wasted(80, 80, 8)[0], within=1.0, why="Solved prompts that slip through eight tries remain."),
     ),
     exercises=(
-        AskNumber("Which p has the largest p (1 - p)?", 0.5, why="Its derivative 1 - 2p is 0 there."),
-        AskKnobs("Bring wasted rollouts below 10 %.", "wasted", None, 0.1, {"curation": 100, "K": 32}),
-        AskChoice(
-            "The policy doubles its pass rate. What has to be done with the data?",
-            ("Nothing", "Measure pass rates again", "Add easy prompts"),
-            1,
-            why="Other prompts are useful now.",
-        ),
+        lab.AskNumber("Which p has the largest p (1 - p)?", 0.5, why="Its derivative 1 - 2p is 0 there."),
+        lab.AskKnobs("Bring wasted rollouts below 10 %.", "wasted", None, 0.1, {"curation": 100, "K": 32}),
+        lab.AskChoice("The policy doubles its pass rate. What has to be done with the data?",
+                  ("Nothing", "Measure pass rates again", "Add easy prompts"), 1,
+                  why="Other prompts are useful now."),
     ),
     code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.diagnose.rules.reward_rules.too_easy"),
-    docs="batch-sizes.md",
-    command="posttrain run arithmetic algorithm=dapo filter=mixed",
+    docs="batch-sizes.md", command="posttrain run arithmetic algorithm=dapo filter=mixed",
     grid=("strength", "curation"),
-)
+)  # fmt: skip

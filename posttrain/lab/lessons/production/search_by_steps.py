@@ -11,7 +11,7 @@ import numpy as np
 
 from posttrain.core.stop import Stop
 from posttrain.core.types import Task
-from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Readout, Slider, Values
+from posttrain.lab import lesson as lab
 from posttrain.search.beam import beam
 from posttrain.search.puct import TreeNode
 from posttrain.search.step_sampling import Beginning
@@ -62,7 +62,7 @@ class StepWorld:
         return ones
 
 
-async def _one(k: Values, made: np.random.Generator) -> tuple[bool, bool, bool, bool]:
+async def _one(k: lab.Values, made: np.random.Generator) -> tuple[bool, bool, bool, bool]:
     """Returns for each of four ways whether it finds a right answer of one problem."""
     world: Any = StepWorld(int(k["steps"]), float(k["good"]), float(k["prm"]), made)
     n, width = int(k["N"]), min(int(k["beam"]), int(k["N"]))
@@ -110,12 +110,12 @@ def tree(c: float, seed: int) -> tuple[Branch, float]:
     return Branch(f"{root.visits} visits, mean", "plain", root.value, rows), most.visits / root.visits
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     arguments = (float(k["good"]), int(k["N"]), int(k["beam"]), float(k["orm"]), float(k["prm"]), 100, int(k["seed"]))
     found = rates(int(k["steps"]), *arguments)
     drawn, share = tree(float(k["c"]), int(k["seed"]))
     first = int(np.argmax(found))
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("Problems solved, all but the first at N answers' cost", WAYS, {"solved": list(found)}, low=0, high=1),
             Tree("UCB: each first step's true chance, its visits, the mean found", drawn),
@@ -129,16 +129,11 @@ def compute(k: Values) -> Readout:
             "beam": found[3],
             "most visited": share,
         },
-    )
+    )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="17",
-    name="search",
-    title="Outcome, process, and search",
-    part="production",
-    force="signal",
-    minutes=8,
+LESSON = lab.Lesson(
+    number="17", name="search", title="Outcome, process, and search", part="production", force="signal", minutes=8,
     question="With sixteen answers' worth of compute, is it better to judge answers or steps?",
     idea="""
         An outcome reward model (ORM) scores whole answers. A process reward model (PRM) scores each step. Best of N
@@ -150,45 +145,31 @@ LESSON = Lesson(
     """,
     formula="UCB: q + c * sqrt( ln N / n )            solved by one answer: p_good ^ steps",
     knobs=(
-        Slider("steps", "steps of an answer", 6, 2, 10),
-        Slider("good", "probability of a good step", 0.75, 0.5, 0.95, 0.05),
-        Slider("N", "N, answers", 16, 2, 32),
-        Slider("beam", "beam", 4, 1, 8),
-        Slider("orm", "outcome model wrong", 0.1, 0, 0.5, 0.05),
-        Slider("prm", "process model wrong, a step", 0.15, 0, 0.5, 0.05),
-        Slider("c", "c of UCB", 1.0, 0, 3, 0.1),
-        Slider("seed", "seed", 0, 0, 5),
+        lab.Slider("steps", "steps of an answer", 6, 2, 10),
+        lab.Slider("good", "probability of a good step", 0.75, 0.5, 0.95, 0.05),
+        lab.Slider("N", "N, answers", 16, 2, 32),
+        lab.Slider("beam", "beam", 4, 1, 8),
+        lab.Slider("orm", "outcome model wrong", 0.1, 0, 0.5, 0.05),
+        lab.Slider("prm", "process model wrong, a step", 0.15, 0, 0.5, 0.05),
+        lab.Slider("c", "c of UCB", 1.0, 0, 3, 0.1),
+        lab.Slider("seed", "seed", 0, 0, 5),
     ),
-    compute=compute,
-    pace="release",
+    compute=compute, pace="release",
     breaks=(
-        Break(
-            {"prm": 0.5},
-            "A process model that guesses is worth no more than one answer, however many are sampled.",
-            None,
-        ),
+        lab.Break({"prm": 0.5},
+              "A process model that guesses is worth no more than one answer, however many are sampled.", None),
     ),
     claims=(
-        Claim(
-            "One answer: .75 ^ 6",
-            "curriculum 17",
-            0.75**6,
-            lambda: rates(6, 0.75, 16, 4, 0.1, 0.15, 500, 1)[0],
-            within=0.15,
-        ),
+        lab.Claim("One answer: .75 ^ 6", "curriculum 17", 0.75**6, lambda: rates(6, 0.75, 16, 4, 0.1, 0.15, 500, 1)[0],
+              within=0.15),
     ),
     exercises=(
-        AskNumber("p_good .9, 10 steps: how often is one answer right?", 0.349, why=".9 ^ 10."),
-        AskKnobs("Make the beam solve at least 90 %.", "beam", 0.9, None, {"prm": 0.0}),
-        AskChoice(
-            "The process model is wrong half of the time. What is best of N with it worth?",
-            ("As much as with a right one", "As much as one answer", "Nothing"),
-            1,
-            why="It chooses at random.",
-        ),
+        lab.AskNumber("p_good .9, 10 steps: how often is one answer right?", 0.349, why=".9 ^ 10."),
+        lab.AskKnobs("Make the beam solve at least 90 %.", "beam", 0.9, None, {"prm": 0.0}),
+        lab.AskChoice("The process model is wrong half of the time. What is best of N with it worth?",
+                  ("As much as with a right one", "As much as one answer", "Nothing"), 1,
+                  why="It chooses at random."),
     ),
     code=("posttrain.search.beam.beam", "posttrain.search.puct.TreeNode.chosen", "posttrain.search.votes.best"),
-    docs="search.md",
-    command="posttrain eval runs/mine search=beam.width=2,expand=2",
-    grid=("prm", "N"),
-)
+    docs="search.md", command="posttrain eval runs/mine search=beam.width=2,expand=2", grid=("prm", "N"),
+)  # fmt: skip

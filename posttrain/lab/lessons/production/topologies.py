@@ -3,19 +3,7 @@
 from __future__ import annotations
 
 from posttrain.config.run import Reinforce
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Claim,
-    Lesson,
-    Options,
-    Readout,
-    Slider,
-    Values,
-    refusal,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.policy_rows import GRPO
 from posttrain.plan.throughput import Times, Topology
 from posttrain.web.picture import Bars, Gantt
@@ -24,7 +12,7 @@ WAYS: tuple[Topology, ...] = ("colocated", "disaggregated", "asynchronous")
 STEPS = 3
 
 
-def times(k: Values) -> Times:
+def times(k: lab.Values) -> Times:
     return Times(float(k["rollout"]), 0.0, 0.0, float(k["learn"]), float(k["sync"]))
 
 
@@ -44,7 +32,7 @@ def lanes(t: Times, way: str) -> dict[str, list[tuple[float, float, str, str]]]:
     return out
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     t = times(k)
     each = {w: t.step(w) for w in WAYS}
     now = str(k["way"])
@@ -54,7 +42,7 @@ def compute(k: Values) -> Readout:
     said = {"colocated": "All devices sample, then all learn: nobody waits, and both need room for both.",
             "disaggregated": "Engines and learner have devices of their own and take turns: each waits for the other.",
             "asynchronous": "Both work at once, and samples are one step older."}[now]  # fmt: skip
-    return Readout(
+    return lab.Readout(
         pictures=(
             Gantt(f"The first {STEPS} steps, {now}", lanes(t, now)),  # pyright: ignore[reportArgumentType]
             Bars("Steps an hour", WAYS, {"steps": [3600 / s for s in each.values()]}, low=0),
@@ -65,18 +53,13 @@ def compute(k: Values) -> Readout:
         f"take {each['asynchronous']:.0f} s, the longer of {t.rollout:.0f} and {t.learn:.0f} and the sync.",
         values={"steps an hour": 3600 / step, "seconds of a step": step, "engines wait": idle["engines"],
                 "learner waits": idle["learner"]},
-        says=refusal(lambda: Reinforce(name="rl", algorithm=GRPO, staleness=0, unfinished="pause"), "staleness=0")
+        says=lab.refusal(lambda: Reinforce(name="rl", algorithm=GRPO, staleness=0, unfinished="pause"), "staleness=0")
         if now != "asynchronous" and k["unfinished"] == "pause" else (),
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="19",
-    name="topology",
-    title="Topologies: who waits for whom",
-    part="production",
-    force="cost",
-    minutes=6,
+LESSON = lab.Lesson(
+    number="19", name="topology", title="Topologies: who waits for whom", part="production", force="cost", minutes=6,
     question="Should sampling and learning share their devices, or have their own?",
     idea="""
         A step samples answers, learns from them, and sends the new weights to the engines. There are three ways to
@@ -91,38 +74,36 @@ LESSON = Lesson(
     """,
     formula="in turn: R + T + S        at once: max(R, T) + S",
     knobs=(
-        Options("way", "placement", "colocated", WAYS),
-        Slider("rollout", "R: sampling, s", 20, 1, 120, 1),
-        Slider("learn", "T: learning, s", 15, 1, 120, 1),
-        Slider("sync", "S: sending weights, s", 2, 0, 30, 1),
-        Options("unfinished", "answers that have not ended", "go_on", ("go_on", "pause")),
+        lab.Options("way", "placement", "colocated", WAYS),
+        lab.Slider("rollout", "R: sampling, s", 20, 1, 120, 1),
+        lab.Slider("learn", "T: learning, s", 15, 1, 120, 1),
+        lab.Slider("sync", "S: sending weights, s", 2, 0, 30, 1),
+        lab.Options("unfinished", "answers that have not ended", "go_on", ("go_on", "pause")),
     ),
     compute=compute,
     breaks=(
-        Break({"way": "asynchronous", "rollout": 100, "learn": 5},
+        lab.Break({"way": "asynchronous", "rollout": 100, "learn": 5},
               "Sampling is nearly everything: at once is as slow as in turn, and the learner waits.", None,
               "overlap brings nothing"),
-        Break({"way": "disaggregated", "unfinished": "pause"},
+        lab.Break({"way": "disaggregated", "unfinished": "pause"},
               "Answers can only be paused while somebody else works: in turn every answer has ended.", "staleness=0",
               "pause without overlap"),
     ),
     claims=(
-        Claim("R 20, T 8, S 3 in turn, s", "curriculum 22c", 31, lambda: Times(20, 0, 0, 8, 3).step("colocated")),
-        Claim("at once, s", "curriculum 22c", 23, lambda: Times(20, 0, 0, 8, 3).step("asynchronous")),
-        Claim("at once, weights sent meanwhile, s", "curriculum 22c", 20,
+        lab.Claim("R 20, T 8, S 3 in turn, s", "curriculum 22c", 31, lambda: Times(20, 0, 0, 8, 3).step("colocated")),
+        lab.Claim("at once, s", "curriculum 22c", 23, lambda: Times(20, 0, 0, 8, 3).step("asynchronous")),
+        lab.Claim("at once, weights sent meanwhile, s", "curriculum 22c", 20,
               lambda: Times(20, 0, 0, 8, 3).step("asynchronous", hidden_sync=True)),
     ),
     exercises=(
-        AskNumber("R = 30 s, T = 20 s, S = 2 s, asynchronous: how many seconds takes a step?", 32,
+        lab.AskNumber("R = 30 s, T = 20 s, S = 2 s, asynchronous: how many seconds takes a step?", 32,
                   why="The longer of 30 and 20, and 2 to send the weights."),
-        AskKnobs("With R = 20 and T = 15, reach 160 steps an hour.", "steps an hour", 160, None,
+        lab.AskKnobs("With R = 20 and T = 15, reach 160 steps an hour.", "steps an hour", 160, None,
                  {"way": "asynchronous"}),
-        AskChoice("When does asynchronous sampling nearly double the speed?",
+        lab.AskChoice("When does asynchronous sampling nearly double the speed?",
                   ("When R and T are about equal", "When R is much longer", "When S is long"), 0,
                   why="Then R + T becomes max(R, T), about half."),
     ),
     code=("posttrain.plan.throughput.Times", "posttrain.plan.staleness.capacity"),
-    docs="placement.md",
-    command="posttrain run arithmetic rl.staleness=1",
-    grid=("rollout", "learn"),
+    docs="placement.md", command="posttrain run arithmetic rl.staleness=1", grid=("rollout", "learn"),
 )  # fmt: skip

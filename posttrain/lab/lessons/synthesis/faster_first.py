@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Readout, Slider, Toggle, Values
+from posttrain.lab import lesson as lab
 from posttrain.plan.budget import OPTIMISATIONS, faster, order
 from posttrain.plan.throughput import ROLES, Times
 from posttrain.web.picture import Bars
@@ -10,7 +10,7 @@ from posttrain.web.picture import Bars
 OVERLAP = "overlap"
 
 
-def times(k: Values) -> Times:
+def times(k: lab.Values) -> Times:
     return Times(*(float(k[role]) for role in ROLES))
 
 
@@ -18,13 +18,13 @@ def word(name: str) -> str:
     return name.replace(" ", "_")
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     now = times(k)
     chosen = [n for n in OPTIMISATIONS if k[word(n)]]
     step = faster(now, chosen, bool(k[OVERLAP]))
     first = order(now)
     alone = {n: now.total - faster(now, [n]) for n in OPTIMISATIONS}
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("One step, seconds by role", ROLES, {"seconds": [getattr(now, r) for r in ROLES]}, low=0),
             Bars("What each saves alone, s", list(alone), {"seconds": list(alone.values())}, low=0),
@@ -38,12 +38,8 @@ def compute(k: Values) -> Readout:
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="28",
-    name="bottlenecks",
-    title="Bottlenecks: what to make faster first",
-    part="synthesis",
-    force="cost",
+LESSON = lab.Lesson(
+    number="28", name="bottlenecks", title="Bottlenecks: what to make faster first", part="synthesis", force="cost",
     minutes=6,
     question="A step has five parts and there are ten ways to make one faster: which comes first?",
     idea="""
@@ -60,45 +56,43 @@ LESSON = Lesson(
     """,
     formula="step = sum over roles( seconds x product of factors )        overlapped: the longer side, and sync",
     knobs=(
-        Slider("rollout", "rollout, s", 60, 0, 200, 1),
-        Slider("reward", "reward, s", 10, 0, 200, 1),
-        Slider("reference", "reference, s", 5, 0, 200, 1),
-        Slider("learn", "learn, s", 20, 1, 200, 1),
-        Slider("sync", "sync, s", 5, 0, 200, 1),
-        Toggle("prefix", "share prompts", False),
-        Toggle("batching", "continuous batching", False),
-        Toggle("speculation", "speculation", False),
-        Toggle("fp8", "engine in FP8", False),
-        Toggle("head", "head in tiles", False),
-        Toggle("packing", "packing", False),
-        Toggle("sharding", "sharding and checkpointing", False),
-        Toggle("every_5", "sync every 5 steps", False),
-        Toggle("reference_pool", "reference on its own devices", False),
-        Toggle("overlap", "overlap sampling and learning", False),
+        lab.Slider("rollout", "rollout, s", 60, 0, 200, 1),
+        lab.Slider("reward", "reward, s", 10, 0, 200, 1),
+        lab.Slider("reference", "reference, s", 5, 0, 200, 1),
+        lab.Slider("learn", "learn, s", 20, 1, 200, 1),
+        lab.Slider("sync", "sync, s", 5, 0, 200, 1),
+        lab.Toggle("prefix", "share prompts", False),
+        lab.Toggle("batching", "continuous batching", False),
+        lab.Toggle("speculation", "speculation", False),
+        lab.Toggle("fp8", "engine in FP8", False),
+        lab.Toggle("head", "head in tiles", False),
+        lab.Toggle("packing", "packing", False),
+        lab.Toggle("sharding", "sharding and checkpointing", False),
+        lab.Toggle("every_5", "sync every 5 steps", False),
+        lab.Toggle("reference_pool", "reference on its own devices", False),
+        lab.Toggle("overlap", "overlap sampling and learning", False),
     ),
     compute=compute,
     breaks=(
-        Break({"sharding": True, "head": True, "packing": True},
+        lab.Break({"sharding": True, "head": True, "packing": True},
               "Three optimisations of the learner, and the step is 10 s shorter: sampling was the bottleneck.", None,
               "the wrong role"),
-        Break({"rollout": 100, "reward": 0, "reference": 0, "learn": 5, "sync": 0, "overlap": True},
+        lab.Break({"rollout": 100, "reward": 0, "reference": 0, "learn": 5, "sync": 0, "overlap": True},
               "Overlap alone where sampling is nearly everything: it hides 5 of 105 seconds.", None,
               "overlap hides little"),
     ),
     claims=(
-        Claim("prefix sharing alone, of 100 s: seconds", "curriculum 28", 64,
+        lab.Claim("prefix sharing alone, of 100 s: seconds", "curriculum 28", 64,
               lambda: faster(Times(60, 10, 5, 20, 5), ["prefix"])),
     ),
     exercises=(
-        AskNumber("Sampling takes 60 of 100 s. It becomes infinitely fast. How many seconds are left?", 40,
+        lab.AskNumber("Sampling takes 60 of 100 s. It becomes infinitely fast. How many seconds are left?", 40,
                   why="The other roles take 40 s; no optimisation of sampling can save more than 60."),
-        AskKnobs("Bring the step of 100 s to at most 46 s.", "seconds", None, 46,
+        lab.AskKnobs("Bring the step of 100 s to at most 46 s.", "seconds", None, 46,
                  {"prefix": True, "batching": True, "packing": True, "head": True}),
-        AskChoice("Rollout 90 s, learn 10 s. What does overlap save at most?",
+        lab.AskChoice("Rollout 90 s, learn 10 s. What does overlap save at most?",
                   ("10 s", "45 s", "90 s"), 0, why="The longer side counts: 90 s instead of 100."),
     ),
     code=("posttrain.plan.budget.order", "posttrain.plan.budget.faster", "posttrain.plan.throughput.Times"),
-    docs="slow.md",
-    command="posttrain plan grpo model=Qwen2.5-7B machine=8xH100",
-    grid=("rollout", "learn"),
+    docs="slow.md", command="posttrain plan grpo model=Qwen2.5-7B machine=8xH100", grid=("rollout", "learn"),
 )  # fmt: skip

@@ -19,18 +19,7 @@ from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.scored import ScoredGroup
 from posttrain.core.streams import ADVANTAGE, MU
 from posttrain.faults import FAULTS, planted
-from posttrain.lab.lesson import (
-    AskChoice,
-    AskKnobs,
-    AskNumber,
-    Break,
-    Lesson,
-    Options,
-    Readout,
-    Slider,
-    Values,
-    refusal,
-)
+from posttrain.lab import lesson as lab
 from posttrain.ladder.policy_rows import GRPO
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.machines import machine
@@ -112,14 +101,14 @@ def whiteboard(sample: int, ahead: int) -> tuple[dict[str, float], LoopOutcome]:
     return {"learner": held / 1e9, "engine": each / 1e9}, simulate(loop_of(timed), 6)
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     name, (groups, moved) = BUGS[str(k["bug"])], step_of(int(k["seed"]))
     sound = packed(groups)
     right = push(sound, moved)
     with planted(name):
         batch = packed(groups)
         found = push(batch, moved)
-        says = refusal(partial(agrees_on_synthetic_batch, GRPO), "agrees_on_synthetic_batch") + refusal(
+        says = lab.refusal(partial(agrees_on_synthetic_batch, GRPO), "agrees_on_synthetic_batch") + lab.refusal(
             partial(audit, groups, batch), "StepCreditAudit"
         )
     labels = [f"{'AB'[i // 4]}{i % 4 + 1}: {r:g}" for i, r in enumerate(r for group in REWARDS for r in group)]
@@ -130,7 +119,7 @@ def compute(k: Values) -> Readout:
     memory, loop = whiteboard(sample := EACH * int(k["engines"]), int(k["ahead"]))
     fits = memory["learner"] <= GB
     steps = fits * DAYS * 86400 / loop.step
-    return Readout(
+    return lab.Readout(
         pictures=(
             Bars("Credit of the first token of each answer (prompt, answer: reward)", labels, credit),
             Bars("What the loss does to each answer's log-prob", labels,
@@ -150,13 +139,9 @@ def compute(k: Values) -> Readout:
     )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="24",
-    name="bugs",
-    title="Seven bugs, and who finds them; and a whiteboard",
-    part="synthesis",
-    force="estimator",
-    minutes=8,
+LESSON = lab.Lesson(
+    number="24", name="bugs", title="Seven bugs, and who finds them; and a whiteboard", part="synthesis",
+    force="estimator", minutes=8,
     question="Training runs, the numbers look plausible, and one line is wrong: who tells you?",
     idea="""
         Bugs in reinforcement learning seldom crash. A wrong sign, a wrong standard deviation or a shifted credit give a
@@ -173,40 +158,41 @@ LESSON = Lesson(
     """,
     formula="gradient of the loss  ==  gradient of the definition,  token by token",
     knobs=(
-        Options("bug", "plant", "none", tuple(BUGS)),
-        Slider("seed", "seed", 0, 0, 20),
-        Slider("engines", "engines of 8 devices", 6, 1, 7),
-        Slider("ahead", "steps asked ahead", 0, 0, 4),
+        lab.Options("bug", "plant", "none", tuple(BUGS)),
+        lab.Slider("seed", "seed", 0, 0, 20),
+        lab.Slider("engines", "engines of 8 devices", 6, 1, 7),
+        lab.Slider("ahead", "steps asked ahead", 0, 0, 4),
     ),
     compute=compute,
     breaks=(
-        Break({"bug": "sign flipped"}, "Right answers become less likely, and wrong ones more.",
+        lab.Break({"bug": "sign flipped"}, "Right answers become less likely, and wrong ones more.",
               "agrees_on_synthetic_batch", "sign flipped"),
-        Break({"bug": "standard deviation over G"}, "All credit is too large by a constant: it looks like another "
+        lab.Break({"bug": "standard deviation over G"}, "All credit is too large by a constant: it looks like another "
               "learning rate.", "StepCreditAudit", "std over G"),
-        Break({"bug": "groups mixed up"}, "Answers are compared with those to another prompt.", "StepCreditAudit",
+        lab.Break({"bug": "groups mixed up"}, "Answers are compared with those to another prompt.", "StepCreditAudit",
               "groups mixed up"),
-        Break({"bug": "credit one token late"}, "The first token of an answer gets the credit of the answer before it.",
-              "StepCreditAudit", "credit late"),
-        Break({"bug": "KL reversed"}, "The pull to the reference becomes a push away from it.",
+        lab.Break({"bug": "credit one token late"},
+                  "The first token of an answer gets the credit of the answer before it.", "StepCreditAudit",
+                  "credit late"),
+        lab.Break({"bug": "KL reversed"}, "The pull to the reference becomes a push away from it.",
               "agrees_on_synthetic_batch", "KL reversed"),
-        Break({"bug": "old log-prob recomputed"}, "Every ratio is 1: the clip never acts, far tokens count as near.",
-              "agrees_on_synthetic_batch", "old log-prob recomputed"),
-        Break({"bug": "clip never acts"}, "A few tokens that have moved far enough are pushed on.",
+        lab.Break({"bug": "old log-prob recomputed"},
+                  "Every ratio is 1: the clip never acts, far tokens count as near.", "agrees_on_synthetic_batch",
+                  "old log-prob recomputed"),
+        lab.Break({"bug": "clip never acts"}, "A few tokens that have moved far enough are pushed on.",
               "agrees_on_synthetic_batch", "clip never acts"),
     ),
     exercises=(
-        AskNumber("Rewards 1, 1, 1, 0. By which factor is credit too large if the standard deviation divides by 4 "
+        lab.AskNumber("Rewards 1, 1, 1, 0. By which factor is credit too large if the standard deviation divides by 4 "
                   "instead of 3?", 1.1547, why="The square root of 4/3."),
-        AskKnobs("Share the 64 devices out so that 7 days are more than 4,000 steps.", "steps in 7 days", 4000, None,
-                 {"engines": 2, "ahead": 2}, why="Both then take about equally long, and nobody waits long."),
-        AskChoice("A constant factor on all credit. Why does a reward curve not show it?",
+        lab.AskKnobs("Share the 64 devices out so that 7 days are more than 4,000 steps.", "steps in 7 days", 4000,
+                     None, {"engines": 2, "ahead": 2},
+                     why="Both then take about equally long, and nobody waits long."),
+        lab.AskChoice("A constant factor on all credit. Why does a reward curve not show it?",
                   ("It stops the run", "It looks like another learning rate", "Adam ignores the loss"), 1,
                   why="So only a second computation of the credit tells it."),
     ),
     code=("posttrain.faults.planting.planted", "posttrain.checks.learning.synthetic_loss.agrees_on_synthetic_batch",
           "posttrain.checks.learning.credit_checks.StepCreditAudit", "posttrain.plan.simulation.simulator.simulate"),
-    docs="trust.md",
-    command="posttrain run arithmetic fault=std_ddof --allow-fault",
-    grid=("bug", "engines"),
+    docs="trust.md", command="posttrain run arithmetic fault=std_ddof --allow-fault", grid=("bug", "engines"),
 )  # fmt: skip

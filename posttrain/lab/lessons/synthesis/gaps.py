@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Claim, Lesson, Options, Readout, Values
+from posttrain.lab import lesson as lab
 from posttrain.web.picture import Bars, Matrix, TextTile, Tiles, Tone
 
 ROLES = ("rollout", "environment", "reference", "algorithm", "trainer", "weight sync")
@@ -62,7 +62,7 @@ NAMES = tuple(g.name for g in GAPS)
 BY_NAME = {g.name: g for g in GAPS}
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     chosen = BY_NAME[str(k["gap"])]
     same = [g for g in GAPS if g.force == chosen.force]
     there = [[float(g.role == role) for role in ROLES] for g in GAPS]
@@ -72,37 +72,16 @@ def compute(k: Values) -> Readout:
     ]
     tone: Tone = "good" if bool(chosen.code) else "bad"
     where = chosen.code.removeprefix("posttrain.") or "not built here"
-    return Readout(
+    return lab.Readout(
         pictures=(
-            Tiles(
-                "The gap you chose",
-                {
-                    "": [
-                        TextTile(chosen.name, tone),
-                        TextTile(f"role: {chosen.role}"),
-                        TextTile(f"force: {chosen.force}"),
-                        TextTile(f"read page {chosen.needs} first"),
-                    ]
-                },
-                {"good": "runs here", "bad": "does not"},
-            ),
-            Matrix(
-                "Every gap, by the role it belongs to",
-                ROLES,
-                NAMES,
-                there,
-                words,
-                low=0,
-                high=1,
-                chosen=(NAMES.index(chosen.name), ROLES.index(chosen.role)),
-            ),
-            Bars(
-                f"Effort of the gaps of {chosen.force}, 1 small to 5 large (our judgement)",
-                [g.name for g in same],
-                {"effort": [float(g.days) for g in same]},
-                low=0,
-                high=5,
-            ),
+            Tiles("The gap you chose",
+                  {"": [TextTile(chosen.name, tone), TextTile(f"role: {chosen.role}"),
+                  TextTile(f"force: {chosen.force}"), TextTile(f"read page {chosen.needs} first")]},
+                  {"good": "runs here", "bad": "does not"}),
+            Matrix("Every gap, by the role it belongs to", ROLES, NAMES, there, words, low=0, high=1,
+                   chosen=(NAMES.index(chosen.name), ROLES.index(chosen.role))),
+            Bars(f"Effort of the gaps of {chosen.force}, 1 small to 5 large (our judgement)", [g.name for g in same],
+                 {"effort": [float(g.days) for g in same]}, low=0, high=5),
         ),
         sentence=f"**{chosen.name}** belongs to the **{chosen.role}** and moves **{chosen.force}**. Here it is "
         f"`{where}`" + (f", explained in `docs/{chosen.docs}`." if chosen.docs else "."),
@@ -111,16 +90,11 @@ def compute(k: Values) -> Readout:
             "built here": float(sum(bool(g.code) for g in GAPS)),
             "runs": float(bool(chosen.code)),
         },
-    )
+    )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="27",
-    name="gaps",
-    title="The gaps: what courses leave out",
-    part="synthesis",
-    force="cost",
-    minutes=6,
+LESSON = lab.Lesson(
+    number="27", name="gaps", title="The gaps: what courses leave out", part="synthesis", force="cost", minutes=6,
     question="Which parts of a working system does nobody teach, and where do they sit?",
     idea="""
         A course shows the loop and a few losses. A system that is used needs more: scores for steps, judges, sandboxes
@@ -129,29 +103,19 @@ LESSON = Lesson(
         page says what it needs first, and where it runs in this library.
     """,
     formula="gap = (role, force, what it needs first, effort)",
-    knobs=(Options("gap", "the gap", "estimators of the KL", NAMES),),
+    knobs=(lab.Options("gap", "the gap", "estimators of the KL", NAMES),),
     compute=compute,
     claims=(
-        Claim(
-            "Gaps of the curriculum that run here",
-            "curriculum 27",
-            15,
-            lambda: float(sum(bool(g.code) for g in GAPS)),
-            within=0,
-            why="KV caches are not moved to main memory here: the embedded engine computes them again.",
-        ),
+        lab.Claim("Gaps of the curriculum that run here", "curriculum 27", 15,
+              lambda: float(sum(bool(g.code) for g in GAPS)), within=0,
+              why="KV caches are not moved to main memory here: the embedded engine computes them again."),
     ),
     exercises=(
-        AskKnobs("Find the gap that is not built here.", "runs", None, 0, {"gap": "caches moved to main memory"}),
-        AskNumber("How many of the fifteen run here?", 14, why="All but caches in main memory."),
-        AskChoice(
-            "Which force does a sandbox move?",
-            ("signal", "estimator", "cost"),
-            2,
-            why="It makes a signal safe to have, and its price is time.",
-        ),
+        lab.AskKnobs("Find the gap that is not built here.", "runs", None, 0, {"gap": "caches moved to main memory"}),
+        lab.AskNumber("How many of the fifteen run here?", 14, why="All but caches in main memory."),
+        lab.AskChoice("Which force does a sandbox move?", ("signal", "estimator", "cost"), 2,
+                  why="It makes a signal safe to have, and its price is time."),
     ),
     code=tuple(g.code for g in GAPS if g.code),
-    docs="architecture.md",
-    command="posttrain ladder --diff ppo v_trace",
-)
+    docs="architecture.md", command="posttrain ladder --diff ppo v_trace",
+)  # fmt: skip

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from posttrain.lab.lesson import AskChoice, AskKnobs, Break, Claim, Lesson, Readout, Slider, Values
+from posttrain.lab import lesson as lab
 from posttrain.plan.forces import CELLS, MIDDLE, nearest_cell
 from posttrain.web.picture import Bars, TextTile, Tiles
 
 AXES = ("signal", "estimator", "cost")
 
 
-def compute(k: Values) -> Readout:
+def compute(k: lab.Values) -> lab.Readout:
     asked = tuple(float(k[a]) for a in AXES)
     found = nearest_cell(*asked)
     rows = {
@@ -21,28 +21,20 @@ def compute(k: Values) -> Readout:
         for c in CELLS
     }
     away = [sum((a - b) ** 2 for a, b in zip(c.at, asked, strict=True)) ** 0.5 for c in CELLS]
-    return Readout(
+    return lab.Readout(
         pictures=(
             Tiles("The table: reward, algorithm, topology of each recipe", rows),
-            Bars(
-                "How far your case lies from each",
-                [c.recipe.split()[0].strip(",") for c in CELLS],
-                {"distance": away},
-                low=0,
-            ),
+            Bars("How far your case lies from each", [c.recipe.split()[0].strip(",") for c in CELLS],
+                 {"distance": away}, low=0),
         ),
         sentence=f"**{found.signal}; {found.estimator}; {found.cost}**: reward from {found.reward}, algorithm "
         f"**{found.algorithm}**, {found.topology}, as {found.recipe}. Because {found.why}. Here: `{found.command}`.",
         values={"recipe": float(CELLS.index(found) + 1), "distance": min(away)},
-    )
+    )  # fmt: skip
 
 
-LESSON = Lesson(
-    number="26",
-    name="forces",
-    title="Three forces: signal, estimator, cost",
-    part="synthesis",
-    force="signal",
+LESSON = lab.Lesson(
+    number="26", name="forces", title="Three forces: signal, estimator, cost", part="synthesis", force="signal",
     minutes=6,
     question="Given a task and a machine, which recipe do the papers take, and why?",
     idea=f"""
@@ -58,37 +50,35 @@ LESSON = Lesson(
     """,
     formula="(signal, estimator, cost) -> reward, algorithm, topology: the nearest cell of the table",
     knobs=(
-        Slider("signal", "signal: people compare ... a program decides", 0.6, 0, 1, 0.05),
-        Slider("estimator", "estimator: nothing sampled ... many siblings", 0.7, 0, 1, 0.05),
-        Slider("cost", "cost: one device ... many machines", 0.4, 0, 1, 0.05),
+        lab.Slider("signal", "signal: people compare ... a program decides", 0.6, 0, 1, 0.05),
+        lab.Slider("estimator", "estimator: nothing sampled ... many siblings", 0.7, 0, 1, 0.05),
+        lab.Slider("cost", "cost: one device ... many machines", 0.4, 0, 1, 0.05),
     ),
     compute=compute,
     breaks=(
-        Break({"signal": 0, "estimator": 0, "cost": 0},
+        lab.Break({"signal": 0, "estimator": 0, "cost": 0},
               "Comparisons and one device: the pairs are the loss, and nothing is sampled.", None, "pairs alone"),
-        Break({"signal": 1, "estimator": 1, "cost": 1},
+        lab.Break({"signal": 1, "estimator": 1, "cost": 1},
               "A program and many machines: long answers leave engines idle, so they work ahead.", None,
               "many machines"),
     ),
     claims=(
-        Claim("signal 0, estimator 0: DPO alone is nearest (1: yes)", "curriculum 26", 1,
+        lab.Claim("signal 0, estimator 0: DPO alone is nearest (1: yes)", "curriculum 26", 1,
               lambda: float(nearest_cell(0, 0, 0).algorithm == "dpo")),
-        Claim("signal 1, siblings, one machine: R1-Zero (1: yes)", "curriculum 26", 1,
+        lab.Claim("signal 1, siblings, one machine: R1-Zero (1: yes)", "curriculum 26", 1,
               lambda: float("R1-Zero" in nearest_cell(1, 1, 0.3).recipe)),
-        Claim("signal 1, siblings, many machines: DAPO, asynchronous (1: yes)", "curriculum 26", 1,
+        lab.Claim("signal 1, siblings, many machines: DAPO, asynchronous (1: yes)", "curriculum 26", 1,
               lambda: float("DAPO" in nearest_cell(1, 1, 1).recipe)),
-        Claim("signal 0, a critic, some devices: InstructGPT (1: yes)", "curriculum 26", 1,
+        lab.Claim("signal 0, a critic, some devices: InstructGPT (1: yes)", "curriculum 26", 1,
               lambda: float("InstructGPT" in nearest_cell(0, 0.4, 0.5).recipe)),
     ),
     exercises=(
-        AskChoice("Why does GRPO need no critic?",
+        lab.AskChoice("Why does GRPO need no critic?",
                   ("Siblings of one prompt are the baseline", "Its reward has no noise", "It samples less"), 0,
                   why="The mean of the siblings' rewards estimates what a critic would predict for the prompt."),
-        AskKnobs("Find the case in which nothing is sampled and pairs are learned from (recipe 2).", "recipe", 2, 2,
+        lab.AskKnobs("Find the case in which nothing is sampled and pairs are learned from (recipe 2).", "recipe", 2, 2,
                  {"signal": 0, "estimator": 0, "cost": 0}),
     ),
     code=("posttrain.plan.forces.nearest_cell", "posttrain.plan.forces.Cell"),
-    docs="planning.md",
-    command="posttrain plan --forces",
-    grid=("signal", "estimator"),
+    docs="planning.md", command="posttrain plan --forces", grid=("signal", "estimator"),
 )  # fmt: skip
