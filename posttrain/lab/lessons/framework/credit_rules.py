@@ -47,7 +47,7 @@ def compute(k: lab.Values) -> lab.Readout:
         else f"The mean is **{mean:.2f}**. Whoever compares siblings pushes **{pushed}** up and the others down; "
         "REINFORCE pushes up everything that was paid.",
         values={"mean": mean, "GRPO, first": found["GRPO"][0], "RLOO, first": found["RLOO"][0]},
-        says=lab.said_by_rules(steps, Reinforce(name="rl", algorithm=GRPO, siblings=3)),
+        says=lab.by_rules(steps, Reinforce(name="rl", algorithm=GRPO, siblings=3)),
     )  # fmt: skip
 
 
