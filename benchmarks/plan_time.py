@@ -31,6 +31,7 @@ from benchmarks.plan_memory import CASES, shape_of_case, words
 from benchmarks.plan_work import REWARD, Case, write_rows
 from benchmarks.side import machine
 from posttrain.api.plan_against import timed_stage
+from posttrain.api.planned import REACHED
 from posttrain.config import overrides
 from posttrain.core.gauge import Gauge, Step, merge
 from posttrain.plan.lengths import Lengths
@@ -90,7 +91,7 @@ def plan(row: dict[str, Any]) -> Throughput:
     steps = [Step(stage.name, i, i, parts) for i in range(row["steps"])]
     kept = row["probe"]
     device = Device(kept["memory"], kept["flops"], kept["bandwidth"], "probed", kept["bandwidth"], accelerator=False)
-    where = Hardware("here", device, compute=1.0, reading=1.0, latency=kept["latency"])
+    where = Hardware("here", device, compute=REACHED, reading=1.0, latency=kept["latency"])
     return timed_stage(run, stage, recorded_work(base, steps), where)
 
 

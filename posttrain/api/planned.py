@@ -31,6 +31,8 @@ from posttrain.system.machine import cores
 HERE = "here"
 PROBED = "machine.json"
 """In the cache folder: what `posttrain plan --probe` measured."""
+REACHED = 0.63
+"""Share of the probed arithmetic that a step of a learner reaches on a processor. Measured (docs/planning.md)."""
 ALPHABET = 100
 """Tokens of a built model's tokenizer, which has the characters of its environment. Assumed."""
 PROMPT, ANSWER, SPREAD = 256, 512, 0.5
@@ -232,4 +234,5 @@ def here() -> tuple[Hardware, bool]:
         return Hardware(HERE, Device(float(pages), 1e11, 1e10, "this machine", accelerator=False)), False
     latency = kept.pop("latency")
     found = Device(**kept, source=source, link=kept["bandwidth"], accelerator=accelerator)
-    return Hardware(HERE, found, compute=1.0, reading=1.0, latency=latency, why=source), True
+    share = 1.0 if accelerator else REACHED
+    return Hardware(HERE, found, compute=share, reading=1.0, latency=latency, why=source), True
