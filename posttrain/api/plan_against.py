@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from posttrain.api.faster_run import ROLES, RunChange, by_saving
 from posttrain.api.planned import HERE, PlanOptions, assumed_of, here, lengths_of, machine_word, model_shape, stage_of
 from posttrain.config.engines import VLLM
 from posttrain.config.run import Run
@@ -28,7 +29,6 @@ from posttrain.plan.of_run.against import (
     time_factors,
     time_terms,
 )
-from posttrain.plan.of_run.faster_run import ROLES, RunChange, by_saving
 from posttrain.plan.shapes import ModelShape, read_shape
 from posttrain.plan.throughput import Throughput, throughput
 from posttrain.plan.work import Work, work_of

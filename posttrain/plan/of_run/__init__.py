@@ -1,2 +1,1 @@
-"""Plans beside runs that were measured: each term of a plan and what it was (`against`), and what to make faster first
-(`faster_run`)."""
+"""Plans beside runs that were measured: each term of a plan and what it was (`against`)."""
