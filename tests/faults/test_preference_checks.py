@@ -155,7 +155,7 @@ def test_a_log_ratio_before_the_first_step_is_told() -> None:
 
 def test_what_observes_the_stage() -> None:
     found = observers(Preference(name="p"), [], {})
-    assert found.names[1:4] == ("JudgementCheck", "ReferenceCheck", "PreferenceLossCheck")
+    assert found.names[1:5] == ("OptimizerResumeCheck", "JudgementCheck", "ReferenceCheck", "PreferenceLossCheck")
 
 
 def test_the_running_mean_is_kept_with_a_checkpoint() -> None:
