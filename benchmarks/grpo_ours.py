@@ -1,9 +1,9 @@
 """posttrain's side of `grpo_step.py`: a worker process that runs the real step, one per command.
 
-The parts are built by `posttrain.build.build_run.make_parts` from a `Run` with the shipped defaults, and as many tokens
-a pass as `posttrain run model=...` chooses; the one thing put in between is `ForcedLengths`, which gives each sibling
-its number of tokens through the Sampler port. All canaries are on; recording of episodes is off. KL is off, as on the
-other side.
+The parts are built by `posttrain.build.build_run.make_parts` from a `Run` with the shipped defaults; how many tokens a
+pass takes, and whether the cache is freed while the learner works, are what `posttrain run model=...` chooses. The one
+thing put in between is `ForcedLengths`, which gives each sibling its number of tokens through the Sampler port. All
+canaries are on; recording of episodes is off. KL is off, as on the other side.
 """
 
 from __future__ import annotations
@@ -120,8 +120,10 @@ def make_run(job: Job) -> Run:
         threads=job.threads,
         record_episodes=False,
     )
-    tokens, _ = Choices(run, frozenset(), size=model_size(job.checkpoint)).made()["rl.micro_tokens"]
-    return dotted.apply(run, [f"rl.micro_tokens={tokens}"])
+    made = Choices(run, frozenset(), size=model_size(job.checkpoint)).made()
+    return dotted.apply(
+        run, [f"{name}={made[name][0]}" for name in ("rl.micro_tokens", "engine.sleep") if name in made]
+    )
 
 
 def make_roles(parts: RunParts) -> ReinforceRoles:
@@ -166,7 +168,9 @@ async def serve(wire: Wire, job: Job, folder: Path) -> None:
                 lengths.lengths, lengths.asked = np.minimum(table, command.get("at_most", 10**9)).tolist(), 0
                 begun = time.perf_counter()
                 index += 1
-                step = await learn(roles, await ask(roles, index))
+                asked = await ask(roles, index)
+                parts.sleep()
+                step = await learn(roles, asked)
                 seconds = time.perf_counter() - begun
                 extra = {name: gauge.mean for name, gauge in step.gauges.items()}
                 spoken = sum(lengths.lengths)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, get_args
 
 from posttrain.plan import activations
@@ -24,7 +25,6 @@ from posttrain.plan.work import FUSED, QUANTISED, Work
 
 Instant = Literal[
     "first scoring",
-    "first norm",
     "first update",
     "rollout",
     "scoring",
@@ -34,14 +34,14 @@ Instant = Literal[
     "update",
     "sync",
 ]
-"""first scoring, first norm, first update: what a run proves in its first step. forward: the end of a forward pass.
+"""first scoring, first update: what a run proves in its first step. forward: the end of a forward pass.
 backward: its beginning. gradients: the end of the last backward pass."""
 INSTANTS: tuple[Instant, ...] = get_args(Instant)
-ONCE: tuple[Instant, ...] = ("first scoring", "first norm", "first update")
+ONCE: tuple[Instant, ...] = ("first scoring", "first update")
 EVERY: tuple[Instant, ...] = tuple(i for i in INSTANTS if i not in ONCE)
 MOVED: tuple[Instant, ...] = ("first update", *EVERY)
 """When the optimizer has its state."""
-FIRST: tuple[Instant, ...] = ("first scoring", "forward", "backward", "gradients", "first norm", "first update")
+FIRST: tuple[Instant, ...] = ("first scoring", "forward", "backward", "gradients", "first update")
 """The instants of the first step, in their order."""
 SMALL = 32 << 20
 """Bytes of a block that glibc keeps, at most."""
@@ -61,8 +61,8 @@ STATE = {
 """Bytes of an optimizer's state for each number that trains."""
 WORTH = 1 << 22
 """Numbers of an embedding from which on a gradient of rows is made (`engine.layers.embedding_gradient`)."""
-SAMPLED = 1 << 20
-"""Most numbers of a weight whose first update is checked in full (`checks.learning.gradient_and_update_checks`)."""
+IN_FULL = 1 << 21
+"""Numbers of the smallest weights whose first update is checked (`checks.learning.gradient_and_update_checks`)."""
 RESERVED = 0.05
 """Share of the memory allocated for an instant on an accelerator that its allocator holds and cannot use. Assumed."""
 
@@ -189,7 +189,7 @@ def _weights(work: Work) -> Iterator[Term]:
 def _training(work: Work) -> Iterator[Term]:
     narrow = work.width < 4 and not work.adapter and not _rows(work)
     several = work.passes > 1
-    yield _trained(work, "gradients", 4, "{} T", ("first norm", "first update", "gradients", "update"))
+    yield _trained(work, "gradients", 4, "{} T", ("first update", "gradients", "update"))
     if several:
         yield _trained(work, "gradients of earlier passes", 4, "{} T", ("forward", "backward"))
     if narrow:
@@ -205,17 +205,16 @@ def _training(work: Work) -> Iterator[Term]:
 
 
 def _proofs(work: Work) -> Iterator[Term]:
-    """What a run proves in its first step: the norm of the gradient in float64; of every weight of at most `SAMPLED`
-    numbers its update, its moments and a copy; and that shared beginnings change nothing."""
+    """What a run proves in its first step: of the smallest weights, `IN_FULL` numbers together, their update, moments
+    and a copy; and that shared beginnings change nothing."""
     moved = [(work.adapter // 64, 64)] if work.adapter else [*tensors(work)]
-    checked = sum(size * count for size, count in moved if size * _share(work) <= SAMPLED) * _share(work)
+    sizes = sorted(size * _share(work) for size, count in moved for _ in range(int(count)))
+    checked = sum(size for size, end in zip(sizes, accumulate(sizes), strict=True) if end <= IN_FULL)
     yield _small("check of the first update", 28.0 * checked, "28 bytes x numbers of small weights", ("first update",))
-    if not work.adapter:
-        largest = 16 * (work.shape.vocabulary * work.shape.hidden * _share(work) if not _by_rows(work) else SAMPLED)
-        yield Term("norm in float64", largest, "16 V h: the largest gradient", ("first norm",))
-        if work.share and work.siblings > 1 and work.parallel == "rows" and work.ranks == 1:
-            both = 2 * work.width * work.shape.parameters + largest
-            yield Term("proof of shared beginnings", both, f"{2 * work.width} P + 16 V h: two gradients", ONCE[:1])
+    if work.share and work.siblings > 1 and work.parallel == "rows" and work.ranks == 1 and not work.adapter:
+        both = work.width * (2 * work.shape.parameters + work.shape.vocabulary * work.shape.hidden)
+        said = f"{2 * work.width} P + {work.width} V h: two gradients, and a difference"
+        yield Term("proof of shared beginnings", both, said, ONCE[:1])
 
 
 def _passes(work: Work) -> Iterator[Term]:

@@ -148,7 +148,7 @@ def test_the_heads_numbers_are_those_of_the_engine() -> None:
         assert (own[False], own[True]) == (theirs["cpu"], theirs["accelerator"])
     assert (activations.CHUNK_ROWS, activations.CHUNK_IDS) == (logprob.CHUNK_ROWS, logprob.CHUNK_IDS)
     assert activations.SCORE_TOKENS == packed_reader.SCORE_TOKENS
-    assert (memory.SAMPLED, memory.WORTH) == (gradient_and_update_checks.SAMPLED, embedding_gradient.WORTH)
+    assert (memory.IN_FULL, memory.WORTH) == (gradient_and_update_checks.IN_FULL, embedding_gradient.WORTH)
 
 
 @pytest.mark.parametrize(("how", "mebibytes"), [("none", 798), ("selective", 466), ("full", 153)])

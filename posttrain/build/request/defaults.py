@@ -21,6 +21,7 @@ from posttrain.build.request.input_measures import GIB, DataSize, Machine, Model
 from posttrain.build.request.settings_from_rows import without_completions
 from posttrain.config import overrides as dotted
 from posttrain.config.engines import Embedded
+from posttrain.config.placement import Local
 from posttrain.config.run import Reinforce, Run, Supervised
 from posttrain.config.stages.preference_settings import Preference
 from posttrain.config.stages.rejection import Rejection
@@ -58,9 +59,10 @@ TEMPLATE = 256
 """Room for what a chat template adds to a prompt, in tokens."""
 ACTIVATIONS = 0.25
 """Share of the free memory that one forward and backward pass may take."""
-PASS = 0.5
-"""GiB that a pass on a processor may take beyond the usual number of tokens. A small model is slow in small pieces: at
-1 M parameters 8,192 tokens a pass take less time for each token than 4,096."""
+SMALLEST_PASS, PASS = 2048, 0.25
+"""Tokens of a pass on a processor, at least; more while it takes at most so many GiB, since a small model is slow in
+small pieces. More than 2,048 tokens a pass save 1 to 3 % of a step at 26 M parameters, and 4,096 more than 2,048 6 % at
+1 M (docs/planning.md)."""
 CACHE = 0.3
 """Share of the free memory that the key-value cache may take."""
 
@@ -194,7 +196,7 @@ class Choices:
         if micro < context and self.where.accelerated:
             out["model.gradient_checkpointing"] = ("full", "saves memory: a pass is computed twice")
             micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(True))
-        most = min(16_384, max(USUAL, _floor_power(PASS * GIB / self._pass_bytes(False))))
+        most = min(16_384, max(SMALLEST_PASS, _floor_power(PASS * GIB / self._pass_bytes(False))))
         micro = min(max(micro, 512), 32_768 if self.where.accelerated else most)
         for stage in self.run.stages:
             out[f"{stage.name}.micro_tokens"] = (micro, "what fits in memory at once; it changes no result")
@@ -205,6 +207,9 @@ class Choices:
         out["engine.cache_gib"] = (cache, f"{CACHE:.0%} of the {free:.0f} GiB that the weights leave")
         slots = max(8, min(_floor_power(2 * cache * GIB / (row * context)), 512 if self.where.accelerated else 256))
         out["slots"] = (slots, f"sequences of {context // 2:,} tokens that fit in the cache")
+        waits = not any(isinstance(s, Reinforce) and (s.staleness or s.unfinished != "go_on") for s in self.run.stages)
+        if waits and isinstance(self.run.placement, Local) and not self.where.accelerated:
+            out["engine.sleep"] = (True, "the cache is freed while the learner works")
         return out
 
     def _longest(self) -> int | None:

@@ -15,7 +15,7 @@ from posttrain.checks.learning.rank_gradient import DEAF, cotangent, silent_in_p
 from posttrain.config.run import Optimizer
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.ranks import ALONE, Ranks, joint_norm, of_every, of_one_copy
-from posttrain.core.exchange.row_gradient import held, number, place
+from posttrain.core.exchange.row_gradient import held, number, place, square_sum
 from posttrain.core.exchange.scores import ExpectedUpdate
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Learner
@@ -34,8 +34,9 @@ FELT = 1e-3
 """Nats by which some log-prob must change for the parameter to matter. It is far above rounding, and far below the
 usual effect of such a move."""
 
-SAMPLED = 1 << 20
-"""The first update of parameters with at most this many elements is checked in full."""
+IN_FULL = 1 << 21
+"""Elements whose first update is checked, of the smallest parameters together: 28 bytes are held for each. Of every
+parameter the element with the largest gradient is checked."""
 SMALLEST = 1e-12
 """Weights nearer to 0 count as this large, since an update far below the rounding of other weights may be lost in
 float32."""
@@ -136,7 +137,7 @@ class Largest:
 
 def gradient_norm(optimizer: Any, grads: Mapping[str, Any]) -> float:
     """Norm of the whole gradient, of which each of several ranks has a part. All ranks call it at once."""
-    own = math.sqrt(math.fsum(float(held(g.detach()).double().square().sum()) for g in grads.values()))
+    own = math.sqrt(math.fsum(square_sum(held(g)) for g in grads.values()))
     ranks: Ranks = getattr(optimizer, "ranks", ALONE)
     if ranks.world > 1:
         return joint_norm(of_one_copy(ranks, own, "gradient"))
@@ -153,9 +154,11 @@ class StepGradients:
     largest: Mapping[str, Largest]
     """For every parameter with a gradient that is not 0."""
     expected: Mapping[str, ExpectedUpdate] = field(default_factory=dict[str, ExpectedUpdate])
-    """For the parameters of at most `SAMPLED` elements, if this is the optimizer's first step."""
+    """For the smallest parameters, of `IN_FULL` elements together, in the first step."""
     before: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Copies of the same parameters."""
+    first: bool = True
+    """Whether this is the optimizer's first step."""
 
     @classmethod
     def of(cls, optimizer: Any, config: Optimizer, share: float = 1.0) -> StepGradients:
@@ -172,9 +175,16 @@ class StepGradients:
                 weight = float(trained[name].detach().flatten()[at])
                 largest[name] = Largest(at, weight, float(told.move), math.inf if told.along else told.size)
         first = not optimizer.state_tensors().get("steps", 1)
-        small = [n for n, g in grads.items() if g.numel() <= SAMPLED] if first else []
+        small = _smallest(grads) if first else []
         expected = {n: optimizer.expected_update(config, n, grads[n], norm, **part) for n in small}
-        return cls(norm, largest, expected, {n: trained[n].detach().clone() for n in small})
+        return cls(norm, largest, expected, {n: trained[n].detach().clone() for n in small}, first)
+
+
+def _smallest(grads: Mapping[str, Any]) -> list[str]:
+    """Names of the smallest parameters that have `IN_FULL` elements together."""
+    names = sorted(grads, key=lambda n: grads[n].numel())
+    ends = np.cumsum([grads[n].numel() for n in names])
+    return names[: int((ends <= IN_FULL).sum())]
 
 
 def moved(handed: StepGradients, parameters: Mapping[str, Any], lr: float) -> Gauges:
@@ -227,7 +237,7 @@ class Update:
 
 
 def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
-    """The largest difference between a step and what was expected of it, over all parameters checked in full.
+    """The largest difference between a step and what was expected of it, over all elements that are checked.
 
     Args:
         after: what the optimizer updates, after the step.
@@ -243,6 +253,11 @@ def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: M
                 kept = max(kept, float((held.double().cpu() - want).abs().max()) / size)
         if max(moved, kept) > max(worst.moved, worst.state):
             worst = Update(name, moved, kept)
+    for name, top in handed.largest.items():
+        if name not in handed.expected:
+            moved = float(after[name].detach().flatten()[top.index]) - top.weight
+            off = max(0.0, abs(moved - top.move) - ROUNDING * abs(top.weight)) / top.size
+            worst = Update(name, off, 0.0) if off > max(worst.moved, worst.state) else worst
     return worst
 
 
@@ -316,9 +331,10 @@ class UpdateCheck(Observer):
         if self._moved:
             keeps_to_schedule(roles.stage.optimizer, handed, trained, lr)
             return Gauges()
+        checked = handed.first and (handed.expected or handed.largest)
         return merge(
             moved(handed, trained, lr),
-            update_agrees(roles.stage.optimizer, handed, trained, optimizer.state_tensors()) if handed.expected else {},
+            update_agrees(roles.stage.optimizer, handed, trained, optimizer.state_tensors()) if checked else {},
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from posttrain.core.exchange.ranks import joint_norm, of_one_copy
-from posttrain.core.exchange.row_gradient import held
+from posttrain.core.exchange.row_gradient import held, square_sum
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.ports import Learner
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
@@ -41,7 +41,7 @@ def gradient_of(learner: Learner, passes: Passes, names: list[str]) -> float:
             if g is not None:
                 total[name] = total.get(name, 0) + g.double() / passes.scale
     learner.train_mode(False)
-    return math.sqrt(math.fsum(float(g.square().sum()) for g in total.values()))
+    return math.sqrt(math.fsum(square_sum(g) for g in total.values()))
 
 
 def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, torch.Tensor]) -> tuple[float, float]:
@@ -70,7 +70,7 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
     learner.train_mode(False)
     for name, p in parameters.items():
         p.grad = kept[name]
-    norms = (math.sqrt(math.fsum(float(g.double().square().sum()) for g in one.values())) for one in (gradients, total))
+    norms = (math.sqrt(math.fsum(square_sum(g) for g in one.values())) for one in (gradients, total))
     first, second = (joint_norm(of_one_copy(ranks, norm, "gradient")) for norm in norms)
     return first, second
 
@@ -106,7 +106,7 @@ class ScaleCheck(Observer):
             norm, wanted = of_all_ranks(roles.learner, passes, trained)
         else:
             gradients = {n: t.grad for n, t in trained.items() if t.grad is not None}
-            norm = math.sqrt(math.fsum(float(held(g).double().square().sum()) for g in gradients.values()))
+            norm = math.sqrt(math.fsum(square_sum(held(g)) for g in gradients.values()))
             wanted = gradient_of(roles.learner, passes, list(gradients)) if math.isfinite(norm) and norm else 0.0
         if not math.isfinite(norm * wanted) or not norm * wanted:
             return None

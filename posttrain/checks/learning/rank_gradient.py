@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.ranks import joint_norm, of_one_copy
+from posttrain.core.exchange.row_gradient import square_sum
 from posttrain.engine.parallel.shard_modules import first_row
 from posttrain.engine.parallel.sharded_learner import NARROW, ShardedLearner
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
@@ -207,7 +208,7 @@ def summed_once(
         ranks, squared = learner.holders, learner.norm(gradient) ** 2
     else:
         ranks = learner.ranks
-        own = math.sqrt(math.fsum(float(g.double().square().sum()) for g in gradient.values()))
+        own = math.sqrt(math.fsum(square_sum(g) for g in gradient.values()))
         squared = joint_norm(of_one_copy(ranks, own, "gradient")) ** 2
     if not squared or not math.isfinite(squared):
         return

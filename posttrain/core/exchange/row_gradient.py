@@ -6,7 +6,11 @@ them of embeddings. Everything that reads gradients takes both kinds through the
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+PART = 1 << 20
+"""Numbers that `square_sum` reads at once."""
 
 
 def held(gradient: Any) -> Any:
@@ -23,6 +27,13 @@ def joined(gradient: Any) -> Any:
 def whole(gradient: Any) -> Any:
     """The gradient with a number for each of the weight's."""
     return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def square_sum(x: Any) -> float:
+    """Returns the sum of the squares of all numbers, in float64. A float64 copy is made of one part at a time, since of
+    a large embedding it would be the largest tensor of a step."""
+    flat = x.detach().reshape(-1)
+    return math.fsum(float(part.double().square().sum()) for part in flat.split(PART)) if len(flat) else 0.0
 
 
 def place(gradient: Any, at: int) -> int:

@@ -33,7 +33,7 @@ from posttrain.engine.head.kernel_table import Kernel, add_forms, kernel
 from posttrain.engine.head.readout import ReadOut, read_out
 from posttrain.engine.layers import attention
 from posttrain.engine.layers.attention import Layout, PackedLayout
-from posttrain.engine.layers.layer_products import products
+from posttrain.engine.layers.layer_products import added, is_product, linear, products, summed
 from posttrain.engine.layers.select_rows import SelectRows, rows_at
 from posttrain.system.errors import EngineError
 
@@ -109,22 +109,35 @@ class Heads(torch.autograd.Function):
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up."""
+    """silu(gate) * up, times W where there is one. W's input is made again in the backward pass: that takes little
+    time, and kept it would be a sixth of a layer's memory."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+    def _gated(gate: Tensor, up: Tensor) -> Tensor:
         out = torch.empty_like(gate)
         compile_native.library().gate_rows(gate.data_ptr(), up.data_ptr(), out.data_ptr(), out.numel())
-        ctx.save_for_backward(gate, up)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        g, dgate, dup = grads[0].contiguous(), torch.empty_like(gate), torch.empty_like(up)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up, weight)
+        gated = SwiGLU._gated(gate, up)
+        return gated if weight is None else linear(gated, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = ctx.saved_tensors
+        needed, of_weight, of_bias, g = ctx.needs_input_grad, None, None, grads[0].contiguous()
+        if weight is not None:
+            rows = g.view(-1, g.shape[-1])
+            g = added(None, rows, weight).view_as(gate)
+            of_bias = rows.sum(0) if needed[3] else None
+            if needed[2]:
+                of_weight = summed([rows], SwiGLU._gated(gate, up).view(-1, gate.shape[-1]))[0]
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         compile_native.library().gate_rows_back(*(t.data_ptr() for t in (g, gate, up, dgate, dup)), g.numel())
-        return dgate, dup
+        return dgate, dup, of_weight, of_bias
 
 
 # --- the modules' methods ---------------------------------------------------------------------------------------------
@@ -135,8 +148,11 @@ def _norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _feed_forward(self: Any, x: Tensor) -> Tensor:
-    gated: Any = SwiGLU.apply(*products(x, self.gate_proj, self.up_proj))
-    return products(gated, self.down_proj)[0]
+    inner, down = products(x, self.gate_proj, self.up_proj), self.down_proj
+    if x.dtype == torch.float32 and is_product(down):
+        return SwiGLU.apply(*inner, down.weight, down.bias)  # pyright: ignore[reportReturnType]
+    gated: Any = SwiGLU.apply(*inner)
+    return products(gated, down)[0]
 
 
 def _attention(

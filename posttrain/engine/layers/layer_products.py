@@ -57,7 +57,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def _added(total: Tensor | None, x: Tensor, weight: Tensor) -> Tensor:
+def added(total: Tensor | None, x: Tensor, weight: Tensor) -> Tensor:
     """`total` (None: zero) and x @ W: [N, F] and [F, E] -> [N, E]. `total` is no longer of use."""
     if not _takes_one_dnn(x):
         return x @ weight if total is None else total.addmm_(x, weight)
@@ -109,7 +109,7 @@ class Products(torch.autograd.Function):
         dx, of_weights, of_biases = None, dict[int, Tensor](), dict[int, Tensor]()
         for i, g in flat.items():
             if needed[0]:
-                dx = _added(dx, g, weights[i])
+                dx = added(dx, g, weights[i])
             if needed[2 + 2 * i]:
                 of_biases[i] = g.sum(0)
         if trained:

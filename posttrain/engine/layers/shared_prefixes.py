@@ -12,7 +12,7 @@ from torch import Tensor
 from posttrain.config.engines import KernelChoice
 from posttrain.core.batch import Packed, positions
 from posttrain.core.exchange.micro_batches import WORTH
-from posttrain.core.exchange.row_gradient import whole
+from posttrain.core.exchange.row_gradient import square_sum, whole
 from posttrain.engine.head.readout import ReadOut
 from posttrain.engine.layers.attention import PackedLayout
 from posttrain.engine.layers.packed_routing import PackedRouting, PassRouting
@@ -218,7 +218,7 @@ def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 def _gap(ours: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     """|difference| / |wanted| of all numbers together; inf where it is not a number."""
-    apart = sum(float((a - b).double().square().sum()) for a, b in zip(ours, wanted, strict=True))
-    size = sum(float(b.double().square().sum()) for b in wanted)
+    apart = sum(square_sum(a - b) for a, b in zip(ours, wanted, strict=True))
+    size = sum(square_sum(b) for b in wanted)
     gap = (apart / max(size, 1e-60)) ** 0.5
     return gap if gap == gap else float("inf")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.ranks import Ranks
+from posttrain.core.exchange.row_gradient import square_sum
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment
 from posttrain.engine.layers.shared_prefixes import BOUNDS, SCALES, Sharing, refusal
@@ -44,8 +45,8 @@ def prove(
     gap, dtype = float("inf"), torch.float32
     for scale in SCALES:
         found = [_computed(rows, inside, own, packed, shared, scale) for shared in (True, False)]
-        apart = [_squares(a, b) for a, b in zip(*found, strict=True)]
-        size = [_squares(b) for b in found[1]]
+        apart = [square_sum(a - b) for a, b in zip(*found, strict=True)]
+        size = [square_sum(b) for b in found[1]]
         table = ranks.every((apart[0], size[0], sum(apart[1:]), sum(size[1:])))
         gap = max(*(_ratio(t[0], t[1]) for t in table), _ratio(sum(t[2] for t in table), sum(t[3] for t in table)))
         dtype = found[1][0].dtype
@@ -78,10 +79,6 @@ def _computed(
     for p in own.values():
         p.grad = None
     return [hidden.detach(), *gradients]
-
-
-def _squares(a: Tensor, b: Tensor | None = None) -> float:
-    return float((a if b is None else a - b).double().square().sum())
 
 
 def _ratio(apart: float, size: float) -> float:
