@@ -7,7 +7,7 @@ Where both computations exist they must agree up to rounding. So a bug has to be
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -22,12 +22,18 @@ from posttrain.role.learning.nonfinite_episodes import key
 READS: dict[str, tuple[str, ...]] = {
     "Zero": (),
     "Ema": ("decay",),
+    "ToGo": (),
+    "Greedy": (),
     "GroupMean": (),
     "Others": (),
+    "LengthMean": (),
+    "SoftMean": ("tau",),
+    "SecondBest": (),
     "ImplicitOthers": ("beta",),
     "Value": ("gae_lambda", "gamma", "coef", "clip"),
     "KL": ("coef", "estimator", "placement"),
     "SequenceL2": ("coef",),
+    "TokenL2": ("coef",),
     "Signed": (),
     "Overlong": ("cache",),
     "DropTruncated": (),
@@ -37,7 +43,7 @@ READS: dict[str, tuple[str, ...]] = {
     "EntropyBonus": ("coef",),
 }
 """The pieces covered, each with the settings that are read. Any other setting must have its default."""
-COMPARES = ("GroupMean", "Others", "ImplicitOthers")
+COMPARES = ("GroupMean", "Others", "LengthMean", "SoftMean", "SecondBest", "ImplicitOthers")
 """The baselines among them under which siblings with equal outcomes have no credit."""
 NEUTRAL = {
     "credit": {
@@ -78,19 +84,30 @@ NEUTRAL = {
 """Choices of an algorithm that do not affect its credit, or the gradient of its loss by a log-prob."""
 
 
+SCALES = ("one", "group_std", "batch_std", "group_mean", "mixed_share")
+WHITENED = (None, "token", "sample")
+
+
 def kind(piece: object) -> str:
-    return type(piece).__name__
+    """The name of a piece's type, with its module where it is a user's own."""
+    made = type(piece)
+    return made.__name__ if made.__module__.startswith("posttrain.") else f"{made.__module__}.{made.__name__}"
 
 
-def understood(a: Algorithm, matter: str, read: Iterable[str]) -> bool:
-    """Returns whether the choices `read` are all that matters to `matter` (credit or loss) in this algorithm."""
+def uncovered_credit(a: Algorithm) -> list[str]:
+    """Names of the choices of an algorithm whose part of the credit has no second form here."""
+    read = {"baseline", "scale", "whiten", "shape", "anchor", "pull"}
+    out: list[str] = []
     for f in fields(a):
         value = getattr(a, f.name)
-        if f.name in NEUTRAL[matter] or value == f.default:
-            continue
-        if f.name not in read or not all(plain(p) for p in pieces(value)):
-            return False
-    return True
+        if f.name not in NEUTRAL["credit"] and value != f.default:
+            out += [] if f.name in read and all(plain(p) for p in pieces(value)) else [f.name]
+    placement = getattr(a.pull, "placement", "loss")
+    if placement == "loss" and "pull" in out:
+        out.remove("pull")  # it is in the loss alone
+    if placement == "token" and "pull" not in out:
+        out.append("pull")
+    return out + [name for name, known in (("scale", SCALES), ("whiten", WHITENED)) if getattr(a, name) not in known]
 
 
 def pieces(value: object) -> tuple[Any, ...]:
@@ -129,17 +146,9 @@ def expected_credit(
     a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, ema: float
 ) -> list[ExpectedCredit] | None:
     """The credit of every judged episode of a step; None if the algorithm has a piece that is not covered."""
-    if getattr(a.pull, "placement", "") == "token" or a.whiten not in (None, "token", "sample"):
+    if uncovered_credit(a):
         return None
-    kl_reward = kind(a.pull) == "KL" and a.pull is not None and getattr(a.pull, "placement", "") in ("reward", "both")
-    reads = {"baseline", "scale", "whiten", "shape", "anchor", *(("pull",) if kl_reward else ())}
-    if not understood(a, "credit", reads if kl_reward else {*reads, "pull"}) or a.scale not in (
-        "one",
-        "group_std",
-        "batch_std",
-        "group_mean",
-    ):
-        return None
+    kl_reward = getattr(a.pull, "placement", "") in ("reward", "both")
     samples = [(p, s) for p, g in enumerate(groups) for s in g.episodes]
     shaped = [_shaped(a, s.episode, max_tokens) for _, s in samples]
     paid: list[np.ndarray] = []
@@ -151,8 +160,7 @@ def expected_credit(
     reward = [r - math.fsum(c) for (r, *_), c in zip(shaped, paid, strict=True)]
     terms = [size + math.fsum(abs(x) for x in c) for (_, size, _), c in zip(shaped, paid, strict=True)]
     fine = [_resolution(s.episode) for _, s in samples]
-    again = [g.group.again for g in groups]
-    each = _centred(a, samples, [r for r, *_ in shaped], reward, paid, ema, again)
+    each = _centred(a, samples, [r for r, *_ in shaped], reward, paid, ema, groups)
     if each is None:
         return None
     members = [[i for i, (p, _) in enumerate(samples) if p == group] for group in range(len(groups))]
@@ -215,8 +223,11 @@ def _divided(
     """Credit divided by its scale. It is 0 if siblings are compared and agree, and if the scale is 0."""
     out = list(each)
     whole = _std(reward, terms, max(fine, default=0.0))
-    for at in members:
-        r, t, f = [reward[i] for i in at], [terms[i] for i in at], max((fine[i] for i in at), default=0.0)
+    groups = [
+        ([reward[i] for i in at], [terms[i] for i in at], max((fine[i] for i in at), default=0.0)) for at in members
+    ]
+    mixed = sum(len(r) for r, t, f in groups if not alike(r, t, f))
+    for at, (r, t, f) in zip(members, groups, strict=True):
         agree = kind(a.baseline) in COMPARES and alike(r, t, f)
         average = math.fsum(r) / len(r) if r else 0.0
         scales = {
@@ -224,6 +235,7 @@ def _divided(
             "batch_std": whole,
             "group_std": _std(r, t, f),
             "group_mean": average if r and average > f * max(t) else 0.0,
+            "mixed_share": mixed / len(reward),
         }
         for i in at:
             out[i] = out[i] * 0.0 if agree or not scales[a.scale] > 0 else out[i] / scales[a.scale]
@@ -264,9 +276,11 @@ def _centred(
     reward: Sequence[float],
     paid: Sequence[Any],
     ema: float,
-    again: Sequence[bool],
+    groups: Sequence[ScoredGroup],
 ) -> list[np.ndarray] | None:
-    """Credit minus its baseline and before any scale, for each episode's spoken tokens. `again`: of each group."""
+    """Credit minus its baseline and before any scale, for each episode's spoken tokens."""
+    again = [g.group.again for g in groups]
+    greedy = [0.0 if (best := g.group.greedy) is None else math.fsum(_terms(best)) for g in groups]
     out: list[np.ndarray] = []
     name = kind(a.baseline)
     members: dict[int, list[int]] = {}
@@ -284,13 +298,30 @@ def _centred(
                 )
             )
             continue
-        lead = [reward[i] - reward[j] for j in members[p] if j != i]
+        mates = members[p]
+        lead = [reward[i] - reward[j] for j in mates if j != i]
+        if name in ("ToGo", "Greedy"):
+            turns, best = _turns(s.episode), greedy[p] if name == "Greedy" else 0.0
+            earned = turns if name == "ToGo" else np.zeros(tokens)
+            to_go = np.cumsum(paid[i][::-1])[::-1]
+            out.append(shaped[i] - best - to_go - (np.cumsum(earned) - earned))
+            continue
         if name == "Zero":
             credit = reward[i]
         elif name == "GroupMean":
             credit = math.fsum(lead) / (len(lead) + 1)
         elif name == "Others":
             credit = math.fsum(lead) / len(lead) if lead else 0.0
+        elif name == "LengthMean":
+            said = [samples[j][1].episode.spoken for j in mates]
+            over = [n * (reward[i] - reward[j]) for n, j in zip(said, mates, strict=True)]
+            credit = math.fsum(over) / max(1, sum(said))
+        elif name == "SoftMean":
+            tau: float = a.baseline.tau  # type: ignore[union-attr]
+            credit = tau * (math.log(len(mates)) - float(np.logaddexp.reduce([-x / tau for x in [0.0, *lead]])))
+        elif name == "SecondBest":
+            first = max(mates, key=lambda j: (reward[j], j))
+            credit = min(lead) if i == first and lead else 0.0
         elif name == "ImplicitOthers":
             worth = _worth(a.baseline, i, members[p], samples)
             if worth is None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from posttrain.algorithm.loss.losses import PolicyLoss
-from posttrain.algorithm.loss.minibatch_streams import MIX
+from posttrain.algorithm.loss.minibatch_streams import CHOSEN, IMITATE, MIX, WAS_SHOWN
 from posttrain.checks.check_schedule import due
 from posttrain.checks.learning.gradient_by_definition import demand
 from posttrain.checks.learning.loss_checks import loss_agrees
@@ -38,8 +38,8 @@ def agrees_on_synthetic_batch(a: Algorithm) -> None:
     points_uphill(a, batch, logp_M, value_M)
     on_policy = batch.having({MU: logp_M, START: logp_M})  # as every first step begins
     points_uphill(a, on_policy, logp_M, value_M, least=batch.spoken // 2)
-    if demand(a, batch, logp_M.astype(np.float64)) is None:
-        return
+    if demand(a, batch, logp_M.astype(np.float64)) is None or a.hears or a.distill is not None:
+        return  # what was heard, and the candidates of a teacher, have scores of their own
     logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M, np.ones_like(logp_M)))
     PolicyLoss(a).terms(batch, TokenScores(logp, entropy, value)).loss.backward()
     everything = [np.arange(batch.episodes)]
@@ -75,7 +75,6 @@ def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.nd
         shape=(),
         scale="one",
     )
-    batch = batch.having({MIX: np.full(batch.spoken, 0.5)})
     logp, value = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M))
     PolicyLoss(alone).terms(batch, TokenScores(logp, None, value)).loss.backward()
     with_credit_M = -_gradient(logp) * np.sign(batch[ADVANTAGE])
@@ -108,7 +107,7 @@ def _synthetic() -> tuple[Batch, np.ndarray, np.ndarray]:
 
     credit = rng.normal(size=count)
     weight = np.repeat(rng.uniform(0.5, 1.5, EPISODES) / count, TOKENS)
-    starts = np.arange(EPISODES) * (TOKENS + 1)
+    starts, value = np.arange(EPISODES) * (TOKENS + 1), np.linspace(1, -1, count, dtype=np.float32)
     batch = Batch(
         ids_N=ids.ravel(),
         lengths_S=np.full(EPISODES, TOKENS + 1, np.int32),
@@ -126,9 +125,13 @@ def _synthetic() -> tuple[Batch, np.ndarray, np.ndarray]:
             REFERENCE: near(0.7),
             VALUE: rng.uniform(-1, 1, count).astype(np.float32),
             RETURN: rng.uniform(-1, 1, count),
+            CHOSEN: rng.random(count) < 0.7,
+            MIX: rng.random(count),
+            IMITATE: rng.random(count) / count,
+            WAS_SHOWN: rng.random(count) < 0.2,
         },
     )
-    return batch, logp, rng.uniform(-1, 1, count).astype(np.float32)
+    return batch, logp, value
 
 
 class LossCheck(Observer):

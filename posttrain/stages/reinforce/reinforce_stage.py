@@ -12,6 +12,7 @@ import numpy as np
 
 from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState
 from posttrain.algorithm.loss.losses import Reads
+from posttrain.checks.learning.gradient_by_definition import computed_once
 from posttrain.config.run import Reinforce
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.experience import Experience
@@ -92,6 +93,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         played, _, learned = batch_algebra(stage).partition(" -> ")
         parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {played}")
         parts.say(f"  -> {learned}")
+        if once := computed_once(stage.algorithm):
+            parts.say(f"  {once}")
         for line in staleness_words(stage, parts.run.deterministic):
             parts.say(line)
         if stage.algorithm.curriculum is not None and self.roles.prompts.curriculum is None:

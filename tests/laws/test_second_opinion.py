@@ -1,0 +1,79 @@
+"""The second computation of credit and loss agrees with the first, and notices where the first is off."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.algorithm.loss import policy_loss
+from posttrain.algorithm.loss.losses import PolicyLoss
+from posttrain.algorithm.loss.push_factor import Push
+from posttrain.checks.learning import synthetic_loss
+from posttrain.checks.learning.credit_by_definition import uncovered_credit
+from posttrain.checks.learning.gradient_by_definition import computed_once, demand, uncovered
+from posttrain.checks.learning.loss_checks import loss_agrees
+from posttrain.checks.learning.synthetic_loss import agrees_on_synthetic_batch
+from posttrain.core.batch import Batch
+from posttrain.core.exchange.scores import TokenScores
+from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, START
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.policy_rows import LADDER
+from posttrain.role.learner_passes import Needs, Passes
+from posttrain.system.errors import InvariantError
+
+ONCE = {
+    "loss": "dppo_top echo gkd sdft sdpo",
+    "credit": "chord gdpo gigpo gkd grpo_process iw_opd luffy mopd mt_grpo opd otb pass_at_k pkpo rae sdft sdpo v_trace"
+    " vapo vcpo",
+}
+"""What is computed once. A name that leaves this list is a gain; one that comes to it says so in its runs."""
+COVERED = [a for a in LADDER.values() if not uncovered(a)]
+
+
+def test_what_is_computed_once_is_named() -> None:
+    assert {a.name for a in LADDER.values() if uncovered(a)} == set(ONCE["loss"].split())
+    assert {a.name for a in LADDER.values() if uncovered_credit(a)} == set(ONCE["credit"].split())
+    assert computed_once(LADDER["dppo_top"]) == "no second computation checks loss (clip)"
+    assert computed_once(LADDER["sdft"]) == "no second computation checks loss (distill) or credit (rewards, hint)"
+    assert computed_once(LADDER["grpo"]) == ""
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0.02, 0.5, 2, 6, 12]), st.sampled_from([0, 1e-6, 1e-3, 0.05, 0.5, 3]))
+@settings(max_examples=8, deadline=None)
+def test_losses_agree_near_and_far_off_policy(seed: int, surprise: float, apart: float) -> None:
+    """Log-probs near 0 and far below it; policies that differ by rounding, and by many nats."""
+    rng, (batch, _, _) = np.random.default_rng(seed), synthetic_loss._synthetic()
+    count = batch.spoken
+    logp = -rng.exponential(surprise, count).astype(np.float32)
+
+    def near(by: float) -> np.ndarray:
+        return np.minimum(logp + rng.normal(0, by, count), 0).astype(np.float32)
+
+    credit = rng.normal(size=count) * (rng.random(count) < 0.8)
+    batch = batch.having({MU: near(apart), START: near(apart), REFERENCE: near(1.0), ADVANTAGE: credit})
+    for a in COVERED:
+        _agrees(a, batch, logp)
+
+
+def _agrees(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> None:
+    logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, 0 * logp_M, 0 * logp_M + 1))
+    PolicyLoss(a).terms(batch, TokenScores(logp, entropy, value)).loss.backward()
+    assert logp.grad is not None and demand(a, batch, logp_M.astype(float)) is not None
+    gradient, everything = logp.grad.double().numpy(), [np.arange(batch.episodes)]
+    loss_agrees(a, batch, Passes(Needs(), episodes=everything, logp=[logp_M.astype(float)], logp_grad=[gradient]))
+
+
+@pytest.mark.parametrize("a", [a for a in COVERED if a.clip is not None], ids=lambda a: a.name)
+def test_a_push_that_is_a_thousandth_off_is_noticed(a: Algorithm) -> None:
+    def off(*given: object) -> Push:
+        made = push(*given)  # type: ignore[arg-type]
+        return Push(made.push_M * 1.001, made.low_M, made.high_M)
+
+    push = policy_loss.push
+    with patch.object(policy_loss, "push", off), pytest.raises(InvariantError, match="the gradient is not that of"):
+        agrees_on_synthetic_batch(a)
