@@ -13,8 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.checks.learning.worth_by_definition import (
+    implicit_worth,
+    turn_rewards,
+    value_targets,
+    verdict_terms,
+)
 from posttrain.core.scored import Scored, ScoredGroup
-from posttrain.core.streams import IMPLICIT, REFERENCE, START, VALUE
+from posttrain.core.streams import REFERENCE, START, VALUE
 from posttrain.core.types import Episode, Stop
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.role.learning.nonfinite_episodes import key
@@ -172,10 +178,14 @@ def expected_credit(
             for (_, s), x, t, f in zip(samples, each, terms, fine, strict=True)
         ]
         each = _white(a.whiten, each, max(doubt, default=0.0))
-    targets = [_targets(a.baseline, s, r, c) for (_, s), (r, *_), c in zip(samples, shaped, paid, strict=True)]
+    values = kind(a.baseline) == "Value"
+    goals = [
+        value_targets(a.baseline, s, r, c) if values else None
+        for (_, s), (r, *_), c in zip(samples, shaped, paid, strict=True)
+    ]
     return [
         ExpectedCredit(s, p, x * groups[p].group.discount, bool(why), t)
-        for (p, s), x, (*_, why), t in zip(samples, each, shaped, targets, strict=True)
+        for (p, s), x, (*_, why), t in zip(samples, each, shaped, goals, strict=True)
     ]
 
 
@@ -191,14 +201,10 @@ def alike(values: Sequence[float], terms: Sequence[float], resolution: float) ->
 def same_outcome(episodes: Sequence[Episode]) -> bool:
     """Returns whether the judged ones of these episodes have the same raw outcome, up to rounding."""
     judged = [e for e in episodes if e.reward is not None]
-    raw = [(_terms(e), _resolution(e)) for e in judged]
+    raw = [(verdict_terms(e), _resolution(e)) for e in judged]
     return not judged or alike(
         [math.fsum(t) for t, _ in raw], [math.fsum(map(abs, t)) for t, _ in raw], max(f for _, f in raw)
     )
-
-
-def _terms(e: Episode) -> list[float]:
-    return [j.weight * j.verdict.score for j in e.verdicts if j.counts and j.verdict.score is not None]
 
 
 def _resolution(e: Episode) -> float:
@@ -244,7 +250,7 @@ def _divided(
 
 def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, float, str]:
     """Reward after shaping; the sum of its absolute terms; and why the episode has no gradient ('' if it has one)."""
-    r, size = math.fsum(_terms(e)), math.fsum(map(abs, _terms(e)))
+    r, size = math.fsum(verdict_terms(e)), math.fsum(map(abs, verdict_terms(e)))
     why = "" if e.spoken else "said nothing"
     for piece in pieces(a.shape):
         if kind(piece) == "Signed":
@@ -280,7 +286,7 @@ def _centred(
 ) -> list[np.ndarray] | None:
     """Credit minus its baseline and before any scale, for each episode's spoken tokens."""
     again = [g.group.again for g in groups]
-    greedy = [0.0 if (best := g.group.greedy) is None else math.fsum(_terms(best)) for g in groups]
+    greedy = [0.0 if (best := g.group.greedy) is None else math.fsum(verdict_terms(best)) for g in groups]
     out: list[np.ndarray] = []
     name = kind(a.baseline)
     members: dict[int, list[int]] = {}
@@ -291,9 +297,9 @@ def _centred(
         if name == "Value":
             if VALUE not in s:
                 return None
-            turns = _turns(s.episode)
+            turns = turn_rewards(s.episode)
             out.append(
-                _future(
+                advantages_to_go(
                     a.baseline, np.concatenate(s[VALUE]).astype(np.float64), shaped[i] - turns.sum(), paid[i] - turns
                 )
             )
@@ -301,7 +307,7 @@ def _centred(
         mates = members[p]
         lead = [reward[i] - reward[j] for j in mates if j != i]
         if name in ("ToGo", "Greedy"):
-            turns, best = _turns(s.episode), greedy[p] if name == "Greedy" else 0.0
+            turns, best = turn_rewards(s.episode), greedy[p] if name == "Greedy" else 0.0
             earned = turns if name == "ToGo" else np.zeros(tokens)
             to_go = np.cumsum(paid[i][::-1])[::-1]
             out.append(shaped[i] - best - to_go - (np.cumsum(earned) - earned))
@@ -323,7 +329,7 @@ def _centred(
             first = max(mates, key=lambda j: (reward[j], j))
             credit = min(lead) if i == first and lead else 0.0
         elif name == "ImplicitOthers":
-            worth = _worth(a.baseline, i, members[p], samples)
+            worth = implicit_worth(a.baseline, i, members[p], samples)
             if worth is None:
                 return None
             out.append(math.fsum(lead) / max(1, len(lead)) + worth)
@@ -333,47 +339,6 @@ def _centred(
             ema += 0.0 if again[p] else (1 - a.baseline.decay) * credit  # type: ignore[union-attr]
         out.append(np.full(tokens, credit))
     return out
-
-
-def _worth(baseline: Any, i: int, mates: Sequence[int], samples: Sequence[tuple[int, Scored]]) -> np.ndarray | None:
-    """The implicit process rewards from each token on, each less the mean of the other siblings' mean ones."""
-    if any(IMPLICIT not in samples[j][1] or REFERENCE not in samples[j][1] for j in mates):
-        return None
-    own = {j: _log_ratio(samples[j][1]) for j in mates}
-    others = [float(own[j].mean()) if len(own[j]) else 0.0 for j in mates if j != i]
-    level = math.fsum(others) / len(others) if others else 0.0
-    lead = own[i] - level
-    return baseline.beta * np.convolve(lead[::-1], np.ones(len(lead)))[: len(lead)][::-1] if len(lead) else lead
-
-
-def _log_ratio(s: Scored) -> np.ndarray:
-    return np.concatenate(s[IMPLICIT]).astype(np.float64) - np.concatenate(s[REFERENCE])
-
-
-def _targets(baseline: Any, s: Scored, shaped: float, paid: np.ndarray) -> np.ndarray | None:
-    """The value target of each token: its estimate plus the GAE advantage."""
-    if kind(baseline) != "Value" or VALUE not in s:
-        return None
-    v = np.concatenate(s[VALUE]).astype(np.float64)
-    turns = _turns(s.episode)
-    return v + _future(baseline, v, shaped - turns.sum(), paid - turns)
-
-
-def _turns(e: Episode) -> np.ndarray:
-    """Returns the rewards that the environment paid for turns, at the last spoken token of each."""
-    given = [(j.end or 0, j.weight * (j.verdict.score or 0.0)) for j in e.verdicts if j.paid]
-    return np.array([math.fsum(score for end, score in given if end == t) for t in range(1, e.spoken + 1)])
-
-
-def _future(value: Any, v: np.ndarray, shaped: float, paid: np.ndarray) -> np.ndarray:
-    """GAE as an explicit sum over spoken tokens: A_t = sum_k (gamma lambda)^k delta_{t+k}."""
-    if not len(v):
-        return v
-    earned = np.negative(paid)
-    earned[-1] += shaped
-    delta = earned + value.gamma * np.append(v[1:], 0.0) - v
-    fade = (value.gamma * value.gae_lambda) ** np.arange(len(v))
-    return np.convolve(delta[::-1], fade)[: len(v)][::-1]
 
 
 def _std(x: Sequence[float], terms: Sequence[float], resolution: float) -> float:

@@ -1,0 +1,60 @@
+"""What single answers are worth by definition, before they are compared: implicit rewards, values, rewards of turns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.scored import Scored
+from posttrain.core.streams import IMPLICIT, REFERENCE, VALUE
+from posttrain.core.types import Episode
+
+
+def verdict_terms(e: Episode) -> list[float]:
+    return [j.weight * j.verdict.score for j in e.verdicts if j.counts and j.verdict.score is not None]
+
+
+def implicit_worth(
+    baseline: Any, i: int, mates: Sequence[int], samples: Sequence[tuple[int, Scored]]
+) -> np.ndarray | None:
+    """The implicit process rewards from each token on, each less the mean of the other siblings' mean ones."""
+    if any(IMPLICIT not in samples[j][1] or REFERENCE not in samples[j][1] for j in mates):
+        return None
+    own = {j: _log_ratio(samples[j][1]) for j in mates}
+    others = [float(own[j].mean()) if len(own[j]) else 0.0 for j in mates if j != i]
+    level = math.fsum(others) / len(others) if others else 0.0
+    lead = own[i] - level
+    return baseline.beta * np.convolve(lead[::-1], np.ones(len(lead)))[: len(lead)][::-1] if len(lead) else lead
+
+
+def _log_ratio(s: Scored) -> np.ndarray:
+    return np.concatenate(s[IMPLICIT]).astype(np.float64) - np.concatenate(s[REFERENCE])
+
+
+def value_targets(baseline: Any, s: Scored, shaped: float, paid: np.ndarray) -> np.ndarray | None:
+    """The value target of each token: its estimate plus the GAE advantage."""
+    if VALUE not in s:
+        return None
+    v = np.concatenate(s[VALUE]).astype(np.float64)
+    turns = turn_rewards(s.episode)
+    return v + advantages_to_go(baseline, v, shaped - turns.sum(), paid - turns)
+
+
+def turn_rewards(e: Episode) -> np.ndarray:
+    """Returns the rewards that the environment paid for turns, at the last spoken token of each."""
+    given = [(j.end or 0, j.weight * (j.verdict.score or 0.0)) for j in e.verdicts if j.paid]
+    return np.array([math.fsum(score for end, score in given if end == t) for t in range(1, e.spoken + 1)])
+
+
+def advantages_to_go(value: Any, v: np.ndarray, shaped: float, paid: np.ndarray) -> np.ndarray:
+    """GAE as an explicit sum over spoken tokens: A_t = sum_k (gamma lambda)^k delta_{t+k}."""
+    if not len(v):
+        return v
+    earned = np.negative(paid)
+    earned[-1] += shaped
+    delta = earned + value.gamma * np.append(v[1:], 0.0) - v
+    fade = (value.gamma * value.gae_lambda) ** np.arange(len(v))
+    return np.convolve(delta[::-1], fade)[: len(v)][::-1]
