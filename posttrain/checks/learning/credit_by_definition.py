@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.checks.learning.worth_by_definition import (
+    advantages_to_go,
     implicit_worth,
     turn_rewards,
     value_targets,
@@ -305,40 +306,46 @@ def _centred(
             )
             continue
         mates = members[p]
-        lead = [reward[i] - reward[j] for j in mates if j != i]
         if name in ("ToGo", "Greedy"):
-            turns, best = turn_rewards(s.episode), greedy[p] if name == "Greedy" else 0.0
-            earned = turns if name == "ToGo" else np.zeros(tokens)
-            to_go = np.cumsum(paid[i][::-1])[::-1]
+            earned = turn_rewards(s.episode) if name == "ToGo" else np.zeros(tokens)
+            best, to_go = greedy[p] if name == "Greedy" else 0.0, np.cumsum(paid[i][::-1])[::-1]
             out.append(shaped[i] - best - to_go - (np.cumsum(earned) - earned))
             continue
-        if name == "Zero":
-            credit = reward[i]
-        elif name == "GroupMean":
-            credit = math.fsum(lead) / (len(lead) + 1)
-        elif name == "Others":
-            credit = math.fsum(lead) / len(lead) if lead else 0.0
-        elif name == "LengthMean":
-            said = [samples[j][1].episode.spoken for j in mates]
-            over = [n * (reward[i] - reward[j]) for n, j in zip(said, mates, strict=True)]
-            credit = math.fsum(over) / max(1, sum(said))
-        elif name == "SoftMean":
-            tau: float = a.baseline.tau  # type: ignore[union-attr]
-            credit = tau * (math.log(len(mates)) - float(np.logaddexp.reduce([-x / tau for x in [0.0, *lead]])))
-        elif name == "SecondBest":
-            first = max(mates, key=lambda j: (reward[j], j))
-            credit = min(lead) if i == first and lead else 0.0
-        elif name == "ImplicitOthers":
-            worth = implicit_worth(a.baseline, i, members[p], samples)
+        lead = [reward[i] - reward[j] for j in mates if j != i]
+        if name == "ImplicitOthers":
+            worth = implicit_worth(a.baseline, i, mates, samples)
             if worth is None:
                 return None
             out.append(math.fsum(lead) / max(1, len(lead)) + worth)
             continue
+        if name in ("Ema", "Zero"):
+            credit = reward[i] - (ema if name == "Ema" else 0.0)
         else:
-            credit = reward[i] - ema
-            ema += 0.0 if again[p] else (1 - a.baseline.decay) * credit  # type: ignore[union-attr]
+            lengths = [samples[j][1].episode.spoken for j in mates]
+            credit = _compared(a.baseline, mates.index(i), [reward[j] for j in mates], lengths)
+        if name == "Ema" and not again[p]:
+            ema += (1 - a.baseline.decay) * credit  # type: ignore[union-attr]
         out.append(np.full(tokens, credit))
     return out
+
+
+def _compared(baseline: Any, i: int, rewards: Sequence[float], lengths: Sequence[int]) -> float:
+    """Reward `i` of siblings minus its baseline, from the differences to the others."""
+    lead = [rewards[i] - r for j, r in enumerate(rewards) if j != i]
+    match kind(baseline):
+        case "GroupMean":
+            return math.fsum(lead) / (len(lead) + 1)
+        case "Others":
+            return math.fsum(lead) / len(lead) if lead else 0.0
+        case "LengthMean":
+            over = [n * (rewards[i] - r) for n, r in zip(lengths, rewards, strict=True)]
+            return math.fsum(over) / max(1, sum(lengths))
+        case "SoftMean":
+            total = np.logaddexp.reduce([-x / baseline.tau for x in [0.0, *lead]])
+            return baseline.tau * (math.log(len(rewards)) - float(total))
+        case _:  # SecondBest
+            first = max(range(len(rewards)), key=lambda j: (rewards[j], j))
+            return min(lead) if i == first and lead else 0.0
 
 
 def _std(x: Sequence[float], terms: Sequence[float], resolution: float) -> float:
