@@ -8,10 +8,9 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent / "posttrain"
 
@@ -49,7 +48,7 @@ PLAYED = ("toy", "lab")
 HEAVY = {"torch", "transformers", "accelerate", "vllm", "ray", "peft", "datasets"}
 LIGHT = {"environment": {"datasets"}, "verifier": {"ray"}}
 """What an otherwise light room may import, inside a function."""
-FILE_LINES, FUNCTION_LINES, FOLDER_MODULES = 400, 60, 16
+FILE_LINES, FUNCTION_LINES, FOLDER_MODULES = 500, 60, 16
 
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -66,7 +65,7 @@ def imports(path: Path, text: str | None = None, only_run: bool = False) -> Iter
     With `only_run` without those that stand under `if TYPE_CHECKING`.
     """
     package = ("posttrain", *path.relative_to(ROOT).parent.parts)
-    tree = ast.parse(path.read_text() if text is None else text)
+    tree = parsed(path) if text is None else ast.parse(text)
     typed = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     left_out = {id(x) for n in typed for part in n.body for x in ast.walk(part)} if only_run else set[int]()
     for node in ast.walk(tree):
@@ -78,6 +77,11 @@ def imports(path: Path, text: str | None = None, only_run: bool = False) -> Iter
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(x for x in (base, node.module) if x)
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def named(path: Path) -> str:
@@ -111,28 +115,29 @@ def reached(graph: Mapping[str, Collection[str]], start: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_a_room_looks_only_down(path: Path) -> None:
-    here = room(path)
-    assert here == "" or here in FLOOR, (
-        f"{named(path)}: room {here!r} is not in the table; add it to FLOORS and to the design page"
-    )
-    wrong: list[str] = []
-    for line, module in imports(path):
-        parts = module.split(".")
-        if here == "" or parts[0] != "posttrain" or len(parts) < 2 or parts[1] not in FLOOR or parts[1] == here:
-            continue
-        if FLOOR[parts[1]] >= FLOOR[here] and parts[1] not in OVER.get(here, ()):
-            where = "a room of its own floor" if FLOOR[parts[1]] == FLOOR[here] else "a room above it"
-            wrong.append(f"{named(path)}:{line} {here} imports {parts[1]}, {where}; meet through core/ports.py")
+def test_a_room_looks_only_down() -> None:
+    wrong = [f"{named(p)} is in no room: add it to FLOORS" for p in FILES if room(p) and room(p) not in FLOOR]
+    for path in [p for p in FILES if room(p) in FLOOR]:
+        here = room(path)
+        for line, module in imports(path):
+            parts = module.split(".")
+            if parts[0] != "posttrain" or len(parts) < 2 or parts[1] not in FLOOR or parts[1] == here:
+                continue
+            if FLOOR[parts[1]] >= FLOOR[here] and parts[1] not in OVER.get(here, ()):
+                where = "a room of its own floor" if FLOOR[parts[1]] == FLOOR[here] else "a room above it"
+                wrong.append(f"{named(path)}:{line} {here} imports {parts[1]}, {where}; meet through core/ports.py")
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room(p) in ("", *NO_TORCH)], ids=named)
-def test_light_rooms_import_nothing_heavy(path: Path) -> None:
-    forbidden = HEAVY - LIGHT.get(room(path), set())
-    wrong = [f"{named(path)}:{line} imports {m}" for line, m in imports(path) if m.split(".")[0] in forbidden]
-    assert not wrong, "\n".join(wrong)
+def test_light_rooms_import_nothing_heavy() -> None:
+    light = [p for p in FILES if room(p) in ("", *NO_TORCH)]
+    assert not (wrong := imported(light, lambda p, top: top in HEAVY - LIGHT.get(room(p), set()))), "\n".join(wrong)
+
+
+def imported(paths: Sequence[Path], wrong: Callable[[Path, str], bool]) -> list[str]:
+    """The imports of packages that are wrong in these files, each with its place."""
+    found = ((path, line, m) for path in paths for line, m in imports(path))
+    return [f"{named(path)}:{line} imports {m}" for path, line, m in found if wrong(path, m.split(".")[0])]
 
 
 def test_light_rooms_reach_nothing_heavy() -> None:
@@ -150,16 +155,14 @@ def test_light_rooms_reach_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room(p) in GROUND], ids=named)
-def test_the_ground_is_numpy_and_the_standard_library(path: Path) -> None:
-    known = {*sys.stdlib_module_names, "numpy", "posttrain"}
-    wrong = [f"{named(path)}:{line} imports {m}" for line, m in imports(path) if m.split(".")[0] not in known]
-    assert not wrong, "\n".join(wrong)
+def test_the_ground_is_numpy_and_the_standard_library() -> None:
+    known, ground = {*sys.stdlib_module_names, "numpy", "posttrain"}, [p for p in FILES if room(p) in GROUND]
+    assert not (wrong := imported(ground, lambda _, top: top not in known)), "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room(p) not in PLAYED], ids=named)
-def test_no_run_reaches_the_small_worlds(path: Path) -> None:
-    wrong = [f"{named(path)}:{line} imports {m}" for line, m in imports(path) if m.startswith("posttrain.toy")]
+def test_no_run_reaches_the_small_worlds() -> None:
+    paths = [p for p in FILES if room(p) not in PLAYED]
+    wrong = [f"{named(p)}:{line} imports {m}" for p in paths for line, m in imports(p) if m.startswith("posttrain.toy")]
     assert not wrong, "\n".join(wrong) + "\nsmall worlds are for laws, miniatures and lessons"
 
 
@@ -201,22 +204,22 @@ def test_the_search_finds_circles() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}, "e": {"a"}}) == [["b", "c"], ["d"]]
 
 
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_files_and_functions_stay_small(path: Path) -> None:
-    text = path.read_text()
-    lines = text.count("\n")
-    assert lines <= FILE_LINES, f"{named(path)} has {lines} lines; cut it into files of at most {FILE_LINES}"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            long = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert long <= FUNCTION_LINES, (
-                f"{named(path)}:{node.lineno} {node.name} has {long} lines; at most {FUNCTION_LINES}"
-            )
+def test_files_and_functions_stay_small() -> None:
+    """Length is a smell: a file may have 400 lines, up to 500 where one idea needs them."""
+    wrong = list[str]()
+    for path in FILES:
+        lines = path.read_text().count("\n")
+        wrong += [f"{named(path)} has {lines} lines; at most {FILE_LINES}"] if lines > FILE_LINES else []
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                long = (node.end_lineno or node.lineno) - node.lineno + 1
+                told = f"{named(path)}:{node.lineno} {node.name} has {long} lines; at most {FUNCTION_LINES}"
+                wrong += [told] if long > FUNCTION_LINES else []
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{named(path)} has no docstring"
+def test_every_module_says_what_it_is() -> None:
+    assert not (silent := [named(p) for p in FILES if not ast.get_docstring(parsed(p))]), f"{silent}: no docstring"
 
 
 def test_the_test_itself_sees_every_way_to_import() -> None:

@@ -15,9 +15,9 @@ def refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is Python's, not JSON's; write null or a word that says what it means")
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda p: p.name)
-def test_results_are_strict_json(path: Path) -> None:
-    json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+def test_results_are_strict_json() -> None:
+    for path in sorted(RESULTS.glob("*.json")):
+        json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
 
 
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])

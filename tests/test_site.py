@@ -22,13 +22,11 @@ PAGES = read_pages(ROOT)
 NAMED = re.compile(r"^For (?:people|you)\b[^\n]*(?:\n[^\n]+)*", re.M)
 
 
-@pytest.mark.parametrize("path", PAGES)
-def test_a_page_says_whom_it_is_for_and_what_they_can_do_after_it(path: str) -> None:
-    head = re.split(r"^## ", PAGES[path], maxsplit=1, flags=re.M)[0]
-    found = NAMED.search(head)
-    assert found and "After this page you" in " ".join(found[0].split()), (
-        f"{path}: below its title, write 'For people who .... After this page you ....'"
-    )
+def test_a_page_says_whom_it_is_for_and_what_they_can_do_after_it() -> None:
+    heads = {path: re.split(r"^## ", text, maxsplit=1, flags=re.M)[0] for path, text in PAGES.items()}
+    said = {path: NAMED.search(head) for path, head in heads.items()}
+    lacking = [p for p, found in said.items() if not found or "After this page you" not in " ".join(found[0].split())]
+    assert not lacking, f"{lacking}: below its title, write 'For people who .... After this page you ....'"
 
 
 def test_the_index_leads_to_every_page() -> None:
@@ -58,15 +56,15 @@ def test_two_clicks_in_the_files() -> None:
     assert "## GRPOConfig" in PAGES["docs/coming-from-trl.md"]
 
 
-@pytest.mark.parametrize("path", PAGES)
-def test_every_anchor_is_there(path: str) -> None:
+def test_every_anchor_is_there() -> None:
     """A link to a part of a page names a heading of that page."""
     wrong = list[str]()
-    for page, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", PAGES[path]):
-        there = (ROOT / path).parent / page if page else ROOT / path
-        if there.suffix == ".md" and anchor not in anchors(there.read_text(encoding="utf-8")):
-            wrong.append(f"({page}#{anchor})")
-    assert not wrong, f"{path}: {wrong}"
+    for path, text in PAGES.items():
+        for page, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", text):
+            there = (ROOT / path).parent / page if page else ROOT / path
+            if there.suffix == ".md" and anchor not in anchors(there.read_text(encoding="utf-8")):
+                wrong.append(f"{path}: ({page}#{anchor})")
+    assert not wrong, wrong
 
 
 def anchors(text: str) -> set[str]:
