@@ -30,12 +30,17 @@ def inner(work: Work) -> float:
     return work.shape.feed if x is None else x.active * x.width + x.shared
 
 
+def _gates(work: Work) -> int:
+    """Gate and up are kept; what both make for the last product is made again, but where that has an adapter."""
+    return 3 if work.adapter else 2
+
+
 def layer(work: Work) -> float:
     """Bytes of a token in one layer of which everything is kept."""
     h, q, kv = _widths(work)
     a, f, head_norms = work.width, inner(work), work.shape.form.query_norms != ""
     if work.fused:  # inputs of norms and products, q and k before their norm and after, v, attention, gate, up
-        return a * (4 * h + 2 * q + 2 * kv + head_norms * (q + kv) + 2 * f)
+        return a * (4 * h + 2 * q + 2 * kv + head_norms * (q + kv) + _gates(work) * f)
     norms = work.shape.form.norms * h * (8 if a == 2 else 12)  # input in float32, normed, and times the weight
     of_heads = (q + kv) * (6 if a == 2 else 8) * head_norms
     gathered = 0 if work.shape.experts is None else 2 * work.shape.experts.active * h
@@ -69,7 +74,7 @@ def backward(work: Work) -> float:
 
 def unread(work: Work) -> float:
     """Bytes that the last of the compiled layers does not keep of a token whose hidden state nobody reads."""
-    return work.width * (2 * work.shape.hidden + 2 * inner(work)) if work.fused else 0.0
+    return work.width * (2 * work.shape.hidden + _gates(work) * inner(work)) if work.fused else 0.0
 
 
 def ends(work: Work) -> float:

@@ -61,8 +61,10 @@ ACTIVATIONS = 0.25
 """Share of the free memory that one forward and backward pass may take."""
 SMALLEST_PASS, PASS = 2048, 0.25
 """Tokens of a pass on a processor, at least; more while it takes at most so many GiB, since a small model is slow in
-small pieces. More than 2,048 tokens a pass save 1 to 3 % of a step at 26 M parameters, and 4,096 more than 2,048 6 % at
-1 M (docs/planning.md)."""
+small pieces: 4,096 tokens are 6 % faster than 2,048 at 1 M parameters, and 1 to 2 % at 26 M (docs/planning.md)."""
+SLEEPS = 10**7
+"""Parameters from which on an engine in the learner's process frees its cache while the learner works. To make it anew
+takes 1 % of a step at 26 M parameters, and 4 % at 1 M."""
 CACHE = 0.3
 """Share of the free memory that the key-value cache may take."""
 
@@ -208,7 +210,8 @@ class Choices:
         slots = max(8, min(_floor_power(2 * cache * GIB / (row * context)), 512 if self.where.accelerated else 256))
         out["slots"] = (slots, f"sequences of {context // 2:,} tokens that fit in the cache")
         waits = not any(isinstance(s, Reinforce) and (s.staleness or s.unfinished != "go_on") for s in self.run.stages)
-        if waits and isinstance(self.run.placement, Local) and not self.where.accelerated:
+        large = self.size.parameters >= SLEEPS and not self.where.accelerated
+        if waits and large and isinstance(self.run.placement, Local):
             out["engine.sleep"] = (True, "the cache is freed while the learner works")
         return out
 
