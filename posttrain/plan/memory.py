@@ -46,7 +46,7 @@ FIRST: tuple[Instant, ...] = ("first scoring", "forward", "backward", "gradients
 SMALL = 32 << 20
 """Bytes of a block that glibc keeps, at most."""
 BETWEEN = {"none": 1.15, "selective": 1.6, "full": 1.85}
-SEVERAL, SAMPLING, HEADLESS, ADAPTED = 1.525, 1.48, 1.5, 1.9
+SEVERAL, SAMPLING, HEADLESS, ADAPTED = 1.52, 1.48, 1.5, 1.9
 """Resident bytes of kept blocks for each byte that was in use at once, by what is computed again: where layers are,
 blocks of many sizes come and go. At least SEVERAL with several passes and where a first update is checked, SAMPLING
 where the process samples too, HEADLESS for a reward model, ADAPTED with an adapter. Measured (docs/planning.md)."""
