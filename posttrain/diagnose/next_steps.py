@@ -37,6 +37,8 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
         finished: False of a run that was cut: going on with it comes first, and nothing that needs its end.
         worse: its held-out score fell, so nobody is told to go on with it, to repeat it as it is, or to hand it out.
     """
+    if run.fault is not None:
+        return _lines(_of_fault(run, folder))
     if not finished:
         rest = [(command_line("show", folder), "read what it said so far")] if episode_files(folder) else []
         return _lines([(command_line("run", "--resume", folder), "go on from its last checkpoint"), *rest])
@@ -73,6 +75,15 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
         again = f"posttrain.evaluate({str(folder)!r}, ...) or posttrain.run(resume={str(folder)!r}, ...)"
         return [*_lines(out), f"# from Python, with the same environment and rewards: {again}"]
     return _lines(out)
+
+
+def _of_fault(run: Run, folder: Path) -> list[tuple[str, str]]:
+    """Returns the next steps of a run with a planted fault. Its numbers mean nothing, so nothing goes on with it."""
+    out = [(command_line("show", folder), "read what it said")] if episode_files(folder) else []
+    if (words := _words(folder)) is not None:
+        kept = [w for w in words[1] if _head(run, w) != "fault"]
+        out.append((command_line("run", words[0], *kept), "the same without the fault"))
+    return out
 
 
 def _of_reward_model(run: Run, folder: Path, worse: bool) -> list[tuple[str, str]]:

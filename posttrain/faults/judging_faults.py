@@ -210,7 +210,7 @@ def _(real: Real) -> Real:
     seam="posttrain.search.puct:TreeNode.back_up",
     what="what a leaf of a search tree is worth is told to its parent, and to nobody above",
     harm="the tree never comes back to a good beginning: it costs as much as a tree search and finds what chance finds",
-    source="issue 14: value of a leaf not backed up",
+    source="value of a leaf not backed up",
     shows=("search=tree",),
     needs="search",
     lesson="a tree search chooses by values that come up from the leaves (docs/search.md)",

@@ -203,7 +203,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.group_queue:GroupQueue.take",
     what="groups get the learner's version when they are taken from the queue",
     harm="corrections and ages are those of new samples, and old ones are learned from as if on-policy",
-    source="issue 11: versions stamped at the learner instead of at the engine",
+    source="versions stamped at the learner instead of at the engine",
     needs="ahead",
     lesson="what was said by old weights must say so, or no correction acts",
     caught_by="unchanged_in_the_queue",

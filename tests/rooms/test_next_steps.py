@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from run_parts import forget
 
+import posttrain
 from posttrain.cli import main
 from posttrain.diagnose.next_steps import next_steps
 from posttrain.recipe.recipes import recipe as shipped
@@ -143,6 +144,15 @@ def test_a_run_that_was_cut_goes_on_first_and_a_worse_one_is_not_handed_out(tmp_
     cut = next_steps(settings, folder, finished=False)
     assert f"run --resume {folder}" in "".join(cut) and not any("export" in x for x in cut)
     assert not any("export" in x or "--resume" in x for x in next_steps(settings, folder, worse=True))
+
+
+def test_a_run_with_a_planted_fault_is_told_to_run_without_it(tmp_path: Path) -> None:
+    """Another seed with the fault means as little, and is refused without --allow-fault."""
+    assert main(["run", "grpo", *SMALL, "fault=top_p_one_side", "--allow-fault", "--out", str(tmp_path / "r")]) == 0
+    assert commands(tmp_path / "r") == [["show", str(tmp_path / "r")], ["run", "grpo", *SMALL]]
+    book = tmp_path / "r" / "run.json"
+    book.write_text(book.read_text().replace("top_p_one_side", "fault_of_another_version"))
+    posttrain.summarize(tmp_path / "r")
 
 
 def test_a_learning_rate_that_ends_with_the_stage_is_not_told_to_go_on(tmp_path: Path) -> None:

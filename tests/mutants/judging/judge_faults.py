@@ -103,7 +103,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.judges.generative_steps:GenerativeStepJudge.beginnings",
     what="a verifier is shown the answer up to the end of the step after the one that it judges",
     harm="each step has the score of the next one, so the step before an error is punished for it",
-    source="issue 14: labels one step late",
+    source="labels one step late",
     needs="verifies",
 )
 def _(real: Real) -> Real:
@@ -134,7 +134,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.judges.meta_rows:labels",
     what="a judgement counts as right where it names what most of the judge's votes about the pair name",
     harm="the meta reward model learns what the judge likes to say, and its filter makes the judge surer of its errors",
-    source="issue 14: meta-RM trained on its own votes",
+    source="meta-RM trained on its own votes",
     needs="meta",
 )
 def _(real: Real) -> Real:

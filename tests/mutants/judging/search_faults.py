@@ -17,7 +17,7 @@ Real = Callable[..., Any]
     seam="posttrain.search.step_sampling:aggregated",
     what="a search multiplies the scores of steps where their minimum is asked for",
     harm="short answers are chosen whatever they say",
-    source="issue 14: min taken as product",
+    source="min taken as product",
     shows=("search=best_of",),
     needs="search",
 )
@@ -30,7 +30,7 @@ def _(real: Real) -> Real:
     seam="posttrain.evaluation.evaluate_search:served",
     what="a search begins while the weights are still being pushed",
     harm="its beginnings are those of other weights, and what goes on from them is of no policy",
-    source="pain 4; issue 14: fork under another version",
+    source="pain 4; fork under another version",
     shows=("search=beam",),
     needs="search",
 )

@@ -189,7 +189,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.judges.regenerate:right_steps",
     what="answers go on from the end of their first wrong step, and not from before it",
     harm="the error stays, and what is kept teaches to write it and to come right by chance",
-    source="issue 14: labels one step late",
+    source="labels one step late",
     shows=SCORED,
     needs="regenerate",
 )

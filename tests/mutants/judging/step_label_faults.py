@@ -67,7 +67,7 @@ def _(real: Real) -> Real:
     seam="posttrain.stages.reward_model.reward_model_batches:step_labels",
     what="each label is at the end of the step after its own",
     harm="the first wrong step looks right, and the one after it wrong",
-    source="issue 14: labels one step late",
+    source="labels one step late",
     needs="process",
 )
 def _(real: Real) -> Real:
@@ -124,7 +124,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.judges.step_judge:StepJudge.given",
     what="each step is given the score of the step before it",
     harm="credit for an error falls on the step after it",
-    source="issue 14: labels one step late",
+    source="labels one step late",
     needs="process",
 )
 def _(real: Real) -> Real:
@@ -136,7 +136,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.judges.step_judge:aggregated",
     what="the scores of steps are multiplied where their minimum is asked for",
     harm="long answers score low whatever they say",
-    source="issue 14: min taken as product",
+    source="min taken as product",
     shows=OUTCOME,
     needs="process",
 )

@@ -10,7 +10,7 @@ from posttrain.faults.planting import fault
 
 Real = Callable[..., Any]
 EXPERTS = "posttrain.engine.parallel.joined_experts:JoinedExperts"
-SOURCE = "issue 15: expert parallelism"
+SOURCE = "expert parallelism"
 
 
 def _last(mesh: Any) -> bool:

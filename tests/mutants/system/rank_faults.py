@@ -27,7 +27,7 @@ def _last(ranks: Any) -> bool:
     seam="posttrain.engine.optimizer.optimizer:joint_norm",
     what="the norm of the gradient is that of one rank's rows",
     harm="the clip acts later than it is configured to, the more ranks the later",
-    source="issue 15: exact global clip",
+    source="exact global clip",
     needs="ranks",
 )
 def _(real: Real) -> Real:
@@ -39,7 +39,7 @@ def _(real: Real) -> Real:
     seam=f"{OPTIMIZER}._norm",
     what="each rank clips by the norm of its own rows",
     harm="ranks scale their gradients differently, so the update points elsewhere",
-    source="issue 15: exact global clip",
+    source="exact global clip",
     needs="ranks",
 )
 def _(real: Real) -> Real:
@@ -71,7 +71,7 @@ def _divided(real: Real, factor: Callable[[int], float]) -> Real:
     seam="posttrain.engine.parallel.sharded_learner:cut",
     what="gradients are averaged over ranks, and the loss is normalised over the whole minibatch already",
     harm="the learning rate of plain SGD shrinks with the number of ranks, and the clip never acts",
-    source="issue 15: local denominators",
+    source="local denominators",
     needs="ranks",
 )
 def _(real: Real) -> Real:
@@ -83,7 +83,7 @@ def _(real: Real) -> Real:
     seam="posttrain.engine.parallel.sharded_learner:cut",
     what="gradients are summed over ranks twice",
     harm="every gradient is twice as large, and the clip acts where it should not",
-    source="issue 15: double reduction",
+    source="double reduction",
     needs="ranks",
 )
 def _(real: Real) -> Real:
@@ -95,7 +95,7 @@ def _(real: Real) -> Real:
     seam="posttrain.engine.parallel.sharded_learner:ShardedLearner.forward",
     what="the gradient of one rank's share does not reach the sum",
     harm="a part of every minibatch is sampled, judged and never learned from",
-    source="issue 15: a rank that is skipped",
+    source="a rank that is skipped",
     needs="ranks",
 )
 def _(real: Real) -> Real:
@@ -113,7 +113,7 @@ def _(real: Real) -> Real:
     seam=f"{OPTIMIZER}._step",
     what="one rank counts an update and leaves its rows as they are",
     harm=WRONG_STEP,
-    source="issue 15: stale shard",
+    source="stale shard",
     needs="ranks",
 )
 def _(real: Real) -> Real:
@@ -125,7 +125,7 @@ def _(real: Real) -> Real:
     seam=f"{OPTIMIZER}._step",
     what="one rank steps with half of the learning rate that it says",
     harm="the rows of one rank learn at another speed than the rest of the same matrix",
-    source="issue 15: stale shard",
+    source="stale shard",
     needs="ranks",
 )
 def _(real: Real) -> Real:
@@ -137,7 +137,7 @@ def _(real: Real) -> Real:
     seam=f"{OPTIMIZER}.step",
     what="one rank leaves out an update and does not count it",
     harm=WRONG_STEP,
-    source="issue 15: stale shard",
+    source="stale shard",
     needs="ranks",
 )
 def _(real: Real) -> Real:
@@ -155,7 +155,7 @@ def _(real: Real) -> Real:
     seam="posttrain.core.batch:Batch.shard",
     what="each rank normalises the loss by its own share",
     harm="a token weighs more where its rank has fewer, so the loss depends on how many ranks there are",
-    source="issue 15: local denominator across ranks",
+    source="local denominator across ranks",
     needs="ranks",
 )
 def _(real: Real) -> Real:
@@ -174,7 +174,7 @@ def _(real: Real) -> Real:
     seam="posttrain.core.batch:Batch.shares",
     what="units that do not divide evenly over ranks are dropped",
     harm="episodes are sampled and judged and never learned from, and which ones depends on the number of ranks",
-    source="issue 15: uneven tokens dropped",
+    source="uneven tokens dropped",
     needs="ranks",
 )
 def _(real: Real) -> Real:
@@ -190,7 +190,7 @@ def _(real: Real) -> Real:
     seam=f"{TRAINER}.step",
     what="one rank weighs the same minibatch otherwise",
     harm="ranks add gradients of different losses",
-    source="issue 15: ranks that go different ways",
+    source="ranks that go different ways",
     needs="ranks",
 )
 def _(real: Real) -> Real:

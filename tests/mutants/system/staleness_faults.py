@@ -23,7 +23,7 @@ PROXIMAL = ("rl.algorithm=decoupled_ppo", "rl.minibatches=2")
     seam="posttrain.core.exchange.experience:Experience.behind",
     what="every sample counts as new, however old it is",
     harm="the record shows no staleness, and nobody knows why learning breaks",
-    source="issue 11; AReaL's staleness in the queue alone",
+    source="AReaL's staleness in the queue alone",
     needs="ahead",
 )
 def _(real: Real) -> Real:
@@ -35,7 +35,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.group_queue:capacity",
     what="groups that the present step has taken do not count when more are asked",
     harm="samples become older than staleness allows, by more the faster the engine is",
-    source="issue 11; AReaL: admission counts accepted, running and consumed samples",
+    source="AReaL: admission counts accepted, running and consumed samples",
     needs="ahead",
 )
 def _(real: Real) -> Real:
@@ -47,7 +47,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.group_queue:GroupQueue.take",
     what="groups get a version that is one step newer than the weights that said them, when they are taken",
     harm="every age is one too small, and every correction that reads it",
-    source="issue 11: a version read after the push instead of before it",
+    source="a version read after the push instead of before it",
     needs="ahead",
 )
 def _(real: Real) -> Real:
@@ -64,7 +64,7 @@ def _(real: Real) -> Real:
     seam="posttrain.stages.training_step:score",
     what="the log-probs of the start of a step are computed with the weights of the step before",
     harm="the trust region is drawn around a policy that is gone",
-    source="issue 11; decoupled PPO (2110.00641): the proximal policy is the newest one",
+    source="decoupled PPO (2110.00641): the proximal policy is the newest one",
     shows=PROXIMAL,
     needs="ahead",
 )
@@ -90,7 +90,7 @@ def _(real: Real) -> Real:
     seam="posttrain.stages.training_step:score",
     what="the sampler's log-probs stand for those of the start of a step",
     harm="the decoupled loss is the coupled one: old samples are clipped for being old",
-    source="issue 11; decoupled PPO (2110.00641)",
+    source="decoupled PPO (2110.00641)",
     shows=PROXIMAL,
     needs="ahead",
 )
@@ -111,7 +111,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.group_queue:GroupQueue.take",
     what="the queue makes room by dropping the group that waited longest",
     harm="what takes long, such as long answers and slow tools, is asked and never learned from",
-    source="issue 11; pain 25: bounded queues that drop",
+    source="pain 25: bounded queues that drop",
     needs="ahead",
 )
 def _(real: Real) -> Real:
@@ -128,7 +128,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.group_queue:GroupQueue.take",
     what="groups with short answers, which end first, are taken before those that were asked earlier",
     harm="short answers are learned from first, and long ones when they are oldest",
-    source="issue 11; PipelineRL and AReaL: a batch of what is ready prefers short answers",
+    source="PipelineRL and AReaL: a batch of what is ready prefers short answers",
     needs="ahead",
 )
 def _(real: Real) -> Real:
@@ -146,7 +146,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.group_queue:GroupQueue.take",
     what="the last group of a step is read and left in the queue, so that the next step takes it too",
     harm="some samples count twice, and never the same share of them",
-    source="issue 11; pain 8: at-least-once queues",
+    source="pain 8: at-least-once queues",
     needs="ahead",
 )
 def _(real: Real) -> Real:
@@ -165,7 +165,7 @@ def _(real: Real) -> Real:
     seam="posttrain.stages.reinforce.reinforce_stage:load_groups",
     what="groups of the queue come back from a checkpoint with the newest version among them",
     harm="a resumed run takes old samples for new ones",
-    source="issue 11: a buffer that stores tokens and rewards, and no versions",
+    source="a buffer that stores tokens and rewards, and no versions",
     needs="ahead_resume",
 )
 def _(real: Real) -> Real:
@@ -182,7 +182,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.learning.replay_buffer:ReplayBuffer.draw",
     what="groups of the replay buffer come back as if the newest weights among them had said all of them",
     harm="old samples pass for newer ones, and no correction sees how old they are",
-    source="issue 11: a buffer that stores tokens and rewards, and no versions",
+    source="a buffer that stores tokens and rewards, and no versions",
     shows=("rl.replay.size=32", "rl.replay.groups=2"),
     needs="ahead",
 )
@@ -200,7 +200,7 @@ def _(real: Real) -> Real:
     seam="posttrain.stages.reinforce.reinforce_stage:learn",
     what="the sampler gets the weights after each optimizer step, not after the last one of a step",
     harm="answers are said by weights that no step begins with, under versions that nobody promised",
-    source="issue 11: a push between micro-batches or minibatches",
+    source="a push between micro-batches or minibatches",
     shows=("rl.minibatches=2", "engine.update=inflight"),
     needs="ahead",
 )
@@ -230,7 +230,7 @@ def _(real: Real) -> Real:
     seam="posttrain.engine.embedded.schedule.scheduler:Scheduler.renew",
     what="what goes on under new weights, a turn or an episode, goes on over the cache that the old ones made",
     harm="log-probs are of neither version, and the ratio of a token to its own weights is not 1",
-    source="issue 11; PipelineRL (2509.19128): caches kept in flight",
+    source="PipelineRL (2509.19128): caches kept in flight",
     shows=("engine.update=inflight",),
     needs="ahead",
 )
