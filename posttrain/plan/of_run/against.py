@@ -22,8 +22,8 @@ PHASES: Mapping[str, tuple[Instant, ...]] = {
     "rollout": ("rollout",),
     "score": ("first scoring", "scoring"),
     "learn/passes": ("first scoring", "forward", "backward", "gradients"),
-    "learn/update": ("first norm", "update"),
-    "learn": ("first scoring", "forward", "backward", "gradients", "first norm", "first update", "update"),
+    "learn/update": ("first update", "update"),
+    "learn": ("first scoring", "forward", "backward", "gradients", "first update", "update"),
     "sync": ("sync",),
 }
 """Role and phase of the record -> the instants of a plan that lie in it."""
