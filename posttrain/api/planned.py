@@ -14,7 +14,7 @@ from posttrain.build.request.defaults import Choices, given_paths, room_for_mini
 from posttrain.build.request.input_measures import GIB, Machine, ModelSize
 from posttrain.build.request.run_file import is_recipe, run_of
 from posttrain.config import overrides as dotted
-from posttrain.config.engines import VLLM
+from posttrain.config.engines import VLLM, Embedded
 from posttrain.config.rank_limits import Parallel
 from posttrain.config.run import BUILT_CONTEXT, Model, Reinforce, Run
 from posttrain.config.stages.stage import Stage
@@ -93,11 +93,23 @@ def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
         replicas=options.replicas,
         parallel=options.parallel,
     )
-    assumed = assumed_of(stage, options)
+    assumed = replace(assumed_of(stage, options), drafts=_drafts(run, options))
     workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
     own_engines = None if work.engines else min(workers, where.count)
     found = throughput(work, where, assumed, own_engines, workers) if timed else None
     return Planned(run=run, stage=stage, work=work, machine=where, notes=(*notes, *told), timed=found)
+
+
+def _drafts(run: Run, options: PlanOptions) -> int:
+    """Tokens that the engine drafts for each pass."""
+    e = run.engine
+    drafts = (e.lookup or e.drafts * (e.draft is not None)) if isinstance(e, Embedded) else 0
+    if options.assumed.accepted and not drafts:
+        raise ConfigError(
+            f"--accepted {options.assumed.accepted:g} is about drafted tokens, and this engine drafts none. Set"
+            " engine.lookup=4, or leave --accepted out"
+        )
+    return drafts
 
 
 def assumed_of(stage: Stage, options: PlanOptions) -> Assumed:

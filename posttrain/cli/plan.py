@@ -196,14 +196,15 @@ def _machines(o: Namespace) -> None:
         data = {"best": _layout(best), "layouts": [*map(_layout, rows)]}
         tell(json.dumps({**data, "assumptions": {n: x and _layout(x) for n, x in other}}, indent=1))
         return
-    days = steps * best.step / DAY
-    ends = "" if days <= o.days else f": {int(o.days * DAY / best.step):,} of them end in {o.days:g} days"
+    days, most = steps * best.step / DAY, int(o.days * DAY / best.step)
+    chosen = {word.partition("=")[0] for word in best.words.split()}
+    kept = [word for word in o.overrides if word.partition("=")[0] not in chosen]
     told = (
         *found.notes,
         f"{best.text}; copies of the weights cut over {best.cut} devices, checkpointing {best.work.checkpointing}",
         f"{work.prompts} prompts x {work.siblings}: {best.step:.3g} s a step, the bottleneck is {best.bottleneck};"
-        f" {steps:,} steps take {days:.2g} days{ends}",
-        f"  posttrain run {' '.join([o.recipe, *o.overrides])} {best.words}",
+        f" {steps:,} steps take {days:.2g} days, {most:,} end in {o.days:g} day{'s' * (o.days != 1)}",
+        f"  posttrain run {' '.join([o.recipe, *kept])} {best.words}",
         "of each topology the best:",
         *(f"  {x.text:<62} {x.step:>6.3g} s  idle {x.idle:>3.0%}  {x.bottleneck}" for x in rows),
         "where an assumption is another:",

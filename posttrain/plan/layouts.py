@@ -33,6 +33,8 @@ USABLE = 0.92
 """Share of a device's memory that is planned with."""
 GAIN = 0.97
 """A larger K is taken where a step takes less than this share of the time with a smaller one."""
+MOST_PROMPTS = 1024
+"""Prompts of a step that a plan proposes, at most: twice those of DAPO (2503.14476)."""
 DAY = 86_400.0
 
 
@@ -129,27 +131,28 @@ def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners:
     memory, shared = USABLE * machine.device.memory, engines == learners == machine.count
     for workers in (w for w in WORKERS if engines % w == 0):
         weights = work.shape.parameters * work.width / workers
-        found = _learner(work, learners, memory - (weights + ROOM * memory if shared else 0.0))
-        if found is None:
-            continue
-        now, held = found
-        left = memory - weights - (held if shared else 0.0)
-        if left < ROOM * memory:
-            continue
-        each = work.shape.cache_bytes(2) * (work.lengths.prompt + work.lengths.answer)
-        slots = max(1, min(work.slots, int(left * workers / each)))
-        fitting = replace(now, engines=engines // workers, slots=slots, cache=left * workers)
-        if shared:
-            yield MachineLayout(fitting, machine, "colocated", engines, learners, workers, assumed)
-            continue
-        for ahead in AHEAD:
-            way: Topology = "asynchronous" if ahead else "disaggregated"
-            yield MachineLayout(replace(fitting, staleness=ahead), machine, way, engines, learners, workers, assumed)
+        for now, held in _learners(work, learners, memory - (weights + ROOM * memory if shared else 0.0)):
+            left = memory - weights - (held if shared else 0.0)
+            if left < ROOM * memory:
+                continue
+            each = work.shape.cache_bytes(2) * (work.lengths.prompt + work.lengths.answer)
+            slots = max(1, min(work.slots, int(left * workers / each)))
+            fitting = replace(now, engines=engines // workers, slots=slots, cache=left * workers)
+            if shared:
+                yield MachineLayout(fitting, machine, "colocated", engines, learners, workers, assumed)
+                continue
+            for ahead in AHEAD:
+                way: Topology = "asynchronous" if ahead else "disaggregated"
+                yield MachineLayout(
+                    replace(fitting, staleness=ahead), machine, way, engines, learners, workers, assumed
+                )
 
 
-def _learner(work: Work, learners: int, room: float) -> tuple[Work, float] | None:
-    """The learner over the fewest devices that hold a copy of it, and its bytes: computing again as little as fits."""
+def _learners(work: Work, learners: int, room: float) -> Iterator[tuple[Work, float]]:
+    """The learner over the fewest devices that hold a copy of it, and its bytes, for each way to compute layers again:
+    the more is computed again, the larger a pass may be, and the less often the weights are brought together."""
     for cut in (c for c in CUTS if learners % c == 0):
+        fits = False
         for how in get_args(Checkpointing):
             now = replace(
                 work, ranks=learners, replicas=learners // cut, engines=1, vllm=True, cache=0.0, checkpointing=how,
@@ -157,13 +160,15 @@ def _learner(work: Work, learners: int, room: float) -> tuple[Work, float] | Non
             )  # fmt: skip
             if _most(now) > room:
                 continue
-            while now.micro_tokens < now.minibatch:  # larger passes bring the weights together less often
+            while now.micro_tokens < now.minibatch:
                 more = replace(now, micro_tokens=2 * now.micro_tokens)
                 if _most(more) > room:
                     break
                 now = more
-            return now, _most(now)
-    return None
+            fits = True
+            yield now, _most(now)
+        if fits:
+            return
 
 
 @lru_cache(maxsize=1024)
@@ -203,7 +208,7 @@ def largest_batch(work: Work, machine: Hardware, assumed: Assumed, steps: int, d
     """The best layout of the largest batch, doubled from that of the stage, with which the steps end within the days.
     Where not even the stage's own does, that one."""
     best = best_layout(work, machine, assumed)
-    while best.step * steps <= days * DAY and best.work.prompts < 1 << 14:
+    while best.step * steps <= days * DAY and best.work.prompts < MOST_PROMPTS:
         more = best_layout(replace(work, prompts=best.work.prompts * 2), machine, assumed)
         if more.step * steps > days * DAY:
             break

@@ -302,6 +302,7 @@ def test_every_recipe_has_a_plan(recipe: str, capsys: pytest.CaptureFixture[str]
         (["grpo", "machine=H100", "--prompt", "-5"], "prompt=-5 must be at least 1"),
         (["grpo", "machine=H100", "--nproc", "0"], "--nproc 0: must be >= 1"),
         (["grpo", "machine=H100", "--stage", "sft"], "has no such stage"),
+        (["grpo", "machine=H100", "--accepted", "0.6"], "this engine drafts none. Set engine.lookup=4"),
         (["gppo", "machine=H100"], "did you mean 'grpo'"),
         ([], "no recipe given"),
     ],
