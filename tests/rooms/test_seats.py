@@ -132,9 +132,10 @@ def test_gradients_are_those_of_words_that_the_world_wrote(tmp_path: Path) -> No
     [file] = [f for f in run_reader.episode_files(tmp_path / "seat") if f.kind != "eval"]
     found = [r.episode for r in from_columns(read_columns(file.path))]
     lines = {e.task.id: tuple(t.text for t in e.seats) for e in found}
+    heldout = {t.id: ("1", "2") for t in seated.environment.heldout}
     assert all(lines[e.task.id] == tuple(t.text for t in e.seats) for e in found)
 
-    written = interview(tmp_path / "world", run, lines=tuple(lines.items()))
+    written = interview(tmp_path / "world", run, lines=tuple((heldout | lines).items()))
     asyncio.run(play(written))
     [file] = [f for f in run_reader.episode_files(tmp_path / "world") if f.kind != "eval"]
     again = [r.episode for r in from_columns(read_columns(file.path))]

@@ -61,7 +61,7 @@ SAME = 1e-9
 def unknown(a: PreferenceAlgorithm) -> tuple[str, ...]:
     """The names of its pieces that the definition here does not cover."""
     found = [p for choice in READ for p in pieces(getattr(a, choice))]
-    return tuple(kind(p) for p in found if not _known(p))
+    return tuple(type(p).__name__ for p in found if not _known(p))
 
 
 def _known(piece: Any) -> bool:
