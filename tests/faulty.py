@@ -471,6 +471,7 @@ def detector(error: BaseException) -> tuple[str, str]:
     """(kind, name) of what raised: the innermost function of ours, by the room it lies in."""
     names = [(f, f.f_globals.get("__name__", "")) for f, _ in traceback.walk_tb(error.__traceback__)]
     frames = [f for f, name in names if "posttrain" in name and name != COMPARED]
+    frames = [f for f in frames if f.f_code.co_name != "gradient_agrees"]  # the check that calls it has a name
     code, module = frames[-1].f_code, frames[-1].f_globals["__name__"]
     name = code.co_qualname.removesuffix(".__post_init__")
     if module.startswith("posttrain.core."):
