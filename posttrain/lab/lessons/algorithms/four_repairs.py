@@ -76,7 +76,7 @@ def compute(k: lab.Values) -> lab.Readout:
     gauges = {"rollout/reward": found["reward"], "rollout/solved": found["reward"], "credit/silent": found["silent"],
               "rollout/mixed": found["mixed"], "rollout/truncated": [0.0] * STEPS}  # fmt: skip
     said = lab.by_rules(lab.recorded(gauges), Reinforce(name="rl", algorithm=PLAIN), "too_easy")
-    useful = float(np.mean([1 - s for s in found["silent"]]))
+    useful, none = float(np.mean([1 - s for s in found["silent"]])), sum(s == 1 for s in found["silent"])
     return lab.Readout(
         pictures=(
             Curve("Reward and entropy", steps, {"reward": found["reward"], "entropy, nats": found["entropy"]}, low=0),
@@ -89,7 +89,8 @@ def compute(k: lab.Values) -> lab.Readout:
         ),
         sentence=f"Reward **{np.mean(found['reward'][:5]):.2f}** to **{np.mean(found['reward'][-5:]):.2f}** in {STEPS} "
         f"steps. **{useful:.0%}** of the groups that it learned from were not silent. It asked "
-        f"**{np.mean(found['asked']):.1f}** times 8 prompts a step.",
+        f"**{np.mean(found['asked']):.1f}** times 8 prompts a step."
+        + (f" In {none} steps no group was left (silent share 1): all siblings of every prompt agreed." if none else ""),
         values={"reward at the end": float(np.mean(found["reward"][-5:])), "useful share": useful,
                 "entropy": found["entropy"][-1]},
         says=said,
