@@ -90,7 +90,7 @@ def compute(k: lab.Values) -> lab.Readout:
         sentence=f"Reward **{np.mean(found['reward'][:5]):.2f}** to **{np.mean(found['reward'][-5:]):.2f}** in {STEPS} "
         f"steps. **{useful:.0%}** of the groups that it learned from were not silent. It asked "
         f"**{np.mean(found['asked']):.1f}** times 8 prompts a step."
-        + (f" In {none} steps no group was left (silent share 1): all siblings of every prompt agreed." if none else ""),
+        + (f" In {none} steps no group was left (silent share 1): all siblings agreed." if none else ""),
         values={"reward at the end": float(np.mean(found["reward"][-5:])), "useful share": useful,
                 "entropy": found["entropy"][-1]},
         says=said,
