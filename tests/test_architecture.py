@@ -195,7 +195,7 @@ def test_the_table_for_people_says_the_same() -> None:
 
 def test_no_folder_is_a_heap() -> None:
     """At most 16 modules beside each other, so that a folder is read at a glance; lessons are a list by number."""
-    there = Counter(p.parent for p in FILES if p.name != "__init__.py" and "lessons" not in p.parts)
+    there = Counter(p.parent for p in FILES if p.name != "__init__.py" and "lessons" not in p.relative_to(ROOT).parts)
     wide = {named(folder): n for folder, n in there.items() if n > FOLDER_MODULES}
     assert not wide, f"{wide}: make rooms by subject inside"
 
