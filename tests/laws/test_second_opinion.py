@@ -10,21 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.algorithm.loss import policy_loss
 from posttrain.algorithm.loss.losses import PolicyLoss
 from posttrain.algorithm.loss.push_factor import Push
 from posttrain.checks.learning import synthetic_loss
-from posttrain.checks.learning.credit_by_definition import uncovered_credit
+from posttrain.checks.learning.credit_by_definition import expected_credit, uncovered_credit
 from posttrain.checks.learning.gradient_by_definition import computed_once, demand, uncovered
 from posttrain.checks.learning.loss_checks import loss_agrees
 from posttrain.checks.learning.synthetic_loss import agrees_on_synthetic_batch
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.scores import TokenScores
+from posttrain.core.scored import ScoredGroup
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, START
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.role.learner_passes import Needs, Passes
 from posttrain.system.errors import InvariantError
+from posttrain.toy.episodes import PlainEpisode, scored_group
 
 ONCE = {
     "loss": "dppo_top echo gkd sdft sdpo",
@@ -77,3 +80,23 @@ def test_a_push_that_is_a_thousandth_off_is_noticed(a: Algorithm) -> None:
     push = policy_loss.push
     with patch.object(policy_loss, "push", off), pytest.raises(InvariantError, match="the gradient is not that of"):
         agrees_on_synthetic_batch(a)
+
+
+@pytest.mark.parametrize("a", [a for a in LADDER.values() if not uncovered_credit(a)], ids=lambda a: a.name)
+def test_credit_agrees_token_by_token(a: Algorithm) -> None:
+    """Answers of several lengths, policies apart from the reference by much, so that a KL in the reward has a size."""
+    rng = np.random.default_rng(5)
+    for _ in range(4):
+        groups = list[ScoredGroup]()
+        for name in "ab":
+            plain = list[PlainEpisode]()
+            for n in (3, 1, 5, 2):
+                mu, near, far, values = rng.uniform(-2.5, -1, n), *rng.normal(0, 0.5, (3, n))
+                one = PlainEpisode(float(rng.integers(0, 3)), [[n]], mu, mu + near, mu + far, values, implicit=mu - far)
+                plain.append(one)
+            groups.append(scored_group(name, plain, greedy=1.0))
+        other = expected_credit(a, groups, max_tokens=8, ema=0.25)
+        credit = credit_step(a, groups, max_tokens=8, ema=0.25)
+        assert other is not None
+        for x, o in zip([e.advantage[0] for g in credit.groups for e in g.episodes], other, strict=True):
+            np.testing.assert_allclose(x, o.credit, rtol=1e-9, atol=1e-9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -39,6 +41,7 @@ EXACT = (REWARDS - REWARDS.mean()) / 5
 """The gradient for the logits of a uniform policy: pi * (r - mean of r)."""
 
 
+@cache
 def errors(rule: str, k: int, times: int, seed: int) -> np.ndarray:
     """The distance of each of `times` estimates from the exact gradient, over its size."""
     made = torch.Generator().manual_seed(seed)
