@@ -129,8 +129,8 @@ LESSON = lab.Lesson(
 
         lab.AskKnobs("Move the ratio until the token is pushed again.", "push", 0.1, None, {"ratio": 1.0}),
         lab.AskChoice("A token of a bad answer became more likely (ratio 1.5). Is it still pushed down?",
-                  ("No, it is outside of the clip", "Yes", "Only with a dual clip"), 1,
-                  why="The minimum takes the term that punishes more."),
+                      ("No, it is outside of the clip", "Yes", "Only with a dual clip"), 1,
+                      why="The minimum takes the term that punishes more."),
     ),
     code=("posttrain.algorithm.loss.push_factor.push", "posttrain.ladder.pieces.trust_region.Clip",
           "posttrain.algorithm.credit.value_estimates.gae"),

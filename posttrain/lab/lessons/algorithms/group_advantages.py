@@ -79,7 +79,7 @@ LESSON = lab.Lesson(
     compute=compute,
     breaks=(
         lab.Break(dict.fromkeys(NAMES, 1.0), "All answers are right, and the push is gone.", "reward_is_constant",
-              "all right"),
+                  "all right"),
         lab.Break(dict.fromkeys(NAMES, 0.0), "No answer is right, and the push is gone.", "too_hard", "all wrong"),
     ),
     claims=(
@@ -91,8 +91,8 @@ LESSON = lab.Lesson(
     exercises=(
         lab.AskNumber("Rewards 1, 0, 0, 0: what is the credit of the right one?", 1.5, why="(1 - 1/4) / 0.5 = 1.5."),
         lab.AskChoice("All four rewards are 1. What does the group teach?",
-                  ("To say more of the same", "Nothing", "To say less of it"), 1,
-                  why="Without spread credit is exactly 0."),
+                      ("To say more of the same", "Nothing", "To say less of it"), 1,
+                      why="Without spread credit is exactly 0."),
         lab.AskKnobs("Move the knobs until the largest credit is below 0.9.", "largest", None, 0.9, {"b": 1.0}),
     ),
     code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.algorithm.credit.baseline_values.centred"),

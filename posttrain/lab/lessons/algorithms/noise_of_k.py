@@ -91,19 +91,19 @@ LESSON = lab.Lesson(
     compute=compute, pace="release",
     breaks=(
         lab.Break({"K": 2, "baseline": "no baseline (REINFORCE)"},
-              "Two samples and no baseline: nearly every estimate is further off than not moving at all.", None),
+                  "Two samples and no baseline: nearly every estimate is further off than not moving at all.", None),
     ),
     claims=(
         lab.Claim("Error at K = 8 over that at K = 32", "1 / sqrt(K)", 2.0,
-              lambda: float(errors("no baseline (REINFORCE)", 8, 300, 1).mean()
-                            / errors("no baseline (REINFORCE)", 32, 300, 1).mean()), within=0.1),
+                  lambda: float(errors("no baseline (REINFORCE)", 8, 300,
+                  1).mean() / errors("no baseline (REINFORCE)", 32, 300, 1).mean()), within=0.1),
     ),
     exercises=(
         lab.AskNumber("By what factor does the error fall from K = 4 to K = 64?", 4.0, why="sqrt(64 / 4) = 4."),
         lab.AskKnobs("Bring the error below 0.5.", "error", None, 0.5, {"K": 64}),
         lab.AskChoice("Why does a baseline not bias the estimate?",
-                  ("It is small", "The log-probs' gradient has mean 0", "It is learned"), 1,
-                  why="A constant times grad log pi averages to 0."),
+                      ("It is small", "The log-probs' gradient has mean 0", "It is learned"), 1,
+                      why="A constant times grad log pi averages to 0."),
     ),
     code=("posttrain.algorithm.credit.baseline_values.centred", "posttrain.algorithm.loss.policy_loss.objective"),
     docs="miniatures.md", command="posttrain run arithmetic algorithm=rloo rl.siblings=16", grid=("K", "baseline"),

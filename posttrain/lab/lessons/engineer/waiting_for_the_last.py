@@ -137,28 +137,28 @@ LESSON = lab.Lesson(
         lab.Break({"cap": True, "limit": 0.2}, "The step is short, because nearly every answer is cut off before its "
               "result.", "cut_off_before_the_answer", "a low limit"),
         lab.Break({"extra": True, "cv": 2.0}, "The answers that are kept are much shorter than the policy's: long "
-              "reasoning is never learned from.", None, "extra siblings"),
+                  "reasoning is never learned from.", None, "extra siblings"),
     ),
     claims=(
         *(
             lab.Claim(f"Longest of {n} answers at CV {cv:g}, in means", "curriculum 22b", claimed,
-                  partial(longest, n, cv), within=0.05,
-                  why="Simulated with lognormal lengths; another distribution gives other numbers.")
+                      partial(longest, n, cv), within=0.05,
+                      why="Simulated with lognormal lengths; another distribution gives other numbers.")
             for cv, row in CLAIMED.items() for n, claimed in zip(SIZES, row, strict=True)
         ),
         lab.Claim("Share lost without tricks", "curriculum 22b", 0.30, lost_with(), within=0.1,
-              why="Ours is of 4 prompts with 16 siblings at CV 1; which setting the claim is of is not said."),
+                  why="Ours is of 4 prompts with 16 siblings at CV 1; which setting the claim is of is not said."),
         lab.Claim("With all three", "curriculum 22b", 0.08, lost_with(extra=True, cap=True, ahead=1), within=0.1,
-              why="The same setting, one step ahead; the claim may count its tricks otherwise."),
+                  why="The same setting, one step ahead; the claim may count its tricks otherwise."),
     ),
     exercises=(
         lab.AskNumber("The mean length is 200 and the longest of a step 800. Which share of the slots' time is lost?",
-                  0.75, why="1 - 200 / 800."),
-        lab.AskKnobs("Lose less than 45 % of the time with neither a limit nor extra siblings.", "share lost",
-                 None, 0.45, {"ahead": 4}),
+                      0.75, why="1 - 200 / 800."),
+        lab.AskKnobs("Lose less than 45 % of the time with neither a limit nor extra siblings.", "share lost", None,
+                     0.45, {"ahead": 4}),
         lab.AskChoice("Which trick changes what kind of answers the policy learns from?",
-                  ("Asking ahead", "Extra siblings of which the first are kept", "A larger batch"), 1,
-                  why="The first to end are the short ones."),
+                      ("Asking ahead", "Extra siblings of which the first are kept", "A larger batch"), 1,
+                      why="The first to end are the short ones."),
     ),
     code=("posttrain.plan.simulation.simulator.simulate", "posttrain.plan.lengths.Lengths",
           "posttrain.plan.staleness.capacity"),

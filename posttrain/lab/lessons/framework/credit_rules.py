@@ -75,14 +75,14 @@ LESSON = lab.Lesson(
     ),
     claims=(
         lab.Claim("RLOO over centred at three siblings: 3/2", "RLOO 2402.14740", 1.5,
-              lambda: credit(RLOO, 1, 0, 0)[0] / credit(CENTRED, 1, 0, 0)[0]),
+                  lambda: credit(RLOO, 1, 0, 0)[0] / credit(CENTRED, 1, 0, 0)[0]),
         lab.Claim("Rewards 1, .5, 0: GRPO's credit of the first", "0.5 / std 0.5", 1.0,
                   lambda: credit(GRPO, 1, 0.5, 0)[0]),
     ),
     exercises=(
         lab.AskNumber("Rewards 1, 0, 0: RLOO's credit of the first?", 1.0, why="1 minus the mean of the others, 0."),
         lab.AskChoice("Rewards .5, .5, .5: who pushes?", ("GRPO", "RLOO", "REINFORCE", "nobody"), 2,
-                  why="It compares with nothing."),
+                      why="It compares with nothing."),
         lab.AskKnobs("Make GRPO push the first answer down by at least 0.5.", "GRPO, first", None, -0.5,
                      {"first": 0.0}),
     ),

@@ -119,10 +119,10 @@ LESSON = lab.Lesson(
     compute=compute,
     breaks=(
         lab.Break({"phase": 6, "scored": False}, "The loss has a KL term, and nobody asked the reference.",
-              "the reference is missing"),
+                  "the reference is missing"),
     ),
     claims=(lab.Claim("Numbers that a step makes for each token before it learns", "counted", 7,
-                  lambda: float(sum(len(FILLED[p]) for p in range(5))), within=0),),
+                      lambda: float(sum(len(FILLED[p]) for p in range(5))), within=0),),
     exercises=(
         lab.AskNumber("Which phase makes the advantage?", 4, within=0.01, why="Credit, after rewards and scores."),
         lab.AskKnobs("Play the step until the policy has moved.", "distance", 0.001, None, {"phase": 7}),

@@ -111,7 +111,7 @@ w_t weight of a token, A credit, push_t the clipped ratio, sg: no gradient flows
     compute=compute,
     breaks=(
         lab.Break({"old": False, "far": 2.0}, "Without ratio and clip every token is pushed as on the first update, "
-              "however far the policy has gone.", "policy_runs_away"),
+                  "however far the policy has gone.", "policy_runs_away"),
     ),
     claims=(
         lab.Claim("k3 of a log-ratio of 0.1", "Schulman 2020", 0.0048, lambda: float(np.expm1(-0.1) + 0.1),
@@ -119,10 +119,10 @@ w_t weight of a token, A credit, push_t the clipped ratio, sg: no gradient flows
     ),
     exercises=(
         lab.AskKnobs("Silence more than half of the tokens with the clip alone.", "silent", 0.5, None,
-                 {"reference": False, "eps": 0.05, "far": 2.0}),
+                     {"reference": False, "eps": 0.05, "far": 2.0}),
         lab.AskNumber("w = 1/6, A = 0.6, ratio 1: what is the push on a token?", 0.1, why="1/6 * 0.6 * 1."),
         lab.AskChoice("Credit is 0 for all. What still moves the policy?", ("The clip", "The KL term", "Nothing"), 1,
-                  why="A pull lives where A = 0 too."),
+                      why="A pull lives where A = 0 too."),
     ),
     code=("posttrain.algorithm.loss.policy_loss.objective", "posttrain.role.trainer.Trainer"),
     docs="algorithms.md", command="posttrain run arithmetic algorithm=grpo pull.coef=0.05 clip.low=0.2",

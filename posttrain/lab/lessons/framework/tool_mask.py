@@ -134,18 +134,18 @@ LESSON = lab.Lesson(
     compute=compute, pace="release",
     breaks=(
         lab.Break({"mask": False}, "The tool's digits become likelier: the policy learns to write them itself.",
-              "masks_cover_what_was_said"),
+                  "masks_cover_what_was_said"),
     ),
     claims=(
         lab.Claim("c(123+456+789) is right with", "curriculum 08", 1368, lambda: 123 + 456 + 789, within=0),
     ),
     exercises=(
         lab.AskNumber("How many tokens of <1+2+3>c(1+2+3)=66# does the policy say, if the tool writes =6?", 10,
-                  why="c(1+2+3) has 8, 6# has 2."),
+                      why="c(1+2+3) has 8, 6# has 2."),
         lab.AskKnobs("Teach the policy the tool's digits.", "tool's log-prob", -2.0, None, {"mask": False}),
         lab.AskChoice("Why not give the tool's tokens credit 0 instead of a mask?",
-                  ("A KL or entropy term would still read them", "It is slower", "It is the same"), 0,
-                  why="Terms live where credit is 0, and denominators would count them."),
+                      ("A KL or entropy term would still read them", "It is slower", "It is the same"), 0,
+                      why="Terms live where credit is 0, and denominators would count them."),
     ),
     code=("posttrain.core.transcript.Transcript.see", "posttrain.core.transcript.Transcript.say"),
     docs="tools.md", command="posttrain run calculator", grid=("mask", "seed"),

@@ -102,18 +102,18 @@ LESSON = lab.Lesson(
     compute=compute, pace="release",
     breaks=(
         lab.Break({"every": 16, "lr": 0.01}, "The sampler is up to 15 steps behind: many tokens are clipped.",
-              "said_by_these_weights"),
+                  "said_by_these_weights"),
     ),
     claims=(
         lab.Claim("Unsourced: clipped share of healthy training, 10 to 26 %", "curriculum 06", 0.18,
-              lambda: float(np.mean(train(HEALTHY)["clipped"])), within=0.45),
+                  lambda: float(np.mean(train(HEALTHY)["clipped"])), within=0.45),
     ),
     exercises=(
         lab.AskNumber("Weights are sent every 5 steps. How many steps old is the oldest sample?", 4,
-                  why="The step before the next sync uses weights of 4 steps ago."),
+                      why="The step before the next sync uses weights of 4 steps ago."),
         lab.AskKnobs("Clip more than 20 % of the tokens.", "clipped", 0.2, None, {"every": 16, "lr": 0.01}),
         lab.AskChoice("Where is the version kept?", ("In the trainer", "With every token", "In the file name"), 1,
-                  why="So a sample says itself how old it is."),
+                      why="So a sample says itself how old it is."),
     ),
     code=("posttrain.role.sync.Sync", "posttrain.checks.sampling.sampler_checks.said_by_these_weights"),
     docs="weight-sync.md", command="posttrain run arithmetic rl.staleness=1", grid=("every", "anchor"),

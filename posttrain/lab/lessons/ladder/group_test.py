@@ -91,8 +91,8 @@ LESSON = lab.Lesson(
     ),
     exercises=(
         lab.AskNumber("p = .5, K = 2: how many groups are dead?", 0.5, why=".25 + .25."),
-        lab.AskKnobs("With at least one right answer in ten, bring dead groups below 5 %.", "dead groups", None, 0.05,
-                 {"p": 0.3, "K": 16}),
+        lab.AskKnobs("With at least one right answer in ten, bring dead groups below 5 %.", "dead groups", None,
+                     0.05, {"p": 0.3, "K": 16}),
         lab.AskChoice("2 of 50 are right. What is done first?", ("More steps", "SFT, or easier tasks", "A larger step"),
                   1, why="Where nothing is right, nothing can be compared."),
     ),

@@ -78,7 +78,7 @@ LESSON = lab.Lesson(
         lab.AskNumber("The gap is 4 nats and beta 0.25: what is the margin?", 1.0, why="0.25 * 4."),
         lab.AskKnobs("Bring the filler below 0.002.", "filler", None, 0.002, {"eta": 20.0}),
         lab.AskChoice("Why do unseen pairs move?", ("They are in the batch", "They share its weights", "By chance"),
-                  1, why="The same weights make their tokens."),
+                      1, why="The same weights make their tokens."),
     ),
     code=("posttrain.algorithm.preference.preference_loss.PreferenceLoss",
           "posttrain.ladder.preference_algorithm.PreferenceAlgorithm"),

@@ -153,15 +153,15 @@ LESSON = lab.Lesson(
     compute=compute,
     claims=(
         lab.Claim("GRPO's ticks lead to GRPO: differences", "2402.03300", 0,
-              lambda: float(nearest(ticks(LADDER["grpo"]))[0][0]), within=0),
+                  lambda: float(nearest(ticks(LADDER["grpo"]))[0][0]), within=0),
         lab.Claim("Algorithms on the ladder", "counted", 68, lambda: float(len(LADDER)), within=0.1),
     ),
     exercises=(
         lab.AskKnobs("Tick PPO: find a line that is one step from REINFORCE.", "steps from REINFORCE", None, 1,
-                 {"baseline": "a learned value", "scale": "nothing", "mean": "all tokens", "pull": "none"}),
+                     {"baseline": "a learned value", "scale": "nothing", "mean": "all tokens", "pull": "none"}),
         lab.AskNumber("How many ticks does Dr.GRPO change against GRPO?", 3, why="The scale, the mean, and the KL."),
         lab.AskChoice("A paper changes only the denominator of the loss. Which question does it answer anew?",
-                  ("compared with", "averaged over", "bounded by"), 1, why="That is the aggregation."),
+                      ("compared with", "averaged over", "bounded by"), 1, why="That is the aggregation."),
     ),
     code=("posttrain.ladder.algorithm.patch", "posttrain.ladder.algorithm.differences"),
     docs="which-algorithm.md", command="posttrain ladder --diff grpo dapo", grid=("baseline", "region"),

@@ -157,18 +157,18 @@ LESSON = lab.Lesson(
     compute=compute, pace="release",
     breaks=(
         lab.Break({"prm": 0.5},
-              "A process model that guesses is worth no more than one answer, however many are sampled.", None),
+                  "A process model that guesses is worth no more than one answer, however many are sampled.", None),
     ),
     claims=(
-        lab.Claim("One answer: .75 ^ 6", "curriculum 17", 0.75**6, lambda: rates(6, 0.75, 16, 4, 0.1, 0.15, 500, 1)[0],
-              within=0.15),
+        lab.Claim("One answer: .75 ^ 6", "curriculum 17", 0.75**6,
+                  lambda: rates(6, 0.75, 16, 4, 0.1, 0.15, 500, 1)[0], within=0.15),
     ),
     exercises=(
         lab.AskNumber("p_good .9, 10 steps: how often is one answer right?", 0.349, why=".9 ^ 10."),
         lab.AskKnobs("Make the beam solve at least 90 %.", "beam", 0.9, None, {"prm": 0.0}),
         lab.AskChoice("The process model is wrong half of the time. What is best of N with it worth?",
-                  ("As much as with a right one", "As much as one answer", "Nothing"), 1,
-                  why="It chooses at random."),
+                      ("As much as with a right one", "As much as one answer", "Nothing"), 1,
+                      why="It chooses at random."),
     ),
     code=("posttrain.search.beam.beam", "posttrain.search.puct.TreeNode.chosen", "posttrain.search.votes.best"),
     docs="search.md", command="posttrain eval runs/mine search=beam.width=2,expand=2", grid=("prm", "N"),

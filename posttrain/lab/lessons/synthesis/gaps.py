@@ -107,14 +107,14 @@ LESSON = lab.Lesson(
     compute=compute,
     claims=(
         lab.Claim("Gaps of the curriculum that run here", "curriculum 27", 15,
-              lambda: float(sum(bool(g.code) for g in GAPS)), within=0,
-              why="KV caches are not moved to main memory here: the embedded engine computes them again."),
+                  lambda: float(sum(bool(g.code) for g in GAPS)), within=0,
+                  why="KV caches are not moved to main memory here: the embedded engine computes them again."),
     ),
     exercises=(
         lab.AskKnobs("Find the gap that is not built here.", "runs", None, 0, {"gap": "caches moved to main memory"}),
         lab.AskNumber("How many of the fifteen run here?", 14, why="All but caches in main memory."),
         lab.AskChoice("Which force does a sandbox move?", ("signal", "estimator", "cost"), 2,
-                  why="It makes a signal safe to have, and its price is time."),
+                      why="It makes a signal safe to have, and its price is time."),
     ),
     code=tuple(g.code for g in GAPS if g.code),
     docs="architecture.md", command="posttrain ladder --diff ppo v_trace",
