@@ -27,7 +27,7 @@ from posttrain.config.run import Run
 from posttrain.config.stages.stage import START
 from posttrain.core.measure.right import FULL
 from posttrain.core.ports import Environment, Tracker
-from posttrain.diagnose.learning_verdict import PROMPTS, judged
+from posttrain.diagnose.learning_verdict import PROMPTS
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.learner.torch_settings import use_deterministic, use_threads
@@ -228,7 +228,7 @@ def price_lines(run: Run) -> tuple[str, ...]:
 
 def right_lines(run: Run) -> tuple[str, ...]:
     """Returns lines that say what counts as a right answer, where answers are judged."""
-    if not judged(run.env):
+    if not run.env.judges:
         return ()
     if run.env.right is None and any(r.graded for r in run.env.rewards):
         return ("right: a reward of at least 1. The score of a model is a grade: env.right=X says which is right",)

@@ -29,7 +29,6 @@ from posttrain.config.run import Run
 from posttrain.config.stages.stage import Stage, check_patterns
 from posttrain.core import seeds
 from posttrain.core.abilities import declared
-from posttrain.core.measure.right import named_right
 from posttrain.core.ports import Environment, Reference, Sampler, Tracker
 from posttrain.core.redact_secrets import scrubbed_data
 from posttrain.engine.embedded.embedded_engine import EmbeddedEngine
@@ -240,7 +239,7 @@ def make_roles(
     rollout = Rollout(
         engine, env, lambda task: RenderedDialogue(renderer, task), run.seed, renderer, run.env.limits, found
     )
-    rollout.right = named_right(run.env, env.abilities.gold)
+    rollout.right = run.env.named_right(env.abilities.vouched)
 
     def close() -> None:
         serving.close()
@@ -276,7 +275,7 @@ def _own_rollout(
         limits=own.limits,
         judges=judges,
         plays=elsewhere.player(env),
-        right=named_right(own, env.abilities.gold),
+        right=own.named_right(env.abilities.vouched),
     )
 
 

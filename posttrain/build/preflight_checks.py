@@ -185,7 +185,7 @@ async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
 async def rewards_tell(env: Environment, tasks: Sequence[Task]) -> list[str]:
     """Notes on the user's rewards, from a few answers that are judged in a moment. `posttrain check` tries more."""
     gold = env.abilities.gold
-    if gold is None or gold.vouched or not env.abilities.judges:
+    if gold is None or env.abilities.vouched or not env.abilities.judges:
         return []
     known = [(t, a) for a, t in {turns[0]: t for t, turns in gold.known(tasks) if len(turns) == 1}.items()][:ANSWERS]
     if len(known) < ANSWERS:
@@ -271,7 +271,7 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
         return True
     env = setting.environment
     gold = env.abilities.gold
-    turns = (gold.right(task) if gold is not None and gold.vouched else None) or (_probe_text(render),) * TURNS
+    turns = (gold.right(task) if gold is not None and env.abilities.vouched else None) or (_probe_text(render),) * TURNS
     chat, dialogue = not isinstance(task.prompt, str), setting.rollout.dialogue
     talk = _ScriptedTalk(render, dialogue(task.id), turns, Sampling(), chat=chat, task=task.id)
     talk.other = lambda: _ScriptedTalk(

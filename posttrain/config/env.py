@@ -266,6 +266,19 @@ class Env:
         return () if self.prompts is None else ((self.prompts, 1.0), *self.mix)
 
     @property
+    def judges(self) -> bool:
+        """True where something judges answers. Data that was judged beforehand may come without rewards."""
+        return self.name != "prompts" or bool(self.rewards)
+
+    def named_right(self, vouched: bool) -> float | None:
+        """The smallest outcome of a right answer, where it is named: by `right`; or as 1 where the outcome is the
+        environment's own verdict alone, and it is `vouched`: the environment promises that right answers score 1."""
+        measured = self.measured or any(r.measured for r in self.rewards)
+        alone = not any(r.measured == measured and (r.weight or measured) for r in self.rewards)
+        promised = vouched and alone and measured == self.measured
+        return 1.0 if self.right is None and promised else self.right
+
+    @property
     def has_reward_models(self) -> bool:
         """True where reward models or generative judges judge the answers, alone or beside others."""
         return any(r.by_model for r in self.rewards)

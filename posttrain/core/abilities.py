@@ -80,11 +80,6 @@ class GoldAnswers(Declared):
         """The tasks for which a right answer is known, each with that answer."""
         return [(task, turns) for task in tasks if (turns := self.right(task)) is not None]
 
-    @property
-    def vouched(self) -> bool:
-        """True where the environment promises that `right` scores 1."""
-        return self.verdict is not None
-
 
 class Write(Protocol):
     """Writes one demonstration."""
@@ -289,6 +284,11 @@ class Abilities(Declared):
             raise ConfigError(
                 f"Abilities(contained={self.contained!r}): give a tuple of names, such as ({self.contained!r},)"
             )
+
+    @property
+    def vouched(self) -> bool:
+        """True where the environment promises that its right answers score 1."""
+        return self.gold is not None and self.gold.verdict is not None
 
 
 def declared(environment: Any) -> Abilities:

@@ -1,41 +1,156 @@
-"""A table of advice after a run: each piece of advice says where it is right.
+"""Advice after a run: what is read of a stage, and the pieces of advice, each where it is right.
 
 `tests/rooms/test_advice.py` has, for each, a situation in which it is said and one in which it must not be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
 
-from posttrain.config.run import Reinforce
-from posttrain.core.measure.interval import number_text
-from posttrain.diagnose.advice_case import (
-    Case,
-    began_and_ended,
-    best,
-    by_heart,
-    cut_short,
-    env_of,
-    faster,
-    first_score,
-    judged,
-    kl,
-    level,
-    longer,
-    lowest,
-    more_heldout,
-    more_rows,
-    paid_by_models,
-    rates,
-    rising,
-    room,
-    rose,
-    slower,
-    sources,
-    was_better,
-)
+import numpy as np
+
+from posttrain.config.env import Env
+from posttrain.config.run import Reinforce, Run
+from posttrain.config.stages.rejection import Rejection
+from posttrain.core.measure.interval import Gain, number_text
+from posttrain.diagnose.run_outcome import Curve, StageOutcome
+from posttrain.ladder.pieces.pull import KL
 from posttrain.system.shell import command_line
+
+WORTH = 0.05
+"""The smallest gain that a run is worth, as a share of the scale. An interval that holds 0 and stays below this says
+that nothing was learned; one that goes beyond it says that more prompts are needed to tell."""
+MOST_PROMPTS = 20_000
+"""No more held-out prompts are advised."""
+HELDOUT_SHARE = 5
+"""At most one in this many prompts of a file is held out."""
+
+Word = Literal["learned", "got worse", "did not learn", "cannot be told", "paid more, not more often right"]
+By = Literal["reward", "pairs", "loss", "nothing"]
+"""By what the sentence goes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The facts that advice reads of a stage."""
+
+    run: Run
+    s: StageOutcome
+    folder: str
+    word: Word
+    by: By
+    gain: Gain | None = None
+    """Gain of the quantity that the sentence goes by."""
+    width: float = 1.0
+    """Width of the scale of that quantity."""
+    change: float | None = None
+    """By how much it became better."""
+    exploited: bool = False
+    """Whether what is paid rose, and what is measured did not."""
+    found: tuple[str, ...] = ()
+    """Messages of live rules in the last fifth of the stage's steps."""
+    prompts: int | None = None
+    """Prompts of the data, where they were counted."""
+
+    @property
+    def env(self) -> Env:
+        return self.run.env_of(self.s.stage)
+
+    @property
+    def env_path(self) -> str:
+        return "env" if self.s.stage.env is None else f"{self.s.name}.env"
+
+    @property
+    def curve(self) -> Curve:
+        """Held-out scores by step, of what leads; higher is better."""
+        return self.s.heldout_reward if self.s.graded else self.s.heldout
+
+    @property
+    def best(self) -> tuple[int, float]:
+        return max(self.curve, key=lambda p: p[1], default=(0, 0.0))
+
+    @property
+    def still(self) -> bool:
+        """True where, by rewards, nothing is known to have been learned."""
+        return self.by == "reward" and self.word in ("did not learn", "cannot be told")
+
+    @property
+    def fell(self) -> bool:
+        """True where the result became worse, surely or not."""
+        return self.change is not None and self.change < -0.2 * WORTH * self.width
+
+    @property
+    def moved(self) -> bool:
+        """True where some step changed the weights."""
+        return self.s.updates > 0 or not self.s.steps
+
+    @property
+    def one_level(self) -> float | None:
+        """The mean reward of every step, where all are the same."""
+        levels = {x for _, x in self.s.rewards}
+        return levels.pop() if len(levels) == 1 else None
+
+    @property
+    def began_and_ended(self) -> tuple[float, float]:
+        """The training reward: the means of the first and of the last fifth of its steps."""
+        values = np.array([x for _, x in self.s.rewards])
+        part = max(1, len(values) // 5)
+        return (float(values[:part].mean()), float(values[-part:].mean())) if len(values) else (0.0, 0.0)
+
+    @property
+    def rose(self) -> float:
+        began, ended = self.began_and_ended
+        return ended - began
+
+    @property
+    def most_heldout(self) -> int | None:
+        """The most prompts that the data lets be held out."""
+        return None if self.prompts is None else max(1, self.prompts // HELDOUT_SHARE)
+
+    @property
+    def room(self) -> bool:
+        """True where the data lets more prompts be held out."""
+        now = self.gain.prompts if self.gain is not None else 0
+        return now < (MOST_PROMPTS if self.most_heldout is None else self.most_heldout)
+
+    @property
+    def wanted(self) -> int:
+        """The number of held-out prompts that would show a gain of the size that was seen, or of `WORTH`."""
+        g = self.gain
+        if g is None or not math.isfinite(g.high - g.low):
+            return 100
+        size = max(abs(g.mean), WORTH * self.width)
+        need = g.prompts * ((g.high - g.low) / 2 / size) ** 2 * 1.2
+        return min(int(math.ceil(need / 50) * 50), MOST_PROMPTS)
+
+    @property
+    def by_heart(self) -> tuple[int, float] | None:
+        """(step, loss) of the lowest held-out loss, where it rose since, as where rows are learned by heart."""
+        if self.by != "loss" or not (curve := self.s.heldout_losses):
+            return None
+        low, last = min(curve, key=lambda p: p[1]), curve[-1]
+        return low if low[0] not in (0, last[0]) and last[1] > low[1] + WORTH else None
+
+    @property
+    def longer(self) -> str:
+        """The setting with which the stage goes on for as long again; '' where its time is what ends it."""
+        stage = self.s.stage
+        if stage.wall_time is not None or stage.time_of is not None:
+            return ""
+        if isinstance(stage, Rejection) and stage.rounds is not None:
+            return f"{stage.name}.rounds={2 * stage.rounds}"
+        return f"{stage.name}.steps={2 * stage.steps}"
+
+    def rate(self, times: float) -> str:
+        """The setting of so many times the learning rate."""
+        return f"{self.s.name}.optimizer.lr={self.s.stage.optimizer.lr * times:.1g}"
+
+    def show(self, *words: str) -> str:
+        return command_line("show", self.folder, "--stage", self.s.name, *words)
 
 
 @dataclass(frozen=True)
@@ -44,264 +159,173 @@ class Advice:
 
     name: str
     topic: str
-    when: Callable[[Case], bool]
-    say: Callable[[Case], str]
+    text: str
 
 
 def advice(case: Case, most: int = 3) -> tuple[str, ...]:
     """Returns the pieces of advice, the first thing to try first."""
-    return tuple(a.say(case) for a in chosen(case))[:most]
+    return tuple(a.text for a in chosen(case))[:most]
 
 
 def chosen(case: Case) -> list[Advice]:
     """The pieces that are right, in order."""
-    topics, out = set[str](), list[Advice]()
-    for a in ADVICE:
-        if a.topic not in topics and a.when(case):
-            topics.add(a.topic)
-            out.append(a)
-    return out
+    parts = (_to_tell,) if case.by == "nothing" else (_paid, _heldout, _worse, _flat, _onward, _rows)
+    of_topic = dict[str, Advice]()
+    for piece in chain.from_iterable(part(case) for part in parts):
+        of_topic.setdefault(piece.topic, piece)
+    return list(of_topic.values())
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
+TELL, CAUSE = "how to tell", "cause"
 
-TELL, ON_THE_WAY, HELD, RULES, CAUSE, LOOK = "how to tell", "on the way", "held out", "rules", "cause", "look"
 
-ADVICE: tuple[Advice, ...] = (
-    Advice(
-        "hold prompts out",
-        TELL,
-        lambda c: c.by == "nothing" and not env_of(c).heldout,
-        lambda c: f"hold prompts out: {c.env}.heldout={100 if c.most_heldout is None else min(100, c.most_heldout)}",
-    ),
-    Advice(
-        "give rewards",
-        TELL,
-        lambda c: c.by == "nothing" and not judged(env_of(c)),
-        lambda c: f"give {c.env}.rewards, which judge what the model samples",
-    ),
-    Advice(
-        "measure it",
-        TELL,
-        lambda c: c.by == "nothing" and not c.s.stage.eval,
-        lambda c: f"measure it: {c.s.name}.eval=true",
-    ),
-    Advice(
-        "record the answers",
-        TELL,
-        lambda c: c.by == "nothing" and not c.run.record_episodes,
-        lambda c: "record the answers: record_episodes=true",
-    ),
-    Advice(
-        "go on",
-        TELL,
-        lambda c: c.by == "nothing" and cut_short(c) and not c.s.done,
-        lambda c: (
-            f"{command_line('run', '--resume', c.folder)}  # goes on from the last checkpoint, and measures at the end"
-        ),
-    ),
-    Advice(
-        "measure on the way",
-        ON_THE_WAY,
-        lambda c: (
-            c.by == "nothing"
-            and cut_short(c)
-            and c.s.stage.eval
-            and not c.s.stage.eval_every
-            and bool(env_of(c).heldout)
-            and judged(env_of(c))
-            and c.run.record_episodes
-        ),
-        lambda c: f"measure on the way too: {c.s.name}.eval_every={max(1, c.s.stage.steps // 5)}",
-    ),
-    Advice(
-        "the score before",
-        TELL,
-        lambda c: c.by == "nothing" and c.s.start is None and c.s.began == "start",
-        first_score,
-    ),
-    Advice(
-        "what was said there",
-        TELL,
-        lambda c: c.by == "nothing",
-        lambda c: f"{c.show('--eval')}  # what was said, and what the rewards said of it",
-    ),
-    # what is paid is not what is wanted
-    Advice(
-        "what is paid now",
-        "paid",
-        lambda c: c.word == "paid more, not more often right",
-        lambda c: f"{c.show('--eval', '--best')}  # what is paid now, and is it what you want?",
-    ),
-    Advice(
-        "a larger KL",
-        "kl",
-        lambda c: c.exploited and isinstance(c.s.stage, Reinforce),
-        kl,
-    ),
-    Advice(
-        "more judgements",
-        "judgements",
-        lambda c: c.exploited and paid_by_models(c),
-        lambda c: "a reward model of more judgements, or several with pessimism (env.rewards=model:A+B)",
-    ),
-    Advice(
-        "lower other weights",
-        "weights",
-        lambda c: c.word == "paid more, not more often right" and not c.exploited and sources(c) > 1,
-        lambda c: f"lower the weights of the rewards that do not ask for a right answer ({c.env}.rewards.N.weight)",
-    ),
-    # more prompts would tell
-    Advice("more held out", HELD, lambda c: c.still and c.word == "cannot be told" and room(c), more_heldout),
-    Advice(
-        "more data",
-        HELD,
-        lambda c: c.still and c.word == "cannot be told" and c.prompts is not None and not room(c),
-        more_rows,
-    ),
-    # the last known cause
-    Advice(
-        "the rate that the rules name",
-        RULES,
-        lambda c: (c.still or c.word == "got worse") and rates(c),
-        lambda c: "take the learning rate that the rules name",
-    ),
-    Advice(
-        "what the rules saw",
-        RULES,
-        lambda c: (c.still or (c.word == "got worse" and c.by == "reward")) and bool(c.found),
-        lambda c: "do first what the rules say of its last steps",
-    ),
-    Advice(
-        "best at a step",
-        CAUSE,
-        lambda c: c.word == "got worse" and c.by == "reward" and was_better(c),
-        lambda c: (
-            f"it was best at step {best(c)[0]} ({number_text(best(c)[1])}): take --checkpoint best, or stop there"
-        ),
-    ),
-    Advice(
-        "learned by heart",
-        CAUSE,
-        lambda c: (
-            isinstance(c.s.stage, Reinforce)
-            and c.by == "reward"
-            and c.word in ("did not learn", "got worse")
-            and rose(c.s.rewards) > (0.02 if c.word == "got worse" else 0.05) * c.width
-        ),
-        lambda c: "its training reward rose and held-out did not: use more prompts, or fewer steps",
-    ),
-    Advice(
-        "slower",
-        "rate",
-        lambda c: c.word == "got worse" and c.moved and not c.found and not by_heart(c),
-        slower,
-    ),
-    Advice(
-        "one reward for all, of grades",
-        CAUSE,
-        lambda c: c.still and c.s.graded and len(c.paid_levels) == 1 and not c.found,
-        lambda c: (
-            f"every answer earned {level(c)}: if the reward pays wrong answers as much, mend it; else use"
-            " prompts of another difficulty"
-        ),
-    ),
-    Advice(
-        "one reward for all",
-        CAUSE,
-        lambda c: c.still and not c.s.graded and len(c.paid_levels) == 1 and max(c.paid_levels) > 0 and not c.found,
-        lambda c: (
-            f"every answer earned {level(c)}: mend the reward if it pays for wrong answers too, else use harder prompts"
-        ),
-    ),
-    Advice(
-        "never right",
-        CAUSE,
-        lambda c: (
-            c.still and c.passed is not None and c.passed.before == c.passed.after == 0 and rose(c.s.rewards) <= 0.05
-        ),
-        lambda c: (
-            "no held-out answer was right, before or after: use easier prompts, imitate right answers first, or"
-            " mend the reward"
-        ),
-    ),
-    Advice(
-        "right before",
-        CAUSE,
-        lambda c: c.still and c.passed is not None and c.passed.before > 0.9,
-        lambda c: (
-            f"it was right {c.s.accuracy.before if c.s.accuracy else 0:.0%} of the time before: use harder prompts"
-        ),
-    ),
-    Advice(
-        "it fell",
-        CAUSE,
-        lambda c: c.fell and c.word in ("did not learn", "cannot be told") and c.moved and not c.found,
-        lambda c: f"it rather fell: fewer steps, or a lower learning rate ({c.lr}={c.s.stage.optimizer.lr / 3:.1g})",
-    ),
-    Advice(
-        "faster",
-        CAUSE,
-        lambda c: (
-            c.still
-            and isinstance(c.s.stage, Reinforce)
-            and not c.found
-            and len(c.paid_levels) > 1
-            and c.moved
-            and abs(rose(c.s.rewards)) <= 0.05 * c.width
-        ),
-        lambda c: (
-            f"training reward hardly changed ({began_and_ended(c)}): a higher learning rate or more steps ({faster(c)})"
-        ),
-    ),
-    Advice(
-        "longer or faster",
-        CAUSE,
-        lambda c: (
-            c.still and not isinstance(c.s.stage, Reinforce) and c.moved and not c.found and bool(longer(c.s.stage))
-        ),
-        lambda c: f"more steps or a higher learning rate: {longer(c.s.stage)} {faster(c)}",
-    ),
-    Advice(
-        "read what it says",
-        LOOK,
-        lambda c: c.still and isinstance(c.s.stage, Reinforce),
-        lambda c: f"{c.show()}  # read what it says, and what it is paid for",
-    ),
-    Advice(
-        "still rising",
-        CAUSE,
-        lambda c: c.word == "learned" and c.by == "reward" and c.s.done and rising(c) and bool(longer(c.s.stage)),
-        lambda c: f"it was still rising at its end: {longer(c.s.stage)}",
-    ),
-    # pairs, and loss
-    Advice(
-        "longer, or more pairs",
-        CAUSE,
-        lambda c: c.by == "pairs" and c.word == "cannot be told" and not c.fell and bool(longer(c.s.stage)),
-        lambda c: f"more steps, or more held-out pairs ({c.env}.heldout): {longer(c.s.stage)}",
-    ),
-    Advice(
-        "answers are not measured",
-        "answers",
-        lambda c: c.by == "pairs" and c.s.stage.leaves_policy and not judged(env_of(c)),
-        lambda c: "whether its answers are better is not measured: give env.rewards, which judge what it samples",
-    ),
-    Advice(
-        "stop at the lowest loss",
-        CAUSE,
-        by_heart,
-        lambda c: (
-            f"it was lowest after step {lowest(c)[0][0]} ({lowest(c)[0][1]:.3f}) and rose since, as where rows are"
-            f" learned by heart: take --checkpoint best, or stop there ({c.s.name}.steps={lowest(c)[0][0]})"
-        ),
-    ),
-    Advice(
-        "more rows, or longer",
-        "rows",
-        lambda c: (
-            c.by == "loss" and c.word == "cannot be told" and not c.fell and not by_heart(c) and bool(longer(c.s.stage))
-        ),
-        lambda c: f"hold more rows out ({c.env}.heldout), or more steps: {longer(c.s.stage)}",
-    ),
-)
+def _to_tell(c: Case) -> Iterator[Advice]:
+    """Of a stage of which nothing can be told."""
+    env, stage, path = c.env, c.s.stage, c.env_path
+    cut_short = c.s.end is None or c.s.end.step == 0
+    if not env.heldout:
+        most = 100 if c.most_heldout is None else min(100, c.most_heldout)
+        yield Advice("hold prompts out", TELL, f"hold prompts out: {path}.heldout={most}")
+    if not env.judges:
+        yield Advice("give rewards", TELL, f"give {path}.rewards, which judge what the model samples")
+    if not stage.eval:
+        yield Advice("measure it", TELL, f"measure it: {stage.name}.eval=true")
+    if not c.run.record_episodes:
+        yield Advice("record the answers", TELL, "record the answers: record_episodes=true")
+    if cut_short and not c.s.done:
+        again = command_line("run", "--resume", c.folder)
+        yield Advice("go on", TELL, f"{again}  # goes on from the last checkpoint, and measures at the end")
+    measured = stage.eval and env.heldout and env.judges and c.run.record_episodes
+    if cut_short and measured and not stage.eval_every:
+        often = f"measure on the way too: {stage.name}.eval_every={max(1, stage.steps // 5)}"
+        yield Advice("measure on the way", "on the way", often)
+    if c.s.start is None and c.s.began == "start":
+        text = "the model began with random weights, so its score before is that of guessing"
+        if path := c.run.model.path:
+            text = (
+                f"{command_line('eval', path)}  # with this run's env.* settings: the score before, to compare by hand"
+            )
+        yield Advice("the score before", TELL, text)
+    said = f"{c.show('--eval')}  # what was said, and what the rewards said of it"
+    yield Advice("what was said there", TELL, said)
+
+
+def _paid(c: Case) -> Iterator[Advice]:
+    """Of a stage that is paid more and is no better: what is paid is not what is wanted."""
+    if c.word == "paid more, not more often right":
+        look = f"{c.show('--eval', '--best')}  # what is paid now, and is it what you want?"
+        yield Advice("what is paid now", "paid", look)
+    if c.exploited and isinstance(c.s.stage, Reinforce):
+        pull, place = c.s.stage.algorithm.pull, f"{c.s.name}.algorithm.pull"
+        coef = 3 * pull.coef if isinstance(pull, KL) else 0.3
+        text = f"a larger KL to its start ({place}=kl {place}.coef={coef:.2g}), or fewer steps"
+        yield Advice("a larger KL", "kl", text)
+    rewards = c.env.rewards
+    if c.exploited and any(r.by_model and not r.measured for r in rewards):
+        text = "a reward model of more judgements, or several with pessimism (env.rewards=model:A+B)"
+        yield Advice("more judgements", "judgements", text)
+    sources = sum(not r.measured and r.weight != 0 for r in rewards)
+    sources += c.env.name != "prompts" and not c.env.measured
+    if c.word == "paid more, not more often right" and not c.exploited and sources > 1:
+        text = f"lower the weights of the rewards that do not ask for a right answer ({c.env_path}.rewards.N.weight)"
+        yield Advice("lower other weights", "weights", text)
+
+
+def _heldout(c: Case) -> Iterator[Advice]:
+    """Of a stage that more held-out prompts would tell of."""
+    if not c.still or c.word != "cannot be told":
+        return
+    if c.room:
+        least, wanted, most = WORTH * c.width, c.wanted, c.most_heldout
+        size = "more" if c.gain is None else f"a gain of {number_text(max(abs(c.gain.mean), least), '.2g')}"
+        if c.gain is not None and abs(c.gain.mean) < least:
+            size += f", a {1 / WORTH:.0f}th of the range of rewards"
+        told = f"hold more prompts out: about {wanted:,} would tell {size}"
+        few = most is not None and most < wanted
+        told += f", and its data lets {most:,} be held out ({c.env_path}.heldout={most})" if few else ""
+        yield Advice("more held out", "held out", told if few else f"{told} ({c.env_path}.heldout={wanted})")
+    elif c.prompts is not None:
+        text = (
+            f"its data has {c.prompts} prompts, of which at most one in {HELDOUT_SHARE} is held out: about"
+            f" {c.wanted * HELDOUT_SHARE:,} prompts would tell, or env.args of a larger set; with these, more"
+            " evaluation.samples narrow the interval a little"
+        )
+        yield Advice("more data", "held out", text)
+
+
+def _worse(c: Case) -> Iterator[Advice]:
+    """What rules said, and the causes of a fall."""
+    lr = f"{c.s.name}.optimizer.lr="
+    if (c.still or c.word == "got worse") and any(lr in x for x in c.found):
+        yield Advice("the rate that the rules name", "rules", "take the learning rate that the rules name")
+    if (c.still or (c.word == "got worse" and c.by == "reward")) and c.found:
+        yield Advice("what the rules saw", "rules", "do first what the rules say of its last steps")
+    if c.word == "got worse" and c.by == "reward":
+        at, score = c.best
+        if 0 < at < c.s.steps and score > c.curve[0][1] + 0.01 * c.width:
+            text = f"it was best at step {at} ({number_text(score)}): take --checkpoint best, or stop there"
+            yield Advice("best at a step", CAUSE, text)
+    enough = {"did not learn": 0.05, "got worse": 0.02}.get(c.word, math.inf) * c.width
+    if isinstance(c.s.stage, Reinforce) and c.by == "reward" and c.rose > enough:
+        text = "its training reward rose and held-out did not: use more prompts, or fewer steps"
+        yield Advice("learned by heart", CAUSE, text)
+    if c.word == "got worse" and c.moved and not c.found and c.by_heart is None:
+        yield Advice("slower", "rate", f"lower the learning rate: {c.rate(1 / 3)}")
+
+
+def _flat(c: Case) -> Iterator[Advice]:
+    """Causes of a stage that did not learn."""
+    level, passed = c.one_level, None if c.s.graded else c.s.accuracy
+    if c.still and c.s.graded and level is not None and not c.found:
+        text = f"every answer earned {level:g}: if the reward pays wrong answers as much, mend it; else use"
+        yield Advice("one reward for all, of grades", CAUSE, f"{text} prompts of another difficulty")
+    if c.still and not c.s.graded and level is not None and level > 0 and not c.found:
+        text = f"every answer earned {level:g}: mend the reward if it pays for wrong answers too, else use"
+        yield Advice("one reward for all", CAUSE, f"{text} harder prompts")
+    if c.still and passed is not None and passed.before == passed.after == 0 and c.rose <= 0.05:
+        text = "no held-out answer was right, before or after: use easier prompts, imitate right answers first, or"
+        yield Advice("never right", CAUSE, f"{text} mend the reward")
+    if c.still and passed is not None and passed.before > 0.9:
+        yield Advice("right before", CAUSE, f"it was right {passed.before:.0%} of the time before: use harder prompts")
+    if not c.moved or c.found:
+        return
+    if c.fell and c.word in ("did not learn", "cannot be told"):
+        yield Advice("it fell", CAUSE, f"it rather fell: fewer steps, or a lower learning rate ({c.rate(1 / 3)})")
+    sampled = isinstance(c.s.stage, Reinforce)
+    if c.still and sampled and level is None and c.s.rewards and abs(c.rose) <= 0.05 * c.width:
+        began, ended = map(number_text, c.began_and_ended)
+        text = f"training reward hardly changed ({began} to {ended}): a higher learning rate or more steps"
+        yield Advice("faster", CAUSE, f"{text} ({c.rate(3)})")
+    if c.still and not sampled and c.longer:
+        yield Advice("longer or faster", CAUSE, f"more steps or a higher learning rate: {c.longer} {c.rate(3)}")
+
+
+def _onward(c: Case) -> Iterator[Advice]:
+    """Of a stage that samples: what to read, and whether to go on."""
+    if c.still and isinstance(c.s.stage, Reinforce):
+        yield Advice("read what it says", "look", f"{c.show()}  # read what it says, and what it is paid for")
+    points = [x for _, x in c.curve]
+    full = not c.s.graded and bool(points) and points[-1] >= 0.97
+    rising = len(points) >= 3 and points[-1] > points[-2] + 0.01 * c.width and not full
+    if c.word == "learned" and c.by == "reward" and c.s.done and rising and c.longer:
+        yield Advice("still rising", CAUSE, f"it was still rising at its end: {c.longer}")
+
+
+def _rows(c: Case) -> Iterator[Advice]:
+    """Of a stage that goes by pairs or by loss."""
+    unsure = c.word == "cannot be told" and not c.fell and bool(c.longer)
+    if c.by == "pairs" and unsure:
+        text = f"more steps, or more held-out pairs ({c.env_path}.heldout): {c.longer}"
+        yield Advice("longer, or more pairs", CAUSE, text)
+    if c.by == "pairs" and c.s.stage.leaves_policy and not c.env.judges:
+        text = "whether its answers are better is not measured: give env.rewards, which judge what it samples"
+        yield Advice("answers are not measured", "answers", text)
+    if c.by_heart is not None:
+        text = (
+            f"it was lowest after step {c.by_heart[0]} ({c.by_heart[1]:.3f}) and rose since, as where rows are"
+            f" learned by heart: take --checkpoint best, or stop there ({c.s.name}.steps={c.by_heart[0]})"
+        )
+        yield Advice("stop at the lowest loss", CAUSE, text)
+    if c.by == "loss" and unsure and c.by_heart is None:
+        text = f"hold more rows out ({c.env_path}.heldout), or more steps: {c.longer}"
+        yield Advice("more rows, or longer", "rows", text)

@@ -9,9 +9,7 @@ from posttrain.config.run import Run
 from posttrain.core.gauge import Step
 from posttrain.core.measure.heldout_loss import perplexity
 from posttrain.core.measure.interval import Gain, Score
-from posttrain.diagnose.advice import advice
-from posttrain.diagnose.advice_case import WORTH, Case, Word
-from posttrain.diagnose.advice_case import judged as judged
+from posttrain.diagnose.advice import WORTH, Case, Word, advice
 from posttrain.diagnose.measurement import common_scale
 from posttrain.diagnose.rules.notes_once import findings_of
 from posttrain.diagnose.run_outcome import RunOutcome, StageOutcome

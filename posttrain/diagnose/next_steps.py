@@ -48,11 +48,10 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     words, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
     recipe, overrides = words if words is not None else ("", [])
     out: list[tuple[str, str]] = []
-    judges = bool(run.env.rewards) or run.env.name != "prompts"  # else nothing was sampled
-    if judges:
+    if run.env.judges:  # else nothing was sampled
         out.append((command_line("show", folder), "read what it said, and what it was paid"))
     alone = not any(is_inline(name) for name in (run.env.name, *(r.function for r in run.env.rewards)))
-    if run.env.heldout and judges and alone:
+    if run.env.heldout and run.env.judges and alone:
         out.append((command_line("eval", folder, "--samples", "16"), "its held-out score on more samples"))
     if not worse:
         out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.config.run import Env, Evaluation, Model, Reinforce, Run
-from posttrain.core.measure.right import named_right
 from posttrain.core.ports import Environment
 from posttrain.core.sampling import Sampling
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
@@ -113,7 +112,7 @@ async def evaluate_remote(
         )
         say(f"endpoint: {url}, model {found.model}, dialect {found.dialect}; by {by}")
         return await evaluate(
-            replace(rollout, limits=run.env.limits, right=named_right(run.env, environment.abilities.gold)),
+            replace(rollout, limits=run.env.limits, right=run.env.named_right(environment.abilities.vouched)),
             environment.heldout,
             told,
             measure,

@@ -268,7 +268,7 @@ def test_a_gallery_task_declares_what_its_methods_say() -> None:
     assert found.key is not None and found.key(task) == env.key(task) and found.alphabet == env.alphabet
     assert (
         found.gold is not None
-        and found.gold.vouched
+        and found.vouched
         and found.gold.known(env.heldout) == [(t, env.gold(t)) for t in env.heldout]
     )
     assert found.demonstrations is not None and found.demonstrations.styles == ("document", "answer", "cot")

@@ -54,7 +54,7 @@ class RejudgedAnswers:
         """
         self._turn = turn
         gold = env.abilities.gold
-        self._vouched = env.name if gold is not None and gold.vouched else None
+        self._vouched = env.name if env.abilities.vouched else None
         for task, right in _asked(env, gold):
             try:
                 said = await attempt(env, task, right)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -57,44 +56,6 @@ def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = F
         return Right(None)
     weights = {j.source: max(j.weight, 0.0) for j in own}
     return Right(full=abs(math.fsum(weights.values()) - FULL) <= SLACK)
-
-
-class Vouching(Protocol):
-    """The promise of an environment about its right answers (`core.abilities.GoldAnswers`)."""
-
-    @property
-    def vouched(self) -> bool: ...
-
-
-class PaidBy(Protocol):
-    """One reward among those that pay an episode (`config.env.Reward`)."""
-
-    @property
-    def measured(self) -> bool: ...
-    @property
-    def weight(self) -> float: ...
-
-
-class Paid(Protocol):
-    """The settings by which an episode is paid (`config.env.Env`)."""
-
-    @property
-    def right(self) -> float | None: ...
-    @property
-    def measured(self) -> bool: ...
-    @property
-    def rewards(self) -> Sequence[PaidBy]: ...
-
-
-def named_right(config: Paid, gold: Vouching | None) -> float | None:
-    """The smallest outcome of a right answer, where it is named: by `Env.right`, or as 1 by an environment that
-    promises so of its own verdict, where the outcome is that verdict alone."""
-    if config.right is not None:
-        return config.right
-    measured = config.measured or any(r.measured for r in config.rewards)
-    alone = not any(r.measured == measured and (r.weight or measured) for r in config.rewards)
-    promised = gold is not None and gold.vouched
-    return FULL if promised and alone and measured == config.measured else None
 
 
 @dataclass(frozen=True)

@@ -131,8 +131,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
             f" kept: {m.keep.words()}{', once each' if m.distinct else ''}; {stage.epochs} passes of {stage.batch} a"
             f" step, from the {'first' if m.weights == 'start' else 'last'} weights{extra}{general}"
         )
-        gold = abilities.declared(self.setting.environment).gold
-        if isinstance(m.keep, Best | TopShare) and m.keep.above is None and gold is not None and gold.vouched:
+        vouched = abilities.declared(self.setting.environment).vouched
+        if isinstance(m.keep, Best | TopShare) and m.keep.above is None and vouched:
             self.parts.say(
                 f"{stage.name}: {m.label} keeps the best of each prompt, also where all are wrong. Right answers are"
                 f" known here: {stage.name}.method.keep.above=0 leaves such prompts out"
