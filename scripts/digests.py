@@ -68,6 +68,9 @@ class Play:
     words: tuple[str, ...]
     again_from: str = ""
     """End of a checkpoint's name: the finished run is cut back to it and resumed."""
+    nproc: int | None = None
+    parallel: str = "rows"
+    """How the processes of `nproc` divide the weights."""
 
 
 MEASURED = ("env.heldout=8", "evaluation.samples=2")
@@ -209,6 +212,41 @@ def options() -> Iterator[Play]:
     yield Play("resumed/refreshed", "arithmetic", refreshed, "rl-000003")
 
 
+def preferences() -> Iterator[Play]:
+    """Three steps of every algorithm of preferences, after a few of imitation."""
+    from posttrain.ladder.preference_rows import PREFERENCES
+
+    cut = (*_imitated("sft", 3), *_imitated("dpo", 3), "env.heldout=8", "evaluation.samples=2", *KEPT)
+    for name in PREFERENCES:
+        yield Play(f"preference/{name}", "dpo", (*cut, f"dpo.algorithm={name}"))
+
+
+def kinds() -> Iterator[Play]:
+    """What is computed otherwise than by one process, over all weights, with AdamW, from fresh samples."""
+    told = {
+        "adamw8bit": "rl.optimizer=adamw8bit",
+        "muon": "rl.optimizer=muon",
+        "sgd": "rl.optimizer=sgd",
+        "staleness": "rl.staleness=2 rl.steps=4",
+        "inflight": "rl.staleness=2 rl.steps=4 engine.update=inflight rl.algorithm=decoupled_ppo",
+        "processes": "placement=processes rl.staleness=1",
+    }
+    for name, words in told.items():
+        own = words.split()
+        yield Play(f"kind/{name}", "arithmetic", (*_without(own, (*TAUGHT, *RL)), *own))
+    small = ("env.rewards={rewards}:spread", *_imitated("sft", 3), *MEASURED, *EASY, *RL, *KEPT)
+    adapters = {
+        "lora": "model.lora.rank=4",
+        "dora": "model.lora.rank=4 model.lora.dora=true",
+        "mixture": "model.arch=qwen3_moe model.experts=4 model.experts_per_token=2 model.router_replay=sampler",
+    }
+    for name, words in adapters.items():
+        yield Play(f"kind/{name}", "arithmetic", (*small, *words.split()))
+    for name, parallel in (("ranks", "rows"), ("ranks_experts", "experts"), ("ranks_tensor", "tensor")):
+        own = ("model.arch=qwen3_moe", "model.experts=4", "model.experts_per_token=2") if "experts" in name else ()
+        yield Play(f"kind/{name}", "arithmetic", (*small, *own), nproc=2, parallel=parallel)
+
+
 def _without(own: Iterable[str], words: Iterable[str]) -> list[str]:
     """`words` less those that `own` says too."""
     said = {w.partition("=")[0] for w in own}
@@ -289,10 +327,11 @@ def play(one: Play, scratch: Path) -> Parts:
 
     made = {"start": scratch / "start-model", "teacher": scratch / "teacher-model", "rewards": scratch / "rewards.py"}
     words = [w.format(**made) for w in one.words]
+    ranks: dict[str, Any] = {"nproc": one.nproc, "parallel": one.parallel} if one.nproc else {}
     with tempfile.TemporaryDirectory(dir=scratch) as temporary:
         folder = Path(temporary) / "run"
         try:
-            done = posttrain.run(one.recipe, *words, out=folder, quiet=True)
+            done = posttrain.run(one.recipe, *words, out=folder, quiet=True, **ranks)
             if one.again_from:
                 (begin,) = (folder / "checkpoints").glob(f"*-{one.again_from}")
                 done = posttrain.run(resume=begin, quiet=True)
@@ -312,7 +351,9 @@ def _work(one: Play, scratch: str) -> tuple[str, Parts, float]:
 def take(only: str, jobs: int) -> dict[str, Parts]:
     """The digests of all runs whose name fits `only`."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    chosen = [p for p in (*recipes(), *algorithms(), *options()) if fnmatch.fnmatch(p.name, only)]
+    chosen = [
+        p for p in (*recipes(), *algorithms(), *options(), *preferences(), *kinds()) if fnmatch.fnmatch(p.name, only)
+    ]
     out: dict[str, Parts] = {}
     with (
         tempfile.TemporaryDirectory(prefix="digests-") as scratch,
