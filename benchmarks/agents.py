@@ -7,8 +7,8 @@ seeds each.
 
 `calculator` is also run with the mask planted off: what the tool shows counts as said by the policy, so that it is
 learned from (fault=observation_unmasked). The canaries stop that run at its first step, which is checked first; then
-they are switched off, here and nowhere else, to see what such a run would have come to. Writes docs/agents-table.md and
-benchmarks/results/agents.json.
+they are switched off, here and nowhere else, to see what such a run would have come to. Writes
+docs/research/agents-table.md and benchmarks/results/agents.json.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def verdicts(rows: list[Row]) -> list[tuple[str, str, bool]]:
 
 
 def page(rows: list[Row]) -> str:
-    """docs/agents-table.md."""
+    """docs/research/agents-table.md."""
     lines = [
         "# Learning with tools and verifiers",
         "",
@@ -211,7 +211,7 @@ def main() -> None:
                 shutil.rmtree(scratch)
             if not args.dry:
                 rows.sort(key=lambda r: (list(TARGETS).index(r.task), r.arm, r.seed))
-                (ROOT / "docs/agents-table.md").write_text(page(rows), encoding="utf-8")
+                (ROOT / "docs/research/agents-table.md").write_text(page(rows), encoding="utf-8")
                 facts = {
                     "date": time.strftime("%Y-%m-%d"),
                     "python": platform.python_version(),

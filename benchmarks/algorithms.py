@@ -5,8 +5,8 @@
 
 For each seed one SFT (imitating running sums, 40 % of them wrong) makes the start; every algorithm then takes the same
 number of controller steps on the same prompts. The gain of a prompt is its accuracy after minus before on the same
-sampling seeds; the bound is the lower end of the 95 % interval of the mean gain. Writes docs/algorithm-table.md and
-benchmarks/results/algorithms.json.
+sampling seeds; the bound is the lower end of the 95 % interval of the mean gain. Writes
+docs/research/algorithm-table.md and benchmarks/results/algorithms.json.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def play(name: str, seed: int, steps: int, model: Path, folder: Path) -> Row:
 
 
 def page(rows: list[Row], steps: int) -> str:
-    """docs/algorithm-table.md."""
+    """docs/research/algorithm-table.md."""
     names, seeds = list(dict.fromkeys(r.algorithm for r in rows)), len({r.seed for r in rows})
     lines = [
         "# Algorithms side by side",
@@ -222,7 +222,7 @@ def write(rows: list[Row], steps: int) -> None:
     """The results file and the page, after every row: a run that is cut short leaves what it found."""
     order = list(LADDER)
     rows = sorted(rows, key=lambda r: (r.seed, order.index(r.algorithm)))
-    (ROOT / "docs/algorithm-table.md").write_text(page(rows, steps), encoding="utf-8")
+    (ROOT / "docs/research/algorithm-table.md").write_text(page(rows, steps), encoding="utf-8")
     facts = {
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),

@@ -1,7 +1,7 @@
 """How many tokens the bet on draws (`posttrain.checks.sampling.sampler_draws`) needs until it stops a run, by entropy
 and by what is wrong.
 
-    python benchmarks/draws.py        # two minutes; writes docs/draws-table.md
+    python benchmarks/draws.py        # two minutes; writes docs/research/draws-table.md
 
 Tokens come from made-up distributions of a given mean entropy over 32 words, drawn at `tau` times the temperature that
 is reported. The embedded engine's draws are drawn again instead, which takes the first token that differs; its table
@@ -19,7 +19,7 @@ import numpy as np
 from posttrain.checks.sampling.sampler_draws import ALPHA, MOST, SURE, TEMPERATURES
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/draws-table.md"
+PAGE = ROOT / "docs/research/draws-table.md"
 ENTROPIES = (0.05, 0.2, 0.5, 1.0, 2.0, 3.0)
 TAUS = (0.0, 0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
 """0: the most probable token is always taken."""

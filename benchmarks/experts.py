@@ -1,4 +1,5 @@
-"""How far sampler and learner of a mixture of experts are apart, with and without routing replay: docs/experts.md.
+"""How far sampler and learner of a mixture of experts are apart, with and without routing replay:
+docs/guides/experts.md.
 
     python -m benchmarks.experts --seeds 3 --steps 12
 

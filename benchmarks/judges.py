@@ -6,7 +6,7 @@
 A judge is trained by imitation alone (the first stage of the recipe `judge`, two judgements in five wrong, in the form
 of DeepSeek-GRM). It judges training pairs; each judgement is labelled by its pair (Eq. 10 of 2504.02495), and a meta
 reward model learns the labels, from the judge's own weights. Then held-out pairs are judged `MOST` times each. What was
-predicted before the run is in docs/LOG.md (2026-11-23, judges).
+predicted before the run is in docs/research/LOG.md (2026-11-23, judges).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 The world is `replies`: its judges' taste is planted, so the gold score of every answer is known. A policy imitates
 replies, reward models learn from pairs of them, and the policy is then chosen by best-of-n or trained by RL against
 them. Both are drawn by sqrt KL to the imitation. Writes benchmarks/results/overoptimisation.json and
-docs/overoptimisation/*.svg. The predictions were registered in docs/LOG.md before the first run.
+docs/research/overoptimisation/*.svg. The predictions were registered in docs/research/LOG.md before the first run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from posttrain.record import run_reader
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/overoptimisation.json"
-PICTURES = ROOT / "docs/overoptimisation"
+PICTURES = ROOT / "docs/research/overoptimisation"
 SEEDS = (0, 1, 2)
 WEAK, STRONG, BATCH, MEMBERS = 40, 250, 64, 4
 """Steps of a weak and of a strong reward model, pairs a step, and members of the ensembles."""

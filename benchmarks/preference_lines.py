@@ -18,7 +18,7 @@ Measured on 256 held-out tasks that no line trained on, by the utility itself, w
     win rate   two samples of the trained policy against two of the start, for each task; equal utilities count half
 
 Both with 95 % intervals over tasks, each with its mean over the seeds.
-Writes benchmarks/results/preference_lines.json after each line, and docs/preference-lines.md.
+Writes benchmarks/results/preference_lines.json after each line, and docs/research/preference-lines.md.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from posttrain.stages.run_parts import RunParts
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/preference_lines.json"
-PAGE = ROOT / "docs/preference-lines.md"
+PAGE = ROOT / "docs/research/preference-lines.md"
 
 SEEDS = (0, 1, 2)
 NOISES = (0.0, 0.2)
@@ -235,7 +235,7 @@ def verdict(line: str, rows: Sequence[LineRow]) -> str:
 
 
 def page(rows: Sequence[LineRow]) -> str:
-    """docs/preference-lines.md."""
+    """docs/research/preference-lines.md."""
     of = {n: [r for r in rows if r.line == n] for n in PREFERENCES}
     noises = sorted({r.noise for r in rows})
     lines = [

@@ -7,7 +7,7 @@
 For each seed one SFT on arithmetic (40 % of the demonstrations wrong) makes the start. Every arm then takes the same
 number of steps of one optimizer step each, on samples that are `staleness` steps old. The arms and what they are to
 show are in `staleness_arms.py`, written before the runs. Writes benchmarks/results/staleness.json after each run, from
-which it goes on, and docs/staleness-runs.md with its picture.
+which it goes on, and docs/research/staleness-runs.md with its picture.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from posttrain.record import run_reader
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/staleness.json"
-PAGE = ROOT / "docs/staleness-runs.md"
+PAGE = ROOT / "docs/research/staleness-runs.md"
 PICTURE = ROOT / "docs/pictures/staleness.svg"
 LAST = 6
 """Steps over whose rollouts the last accuracy on training prompts is taken."""
@@ -175,7 +175,7 @@ def picture(found: Mapping[tuple[str, int], Mapping[str, float]]) -> None:
 
 
 def page(rows: Sequence[StaleRow]) -> str:
-    """docs/staleness-runs.md."""
+    """docs/research/staleness-runs.md."""
     found, whole = means(rows), len(ARMS) * len(STALENESS) * len(SEEDS)
     before = float(np.mean([r.before for r in rows])) if rows else math.nan
     lines = [
@@ -191,7 +191,7 @@ def page(rows: Sequence[StaleRow]) -> str:
         " `python -m benchmarks.staleness`; the arms, one line",
         "each, are in `benchmarks/staleness_arms.py`. A run that a check stopped counts as accuracy 0.",
         "",
-        "![Accuracy and effective sample size over staleness](pictures/staleness.svg)",
+        "![Accuracy and effective sample size over staleness](../pictures/staleness.svg)",
         "",
         *tables(found),
         "## Predicted before the runs",

@@ -1,4 +1,4 @@
-"""What catches what: every planted fault, and healthy runs that must trip nothing. Writes docs/trust.md and
+"""What catches what: every planted fault, and healthy runs that must trip nothing. Writes docs/research/trust.md and
 results/trust.json.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py            # everything, a few minutes on one core
@@ -79,7 +79,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "trust.json"
 ONCE = {"loss": uncovered, "credit": uncovered_credit}
 """The choices that have no second computation."""
 AHEAD = ROOT / "benchmarks" / "results" / "trust_ahead.json"
-PAGE = ROOT / "docs" / "trust.md"
+PAGE = ROOT / "docs/research/trust.md"
 HEALTHY = ("reinforce", "reinforce_ema", "rloo", "ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "maxrl")
 SEEDS = (0, 1, 2)
 EVERY_STEP = (
@@ -442,7 +442,7 @@ def drawn_at_random() -> list[str]:
         " dtype, architecture, drafts, length of SFT, reward and learning rate. It is healthy by definition: nothing"
         " is planted, and where it is stopped it must have finite losses with all checks off; no run is left out for"
         " how it went. Untaught policies and absurd learning rates are among them, so live rules may speak there and be"
-        " right; how often they are wrong is measured on runs of taught policies: [diagnosis.md](diagnosis.md).",
+        " right; how often they are wrong is measured on runs of taught policies: [diagnosis](../help/diagnosis.md).",
         "",
         *drawn_of_the_learner(found["learner"]),
         f"**The same with groups that are asked ahead**: {asked['runs'] - asked['false_alarms']} of {asked['runs']}"
@@ -585,7 +585,7 @@ def page(data: dict[str, Any]) -> str:
         ),
         "",
         *table([(f"`{f.__name__}`", summary(f)) for f in SECOND_OPINIONS], "check", "what holds"),
-        "**In every search** at inference (`posttrain/search/search_checks.py`, [search](search.md)):",
+        "**In every search** at inference (`posttrain/search/search_checks.py`, [search](../guides/search.md)):",
         "",
         *table([(f"`{n}`", t) for n, t in functions(search_checks)], "check", "what holds"),
         "**Live rules** (`posttrain/diagnose/rules/all_rules.py`) read the record and warn in its notes:",

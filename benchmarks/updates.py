@@ -11,7 +11,7 @@ For each seed one SFT on arithmetic (40 % of the demonstrations wrong) makes the
 number of steps on the same prompts: 8 prompts x 8 answers, cut into 4 minibatches, 4 times. The arms and what they are
 to show are in `updates_regions.py`, those on old samples in `updates_stale.py`, those of other worlds in
 `updates_worlds.py`, written before the runs. Writes
-benchmarks/results/updates.json after each run, from which it goes on, and docs/several-updates.md.
+benchmarks/results/updates.json after each run, from which it goes on, and docs/research/several-updates.md.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from posttrain.record import run_reader
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/updates.json"
-PAGE = ROOT / "docs/several-updates.md"
+PAGE = ROOT / "docs/research/several-updates.md"
 WORKS: Mapping[str, Mapping[str, Algorithm]] = {
     "mild": {**ARMS, **LATER, **LINES, **TOKENS},
     "hot": {**ARMS, **LATER},
@@ -221,7 +221,7 @@ def table(found: Mapping[tuple[str, str], Mapping[str, float]], rate: str, arms:
 
 
 def page(rows: Sequence[ArmRow]) -> str:
-    """docs/several-updates.md."""
+    """docs/research/several-updates.md."""
     found, missing = means(rows), sum(map(len, WORKS.values())) * len(SEEDS) - len(rows)
     before = float(np.mean([r.before for r in rows if r.rate in RATES]))
     rates = " and ".join(f"{lr:g} ({n})" for n, lr in RATES.items())

@@ -78,7 +78,7 @@ ASIDE: Mapping[str, str] = {
     "a3po": "its anchor is found by the versions of tokens, which are all equal here: it compares with the sampler",
     "aipo": "the cap of `cispo` at 4, not 5, against the sampler",
     "dr_grpo": f"credit and weight alone ({DR_GRPO.paper}); its trust region is `clip`",
-    "hierarchical GRPO, A*-PO": "no line of the ladder; what is missing for one is in [the notes](algorithms-notes.md)",
+    "hierarchical GRPO, A*-PO": "no line of the ladder; [the notes](../design/algorithms-notes.md) say what one needs",
 }
 """Lines of the ladder that are no arm of their own, and why."""
 

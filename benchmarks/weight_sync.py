@@ -47,7 +47,7 @@ from posttrain.engine.transfer.shared_folder import FolderCarrier
 from posttrain.engine.transfer.shared_memory import SharedCarrier
 
 RESULTS = Path(__file__).parent / "results" / "weight_sync.json"
-PAGE = Path(__file__).parents[1] / "docs" / "weight-sync.md"
+PAGE = Path(__file__).parents[1] / "docs/design/weight-sync.md"
 BEGIN, END = "<!-- measured by benchmarks/weight_sync.py -->\n", "<!-- end of table -->\n"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TRANSPORTS = ("shared", "file", "collective")

@@ -245,7 +245,7 @@ def build(made: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def table() -> str:
-    """The table of `docs/models.md`."""
+    """The table of `docs/reference/models.md`."""
     lines = ["| | families of transformers |", "|---|---|", f"| **run** | {', '.join(RUNS)} |"]
     lines += [f"| **run**, each sequence in a row of its own: a recurrent state | {', '.join(KEEP_STATE)} |"]
     lines += [

@@ -201,7 +201,7 @@ WORDS = [
 
 
 def torchrun(folder: Path, *how: str) -> subprocess.Popen[str]:
-    """`torchrun ... -m posttrain run`, as docs/ranks.md prints it."""
+    """`torchrun ... -m posttrain run`, as docs/guides/ranks.md prints it."""
     command = [sys.executable, "-m", "torch.distributed.run", *how]
     command += ["-m", "posttrain", "run", *WORDS, "--out", str(folder)]
     here = {"PYTHONPATH": str(Path(main.__file__).parents[2]), "OMP_NUM_THREADS": "1"}

@@ -164,7 +164,7 @@ def test_trl_takes_the_same_updates(tmp_path: Path, pair_job: Callable[[str], st
 
 @pytest.mark.prove
 def test_arms_of_several_updates_part(tmp_path: Path) -> None:
-    """Sampled arms of docs/several-updates.md on a smaller task: bounds silence tokens, and VCPO's step shrinks."""
+    """Arms of docs/research/several-updates.md on a smaller task: bounds silence tokens, and VCPO's step shrinks."""
     model, found = faulty.start(tmp_path), dict[str, dict[str, float]]()
     for arm in ("no_clip", "clip", "gspo", "seq_is", "vcpo_step"):
         run = faulty.smallest(

@@ -1,5 +1,5 @@
 """What code, tests, pages and notebooks cite resolves in the repository: survey entries (A19), arXiv ids, laws, pains,
-traps, gaps, and the steps of the walks in docs/architecture.md."""
+traps, gaps, and the steps of the walks in docs/design/architecture.md."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ NUMBERED = re.compile(r"\b(law|pain|trap|gap)s? (\d+(?:(?:, | and )\d+)*)\b(?![.
 GAP = re.compile(r"\bG\d{1,2}\b")
 INVENTED = {"tests/laws/test_open_pieces.py": {"2501.00001"}}
 """Ids that a test makes up."""
-SANDBOX = re.compile(r"tests/rooms/test_(?:sandbox\w*|hostile_cases)\.py|docs/hostile-cases\.md")
-"""Files that cite traps of the sandbox, which are rows of docs/hostile-cases.md."""
+SANDBOX = re.compile(r"tests/rooms/test_(?:sandbox\w*|hostile_cases)\.py|docs/design/hostile-cases\.md")
+"""Files that cite traps of the sandbox, which are rows of docs/design/hostile-cases.md."""
 
 
 def text_of(path: Path) -> str:
@@ -47,7 +47,7 @@ def text_of(path: Path) -> str:
 @cache
 def entries() -> frozenset[str]:
     """Every mark that may be cited: `A19`, `law 3`, `pain 16`, `trap 4`, `sandbox trap 7`, `G17`, an arXiv id."""
-    page = {n: (DOCS / f"{n}.md").read_text() for n in ("papers", "laws", "pains", "hostile-cases")}
+    page = {n: (DOCS / f"design/{n}.md").read_text() for n in ("papers", "laws", "pains", "hostile-cases")}
     found = re.findall(r"^### ([A-E]\d{2})\. ", page["papers"], re.M) + ARXIV.findall(page["papers"])
     effects = page["papers"].partition("### F.2. ")[2].partition("\n### ")[0]
     found += [f"F.2 item {n}" for n in re.findall(r"^\| (\d+) \|", effects, re.M)] + ["F.3"]
@@ -83,7 +83,7 @@ def nowhere(text: str, path: str) -> list[str]:
 def test_every_citation_leads_somewhere() -> None:
     found = {str(p.relative_to(ROOT)): nowhere(text_of(p), str(p.relative_to(ROOT))) for p in CITING}
     wrong = [f"{path}: {', '.join(marks)}" for path, marks in sorted(found.items()) if marks]
-    assert not wrong, "no entry in docs/papers.md, laws.md, pains.md or hostile-cases.md:\n" + "\n".join(wrong)
+    assert not wrong, "no entry in docs/design/papers.md, laws.md, pains.md or hostile-cases.md:\n" + "\n".join(wrong)
 
 
 def test_the_pages_are_whole() -> None:
@@ -100,7 +100,7 @@ def test_the_test_itself_finds_what_leads_nowhere(tmp_path: Path) -> None:
     text = "(A99), arXiv 2599.99999, law 9, laws 2 and 31, Pain 26, trap 21; A05, 2402.03300, Laws 2, 3 and 6, trap 4"
     assert nowhere(text, "posttrain/x.py") == ["2599.99999", "A99", "law 31", "law 9", "pain 26", "trap 21"]
     assert nowhere("F.2 item 3, F.2 items 2 and 99, F.1.9, F.3.2", "x") == ["F.1.9", "F.2 item 99"]
-    assert nowhere("trap 15, trap 14", "docs/hostile-cases.md") == ["sandbox trap 15"]
+    assert nowhere("trap 15, trap 14", "docs/design/hostile-cases.md") == ["sandbox trap 15"]
     assert nowhere('source="G31; G17"', "tests/mutants/judging/data_faults.py") == ["G31"]
     assert "pain 10" in set(cited("(pain 10, trl#2175)", "x")) and not list(cited("gap 1.8, B2, sha A123", "x"))
     cells = [{"source": ["see A99\n", "and law 31"], "outputs": [{"text": "pain 99"}]}, {"source": "F.1.9"}]
@@ -130,7 +130,7 @@ def names(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("walk", ["token", "reward", "override", "weight"])
 def test_a_walk_goes_through_functions_that_are_there(walk: str) -> None:
-    text = (DOCS / "architecture.md").read_text()
+    text = (DOCS / "design/architecture.md").read_text()
     section = text.partition(f"## The walk of a{'n' * (walk == 'override')} {walk}\n")[2].partition("\n## ")[0]
     steps = [m.groupdict() for m in STEP.finditer(section)]
     assert len(steps) >= 8 and len(steps) == section.count("\n| ") - 1, "a step is a row: what, `file`, `function`"
@@ -140,7 +140,7 @@ def test_a_walk_goes_through_functions_that_are_there(walk: str) -> None:
 
 def test_the_picture_of_the_floors_is_the_table() -> None:
     """Every room that exists stands on its floor in the picture, and no other room."""
-    picture = (DOCS / "architecture.md").read_text().partition("```text\n")[2].partition("```")[0]
+    picture = (DOCS / "design/architecture.md").read_text().partition("```text\n")[2].partition("```")[0]
     drawn: dict[int, set[str]] = {}
     floor = -1
     rooms = {r for rooms in FLOORS for r in rooms}
@@ -156,7 +156,7 @@ def test_a_pain_says_what_holds_it() -> None:
     """Each pain and trap names a test that exists; `faults` that it names are planted ones."""
     from tests.mutants import FAULTS
 
-    text = (DOCS / "pains.md").read_text()
+    text = (DOCS / "design/pains.md").read_text()
     sections = re.findall(r"^### ((?:Pain|Trap) \d+)\..*\n((?:(?!^#).*\n)*)", text, re.M)
     assert len(sections) == 45
     for name, body in sections:
@@ -166,4 +166,4 @@ def test_a_pain_says_what_holds_it() -> None:
         assert not [f for f in planted if f not in FAULTS], name
     named = set(re.findall(r"`(\w+)`", text))
     lacking = [f.name for f in FAULTS.values() if re.search(r"\b(pain|trap) \d", f.source) and f.name not in named]
-    assert not lacking, f"docs/pains.md does not name them at their pain: {lacking}"
+    assert not lacking, f"docs/design/pains.md does not name them at their pain: {lacking}"

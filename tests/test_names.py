@@ -22,7 +22,7 @@ from tests import public
 
 ROOT = public.ROOT
 GOLDEN = Path(__file__).parent / "golden" / "public.txt"
-GLOSSARY = ROOT / "docs" / "glossary.md"
+GLOSSARY = ROOT / "docs/reference/glossary.md"
 FILES = sorted((ROOT / "posttrain").rglob("*.py"))
 
 SAME_MODULE_NAME = {"judge.py": ("the recipe of a judge, and the environment it trains in: users name both", 2)}
@@ -89,7 +89,7 @@ def imported(text: str) -> Iterator[tuple[str, str]]:
 
 def test_what_pages_and_templates_import_is_public() -> None:
     table, algorithms = {*public.names()}, public.algorithms()
-    pages = [p for p in (ROOT / "docs").glob("*.md") if p.name != "LOG.md"]
+    pages = [p for p in (ROOT / "docs").rglob("*.md") if p.name != "LOG.md"]
     programs = [*(ROOT / "posttrain").glob("**/data/*.txt"), *(ROOT / "posttrain").glob("**/data/*.py")]
     assert programs and pages
     wrong = list[str]()
@@ -119,8 +119,8 @@ def test_the_glossary_has_every_public_name_and_no_other() -> None:
     public_names = {name for _, name in public.names()}
     found = {entry.strip("`") for entry, _, _ in entries() if entry.startswith("`")}
     missing, strange = sorted(public_names - found), sorted(found - public_names)
-    assert not missing, f"docs/glossary.md does not explain {missing}"
-    assert not strange, f"docs/glossary.md explains what is not public: {strange}"
+    assert not missing, f"docs/reference/glossary.md does not explain {missing}"
+    assert not strange, f"docs/reference/glossary.md explains what is not public: {strange}"
 
 
 def test_the_glossary_is_in_order_and_has_no_entry_twice() -> None:
@@ -137,9 +137,9 @@ def test_each_entry_is_a_sentence_with_its_source() -> None:
 
 
 def test_algorithms_of_the_ladder_are_explained_with_their_papers() -> None:
-    page = (ROOT / "docs" / "algorithms.md").read_text()
+    page = (ROOT / "docs/reference/algorithms.md").read_text()
     found = public.algorithms()
     assert len(found) > 50
     for word, paper in found.values():
-        assert f"`{word}`" in page or f"# {word}" in page, f"docs/algorithms.md does not explain {word}"
-        assert paper in page, f"docs/algorithms.md does not name {paper}, the source of {word}"
+        assert f"`{word}`" in page or f"# {word}" in page, f"docs/reference/algorithms.md does not explain {word}"
+        assert paper in page, f"docs/reference/algorithms.md does not name {paper}, the source of {word}"

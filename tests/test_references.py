@@ -1,6 +1,6 @@
 """What a page names exists: files, modules, classes, tests, `make` targets and the pages it links to.
 
-docs/LOG.md is left out, because it tells what was true on its dates.
+docs/research/LOG.md is left out, because it tells what was true on its dates.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def test_the_test_itself_finds_what_is_gone() -> None:
         " tests/rooms/test_{book,pages}.py, `engine/occupancy`, `GroupMean`, `role/`,"
         " python -m scripts.pages.generated_pages"
     )
-    assert {x.split(": ")[0] for x in wrong(text, ROOT / "docs" / "recipes.md")} == {
+    assert {x.split(": ")[0] for x in wrong(text, ROOT / "docs/start/recipes.md")} == {
         "core/gone.py",
         "posttrain.core.gone",
         "posttrain.core.types.Gone",

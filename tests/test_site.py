@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from posttrain.ladder.policy_rows import LADDER
+from scripts.site.build import SHELVES, listed
 from scripts.site.drawings import DRAWINGS, QUESTIONS
 from scripts.site.examples import FIRST, LAST, TITLE, cut
-from scripts.site.pages import SiteError, Stage, outline, place, read_pages, relative, slug
+from scripts.site.pages import SiteError, Stage, place, read_pages, relative, slug
 from scripts.site.pictures import FIGURES, PICTURES, Picture
 
 ROOT = Path(__file__).parents[1]
@@ -30,30 +31,27 @@ def test_a_page_says_whom_it_is_for_and_what_they_can_do_after_it() -> None:
 
 
 def test_the_index_leads_to_every_page() -> None:
-    listed = {link.partition("#")[0] for _, links in outline(PAGES["docs/README.md"]) for link in links}
-    lacking = [p for p in PAGES if p.startswith("docs/") and p != "docs/README.md" and p[5:] not in listed]
-    assert not lacking, f"docs/README.md lists no {lacking}"
+    """The index lists the shelves, and the first page of a shelf its pages."""
+    assert listed(PAGES, "docs/README.md", "docs/")[-len(SHELVES) :] == [f"docs/{s}/README.md" for s in SHELVES]
+    found = {p for s in SHELVES for p in listed(PAGES, f"docs/{s}/README.md", f"docs/{s}/")}
+    lacking = [p for p in PAGES if p.startswith("docs/") and not p.endswith("/README.md") and p not in found]
+    assert not lacking, f"no shelf's README.md lists {lacking}"
 
 
 def test_no_page_lies_where_another_one_does(tmp_path: Path) -> None:
     """The generator makes pages too: its search would replace a page of that name."""
     (tmp_path / "docs").mkdir()
-    assert place("docs/search.md") == "search-at-inference"
-    for name in ("search.md", "Search-at-inference.md"):
-        (tmp_path / "docs" / name).write_text("# A page\n")
-    with pytest.raises(SiteError, match=r"docs/search\.md: the site has another page search-at-inference\.html"):
-        read_pages(tmp_path)
-    (tmp_path / "docs" / "Search-at-inference.md").rename(tmp_path / "docs/genindex.md")
-    with pytest.raises(SiteError, match=r"docs/genindex\.md: the site has another page genindex\.html"):
+    (tmp_path / "docs/search.md").write_text("# A page\n")
+    with pytest.raises(SiteError, match=r"docs/search\.md: the site has another page search\.html"):
         read_pages(tmp_path)
 
 
 def test_two_clicks_in_the_files() -> None:
-    index, first = PAGES["docs/README.md"], ("for-researchers.md", "for-engineers.md")
+    index, first = PAGES["docs/README.md"], ("start/for-researchers.md", "start/for-engineers.md")
     assert all(f"]({page})" in index for page in first)
-    assert "[my own reward on my own model](my-reward-my-model.md)" in PAGES["docs/for-researchers.md"]
-    assert "[What replaces my `GRPOConfig`](coming-from-trl.md#grpoconfig)" in PAGES["docs/for-engineers.md"]
-    assert "## GRPOConfig" in PAGES["docs/coming-from-trl.md"]
+    assert "[my own reward on my own model](my-reward-my-model.md)" in PAGES["docs/start/for-researchers.md"]
+    assert "[What replaces my `GRPOConfig`](coming-from-trl.md#grpoconfig)" in PAGES["docs/start/for-engineers.md"]
+    assert "## GRPOConfig" in PAGES["docs/start/coming-from-trl.md"]
 
 
 def test_every_anchor_is_there() -> None:
@@ -79,25 +77,27 @@ def anchors(text: str) -> set[str]:
 
 
 def test_where_a_page_lies() -> None:
-    assert [place(p) for p in ("docs/README.md", "README.md", "docs/recipes.md", "docs/LOG.md")] == [
-        *("index", "readme", "recipes", "log")
+    assert [place(p) for p in ("docs/README.md", "README.md", "docs/start/recipes.md", "docs/research/LOG.md")] == [
+        *("index", "readme", "start/recipes", "research/log")
     ]
     assert place("examples/README.md") == "examples/index" and place("examples/gsm8k/README.md") == "examples/gsm8k"
-    assert relative("recipes", "examples/gsm8k") == "../recipes"
+    assert place("docs/help/README.md") == "help/index" and relative("recipes", "examples/gsm8k") == "../recipes"
 
 
 def test_links_turn_into_those_of_the_site() -> None:
     stage = Stage(ROOT, PAGES)
     said = stage.text(
-        "[a](../../docs/recipes.md#rlhf) [b](../../posttrain/ladder/policy_rows.py) (law 2, A05, F.2 item 5) `law 2` [c](https://x.org)\n"
+        "[a](../../docs/start/recipes.md#rlhf) [b](../../posttrain/ladder/policy_rows.py) (law 2, A05,"
+        " F.2 item 5) `law 2` [c](https://x.org)\n"
         "```sh\nlaw 3 [d](nowhere)\n```",
         "examples/gsm8k/README.md",
         "examples/gsm8k",
     )
     law, entry, effects = (stage.marks[x].partition("#")[2] for x in ("law 2", "a05", "f.2"))
     assert said.splitlines() == [
-        "[a](../recipes.md#rlhf) [b](../source/posttrain/ladder/policy_rows_py.md)"
-        f" ([law 2](../laws.md#{law}), [A05](../papers.md#{entry}), [F.2](../papers.md#{effects}) item 5) `law 2`"
+        "[a](../start/recipes.md#rlhf) [b](../source/posttrain/ladder/policy_rows_py.md)"
+        f" ([law 2](../design/laws.md#{law}), [A05](../design/papers.md#{entry}),"
+        f" [F.2](../design/papers.md#{effects}) item 5) `law 2`"
         " [c](https://x.org)",
         "```sh",
         "law 3 [d](nowhere)",
@@ -105,12 +105,12 @@ def test_links_turn_into_those_of_the_site() -> None:
     ]
     assert stage.sources == {"posttrain/ladder/policy_rows.py"}
     with pytest.raises(SiteError, match="neither a page nor a file"):
-        stage.text("[x](gone.md)", "docs/recipes.md", "recipes")
+        stage.text("[x](gone.md)", "docs/start/recipes.md", "recipes")
 
 
 def test_a_date_is_not_cut() -> None:
     rows = "| 2026-11-23 | law | a |\n| H-07 | b |\n| a-07 | c |\n    | 2026-11-23 | d |"
-    assert Stage(ROOT, PAGES).text(rows, "docs/recipes.md", "recipes").splitlines() == [
+    assert Stage(ROOT, PAGES).text(rows, "docs/start/recipes.md", "recipes").splitlines() == [
         '| <span class="uncut">2026-11-23</span> | law | a |',
         '| <span class="uncut">H-07</span> | b |',
         *("| a-07 | c |", "    | 2026-11-23 | d |"),
@@ -135,7 +135,7 @@ def test_a_drawing_is_what_its_script_draws(name: str) -> None:
 
 
 def test_the_decision_tree_names_what_its_page_names() -> None:
-    page, named = PAGES["docs/which-algorithm.md"], [a for _, _, names in QUESTIONS for a in names.split(", ")]
+    page, named = PAGES["docs/guides/which-algorithm.md"], [a for _, _, names in QUESTIONS for a in names.split(", ")]
     assert not [a for a in named if a not in LADDER or f"`{a}`" not in page]
 
 
@@ -147,7 +147,7 @@ def test_every_picture_is_shown() -> None:
         assert "<svg" in (ROOT / "docs/pictures" / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/algorithms.md", "docs/papers.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/algorithms.md", "docs/design/papers.md"])
 def test_every_algorithm_is_on_the_pages_that_list_them(page: str) -> None:
     lacking = [name for name in LADDER if f"`{name}`" not in PAGES[page] and f"\n## {name}\n" not in PAGES[page]]
     assert not lacking, f"{page} has no {lacking}"
@@ -155,12 +155,12 @@ def test_every_algorithm_is_on_the_pages_that_list_them(page: str) -> None:
 
 def test_pages_say_how_many_algorithms_there_are() -> None:
     assert f"each of the {len(LADDER)} runs" in PAGES["README.md"]
-    assert f"All {len(LADDER)} algorithms" in PAGES["docs/which-algorithm.md"]
+    assert f"All {len(LADDER)} algorithms" in PAGES["docs/guides/which-algorithm.md"]
 
 
 def test_experiments_stand_by_topic_and_newest_first() -> None:
-    """docs/LOG.md: each topic begins with its table; docs/defects.md: each row names what holds it."""
-    topics = re.split(r"^## ", PAGES["docs/LOG.md"], flags=re.M)[2:]
+    """LOG.md: each topic begins with its table; defects.md: each row names what holds it."""
+    topics = re.split(r"^## ", PAGES["docs/research/LOG.md"], flags=re.M)[2:]
     assert len(topics) >= 8
     for topic in topics:
         title, _, rest = topic.partition("\n")
@@ -169,7 +169,7 @@ def test_experiments_stand_by_topic_and_newest_first() -> None:
         assert dates and dates == sorted(dates, reverse=True), title
         headed = re.findall(r"^### (\d{4}-\d\d-\d\d) ", rest, re.M)
         assert headed and headed == sorted(headed, reverse=True), title
-    rows = re.findall(r"^\| \d{4}-\d\d-\d\d \|.*\| ([^|]*) \|$", PAGES["docs/defects.md"], re.M)
+    rows = re.findall(r"^\| \d{4}-\d\d-\d\d \|.*\| ([^|]*) \|$", PAGES["docs/research/defects.md"], re.M)
     assert len(rows) > 20 and all("`" in row for row in rows)
 
 

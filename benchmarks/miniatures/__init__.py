@@ -4,5 +4,5 @@
     python -m benchmarks.miniatures rare_token,entropy --seeds 0,1,2
 
 One file an effect. Each names its claim, its source and what was predicted before it was measured; `make prove` repeats
-them on three seeds and asserts what was found (docs/miniatures.md).
+them on three seeds and asserts what was found (docs/research/miniatures.md).
 """

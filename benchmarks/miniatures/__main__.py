@@ -1,4 +1,5 @@
-"""Plays miniatures and writes benchmarks/results/miniatures.json, docs/miniatures/*.svg and docs/miniatures.md."""
+"""Plays miniatures and writes benchmarks/results/miniatures.json, docs/research/miniatures/*.svg and
+docs/research/miniatures.md."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def write(everything: dict[str, dict[str, Any]]) -> None:
         )
         + "\n"
     )
-    (ROOT / "docs/miniatures").mkdir(exist_ok=True)
+    (ROOT / "docs/research/miniatures").mkdir(exist_ok=True)
     sections: dict[str, str] = {}
     overview: list[tuple[Miniature, str]] = []
     for name in (n for n in NAMES if n in everything):
@@ -116,10 +117,10 @@ def write(everything: dict[str, dict[str, Any]]) -> None:
         each = figures_of(stored)
         figures = mean(each)
         curves = {k: Curve(c["x"], c["y"]) for k, c in stored["curves"].items()}
-        (ROOT / f"docs/miniatures/{name}.svg").write_text(svg(curves, m.picture), encoding="utf-8")
+        (ROOT / f"docs/research/miniatures/{name}.svg").write_text(svg(curves, m.picture), encoding="utf-8")
         sections[name] = section(m, figures, m.judge(figures, each), stored["seeds"], stored["seconds"])
         overview.append((m, re.sub(r"[^a-z0-9 -]", "", m.picture.title.lower()).replace(" ", "-")))
-    (ROOT / "docs/miniatures.md").write_text(page(sections, overview), encoding="utf-8")
+    (ROOT / "docs/research/miniatures.md").write_text(page(sections, overview), encoding="utf-8")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""docs/miniatures.md: what was claimed, what was predicted, what was measured."""
+"""docs/research/miniatures.md: what was claimed, what was predicted, what was measured."""
 
 from __future__ import annotations
 

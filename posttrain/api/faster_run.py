@@ -23,7 +23,7 @@ Source = Literal["this run", "counted", "measured here", "quoted"]
 ROLES = ("rollout", "score", "learn", "sync", "book", "evaluate", "checkpoint")
 """Roles of the record whose seconds make up a step; `evaluate` and `checkpoint` are shared out over all steps."""
 RECOMPUTED = {"selective": 1 / 1.22, "full": 1 / 1.42}
-"""Of the learner's time where activations are kept (docs/slow.md, on a processor)."""
+"""Of the learner's time where activations are kept (docs/help/slow.md, on a processor)."""
 WORKERS = 4
 LEAST = 0.01
 """Smallest share of a step that is worth a line."""

@@ -222,7 +222,7 @@ def price_lines(run: Run) -> tuple[str, ...]:
         return ()
     return (
         "deterministic: torch's deterministic algorithms, and passes of a fixed size in the engine, whose idle rows are"
-        " its price (docs/precision.md has figures)",
+        " its price (docs/guides/precision.md has figures)",
     )
 
 

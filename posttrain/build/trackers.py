@@ -4,7 +4,8 @@ Every gauge is logged as `STAGE/gauge` (its mean) over the stage's own step, eve
 the peak bytes of every role as `STAGE/memory/role`. With `log_completions=N` the first N completions of each step go
 along as a table (`CompletionTables`), for a tracker that has `table`.
 `steps.jsonl` remains the complete record. A tracker that fails during a run is reported once and not called again.
-A run prints for each tracker where to look (`tracker_lines`); docs/trackers.md says what is logged and what is sent.
+A run prints for each tracker where to look (`tracker_lines`); docs/guides/trackers.md says what is logged and what is
+sent.
 """
 
 from __future__ import annotations

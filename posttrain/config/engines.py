@@ -31,7 +31,7 @@ class Embedded:
     tokens stay the same. It is faster for text that repeats itself or has a low temperature. 0: off."""
     draft: str | None = None
     """Draft with this smaller model: a directory or hub id with the policy's tokenizer. The distribution stays exact.
-    It is seldom faster at temperature 1 (docs/engine.md). None: off."""
+    It is seldom faster at temperature 1 (docs/design/engine.md). None: off."""
     drafts: int = 4
     """Tokens per pass from the draft model."""
     update: Literal["drain", "inflight", "stale"] = "drain"
@@ -60,13 +60,13 @@ class Embedded:
 
 @dataclass(frozen=True, kw_only=True)
 class VLLM:
-    """vLLM: in the trainer's process, or as a server. docs/engines.md compares it with the embedded engine."""
+    """vLLM: in the trainer's process, or as a server. docs/guides/engines.md compares it with the embedded engine."""
 
     server: bool = False
     """Start vLLM as a server of its own, on this machine, for the length of the run."""
     url: str | None = None
     """Address of a vLLM server that runs already, such as http://10.0.0.7:8000;
-    it must be started as docs/engines.md says."""
+    it must be started as docs/guides/engines.md says."""
     key_env: str | None = None
     """Environment variable that holds the server's API key."""
     share: str | None = None

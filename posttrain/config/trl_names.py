@@ -1,5 +1,5 @@
 """The names that settings of TRL, transformers and PEFT have here: for whoever writes the name that they know
-(docs/coming-from-trl.md has all fields of all configurations)."""
+(docs/start/coming-from-trl.md has all fields of all configurations)."""
 
 from __future__ import annotations
 
@@ -58,4 +58,5 @@ OTHERS: dict[str, str] = {
 
 def our_name(name: str) -> str:
     """Returns our name for a name of another library, as a sentence for an error; '' where it is none."""
-    return f"{name} of other libraries is here: {OTHERS[name]} (docs/coming-from-trl.md)" if name in OTHERS else ""
+    said = f"{name} of other libraries is here: {OTHERS.get(name)} (docs/start/coming-from-trl.md)"
+    return said if name in OTHERS else ""

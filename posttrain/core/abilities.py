@@ -322,7 +322,7 @@ def judgements(environment: Any) -> Judgements:
     found = declared(environment).judgements
     if found is None:
         own = "or give it abilities with judgements=Judgements(kinds, draw) (posttrain.core.abilities)"
-        said = "; docs/preference_data.md has every form" if environment.name == "prompts" else f", {own}"
+        said = "; docs/guides/preference_data.md has every form" if environment.name == "prompts" else f", {own}"
         raise ConfigError(
             f"environment {environment.name!r} has no judged completions. Give rows with the columns chosen and"
             f" rejected: env=prompts env.prompts=FILE{said}"

@@ -1,4 +1,4 @@
-"""Makes one figure of scores, as benchmarks of reward models do: RewardBench 1 and 2 (docs/papers.md, C08)."""
+"""Makes one figure of scores, as benchmarks of reward models do: RewardBench 1 and 2 (docs/design/papers.md, C08)."""
 
 from __future__ import annotations
 

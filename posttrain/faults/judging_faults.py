@@ -213,7 +213,7 @@ def _(real: Real) -> Real:
     source="value of a leaf not backed up",
     shows=("search=tree",),
     needs="search",
-    lesson="a tree search chooses by values that come up from the leaves (docs/search.md)",
+    lesson="a tree search chooses by values that come up from the leaves (docs/guides/search.md)",
     caught_by="_counted",
     see=(
         "run prm sft.steps=40 label.prompts=64 label.steps=1 prm.steps=20 rl=none --out RUN",

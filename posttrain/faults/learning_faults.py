@@ -26,7 +26,7 @@ MICRO = ("rl.micro_tokens=64",)
     seam="posttrain.algorithm.credit.step_credit:_std",
     what="the group's standard deviation divides by G instead of G - 1",
     harm="credit is too large, most of all in small groups: the effective learning rate depends on the group size",
-    source="docs/algorithms-notes.md: the group's standard deviation has ddof 1",
+    source="docs/design/algorithms-notes.md: the group's standard deviation has ddof 1",
     lesson="the group's standard deviation divides by G - 1, and by G every small group learns faster",
     caught_by="StepCreditAudit.credit_agrees",
 )

@@ -6,7 +6,8 @@ has no `if fault`.
         return lambda rewards: float(np.std(rewards))
 
 `planted(name)` puts the twin in place of the function inside a block; everything else is the real code. `posttrain
-faults` lists the faults of the package. docs/trust.md lists which check catches each, and after how many steps.
+faults` lists the faults of the package. docs/research/trust.md lists which check catches each, and after how many
+steps.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ class Lesson:
     code: tuple[str, ...] = ()
     """Dotted names of the functions that compute here."""
     docs: str = ""
-    """The page of the documentation, such as `staleness.md`."""
+    """The page of the documentation, such as `guides/staleness.md`."""
     command: str = ""
     """Command that does the same in a real run."""
     grid: tuple[str, ...] = ()

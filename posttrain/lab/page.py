@@ -195,7 +195,8 @@ def _docs(page: str, where: Where) -> Markup:
     name, _, part = page.partition("#")
     if where == "server":
         return tag("code", f"docs/{page}")
-    return tag("a", name.removesuffix(".md"), href=f"../{name.removesuffix('.md')}.html{'#' + part if part else ''}")
+    there = name.removesuffix(".md")
+    return tag("a", there.rpartition("/")[2], href=f"../{there.lower()}.html{'#' + part if part else ''}")
 
 
 def _ends(lesson: Lesson, where: Where) -> Markup:

@@ -56,7 +56,7 @@ def plot(
 
     Args:
         folders: run folders, finished or not.
-        gauges: names of `docs/metrics.md` that the runs recorded.
+        gauges: names of `docs/reference/metrics.md` that the runs recorded.
         out: also write it to this file; its ending says how (.svg, .png, .pdf).
 
     Raises:

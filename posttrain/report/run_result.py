@@ -164,8 +164,8 @@ class Result:
     def frame(self) -> Any:
         """The steps as a pandas data frame: one row a step, one column a gauge (its mean). Needs pandas.
 
-        Columns of wall times begin with `clock/`, those of peak bytes with `memory/`. docs/metrics.md says what each
-        gauge means.
+        Columns of wall times begin with `clock/`, those of peak bytes with `memory/`. docs/reference/metrics.md says
+        what each gauge means.
         """
         pandas = _package("pandas", "result.frame()")
         return pandas.DataFrame([_row(s) for s in run_reader.steps(self.folder)])

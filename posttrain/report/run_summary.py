@@ -202,7 +202,7 @@ def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], said: Callab
 
 def finding_lines(of: RunOutcome) -> list[str]:
     """Returns the findings of the live rules, each rule of a stage once, with the steps at which it held
-    (docs/diagnosis.md)."""
+    (docs/help/diagnosis.md)."""
     found = [n.line for n in findings_of(run_reader.steps(of.folder))]
     out = ["what the rules saw"] if found else []
     for line in found:

@@ -107,7 +107,8 @@ def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
         raise ConfigError(
             f"out of memory in a forward and backward pass of {tokens:,} tokens ({len(packed.lengths_S)} sequences, the"
             f" longest of {longest:,}): {lower}, or compute activations again instead of keeping them"
-            f" (model.gradient_checkpointing=full). docs/out-of-memory.md says more. ({str(error).splitlines()[0]})"
+            f" (model.gradient_checkpointing=full). docs/help/out-of-memory.md says more."
+            f" ({str(error).splitlines()[0]})"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A sandbox for other machines: the reference server of the executor's protocol (docs/sandbox.md).
+"""A sandbox for other machines: the reference server of the executor's protocol (docs/guides/sandbox.md).
 
     POSTTRAIN_SANDBOX_TOKEN=$(openssl rand -hex 16) python -m posttrain.sandbox.reference_server --port 8642
 

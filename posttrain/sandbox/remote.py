@@ -1,7 +1,7 @@
 """Programs sent to an executor over HTTP, which runs them on another machine. Its replies are checked before use.
 
-The protocol is in docs/sandbox.md; `reference_server` implements it. An executor without a valid answer is our failure:
-`SandboxBroken`, then a retry, at last no verdict, but never a score.
+The protocol is in docs/guides/sandbox.md; `reference_server` implements it. An executor without a valid answer is our
+failure: `SandboxBroken`, then a retry, at last no verdict, but never a score.
 """
 
 from __future__ import annotations

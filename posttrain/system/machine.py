@@ -80,7 +80,8 @@ def kept_memory() -> AbstractContextManager[None]:
 
     Every step of a stage takes the same memory again. What goes back to the system in between must be fetched page by
     page, which made products of matrices three times slower where it happened, and it happened by chance
-    (docs/LOG.md, 2026-11-27). It acts on glibc, where MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ are not set.
+    (docs/research/LOG.md, 2026-11-27). It acts on glibc, where MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ are
+    not set.
     """
     if any(name in os.environ for name in THRESHOLDS):
         return nullcontext()

@@ -45,7 +45,7 @@ The printed loss is a surrogate: only its gradient means something. Letters of t
 |---|---|
 | `R`, `r` | raw outcome of a response, and what shaping makes of it; credit reads `r`, filters and curricula read `R` |
 | `A` | credit of a token. Standard deviations are ddof 1 without an epsilon; a group without spread (max - min \
-within rounding of its rewards' terms: [algorithms-notes.md](algorithms-notes.md), *No spread*) has credit exactly 0 |
+within rounding of its rewards' terms: [the notes](../design/algorithms-notes.md), *No spread*) has credit exactly 0 |
 | `push`, `rho` | how loudly a token may speak, as a function of rho = pi / anchor and the sign of `A`; never \
 differentiated |
 | `c` | train/inference correction, start / mu; never differentiated |
@@ -56,7 +56,7 @@ reference (or teacher) |
 
 In a terminal: `posttrain ladder`, `posttrain ladder NAME`, `posttrain ladder --diff A B`. On the batches of a run of \
 yours:
-`posttrain ladder --on RUN` ([ladder-on-a-run.md](ladder-on-a-run.md)).
+`posttrain ladder --on RUN` ([how](../guides/ladder-on-a-run.md)).
 
 """
 
@@ -178,7 +178,7 @@ def metrics() -> str:
             " one definition."
         ),
         "",
-        "![Six gauges of a run that learns, over their healthy bands](pictures/gauges.svg)",
+        "![Six gauges of a run that learns, over their healthy bands](../pictures/gauges.svg)",
         "",
         (
             "Six of them in a run that learns (`posttrain run arithmetic`). Towards its end most prompts are always"
@@ -195,7 +195,7 @@ def metrics() -> str:
 
 def recipes() -> str:
     """The page on disk with its lists generated anew."""
-    before, _, rest = (DOCS / "recipes.md").read_text(encoding="utf-8").partition(BEGIN)
+    before, _, rest = (DOCS / "start/recipes.md").read_text(encoding="utf-8").partition(BEGIN)
     lines: list[str] = []
     for kind, what in KINDS.items():
         lines += [
@@ -210,7 +210,7 @@ def recipes() -> str:
 
 def diagnosis() -> str:
     """The page on disk with its list of live rules generated anew."""
-    before, _, rest = (DOCS / "diagnosis.md").read_text(encoding="utf-8").partition(BEGIN)
+    before, _, rest = (DOCS / "help/diagnosis.md").read_text(encoding="utf-8").partition(BEGIN)
     lines = ["| rule | it speaks where |", "|---|---|"]
     lines += [f"| `{n}` | {' '.join((f.__doc__ or '').split())} |" for n, f in (RULES | ROUND_RULES).items()]
     return before + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + rest.partition(END)[2]
@@ -218,14 +218,15 @@ def diagnosis() -> str:
 
 def papers() -> str:
     """The page on disk with its list of papers and the algorithms that implement them generated anew."""
-    text = (DOCS / "papers.md").read_text(encoding="utf-8")
+    text = (DOCS / "design/papers.md").read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     lines = ["| paper | algorithm | learns from | entry |", "|---|---|---|---|"]
     ladders = (("algorithms.md", "rewards", LADDER), ("preferences.md", "judgements", PREFERENCES))
     found: dict[str, list[tuple[str, str, str]]] = {}
     for page, kind, ladder in ladders:
         for a in ladder.values():
-            found.setdefault(a.paper, []).append((f"[`{a.name}`]({page}#{a.name})", kind, _entry(text, a.name)))
+            link = f"[`{a.name}`](../reference/{page}#{a.name})"
+            found.setdefault(a.paper, []).append((link, kind, _entry(text, a.name)))
     for paper, rows in sorted(found.items()):
         link = f"[{paper}](https://arxiv.org/abs/{paper})" if ARXIV.fullmatch(paper) else paper
         names, kinds, entries = (list(dict.fromkeys(column)) for column in zip(*rows, strict=True))
@@ -247,7 +248,8 @@ def _entry(text: str, name: str) -> str:
         if f"`{name}`" in body.partition("\nHere: ")[2]:
             return f"[{mark}](#{slug(f'{mark}. {title}')})"
     raise InvariantError(
-        f"docs/papers.md: no entry names `{name}` in its line `Here:`; add it to the entry of its paper, or a new one"
+        f"docs/design/papers.md: no entry names `{name}` in its line `Here:`; add it to the entry of its paper, or a"
+        " new one"
     )
 
 
@@ -257,12 +259,12 @@ def slug(title: str) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "algorithms.md": algorithms,
-    "diagnosis.md": diagnosis,
-    "metrics.md": metrics,
-    "papers.md": papers,
-    "preferences.md": lambda: HEAD + preferences(),
-    "recipes.md": recipes,
+    "reference/algorithms.md": algorithms,
+    "help/diagnosis.md": diagnosis,
+    "reference/metrics.md": metrics,
+    "design/papers.md": papers,
+    "reference/preferences.md": lambda: HEAD + preferences(),
+    "start/recipes.md": recipes,
 }
 
 

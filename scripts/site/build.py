@@ -6,17 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from scripts.site.pages import Stage, outline, place, read_pages, source_page
 from scripts.site.reference import write_reference
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-HOME = "posttrain"
-"""The title of the index, which is no section of the navigation."""
-TITLES = {"readme": "Readme <readme>"}
-"""Pages that the navigation calls otherwise than their own title does."""
+SHELVES = ("start", "guides", "help", "reference", "design", "research")
+"""Folders of docs/ in the order of the navigation; the first page of each, its README.md, lists its pages."""
 
 
 LESSONS = Path("build/lab")
@@ -38,7 +36,7 @@ def stage(root: Path, into: Path) -> Stage:
     for path in found.pages:
         write(place(path), found.page(path))
     contents(found, into)
-    _add(into / "reference.md", names)
+    _add(into / "reference/api.md", names)
     written: set[str] = set()
     while left := found.sources - written:
         for file in sorted(left):
@@ -51,30 +49,28 @@ def stage(root: Path, into: Path) -> Stage:
 
 
 def contents(found: Stage, into: Path) -> None:
-    """The navigation: the sections of the index, and what examples and the tour hold below theirs."""
-    lines = list[str]()
-    sections = [s for s in outline(found.pages["docs/README.md"]) if s[0] not in ("", HOME)]
-    for title, links in sections:
-        targets = dict.fromkeys(found._to(_normal(link), "", "docs/README.md", "index") for link in links)
-        pages = [TITLES.get(p, p) for t in targets if not t.startswith("source/") and (p := t.removesuffix(".md"))]
-        if pages:
-            lines += tree(pages, title)
-    _add(into / "index.md", lines)
+    """The navigation: the shelves, what the first page of each leads to in its order, and what lies beside them."""
+    for shelf in SHELVES:
+        below = listed(found.pages, f"docs/{shelf}/README.md", f"docs/{shelf}/")
+        _add(into / shelf / "index.md", tree([place(p).removeprefix(f"{shelf}/") for p in below]))
     for folder in ("examples", "tour"):
-        below = [
-            place(p) for p in found.pages if p.startswith(f"{folder}/") and PurePosixPath(p).parts[1:] != ("README.md",)
-        ]
+        below = [p for p in found.pages if p.startswith(f"{folder}/") and p != f"{folder}/README.md"]
         if below:
-            _add(into / folder / "index.md", tree([p.removeprefix(f"{folder}/") for p in below]))
+            _add(into / folder / "index.md", tree([place(p).removeprefix(f"{folder}/") for p in below]))
+    beside = [place(p) for p in found.pages if p.startswith("notebooks/")]
+    first = ["Readme <readme>", *(f"{folder}/index" for folder in (*SHELVES, "examples", "tour"))]
+    _add(into / "index.md", tree([*first, *beside, "contributing"]))
 
 
-def _normal(link: str) -> str:
-    return os.path.normpath(os.path.join("docs", link.partition("#")[0]))
+def listed(pages: dict[str, str], path: str, folder: str) -> list[str]:
+    """The pages of a folder to which a page leads, each once, in its order."""
+    links = (link.partition("#")[0] for _, links in outline(pages[path]) for link in links)
+    targets = (os.path.normpath(os.path.join(os.path.dirname(path), link)) for link in links)
+    return [p for p in dict.fromkeys(targets) if p.startswith(folder) and p in pages]
 
 
-def tree(pages: list[str], title: str = "") -> list[str]:
-    caption = [f":caption: {title}"] if title else []
-    return ["", "```{toctree}", ":hidden:", *caption, "", *pages, "```"]
+def tree(pages: list[str]) -> list[str]:
+    return ["", "```{toctree}", ":hidden:", "", *pages, "```"]
 
 
 def _add(path: Path, lines: list[str]) -> None:

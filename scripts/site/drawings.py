@@ -152,7 +152,7 @@ QUESTIONS = (
     ("", "another engine, or bfloat16", "dppo, tis, icepop"),
     ("", "some steps old", "vcpo, decoupled_ppo, m2po"),
 )
-"""(question, answer, algorithms) of docs/which-algorithm.md."""
+"""(question, answer, algorithms) of docs/guides/which-algorithm.md."""
 
 
 def tree() -> Drawing:

@@ -18,7 +18,9 @@ KEPT = re.compile(r"(`+[^`]*`+|!?\[(?:`[^`]*`|[^\]\[])*\]\([^)]*\)|<[^>]*>|https
 """Parts of a line in which nothing is cited: code, links, tags, addresses."""
 LINK = re.compile(r"(!?)\[((?:`[^`]*`|!\[[^\]]*\]\([^)]*\)|[^\]\[])*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"^`((?:posttrain|tests)/[\w/.-]+\.py)(?:::\w+)?`$")
-SHOWN = re.compile(r"docs/(?:architecture|laws|pains|papers|your-algorithm)\.md|README\.md|posttrain/.*")
+SHOWN = re.compile(
+    r"docs/(?:design/(?:architecture|laws|pains|papers)|guides/your-algorithm)\.md|README\.md|posttrain/.*"
+)
 """Pages in which the name of a source file leads to a page that shows it."""
 MARK = re.compile(r"(?<![\w-])([A-E]\d{2}|F(?:\.\d+)+)\b|\b((?:[Ll]aw|[Pp]ain) \d+)\b(?![.,]\d)")
 UNCUT = re.compile(r"^\| (\d{4}-\d\d-\d\d|[A-Z]-\d\d) \|")
@@ -27,8 +29,8 @@ HEADING = re.compile(r"^(#{1,6}) (.*)$")
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "sh", ".json": "json", ".jsonl": "json", ".txt": "text"}
 
 
-ELSEWHERE = {"docs/search.md": "search-at-inference"}
-"""Pages whose own name is that of a page which the generator makes, and where they lie instead."""
+APART = "docs/research/"
+"""The shelf of logs and evidence: the site shows its pages, and its search does not find them."""
 MADE = ("search", "genindex", "py-modindex")
 """Pages that the generator makes."""
 
@@ -44,16 +46,14 @@ def slug(title: str) -> str:
 
 
 def place(path: str) -> str:
-    """Where a page of the repository lies in the site, without its ending: `docs/recipes.md` is `recipes`."""
+    """Where a page of the repository lies in the site, without its ending: `docs/guides/check.md` is `guides/check`."""
     p = PurePosixPath(path)
-    if path in ELSEWHERE:
-        return ELSEWHERE[path]
     if path == "docs/README.md":
         return "index"
     if path == "README.md":
         return "readme"
     if p.parts[0] == "docs":
-        return str(PurePosixPath(*p.parts[1:]).with_suffix("")).lower()
+        p = PurePosixPath(*p.parts[1:])
     if p.name == "README.md":
         return str(p.parent / "index") if len(p.parts) == 2 else str(p.parent)
     return str(p.with_suffix("")).lower()
@@ -76,21 +76,19 @@ def read_pages(root: Path) -> dict[str, str]:
     taken = list(MADE)
     for path in pages:
         if place(path) in taken:
-            raise SiteError(
-                f"{path}: the site has another page {place(path)}.html; name its place in {__name__}.ELSEWHERE"
-            )
+            raise SiteError(f"{path}: the site has another page {place(path)}.html; call the file something else")
         taken.append(place(path))
     return pages
 
 
 def marks(pages: dict[str, str]) -> dict[str, str]:
-    """Citation -> `page#anchor`, of entries of the survey, laws and pains (docs/papers.md, laws.md, pains.md)."""
+    """Citation -> `page#anchor`, of entries of the survey, laws and pains (docs/design)."""
     out: dict[str, str] = {}
     for name in ("papers", "laws", "pains"):
-        for line in pages.get(f"docs/{name}.md", "").splitlines():
+        for line in pages.get(f"docs/design/{name}.md", "").splitlines():
             heading = HEADING.match(line)
             if heading and (found := re.match(r"([A-E]\d{2}|F(?:\.\d+)+|Law \d+|Pain \d+)\. ", heading[2])):
-                out[found[1].lower()] = f"docs/{name}.md#{slug(heading[2])}"
+                out[found[1].lower()] = f"docs/design/{name}.md#{slug(heading[2])}"
     return out
 
 
@@ -112,7 +110,8 @@ class Stage:
 
     def page(self, path: str) -> str:
         """The text of a page for the site."""
-        return self.text(self.pages[path], path, place(path))
+        head = "---\nnosearch: true\n---\n\n" if path.startswith(APART) else ""
+        return head + self.text(self.pages[path], path, place(path))
 
     def text(self, text: str, path: str, here: str) -> str:
         """A text that stands in `path` of the repository, for the page `here` of the site.

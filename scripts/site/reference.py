@@ -47,7 +47,7 @@ ORPHAN = "---\norphan: true\n---\n\n"
 
 
 def write_reference(stage: Stage, write: Written) -> list[str]:
-    """Writes a page for each public module and each room. Returns the lines of their index, which `reference.md` ends
+    """Writes a page for each public module and each room. Returns the lines of their index, which `api.md` ends
     with."""
     package, index = load(stage.root), [""]
     for group, modules in public(stage.root):
@@ -58,26 +58,26 @@ def write_reference(stage: Stage, write: Written) -> list[str]:
             write(here, ORPHAN + for_whom(page, MODULE.format(module=module)))
             for name in names:
                 what = summary(_member(package, module, name))
-                index.append(f"| [`{name}`]({here}.md#{name.lower()}) | {_cell(what)} |")
+                index.append(f"| [`{name}`]({module}.md#{name.lower()}) | {_cell(what)} |")
         index.append("")
-    index += ["## Rooms", "", "What every module is for, room by room ([architecture](architecture.md)).", ""]
+    index += ["## Rooms", "", "What every module is for, room by room ([architecture](../design/architecture.md)).", ""]
     for room in sorted(
         m for m in package.modules if not package.modules[m].is_alias and package.modules[m].is_init_module
     ):
         here = f"reference/room-{room}"
         page = stage.text(room_page(package, room), f"posttrain/{room}/__init__.py", here)
         write(here, ORPHAN + for_whom(page, ROOM.format(room=room)))
-        index.append(f"- [`posttrain/{room}`]({here}.md): {summary(package[room])}")
+        index.append(f"- [`posttrain/{room}`](room-{room}.md): {summary(package[room])}")
     return index
 
 
 MODULE = (
     "For people who write programs with posttrain. After this page you can use what `{module}` offers;"
-    " [all public names](../reference.md)."
+    " [all public names](api.md)."
 )
 ROOM = (
     "For people who read or change the code. After this page you know what each module of `posttrain/{room}` is for;"
-    " [all rooms](../reference.md#rooms)."
+    " [all rooms](api.md#rooms)."
 )
 
 

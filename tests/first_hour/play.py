@@ -112,7 +112,7 @@ class Page:
         self.page = str(path.relative_to(hour.root))
         self.folder = hour.folder / "pages" / self.page.replace("/", "-")
         shutil.copytree(hour.folder / "given", self.folder)
-        if path.parent != hour.root and path.parent.name != "docs":
+        if path.relative_to(hour.root).parts[0] in ("examples", "tour", "notebooks"):
             shutil.copytree(path.parent, self.folder, dirs_exist_ok=True)
         (self.folder / ".venv").symlink_to(hour.venv)
         self._environ, self._url = hour.environ, ""
@@ -281,7 +281,7 @@ def main(words: Sequence[str]) -> int:
     folder = Path(words.pop(words.index("--into") + 1)) if "--into" in words else None
     words = [w for w in words if w != "--into"]
     if unknown := set(words) - {str(p.relative_to(root)) for p in pages(root)}:
-        print(f"{main.__doc__}\nno page: {', '.join(sorted(unknown))}. Pages are named as README.md or docs/ranks.md")
+        print(f"{main.__doc__}\nno page: {', '.join(sorted(unknown))}. Name pages as README.md or docs/guides/ranks.md")
         return 2
     begun = time.monotonic()
     folder = folder or Path(tempfile.mkdtemp(prefix="first-hour-"))

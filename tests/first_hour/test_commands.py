@@ -47,7 +47,7 @@ def test_steps_of_a_page_are_found_in_order(tmp_path: Path) -> None:
 
 def test_the_pages_of_a_new_user_are_there_and_have_steps() -> None:
     played = {s.page for s in STEPS}
-    wanted = {"README.md", "docs/recipes.md", "docs/environments.md", "docs/tools.md"}
+    wanted = {"README.md", "docs/start/recipes.md", "docs/guides/environments.md", "docs/guides/tools.md"}
     assert wanted <= played and len(COMMANDS) > 60
     assert [p for p in NOT_PAGES if not (ROOT / p).is_file()] == []
 
@@ -55,7 +55,7 @@ def test_the_pages_of_a_new_user_are_there_and_have_steps() -> None:
 def test_every_page_of_the_site_is_played_and_no_command_is_overlooked() -> None:
     wrong = list(unplayed(ROOT, list(read_pages(ROOT))))
     assert not wrong, "\n".join(wrong)
-    assert NOT_PAGES.keys() == {"docs/LOG.md", "docs/defects.md"}
+    assert NOT_PAGES.keys() == {"docs/research/LOG.md", "docs/research/defects.md"}
 
 
 def test_a_new_page_is_played_or_named(tmp_path: Path) -> None:

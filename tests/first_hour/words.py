@@ -17,13 +17,13 @@ from posttrain.recipe.recipes import recipe
 from posttrain.system.errors import PosttrainError
 
 PAGES = (
-    *("README.md", "docs/recipes.md", "docs/environments.md", "docs/tools.md", "docs/**/*.md", "examples/**/*.md"),
+    *("README.md", "docs/start/*.md", "docs/guides/*.md", "docs/**/*.md", "examples/**/*.md"),
     *("tour/*.md", "CONTRIBUTING.md"),
 )
 NOTEBOOKS = ("notebooks/*.ipynb",)
 NOT_PAGES = {
-    "docs/LOG.md": "what was done on a day, with what there was then",
-    "docs/defects.md": "what was wrong on a day",
+    "docs/research/LOG.md": "what was done on a day, with what there was then",
+    "docs/research/defects.md": "what was wrong on a day",
 }
 """Pages that nobody follows from top to bottom."""
 

@@ -214,7 +214,7 @@ def test_a_mean_ratio_of_the_sequence_makes_another_gradient_of_k3() -> None:
     off = (weighted_k3("sequence_mean", SAMPLER) - exact).abs().max() / exact.abs().max()
     on = (weighted_k3("sequence_mean", POLICY) - visited_kl(False)).abs().max() / visited_kl(False).abs().max()
     whole = (weighted_k3("sequence_mean", POLICY) - whole_answer_kl()).abs().max() / whole_answer_kl().abs().max()
-    # docs/algorithms-notes.md
+    # docs/design/algorithms-notes.md
     assert (off.item(), on.item(), whole.item()) == pytest.approx((0.495, 0.173, 0.451), abs=1e-3)
     assert torch.allclose(weighted_k3("token", POLICY), visited_kl(False), rtol=0, atol=1e-12)
     assert torch.allclose(weighted_k3("sequence_product", SAMPLER), whole_answer_kl(), rtol=0, atol=1e-12)

@@ -1,6 +1,6 @@
 """Published effects of learning from preferences, on answers that can all be listed, through the library's own loss.
 
-What was predicted is in docs/LOG.md (2026-11-23), written before the first run, with what was measured beside it.
+docs/research/LOG.md (2026-11-23) has what was predicted, written before the first run, with what was measured.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def both(world: World, longer: float, seed: int) -> tuple[Reached, Reached]:
 @pytest.mark.parametrize("seed", [3, 4, 5])
 def test_dpo_grows_longer_than_simpo_with_a_length_bias_and_without(seed: int) -> None:
     """At equal KL SimPO's answers are shorter and have more of the true quality. Both hold without the bias as well, so
-    the bias is not the reason here (docs/LOG.md: predicted otherwise)."""
+    the bias is not the reason here (docs/research/LOG.md: predicted otherwise)."""
     start = numbers(TiedPolicy(LONG.shares), LONG).length
     for longer in (0.8, 0.5):
         dpo, simpo = both(LONG, longer, seed)

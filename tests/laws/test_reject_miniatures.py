@@ -1,8 +1,8 @@
 """STaR against RFT where some prompts are never answered right, on a policy that can be listed, through the library's
 own selection and likelihood.
 
-What was predicted is in docs/LOG.md (2026-11-23, rejection sampling), written before the first run, with what was
-measured beside it.
+docs/research/LOG.md (2026-11-23, rejection sampling) has what was predicted, written before the first run, with
+what was measured beside it.
 """
 
 from __future__ import annotations

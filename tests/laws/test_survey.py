@@ -1,4 +1,4 @@
-"""The numbers of the survey (docs/algorithms-notes.md) that are cases here: nothing printed there is forgotten."""
+"""The numbers of the survey (docs/design/algorithms-notes.md) that are cases here: none is forgotten."""
 
 from __future__ import annotations
 

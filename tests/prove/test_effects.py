@@ -1,4 +1,4 @@
-"""Published effects in miniature, on three seeds or more: every statement of docs/miniatures.md is true."""
+"""Published effects in miniature, on three seeds or more: every statement of docs/research/miniatures.md is true."""
 
 from __future__ import annotations
 

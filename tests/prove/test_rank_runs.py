@@ -143,8 +143,8 @@ def by_address(folder: Path) -> list[subprocess.Popen[str]]:
 
 
 def by_slurm(folder: Path) -> list[subprocess.Popen[str]]:
-    """The script of docs/ranks.md with one rank on each node, another port and folder, and a smaller run."""
-    (script,) = re.findall(r"```slurm\n(.*?)```", (ROOT / "docs" / "ranks.md").read_text(), flags=re.S)
+    """The script of docs/guides/ranks.md with one rank on each node, another port and folder, and a smaller run."""
+    (script,) = re.findall(r"```slurm\n(.*?)```", (ROOT / "docs/guides/ranks.md").read_text(), flags=re.S)
     for old, new in {
         "--nproc-per-node 2": "--nproc-per-node 1",
         ":29500": f":{free_port()}",

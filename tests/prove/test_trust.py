@@ -1,4 +1,4 @@
-"""The promise of docs/trust.md, measured again: nine faults in ten caught, and no healthy run disturbed."""
+"""The promise of docs/research/trust.md, measured again: nine faults in ten caught, and no healthy run disturbed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks beside a Ray cluster that was there before the run, by the command that docs/ranks.md prints (`make
+"""Ranks beside a Ray cluster that was there before the run, by the command that docs/guides/ranks.md prints (`make
 test-ray`)."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posttrain.system.errors import ConfigError
 from tests.over_ranks import WORDS, free_port, said, tensors
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "ranks.md"
+PAGE = ROOT / "docs/guides/ranks.md"
 THERE = "placement.address="
 BEGINS = 90.0
 """Seconds in which a cluster answers."""

@@ -595,7 +595,7 @@ def test_from_python_with_an_environment_of_ones_own() -> None:
 
 
 def test_the_page_has_a_row_for_every_probe() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guides/check.md").read_text()
     assert [p.name for p in PROBES if f"\n| {p.name} | {p.means} |" not in page] == []
 
 

@@ -553,7 +553,7 @@ def test_what_is_not_plain_is_refused() -> None:
 
 def test_the_page_about_the_sandbox_is_true() -> None:
     backend("namespaces")
-    blocks = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text().split("```python\n")[1:]
+    blocks = (Path(__file__).parents[2] / "docs/guides/sandbox.md").read_text().split("```python\n")[1:]
     assert len(blocks) == 3
     for block in blocks:
         lines = block.splitlines()

@@ -1,4 +1,4 @@
-"""docs/coming-from-trl.md has every field of TRL's configurations, and each name of ours on it can be set.
+"""docs/start/coming-from-trl.md has every field of TRL's configurations, and each name of ours on it can be set.
 
 `tests/golden/trl_fields.json` holds the fields of the TRL release that the page was written for. Where TRL can be
 imported, the installed one is compared as well; `POSTTRAIN_UPDATE=1` then writes the file anew. Elsewhere a test marked
@@ -36,7 +36,7 @@ from posttrain.recipe.recipes import recipe
 from posttrain.system.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "coming-from-trl.md"
+PAGE = ROOT / "docs/start/coming-from-trl.md"
 RECORDED = ROOT / "tests" / "golden" / "trl_fields.json"
 TABLES = {
     "GRPOConfig": "grpo",
@@ -201,7 +201,7 @@ def test_the_page_has_every_field_of_a_release_from_the_index(tmp_path: Path) ->
     version = wheel.name.split("-")[1]
     missing = against({**recorded(), **found, "trl": version})
     assert missing == [], (
-        f"TRL {version}: write these fields into docs/coming-from-trl.md, and pin it in constraints.txt"
+        f"TRL {version}: write these fields into docs/start/coming-from-trl.md, and pin it in constraints.txt"
     )
     if version == recorded()["trl"]:
         assert found == {c: recorded()[c] for c in found}

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs/guides"
 PAGES = {"environments.md": 12, "preference_data.md": 1, "tools.md": 3}
 
 

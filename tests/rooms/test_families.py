@@ -31,7 +31,7 @@ from tests import families
 ALPHABET = "0123456789+-*= abcdefghijklmnopqrstuv"
 CONTEXT = 48
 AGREE = 1e-4
-"""Largest difference of a log-prob in float32, as docs/models.md says; most are below 1e-6."""
+"""Largest difference of a log-prob in float32, as docs/reference/models.md says; most are below 1e-6."""
 REFUSALS = [(f, says) for says, (_, names) in families.REFUSED.items() for f in names.split()]
 FIRST = {names.split()[0] for _, names in families.REFUSED.values()} | {
     "bloom",
@@ -135,8 +135,8 @@ def test_every_family_of_transformers_stands_in_the_table_once() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-    assert families.table() in page, "docs/models.md: its table is that of tests/families.py (table())"
+    page = (Path(__file__).parents[2] / "docs/reference/models.md").read_text(encoding="utf-8")
+    assert families.table() in page, "docs/reference/models.md: its table is that of tests/families.py (table())"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ NAMES = (
     "coming-from-verl",
     "troubleshooting",
 )
-PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
+PAGES = [next((ROOT / "docs").rglob(f"{name}.md")) for name in NAMES]
 HEADS = ("rl.", "sft.", "env.", "model.", "engine.", "evaluation.", "pull.", "clip.", "correction.", "sampling.")
 """How a setting begins where it stands in a sentence; longer names of other frameworks begin otherwise."""
 
@@ -91,7 +91,7 @@ def test_gauges_that_a_page_names_exist(page: Path) -> None:
 
 
 def verl() -> list[tuple[str, str]]:
-    text = (ROOT / "docs" / "coming-from-verl.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/start/coming-from-verl.md").read_text(encoding="utf-8")
     rows = [cells(line) for line in text.splitlines() if len(cells(line)) == 3]
     return [(r[0], r[1]) for r in rows if r[1] != "here" and not r[0].startswith("---")]
 
@@ -102,13 +102,10 @@ def test_the_settings_beside_verls_can_be_set(row: tuple[str, str]) -> None:
         settable(recipe("grpo"), words)
 
 
-def test_every_page_is_in_the_index_and_read_from_the_readme() -> None:
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
-    there = {p.name for p in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert there - listed == set()
+def test_every_page_of_guidance_is_read_from_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert {f"docs/{name}.md" for name in NAMES} - set(re.findall(r"\]\((docs/[\w-]+\.md)\)", readme)) == set()
+    named = set(re.findall(r"\]\((docs/[\w/-]+\.md)\)", readme))
+    assert {p.relative_to(ROOT).as_posix() for p in PAGES} - named == set()
 
 
 # --- the sentences of a run -------------------------------------------------------------------------------------------
@@ -159,7 +156,7 @@ def said_by(name: str) -> str:
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_is_in_the_index(name: str) -> None:
     text = said_by(name)
-    assert any(phrase in text for phrase in phrases()), f"docs/troubleshooting.md has no sentence of the rule {name}"
+    assert any(phrase in text for phrase in phrases()), f"troubleshooting.md has no sentence of the rule {name}"
 
 
 # --- links to sections ------------------------------------------------------------------------------------------------
@@ -179,7 +176,7 @@ def test_links_lead_to_sections(page: Path) -> None:
 
 
 def test_a_reward_of_verl_works_as_the_page_wraps_it() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "coming-from-verl.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/start/coming-from-verl.md").read_text(), re.DOTALL)
     space: dict[str, Any] = {}
     exec(compile(block, "coming-from-verl.md", "exec"), space)
     task = Task(id="t", prompt="3+4=", answer="7", info={"data_source": "sums"})

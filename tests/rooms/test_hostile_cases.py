@@ -1,4 +1,4 @@
-"""The hostile cases that no other file tests, and the list of all of them (docs/hostile-cases.md): each names tests
+"""Hostile cases that no other file tests, and the list of all (docs/design/hostile-cases.md): each names tests
 that exist."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from posttrain.verifier.returned_value import as_verdict
 from tests.rooms.sandbox_parts import backend, gone, living, ran
 
 ROOT = Path(__file__).parents[2]
-LIST = ROOT / "docs" / "hostile-cases.md"
+LIST = ROOT / "docs/design/hostile-cases.md"
 ROW = re.compile(r"^\| ([HVAI]-[0-9]{2}|trap [0-9]+) \|.*\| ([^|]*) \|$", re.MULTILINE)
 ROWS = {
     f"{letter}-{i:02}"

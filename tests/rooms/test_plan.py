@@ -153,7 +153,7 @@ def test_the_heads_numbers_are_those_of_the_engine() -> None:
 
 @pytest.mark.parametrize(("how", "mebibytes"), [("none", 798), ("selective", 466), ("full", 153)])
 def test_checkpointing_takes_what_was_measured(how: Any, mebibytes: float) -> None:
-    """Figures of docs/out-of-memory.md: passes of 2,048 tokens at 26 M parameters, plain layers."""
+    """Figures of docs/help/out-of-memory.md: passes of 2,048 tokens at 26 M parameters, plain layers."""
     shape = shape_of(
         {"model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "head_dim": 64,
          "num_key_value_heads": 4, "intermediate_size": 1536, "vocab_size": 1024, "tie_word_embeddings": True}

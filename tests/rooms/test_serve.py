@@ -487,7 +487,7 @@ async def test_the_program_on_the_page_runs(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", TOKEN)
-    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guides/serve.md").read_text()
     program = page.split("```python\n")[1].split("```")[0].replace('"my-model"', '"tiny"')
     async with up(model) as u:
         await asyncio.to_thread(exec, program.replace("http://127.0.0.1:8000", u.url.removesuffix("/v1")), {})

@@ -140,7 +140,7 @@ async def until(true: Any, seconds: float = 20) -> None:
 
 
 def test_the_defaults_are_what_the_page_says() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guides/serve.md").read_text()
     for name, value in vars(CallerLimits()).items():
         assert f"| `{name}` | {value:g} |" in page
     assert CallerLimits().header_seconds == 10 and CallerLimits().per_address >= 1800

@@ -40,7 +40,8 @@ SITE = ROOT / "build/site"
 SIZES = {"desk": (1280, 800), "phone": (390, 844)}
 SAMPLE = 24
 """Pages that the browser opens at a landing, beside the few that are always opened."""
-ALWAYS = ("index.html", "for-researchers.html", "for-engineers.html", "my-reward-my-model.html", "search.html")
+START = ("for-researchers", "for-engineers", "my-reward-my-model")
+ALWAYS = ("index.html", *(f"start/{page}.html" for page in START), "search.html")
 TALLEST = 6_000
 """Pixels of a page that its picture shows, from the top."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -145,7 +146,7 @@ def test_every_page_says_whom_it_is_for(site: Path) -> None:
 
 def test_the_reference_says_what_each_name_is(site: Path) -> None:
     """In a whole sentence, or its first clause: no cell is empty or cut at a full stop inside of brackets."""
-    text = (site / "reference.html").read_text(encoding="utf-8")
+    text = (site / "reference/api.html").read_text(encoding="utf-8")
     rows = [re.findall(r"<td>(.*?)</td>", row, re.S) for row in re.findall(r"<tr.*?</tr>", text, re.S)]
     said = {re.sub(r"<[^>]*>", "", r[0]): unescape(re.sub(r"<[^>]*>", "", r[1])).strip() for r in rows if len(r) == 2}
     assert len(said) > 200
@@ -170,8 +171,8 @@ def test_every_link_and_anchor_leads_somewhere(site: Path) -> None:
 
 def test_a_citation_is_a_link(site: Path) -> None:
     """`law 7` on a page leads to the law, `(A05)` in the reference to the survey's entry, `F.2` to its table."""
-    assert [x for x in read(site / "miniatures.html").links if "papers.html#f-2-" in x]
-    assert [x for x in read(site / "for-engineers.html").links if x.startswith("laws.html#law-7")]
+    assert [x for x in read(site / "research/miniatures.html").links if "papers.html#f-2-" in x]
+    assert [x for x in read(site / "start/for-engineers.html").links if "laws.html#law-7" in x]
     assert [x for x in read(site / "reference/posttrain.ladder.pieces.baseline.html").links if "papers.html#a05" in x]
 
 
@@ -335,7 +336,7 @@ def test_two_clicks(window: Window, first: str, second: str, title: str, anchor:
         ("staleness", "staleness.html"),
         ("GRPOConfig", "coming-from-trl.html"),
         ("TokenL2", "reference/posttrain.ladder.pieces"),
-        ("beams", "search-at-inference.html"),
+        ("beams", "guides/search.html"),
         ("LLM judge", "judges.html"),
         ("multi-turn", "tools.html"),
         ("quickstart", "readme.html"),
@@ -344,7 +345,8 @@ def test_two_clicks(window: Window, first: str, second: str, title: str, anchor:
     ],
 )
 def test_search_finds_words_without_a_network(window: Window, words: str, page: str) -> None:
-    """Names of algorithms, of settings and of classes lead to their pages."""
+    """Names of algorithms, of settings and of classes lead to their pages, and none to the shelf of research."""
     window.open(f"search.html?q={words}")
     window.page.locator(f"#search-results li a[href*='{page}']").first.wait_for(timeout=20_000)
+    assert not window.page.locator("#search-results li a[href*='research/']").count()
     assert not window.wrong, window.wrong

@@ -39,8 +39,8 @@ LR = {Reinforce: 1e-6, Supervised: 1e-5, Preference: 1e-6, RewardModel: 1e-5, Re
 5e-7 to 1e-6 for DPO (2305.18290 and its followers), and 9e-6 for a reward model (2203.02155). Rejection sampling is SFT
 on samples."""
 SMALL_LR = {Reinforce: 5e-4, Supervised: 2e-3, Preference: 3e-4, RewardModel: 1e-3, Rejection: 1e-3}
-"""Learning rates with which the recipes' models of .1 million parameters learn (docs/recipes.md). Between `TRAINED` and
-`LARGE` nothing was measured: there the rate lies on the line between the two, both axes logarithmic."""
+"""Learning rates with which the recipes' models of .1 million parameters learn (docs/start/recipes.md). Between
+`TRAINED` and `LARGE` nothing was measured: there the rate lies on the line between the two, both axes logarithmic."""
 LORA = 10
 """Learning rate of an adapter, in those of full weights: 10 was best over models and tasks in a study of both
 (Schulman et al., LoRA without regret, 2025), and 1e-5 is usual for RL with adapters."""
@@ -61,7 +61,8 @@ ACTIVATIONS = 0.25
 """Share of the free memory that one forward and backward pass may take."""
 SMALLEST_PASS, PASS = 2048, 0.25
 """Tokens of a pass on a processor, at least; more while it takes at most so many GiB, since a small model is slow in
-small pieces: 4,096 tokens are 6 % faster than 2,048 at 1 M parameters, and 1 to 2 % at 26 M (docs/planning.md)."""
+small pieces: 4,096 tokens are 6 % faster than 2,048 at 1 M parameters, and 1 to 2 % at 26 M
+(docs/guides/planning.md)."""
 SLEEPS = 10**7
 """Parameters from which on an engine in the learner's process frees its cache while the learner works. To make it anew
 takes 1 % of a step at 26 M parameters, and 4 % at 1 M."""

@@ -81,7 +81,7 @@ def prompts(
         tools: names of tools for every episode: calculator, python, files, database, store.
         turns: with tools, the largest number of turns of the policy.
         judged: settings of judged rows by their names, such as `chosen_column="better"`, `attribute="helpfulness"` or
-            `leave_out="identical"` (docs/preference_data.md). The defaults are the names that TRL uses.
+            `leave_out="identical"` (docs/guides/preference_data.md). The defaults are the names that TRL uses.
 
     Raises:
         ConfigError: these are no rows, or a setting has no such name.

@@ -17,7 +17,7 @@ from posttrain.system.errors import InvariantError
 
 LOSS_BOUND = 5e-6
 """Largest difference of the gradient by a log-prob, relative to the size of its terms. Measured values in float32 are
-in docs/trust.md."""
+in docs/research/trust.md."""
 
 
 def loss_agrees(a: Algorithm, batch: Batch, passes: Passes) -> Gauges:

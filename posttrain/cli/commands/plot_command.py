@@ -25,8 +25,8 @@ def add(sub: Subparsers) -> None:
         "--gauge",
         action="append",
         metavar="NAME",
-        help="a gauge of docs/metrics.md; may be given several times (default: rollout/reward and eval/accuracy; of "
-        "runs with neither, the loss and the agreement with judgements)",
+        help="a gauge of docs/reference/metrics.md; may be given several times (default: rollout/reward and"
+        " eval/accuracy; of runs with neither, the loss and the agreement with judgements)",
     )
 
 

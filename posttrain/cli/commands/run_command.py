@@ -77,7 +77,7 @@ def _add_ranks(p: ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="train with N processes (ranks) on this machine, each with a part of the weights; under torchrun its "
-        "processes are the ranks, and this is left out (docs/ranks.md)",
+        "processes are the ranks, and this is left out (docs/guides/ranks.md)",
     )
     p.add_argument(
         "--rank-timeout",

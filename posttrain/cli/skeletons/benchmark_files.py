@@ -45,7 +45,7 @@ def benchmark(file: Path | str) -> tuple[str, list[Mapping[str, Any]]]:
         raise DataError(
             f'{path}: write {{"rubric": ..., "items": [{{"prompt": ...}}, ...]}}, or an item a line, with `prompt` and'
             " `rubric`. One rubric for all items may stay a text file: posttrain run grpo env.prompts=FILE"
-            " env.rewards=judge:URL env.rewards.0.judge.rubric=FILE.md (docs/benchmark-to-reward.md)"
+            " env.rewards=judge:URL env.rewards.0.judge.rubric=FILE.md (docs/guides/benchmark-to-reward.md)"
         )
     shared = criteria(data["rubric"], str(path)) if data.get("rubric") else ""
     rows: list[Mapping[str, Any]] = [

@@ -29,7 +29,7 @@ class Reinforce(Stage):
     """Samples per prompt."""
     oversample: int = 0
     """Start this many more samples per prompt, and abort the rest once `siblings` have ended. It saves the time of the
-    longest answers, and it prefers short answers. docs/engine.md shows how much."""
+    longest answers, and it prefers short answers. docs/design/engine.md shows how much."""
     minibatches: int = 1
     """Optimizer steps in one pass over the step's groups; each takes whole groups."""
     epochs: int = 1

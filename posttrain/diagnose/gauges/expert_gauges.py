@@ -1,4 +1,4 @@
-"""The definitions of what is measured of a mixture of experts (docs/experts.md)."""
+"""The definitions of what is measured of a mixture of experts (docs/guides/experts.md)."""
 
 from __future__ import annotations
 

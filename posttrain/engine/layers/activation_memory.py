@@ -4,8 +4,8 @@ full         of each layer only its input is kept, and the layer is computed aga
 selective    results of matrix products and of torch's attention are kept too; only what is cheap is computed again, as
              compiled attention is
 
-Figures: docs/out-of-memory.md. On a processor in float32 layers that are not computed again are faster and keep less
-(`training_layers`); layers that are computed again are the plain ones.
+Figures: docs/help/out-of-memory.md. On a processor in float32 layers that are not computed again are faster and keep
+less (`training_layers`); layers that are computed again are the plain ones.
 """
 
 from __future__ import annotations

@@ -341,7 +341,7 @@ def _emulated(module: PreTrainedModel) -> bool:
 _BALANCE = (
     "its config asks for a load-balance loss (output_router_logits=true, router_aux_loss_coef={0:g}), which is not read"
     " from there: a stage of reinforcement adds one with router_aux_loss_coef={0:g}, and imitation, preferences and"
-    " reward models have none (docs/experts.md)"
+    " reward models have none (docs/guides/experts.md)"
 )
 _STATE = "the model keeps a recurrent state, so each sequence is computed in a row of its own and nothing is shared"
 

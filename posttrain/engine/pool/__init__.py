@@ -1,1 +1,2 @@
-"""Several engines, each in a process of its own, as one `core.ports.Sampler`. docs/placement.md describes them."""
+"""Several engines, each in a process of its own, as one `core.ports.Sampler`. docs/guides/placement.md describes
+them."""

@@ -45,7 +45,7 @@ ROLE = "rollout"
 START_ADVICE = (
     "start it with `python -m posttrain.engine.vllm.launch --model MODEL --dtype DTYPE --max-model-len CONTEXT`, and"
     " for model.lora with `--enable-lora --max-lora-rank RANK`, for engine.workers=N with `--tensor-parallel-size N`"
-    " (docs/engines.md)"
+    " (docs/guides/engines.md)"
 )
 EMPTY_TRIES = 100
 """Most tries to empty the prefix cache, a tenth of a second apart. Blocks are freed one step

@@ -59,7 +59,7 @@ class PolicyClient:
         if schemas and self._talk.format is None:
             raise DataError(
                 f"task {self._task!r}: the environment has tools, and this model's chat template writes no tool calls"
-                " that are read here. Use a model whose template does (docs/templates.md)"
+                " that are read here. Use a model whose template does (docs/guides/templates.md)"
             )
         self._talk.see([self._told(m) for m in new], schemas if not self._turns else ())
         said = await self._talk.say(most)

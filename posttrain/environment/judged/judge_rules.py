@@ -1,5 +1,5 @@
 """The rules by which judges that write their reasoning are asked, read and paid: GenRM, J1, RM-R1 and DeepSeek-GRM
-(docs/papers.md, C05).
+(docs/design/papers.md, C05).
 
 A judge sees a question with one completion or two, writes what it thinks, and ends with a verdict. `JudgeFormat` is one
 paper's form of that, as data. The rules are pure functions of the text and of the side that is truly better.

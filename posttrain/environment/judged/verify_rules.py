@@ -1,5 +1,5 @@
 """The rules by which verifiers that write their reasoning judge the steps of an answer: ThinkPRM and GenPRM
-(docs/papers.md, C06).
+(docs/design/papers.md, C06).
 
 A verifier sees a question and an answer up to the end of a step, writes what it thinks of the steps, and ends with Yes
 or No. The step's score is p(Yes) / (p(Yes) + p(No)) after that reasoning.

@@ -189,7 +189,7 @@ def _count(done: int, total: int | None) -> str:
 
 
 def noted(step: Step, note: str) -> str:
-    """A note of a step as it is printed. The name of a rule stands before what it found (docs/diagnosis.md)."""
+    """A note of a step as it is printed. The name of a rule stands before what it found (docs/help/diagnosis.md)."""
     if not note.startswith(RULE):
         return f"note: step {step.index}: {note}"
     name, _, message = note.removeprefix(RULE).partition(": ")

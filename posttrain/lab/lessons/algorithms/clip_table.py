@@ -134,6 +134,6 @@ LESSON = lab.Lesson(
     ),
     code=("posttrain.algorithm.loss.push_factor.push", "posttrain.ladder.pieces.trust_region.Clip",
           "posttrain.algorithm.credit.value_estimates.gae"),
-    docs="several-updates.md", command="posttrain run arithmetic algorithm=ppo rl.minibatches=4 clip.low=0.2",
+    docs="research/several-updates.md", command="posttrain run arithmetic algorithm=ppo rl.minibatches=4 clip.low=0.2",
     grid=("ratio", "eps"),
 )  # fmt: skip

@@ -140,5 +140,5 @@ token mean: 1 / sum |y|               overlong: -(|y| - 80) / 20 above 80 tokens
     ),
     code=("posttrain.algorithm.loss.push_factor.push", "posttrain.algorithm.loss.token_weights.weigh",
           "posttrain.ladder.pieces.shape.Overlong"),
-    docs="algorithms.md", command="posttrain run arithmetic algorithm=dapo", grid=("dynamic", "right"),
+    docs="reference/algorithms.md", command="posttrain run arithmetic algorithm=dapo", grid=("dynamic", "right"),
 )  # fmt: skip

@@ -96,7 +96,7 @@ LESSON = lab.Lesson(
         lab.AskKnobs("Move the knobs until the largest credit is below 0.9.", "largest", None, 0.9, {"b": 1.0}),
     ),
     code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.algorithm.credit.baseline_values.centred"),
-    docs="algorithms.md", command="posttrain run arithmetic algorithm=grpo rl.siblings=4", grid=("a", "b"),
+    docs="reference/algorithms.md", command="posttrain run arithmetic algorithm=grpo rl.siblings=4", grid=("a", "b"),
 )  # fmt: skip
 
 

@@ -80,5 +80,6 @@ LESSON = lab.Lesson(
                       why="GRPO divides each prompt by its own standard deviation."),
     ),
     code=("posttrain.algorithm.credit.baseline_values.centred",),
-    docs="algorithms.md", command="posttrain run arithmetic algorithm=rloo rl.siblings=8", grid=("K", "right"),
+    docs="reference/algorithms.md", command="posttrain run arithmetic algorithm=rloo rl.siblings=8",
+    grid=("K", "right"),
 )  # fmt: skip

@@ -91,5 +91,5 @@ E answers, P prompts, |y| tokens of an answer, L_max the largest length""",
                       ("sequence_mean", "prompt_mean", "constant"), 0, why="Its tokens share the answer's weight."),
     ),
     code=("posttrain.algorithm.loss.token_weights.weigh",),
-    docs="algorithms.md", command="posttrain run arithmetic algorithm=dr_grpo", grid=("rule", "long"),
+    docs="reference/algorithms.md", command="posttrain run arithmetic algorithm=dr_grpo", grid=("rule", "long"),
 )  # fmt: skip

@@ -106,5 +106,6 @@ LESSON = lab.Lesson(
                       why="A constant times grad log pi averages to 0."),
     ),
     code=("posttrain.algorithm.credit.baseline_values.centred", "posttrain.algorithm.loss.policy_loss.objective"),
-    docs="miniatures.md", command="posttrain run arithmetic algorithm=rloo rl.siblings=16", grid=("K", "baseline"),
+    docs="research/miniatures.md", command="posttrain run arithmetic algorithm=rloo rl.siblings=16",
+    grid=("K", "baseline"),
 )  # fmt: skip

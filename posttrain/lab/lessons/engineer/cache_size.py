@@ -102,5 +102,5 @@ LESSON = lab.Lesson(
                       why="Reading the weights is most of a step while the caches are small."),
     ),
     code=("posttrain.plan.serving.Decoding", "posttrain.plan.shapes.ModelShape"),
-    docs="engine.md", command="posttrain run arithmetic slots=32", grid=("model", "sequences"),
+    docs="design/engine.md", command="posttrain run arithmetic slots=32", grid=("model", "sequences"),
 )  # fmt: skip

@@ -114,5 +114,6 @@ LESSON = lab.Lesson(
                       0, why="Reading is the limit, and each reading serves every sequence."),
     ),
     code=("posttrain.plan.throughput.Throughput", "posttrain.plan.throughput.Times", "posttrain.plan.lengths.Lengths"),
-    docs="planning.md", command="posttrain plan grpo model=Qwen2.5-7B machine=8xH100", grid=("model", "siblings"),
+    docs="guides/planning.md", command="posttrain plan grpo model=Qwen2.5-7B machine=8xH100",
+    grid=("model", "siblings"),
 )  # fmt: skip

@@ -113,5 +113,6 @@ LESSON = lab.Lesson(
                       "They are more exact"), 0, why="All scores of a pass are what does not fit."),
     ),
     code=("posttrain.engine.head.tiled_head.TiledHead", "posttrain.plan.activations.tile"),
-    docs="planning.md", command="posttrain run arithmetic model.share_prefixes=false", grid=("siblings", "answer"),
+    docs="guides/planning.md", command="posttrain run arithmetic model.share_prefixes=false",
+    grid=("siblings", "answer"),
 )  # fmt: skip

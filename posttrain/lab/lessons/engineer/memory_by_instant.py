@@ -116,5 +116,5 @@ LESSON = lab.Lesson(
                       why="A pass has as many tokens as before; there are more passes."),
     ),
     code=("posttrain.plan.memory.places", "posttrain.plan.activations.kept", "posttrain.plan.counted.quoted"),
-    docs="planning.md", command="posttrain plan grpo model=Qwen2.5-7B machine=8xH100", grid=("model", "devices"),
+    docs="guides/planning.md", command="posttrain plan grpo model=Qwen2.5-7B machine=8xH100", grid=("model", "devices"),
 )  # fmt: skip

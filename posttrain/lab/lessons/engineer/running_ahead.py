@@ -149,5 +149,5 @@ LESSON = lab.Lesson(
                       why="What counts is how far the policy has moved since."),
     ),
     code=("posttrain.plan.throughput.Times", "posttrain.plan.staleness.capacity"),
-    docs="staleness.md", command="posttrain run arithmetic rl.staleness=2", grid=("ahead", "rule"),
+    docs="guides/staleness.md", command="posttrain run arithmetic rl.staleness=2", grid=("ahead", "rule"),
 )  # fmt: skip

@@ -244,5 +244,6 @@ LESSON = lab.Lesson(
     ),
     code=("posttrain.engine.embedded.schedule.scheduler.Scheduler",
           "posttrain.engine.embedded.speculation.PromptLookup"),
-    docs="engine.md", command="posttrain run arithmetic engine.budget=2048 engine.lookup=4", grid=("slots", "drafts"),
+    docs="design/engine.md", command="posttrain run arithmetic engine.budget=2048 engine.lookup=4",
+    grid=("slots", "drafts"),
 )  # fmt: skip

@@ -162,7 +162,7 @@ LESSON = lab.Lesson(
     ),
     code=("posttrain.plan.simulation.simulator.simulate", "posttrain.plan.lengths.Lengths",
           "posttrain.plan.staleness.capacity"),
-    docs="planning.md",
+    docs="guides/planning.md",
     command="posttrain plan grpo model=Qwen2.5-7B machine=2xH100 placement=processes --sweep staleness=0,1,2,4",
     grid=("cv", "siblings"),
 )  # fmt: skip

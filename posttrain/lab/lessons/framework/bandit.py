@@ -107,5 +107,5 @@ rewards r of the five actions: .1 .3 .9 .4 .2""",
                       "The reward changes"), 1, why="What is not sampled has no log-prob to raise."),
     ),
     code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.algorithm.loss.losses.PolicyLoss"),
-    docs="algorithms.md", command="posttrain run arithmetic algorithm=reinforce", grid=("eta", "samples"),
+    docs="reference/algorithms.md", command="posttrain run arithmetic algorithm=reinforce", grid=("eta", "samples"),
 )  # fmt: skip

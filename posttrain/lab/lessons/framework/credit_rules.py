@@ -87,5 +87,5 @@ LESSON = lab.Lesson(
                      {"first": 0.0}),
     ),
     code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.algorithm.credit.baseline_values.centred"),
-    docs="algorithms.md", command="posttrain ladder --diff reinforce rloo", grid=("first", "second"),
+    docs="reference/algorithms.md", command="posttrain ladder --diff reinforce rloo", grid=("first", "second"),
 )  # fmt: skip

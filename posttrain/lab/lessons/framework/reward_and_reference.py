@@ -144,6 +144,6 @@ k1 = x     k2 = x^2 / 2     k3 = exp(-x) - 1 + x          x = log pi(token) - lo
                       why="Every move costs more than it brings."),
     ),
     code=("posttrain.algorithm.loss.kl.estimate", "posttrain.verifier.integers.last_integer"),
-    docs="reward-rises-quality-does-not.md", command="posttrain run arithmetic algorithm=grpo pull.coef=0.04",
+    docs="help/reward-rises-quality-does-not.md", command="posttrain run arithmetic algorithm=grpo pull.coef=0.04",
     grid=("beta", "reversed"),
 )  # fmt: skip

@@ -135,6 +135,6 @@ the prompt <3+4+5> asks for a sum; an answer ends with #; right is 12#""",
                       why="It says under which policy the token was drawn."),
     ),
     code=("posttrain.role.rollout.Rollout.episode", "posttrain.core.transcript.Transcript.say"),
-    docs="sampling.md", command="posttrain run arithmetic rl.siblings=8 rl.sampling.temperature=1.0",
+    docs="guides/sampling.md", command="posttrain run arithmetic rl.siblings=8 rl.sampling.temperature=1.0",
     grid=("K", "temperature"),
 )  # fmt: skip

@@ -130,5 +130,5 @@ LESSON = lab.Lesson(
                       why="It calls roles in order."),
     ),
     code=("posttrain.stages.training_step.ask", "posttrain.stages.training_step.learn"),
-    docs="architecture.md", command="posttrain show runs/mine", grid=("phase", "scored"),
+    docs="design/architecture.md", command="posttrain show runs/mine", grid=("phase", "scored"),
 )  # fmt: skip

@@ -125,6 +125,6 @@ w_t weight of a token, A credit, push_t the clipped ratio, sg: no gradient flows
                       why="A pull lives where A = 0 too."),
     ),
     code=("posttrain.algorithm.loss.policy_loss.objective", "posttrain.role.trainer.Trainer"),
-    docs="algorithms.md", command="posttrain run arithmetic algorithm=grpo pull.coef=0.05 clip.low=0.2",
+    docs="reference/algorithms.md", command="posttrain run arithmetic algorithm=grpo pull.coef=0.05 clip.low=0.2",
     grid=("eps", "far"),
 )  # fmt: skip

@@ -148,5 +148,5 @@ LESSON = lab.Lesson(
                       why="Terms live where credit is 0, and denominators would count them."),
     ),
     code=("posttrain.core.transcript.Transcript.see", "posttrain.core.transcript.Transcript.say"),
-    docs="tools.md", command="posttrain run calculator", grid=("mask", "seed"),
+    docs="guides/tools.md", command="posttrain run calculator", grid=("mask", "seed"),
 )  # fmt: skip

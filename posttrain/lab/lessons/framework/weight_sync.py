@@ -116,5 +116,5 @@ LESSON = lab.Lesson(
                       why="So a sample says itself how old it is."),
     ),
     code=("posttrain.role.sync.Sync", "posttrain.checks.sampling.sampler_checks.said_by_these_weights"),
-    docs="weight-sync.md", command="posttrain run arithmetic rl.staleness=1", grid=("every", "anchor"),
+    docs="design/weight-sync.md", command="posttrain run arithmetic rl.staleness=1", grid=("every", "anchor"),
 )  # fmt: skip

@@ -130,5 +130,6 @@ LESSON = lab.Lesson(
                       why="A token may not read what it has to predict."),
     ),
     code=("posttrain.engine.model.tiny_models.config", "posttrain.config.run.Model"),
-    docs="models.md", command="posttrain run ladder model.hidden=128 model.layers=4", grid=("hidden", "length"),
+    docs="reference/models.md", command="posttrain run ladder model.hidden=128 model.layers=4",
+    grid=("hidden", "length"),
 )  # fmt: skip

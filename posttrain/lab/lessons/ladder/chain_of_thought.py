@@ -117,7 +117,7 @@ LESSON = lab.Lesson(
                   1, why="Each is one addition of what was said and the next number."),
     ),
     code=("posttrain.algorithm.loss.policy_loss.supervised", "posttrain.toy.chains.Chain"),
-    docs="recipes.md", command="posttrain run ladder", grid=("depth", "mode"),
+    docs="start/recipes.md", command="posttrain run ladder", grid=("depth", "mode"),
 )  # fmt: skip
 
 

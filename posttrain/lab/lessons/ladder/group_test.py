@@ -97,5 +97,5 @@ LESSON = lab.Lesson(
                   1, why="Where nothing is right, nothing can be compared."),
     ),
     code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.diagnose.rules.reward_rules.too_hard"),
-    docs="reward-is-flat.md", command="posttrain eval runs/mine", grid=("p", "K"),
+    docs="help/reward-is-flat.md", command="posttrain eval runs/mine", grid=("p", "K"),
 )  # fmt: skip

@@ -159,6 +159,6 @@ LESSON = lab.Lesson(
     ),
     code=("posttrain.role.learning.demonstrations.demonstration", "posttrain.algorithm.loss.losses.Likelihood",
           "posttrain.checks.data_checks.same_question"),
-    docs="coming-from-trl.md", command="posttrain run arithmetic fault=prompt_imitated --allow-fault",
+    docs="start/coming-from-trl.md", command="posttrain run arithmetic fault=prompt_imitated --allow-fault",
     grid=("mask", "count"),
 )  # fmt: skip

@@ -104,6 +104,6 @@ LESSON = lab.Lesson(
                       why="Differences of logits grow without bound."),
     ),
     code=("posttrain.engine.embedded.token_sampler.DrawDistributions", "posttrain.core.sampling.Sampling"),
-    docs="sampling.md", command="posttrain run arithmetic rl.sampling.temperature=0.7 rl.sampling.top_p=0.9",
+    docs="guides/sampling.md", command="posttrain run arithmetic rl.sampling.temperature=0.7 rl.sampling.top_p=0.9",
     grid=("temperature", "after"),
 )  # fmt: skip

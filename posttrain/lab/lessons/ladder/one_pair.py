@@ -82,5 +82,5 @@ LESSON = lab.Lesson(
     ),
     code=("posttrain.algorithm.preference.preference_loss.PreferenceLoss",
           "posttrain.ladder.preference_algorithm.PreferenceAlgorithm"),
-    docs="preferences.md", command="posttrain run dpo dpo.algorithm.beta=0.1", grid=("beta", "eta"),
+    docs="reference/preferences.md", command="posttrain run dpo dpo.algorithm.beta=0.1", grid=("beta", "eta"),
 )  # fmt: skip

@@ -148,5 +148,5 @@ LESSON = lab.Lesson(
     ),
     code=("posttrain.algorithm.preference.reward_model_loss.RankingLoss",
           "posttrain.algorithm.credit.step_credit.credit_step"),
-    docs="reward-models.md", command="posttrain run rlhf", grid=("count", "beta"),
+    docs="guides/reward-models.md", command="posttrain run rlhf", grid=("count", "beta"),
 )  # fmt: skip

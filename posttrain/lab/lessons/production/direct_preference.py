@@ -115,5 +115,5 @@ IPO: (gap - 1 / (2 beta))^2          SLiC: max(0, 1 - beta * gap)""",
     ),
     code=("posttrain.algorithm.preference.preference_link.link",
           "posttrain.algorithm.preference.preference_loss.PreferenceLoss"),
-    docs="preferences.md", command="posttrain run dpo", grid=("beta", "algorithm"),
+    docs="reference/preferences.md", command="posttrain run dpo", grid=("beta", "algorithm"),
 )  # fmt: skip

@@ -109,5 +109,5 @@ LESSON = lab.Lesson(
                       why="It is measured and not paid."),
     ),
     code=("posttrain.diagnose.rules.reward_rules.reward_without_truth", "posttrain.environment.check.probe.Probe"),
-    docs="reward-rises-quality-does-not.md", command="posttrain check arithmetic", grid=("rho", "price"),
+    docs="help/reward-rises-quality-does-not.md", command="posttrain check arithmetic", grid=("rho", "price"),
 )  # fmt: skip

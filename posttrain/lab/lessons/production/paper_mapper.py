@@ -164,5 +164,5 @@ LESSON = lab.Lesson(
                       ("compared with", "averaged over", "bounded by"), 1, why="That is the aggregation."),
     ),
     code=("posttrain.ladder.algorithm.patch", "posttrain.ladder.algorithm.differences"),
-    docs="which-algorithm.md", command="posttrain ladder --diff grpo dapo", grid=("baseline", "region"),
+    docs="guides/which-algorithm.md", command="posttrain ladder --diff grpo dapo", grid=("baseline", "region"),
 )  # fmt: skip

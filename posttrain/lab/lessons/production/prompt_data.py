@@ -122,6 +122,6 @@ LESSON = lab.Lesson(
                       why="Other prompts are useful now."),
     ),
     code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.diagnose.rules.reward_rules.too_easy"),
-    docs="batch-sizes.md", command="posttrain run arithmetic algorithm=dapo filter=mixed",
+    docs="guides/batch-sizes.md", command="posttrain run arithmetic algorithm=dapo filter=mixed",
     grid=("strength", "curation"),
 )  # fmt: skip

@@ -171,5 +171,5 @@ LESSON = lab.Lesson(
                       why="It chooses at random."),
     ),
     code=("posttrain.search.beam.beam", "posttrain.search.puct.TreeNode.chosen", "posttrain.search.votes.best"),
-    docs="search.md", command="posttrain eval runs/mine search=beam.width=2,expand=2", grid=("prm", "N"),
+    docs="guides/search.md", command="posttrain eval runs/mine search=beam.width=2,expand=2", grid=("prm", "N"),
 )  # fmt: skip

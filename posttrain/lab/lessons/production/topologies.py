@@ -105,5 +105,5 @@ LESSON = lab.Lesson(
                       why="Then R + T becomes max(R, T), about half."),
     ),
     code=("posttrain.plan.throughput.Times", "posttrain.plan.staleness.capacity"),
-    docs="placement.md", command="posttrain run arithmetic rl.staleness=1", grid=("rollout", "learn"),
+    docs="guides/placement.md", command="posttrain run arithmetic rl.staleness=1", grid=("rollout", "learn"),
 )  # fmt: skip

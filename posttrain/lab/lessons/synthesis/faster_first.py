@@ -94,5 +94,5 @@ LESSON = lab.Lesson(
                       why="The longer side counts: 90 s instead of 100."),
     ),
     code=("posttrain.plan.budget.order", "posttrain.plan.budget.faster", "posttrain.plan.throughput.Times"),
-    docs="slow.md", command="posttrain plan grpo model=Qwen2.5-7B machine=8xH100", grid=("rollout", "learn"),
+    docs="help/slow.md", command="posttrain plan grpo model=Qwen2.5-7B machine=8xH100", grid=("rollout", "learn"),
 )  # fmt: skip

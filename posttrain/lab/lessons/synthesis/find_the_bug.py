@@ -194,5 +194,5 @@ LESSON = lab.Lesson(
     ),
     code=("posttrain.faults.planting.planted", "posttrain.checks.learning.synthetic_loss.agrees_on_synthetic_batch",
           "posttrain.checks.learning.credit_checks.StepCreditAudit", "posttrain.plan.simulation.simulator.simulate"),
-    docs="trust.md", command="posttrain run arithmetic fault=std_ddof --allow-fault", grid=("bug", "engines"),
+    docs="research/trust.md", command="posttrain run arithmetic fault=std_ddof --allow-fault", grid=("bug", "engines"),
 )  # fmt: skip

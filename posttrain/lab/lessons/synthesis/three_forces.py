@@ -80,5 +80,5 @@ LESSON = lab.Lesson(
                      2, {"signal": 0, "estimator": 0, "cost": 0}),
     ),
     code=("posttrain.plan.forces.nearest_cell", "posttrain.plan.forces.Cell"),
-    docs="planning.md", command="posttrain plan --forces", grid=("signal", "estimator"),
+    docs="guides/planning.md", command="posttrain plan --forces", grid=("signal", "estimator"),
 )  # fmt: skip
