@@ -42,7 +42,7 @@ test: $(VENV)/dev.stamp
 # Then the Triton kernels by Triton's interpreter: this environment has triton.
 test-vllm: $(VLLM_VENV)/vllm.stamp
 	$(ON_VLLM) $(addprefix tests/conformance/test_,contract.py many.py versions.py architectures.py)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -rs tests/rooms/test_triton_tiles.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -rs tests/engine/test_triton_tiles.py
 
 # The life of vLLM's servers, and adapters on vLLM.
 test-vllm-servers: $(VLLM_VENV)/vllm.stamp

@@ -32,7 +32,7 @@ NUMBERED = re.compile(r"\b(law|pain|trap|gap)s? (\d+(?:(?:, | and )\d+)*)\b(?![.
 GAP = re.compile(r"\bG\d{1,2}\b")
 INVENTED = {"tests/laws/test_open_pieces.py": {"2501.00001"}}
 """Ids that a test makes up."""
-SANDBOX = re.compile(r"tests/rooms/test_(?:sandbox\w*|hostile_cases)\.py|docs/design/hostile-cases\.md")
+SANDBOX = re.compile(r"tests/sandbox/test_\w+\.py|docs/design/hostile-cases\.md")
 """Files that cite traps of the sandbox, which are rows of docs/design/hostile-cases.md."""
 
 

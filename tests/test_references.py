@@ -139,9 +139,9 @@ def test_what_pages_name_exists() -> None:
 def test_the_test_itself_finds_what_is_gone() -> None:
     text = (
         "`core/gone.py`, posttrain.core.gone, `posttrain.core.types.Gone`, role.events.Gone, `Group.gone`, `GoneCheck`,"
-        " tests/test_ci.py::test_gone, [x](gone.md), `make gone`, tests/rooms/test_{book,gone}.py, and what is there:"
-        " `core/types.py`, posttrain.core.types.Group.mixed, `Group.mixed`, [x](recipes.md), `make lint`,"
-        " tests/rooms/test_{book,pages}.py, `engine/occupancy`, `GroupMean`, `role/`,"
+        " tests/test_ci.py::test_gone, [x](gone.md), `make gone`, tests/record/test_{branch,gone}.py, and what is"
+        " there: `core/types.py`, posttrain.core.types.Group.mixed, `Group.mixed`, [x](recipes.md), `make lint`,"
+        " tests/record/test_{branch,lineage}.py, `engine/occupancy`, `GroupMean`, `role/`,"
         " python -m scripts.pages.generated_pages"
     )
     assert {x.split(": ")[0] for x in wrong(text, ROOT / "docs/start/recipes.md")} == {
@@ -154,5 +154,5 @@ def test_the_test_itself_finds_what_is_gone() -> None:
         "tests/test_ci.py::test_gone",
         "(gone.md)",
         "make gone",
-        "tests/rooms/test_{book,gone}.py",
+        "tests/record/test_{branch,gone}.py",
     }

@@ -1,6 +1,6 @@
 """Advice after a run: what is read of a stage, and the pieces of advice, each where it is right.
 
-`tests/rooms/test_advice.py` has, for each, a situation in which it is said and one in which it must not be.
+`tests/diagnose/test_advice.py` has, for each, a situation in which it is said and one in which it must not be.
 """
 
 from __future__ import annotations

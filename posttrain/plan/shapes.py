@@ -1,7 +1,7 @@
 """The shape of a decoder from its `config.json`: how many parameters its parts have, and what a token's cache takes.
 
 Nothing is loaded. What a family of models adds to the common form (biases, norms of queries and keys, experts) is a row
-of `FAMILIES`; the counts of each row equal those of transformers' own classes (tests/rooms/test_plan_shapes.py).
+of `FAMILIES`; the counts of each row equal those of transformers' own classes (tests/plan/test_plan_shapes.py).
 
 Letters: h hidden width, q and kv the widths of all query heads and of all key heads, f width of the feed-forward part,
 V vocabulary.

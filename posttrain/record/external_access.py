@@ -4,7 +4,7 @@ For a run folder from somebody else the user must accept these (`build.request.t
 are classified here. `DECIDED` gives what a field asks for. `HARMLESS` names the texts and switches that use nothing
 outside. Numbers use nothing outside. Pieces of an algorithm (`ladder.pieces`) have only numbers, words and switches
 that their formulas read. A kind of stage classifies its own fields (`Stage.harmless`, `Stage.models`). A field without
-a classification fails `tests/rooms/test_foreign_folders.py`.
+a classification fails `tests/record/test_foreign_folders.py`.
 """
 
 from __future__ import annotations

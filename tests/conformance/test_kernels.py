@@ -29,7 +29,7 @@ from posttrain.engine.layers.prefix_tree_attention import SharedTree, TreeLayout
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.supported_models import LayerShape
 from posttrain.ladder.policy_rows import GRPO
-from tests.rooms.engine_parts import packed, policy
+from tests.engine.engine_parts import packed, policy
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 Made = Callable[[Callable[..., Any]], list[Tensor]]

@@ -56,7 +56,7 @@ async def test_turns_go_on_under_new_weights(subject: Subject) -> None:
             await asyncio.sleep(pause)
             await subject.publish(2)
             said = await asyncio.gather(*running)
-        # turns of the embedded engine end before this loop goes on; tests/rooms/test_engine_schedule.py stops them
+        # turns of the embedded engine end before this loop goes on; tests/engine/test_engine_schedule.py stops them
         if isinstance(subject.sampler, EmbeddedEngine) or any(len(set(s.version.tolist())) == 2 for s in said):
             break
     else:

@@ -46,7 +46,7 @@ from posttrain.engine.parallel.tensor_parallel import TensorLearner
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights.weight_transport import whole_tensors
 from posttrain.system.errors import PosttrainError
-from tests.rooms.engine_parts import policy
+from tests.engine.engine_parts import policy
 
 EXPERTS = 8
 BALANCE = 0.1

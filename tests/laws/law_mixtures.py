@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from posttrain.config.run import Model
 from posttrain.engine.model.policy_model import Policy, load_policy
-from tests.rooms.engine_parts import ALPHABET
+from tests.engine.engine_parts import ALPHABET
 
 ARCHS = ("qwen3_moe", "mixtral")
 

@@ -48,7 +48,7 @@ from posttrain.engine.parallel.tensor_parallel import TensorLearner
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.ladder.preference_rows import PREFERENCES
 from posttrain.role.trainer import Trainer
-from tests.rooms.engine_parts import ALPHABET, policy, segments
+from tests.engine.engine_parts import ALPHABET, policy, segments
 
 WORLDS = (1, 2, 4)
 STEPS = 2

@@ -28,7 +28,7 @@ from posttrain.engine.parallel.sharded_load import RowFiles, load_by_rows
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights.weight_transport import whole_tensors
 from posttrain.system.errors import PosttrainError
-from tests.rooms.engine_parts import policy
+from tests.engine.engine_parts import policy
 
 BATCH = Case("likelihood", 4096)
 CASE = Case("likelihood", 24)

@@ -16,7 +16,7 @@ from law_ranks import Groups
 from posttrain.checks.learning.gradient_and_update_checks import gradient_reaches
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
 from posttrain.system.errors import InvariantError
-from tests.rooms.engine_parts import policy
+from tests.engine.engine_parts import policy
 
 
 def _given(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -26,8 +26,8 @@ from posttrain.engine.model.policy_model import load_policy
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.role.trainer import Trainer
 from posttrain.system.errors import InvariantError
+from tests.engine.engine_parts import ALPHABET, tiny
 from tests.mutants import planted
-from tests.rooms.engine_parts import ALPHABET, tiny
 
 PROMPT = 20
 

@@ -27,8 +27,8 @@ from posttrain.engine.pool.turn_router import BLOCK, CALLS_AHEAD, Beginnings, En
 from posttrain.record import checkpoint as checkpoints
 from posttrain.record import run_reader, step_format
 from posttrain.role.weights import saved_weights as stored
+from tests.engine.pool_parts import PLAIN, MemoryWeights, Script, known, prompt, scripted_pool
 from tests.killing import kill
-from tests.rooms.pool_parts import PLAIN, MemoryWeights, Script, known, prompt, scripted_pool
 from tests.tiny import tiny_run
 
 LOADS = st.builds(EngineLoad, st.integers(0, 500), st.integers(0, 64), st.booleans())

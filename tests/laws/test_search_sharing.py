@@ -21,8 +21,8 @@ from posttrain.engine.embedded.cache.cache_blocks import blocks_for
 from posttrain.search.beam import beam
 from posttrain.search.puct import tree_search
 from posttrain.search.step_sampling import Beginning, StepSearch
-from tests.rooms.embedded_parts import engine
-from tests.rooms.process_parts import Counting, needed
+from tests.engine.embedded_parts import engine
+from tests.role.process_parts import Counting, needed
 
 FORKS = 64
 TASKS = [Task(id=f"t{i}", prompt="p") for i in range(4)]

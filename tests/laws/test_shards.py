@@ -26,7 +26,7 @@ from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.role.learning.rank_share import check_shares, digest, smallest_unit
 from posttrain.role.trainer import Trainer
 from posttrain.system.errors import ConfigError, InvariantError
-from tests.rooms.engine_parts import ALPHABET, policy, segments, tiny
+from tests.engine.engine_parts import ALPHABET, policy, segments, tiny
 
 
 def batch(units: list[int], seed: int = 0, sampling: Sampling = Sampling()) -> Batch:

@@ -30,8 +30,8 @@ from posttrain.engine.learner.learner import FrozenScorer, HFLearner
 from posttrain.engine.model.policy_model import Policy, load_policy
 from posttrain.ladder.preference_rows import DPO
 from posttrain.system.errors import InvariantError
+from tests.engine.engine_parts import ALPHABET, ARCHS, tiny
 from tests.mutants import planted
-from tests.rooms.engine_parts import ALPHABET, ARCHS, tiny
 
 
 def policy(arch: str = "gpt2", **changes: Any) -> Policy:

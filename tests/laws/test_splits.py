@@ -139,7 +139,7 @@ def test_order_of_episodes_does_not_matter(a: Algorithm) -> None:
 
 
 TURNLESS = [a for a in ALL if not isinstance(a.baseline, TurnMean | AnchorMean) and not a.hears]
-"""What is heard depends on where turns and segments begin (`tests/rooms/test_heard.py`)."""
+"""What is heard depends on where turns and segments begin (`tests/ladder/test_foreseen_words.py`)."""
 
 
 @pytest.mark.parametrize("a", TURNLESS, ids=[a.name for a in TURNLESS])

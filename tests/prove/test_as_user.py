@@ -42,12 +42,13 @@ class Suite:
 
 
 SUITES = {
-    "sandbox": Suite(
-        ("rooms/test_sandbox*", "rooms/test_code*", "rooms/test_hostile_cases", "rooms/test_honest_programs"), 400, 20
-    ),
-    "serve": Suite(("rooms/test_serve*", "conformance/test_served"), 80, 2),
+    "sandbox": Suite(("sandbox/test_*", "verifier/test_code_reward"), 400, 20),
+    "serve": Suite(("serve/test_*", "conformance/test_served"), 80, 2),
     "kill": Suite(
-        ("prove/test_kill_sweep", "rooms/test_stopping", "rooms/test_book"), 55, 2, {"POSTTRAIN_SWEEP_KILLS": "6"}
+        ("prove/test_kill_sweep", "engine/test_stop_strings", "record/test_run_folder"),
+        55,
+        2,
+        {"POSTTRAIN_SWEEP_KILLS": "6"},
     ),
 }
 

@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.sandbox.sandbox_pool import RECYCLE, Sandbox
 from posttrain.sandbox.sandbox_types import ProgramLimits
-from tests.rooms.sandbox_parts import NAMES, backend, living
+from tests.sandbox.sandbox_parts import NAMES, backend, living
 
 pytestmark = pytest.mark.prove
 

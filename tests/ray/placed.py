@@ -34,9 +34,9 @@ from posttrain.engine.transfer.shared_memory import SharedCarrier
 from posttrain.record import run_reader
 from posttrain.system.errors import ConfigError, EngineError
 from posttrain.verifier.workers.ray_worker import RayWorker
+from tests.engine.pool_parts import PLAIN, KnownSampler, Refuses, known, prompt
 from tests.killing import REWARD
 from tests.laws.test_placement import Killer, placed, played
-from tests.rooms.pool_parts import PLAIN, KnownSampler, Refuses, known, prompt
 
 KILLS = int(os.environ.get("POSTTRAIN_SWEEP_KILLS", "1"))
 """Actors of a case that are killed at least, in as many runs as that takes, `AT_ONCE` in a run at most."""
@@ -97,7 +97,7 @@ import asyncio, os, signal, sys, time
 import ray
 from posttrain.engine.pool.ray_actor import RayCluster
 from tests.ray.placed import actor_pool
-from tests.rooms.pool_parts import PLAIN, prompt
+from tests.engine.pool_parts import PLAIN, prompt
 
 cluster = RayCluster(None, 2, 1, 60.0)
 pool = actor_pool(cluster, timeout=600.0)
