@@ -3,7 +3,7 @@
     python -m benchmarks.asynchrony_arms times            # seconds a step, on the work of `asynchrony.py`; 12 minutes
     python -m benchmarks.asynchrony_arms accuracy --jobs 8        # accuracy after equal samples; 6 minutes
     python -m benchmarks.asynchrony_arms times --seconds 600      # start no side after this time; a later call goes on
-    python -m benchmarks.asynchrony_arms page             # write docs/guides/staleness.md from the results, run nothing
+    python -m benchmarks.asynchrony_arms page          # write docs/research/asynchrony.md from the results
 
 Every arm takes two optimizer steps a batch. The first is synchronous, each of the next four adds one thing, and the
 last two leave one of them out again. Times need a machine with nothing beside it and are measured on few steps of 32
@@ -50,7 +50,7 @@ from posttrain.record import run_reader
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/asynchrony_arms.json"
-PAGE = ROOT / "docs/guides/staleness.md"
+PAGE = ROOT / "docs/research/asynchrony.md"
 BEGIN = "<!-- arms: written by `python -m benchmarks.asynchrony_arms` -->"
 END = "<!-- end of arms -->"
 
@@ -236,7 +236,7 @@ def table(times: Sequence[ArmTime], accuracies: Sequence[ArmAccuracy]) -> Iterat
 
 
 def told(times: Sequence[ArmTime], accuracies: Sequence[ArmAccuracy]) -> list[str]:
-    """The part of docs/guides/staleness.md."""
+    """The part of docs/research/asynchrony.md."""
     whole = len(ARMS) * len(SEEDS)
     lines = [
         BEGIN,

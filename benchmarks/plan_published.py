@@ -3,7 +3,7 @@
     python -m benchmarks.plan_published
 
 Nothing is measured here: the reported figures are those of the sources, and what a source does not say is assumed as a
-plan assumes it. `tests/plan/test_plan_against.py` holds the ratios, docs/guides/planning.md has the table.
+plan assumes it. `tests/plan/test_plan_against.py` holds the ratios, docs/research/plans-measured.md has the table.
 """
 
 from __future__ import annotations

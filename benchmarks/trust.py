@@ -442,7 +442,7 @@ def drawn_at_random() -> list[str]:
         " dtype, architecture, drafts, length of SFT, reward and learning rate. It is healthy by definition: nothing"
         " is planted, and where it is stopped it must have finite losses with all checks off; no run is left out for"
         " how it went. Untaught policies and absurd learning rates are among them, so live rules may speak there and be"
-        " right; how often they are wrong is measured on runs of taught policies: [diagnosis](../help/diagnosis.md).",
+        " right; how often they are wrong is measured on runs of taught policies: [tested](rules-tested.md).",
         "",
         *drawn_of_the_learner(found["learner"]),
         f"**The same with groups that are asked ahead**: {asked['runs'] - asked['false_alarms']} of {asked['runs']}"

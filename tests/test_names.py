@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 import posttrain
 from tests import public
 
 ROOT = public.ROOT
 GOLDEN = Path(__file__).parent / "golden" / "public.txt"
-GLOSSARY = ROOT / "docs/reference/glossary.md"
+GLOSSARY, NAMES = ROOT / "docs/reference/glossary.md", ROOT / "docs/design/names.md"
 FILES = sorted((ROOT / "posttrain").rglob("*.py"))
 
 SAME_MODULE_NAME = {"judge.py": ("the recipe of a judge, and the environment it trains in: users name both", 2)}
@@ -107,30 +109,32 @@ def test_what_the_package_offers_is_public() -> None:
     assert {n for n in posttrain.__all__ if not n.startswith("_")} <= names
 
 
-def entries() -> list[tuple[str, str, str]]:
-    """(entry, sentence, source) of each row of the glossary's table."""
-    table = [x for x in GLOSSARY.read_text().splitlines() if x.startswith("| ")]
+def entries(page: Path) -> list[tuple[str, str, str]]:
+    """(entry, sentence, source) of each row of a page's table."""
+    table = [x for x in page.read_text().splitlines() if x.startswith("| ")]
     rows = [x.strip("| ").split(" | ") for x in table[1:]]
     assert all(len(row) == 3 for row in rows), [row for row in rows if len(row) != 3]
     return [(row[0], row[1], row[2]) for row in rows]
 
 
-def test_the_glossary_has_every_public_name_and_no_other() -> None:
+def test_the_page_of_names_has_every_public_name_and_no_other() -> None:
     public_names = {name for _, name in public.names()}
-    found = {entry.strip("`") for entry, _, _ in entries() if entry.startswith("`")}
+    found = {entry.strip("`") for entry, _, _ in entries(NAMES)}
+    assert not [entry for entry, _, _ in entries(GLOSSARY) if entry.startswith("`")], "the glossary has words alone"
     missing, strange = sorted(public_names - found), sorted(found - public_names)
-    assert not missing, f"docs/reference/glossary.md does not explain {missing}"
-    assert not strange, f"docs/reference/glossary.md explains what is not public: {strange}"
+    assert not missing, f"docs/design/names.md does not explain {missing}"
+    assert not strange, f"docs/design/names.md explains what is not public: {strange}"
 
 
-def test_the_glossary_is_in_order_and_has_no_entry_twice() -> None:
-    order = [(entry.strip("`").casefold(), entry.startswith("`"), entry) for entry, _, _ in entries()]
-    misplaced = [f"{b[2]} after {a[2]}" for a, b in pairwise(order) if a >= b]
+@pytest.mark.parametrize("page", [GLOSSARY, NAMES], ids=lambda p: p.stem)
+def test_entries_are_in_order_and_none_stands_twice(page: Path) -> None:
+    order = [(entry.strip("`").casefold(), entry) for entry, _, _ in entries(page)]
+    misplaced = [f"{b[1]} after {a[1]}" for a, b in pairwise(order) if a >= b]
     assert not misplaced, misplaced
 
 
 def test_each_entry_is_a_sentence_with_its_source() -> None:
-    for entry, sentence, source in entries():
+    for entry, sentence, source in entries(GLOSSARY) + entries(NAMES):
         assert sentence.endswith(".") and len(sentence) <= 300, entry
         known = all(s == "ours" or s in PEERS or PAPER.fullmatch(s) for s in source.split(", "))
         assert source and known, f"{entry}: {source!r} is no paper, no peer's documentation and not `ours`"

@@ -38,6 +38,19 @@ def test_the_index_leads_to_every_page() -> None:
     assert not lacking, f"no shelf's README.md lists {lacking}"
 
 
+def words(text: str) -> int:
+    """Words of running text and tables: no code block, no address of a link, no cell without a letter."""
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+    text = re.sub(r"^    .*$", "", text, flags=re.M)
+    return sum(bool(re.search(r"[^\W\d_]", word)) for word in re.sub(r"\]\([^)]*\)", "]", text).split())
+
+
+def test_what_users_read_is_short() -> None:
+    """Start, guides, help and reference together: evidence and logs belong to research."""
+    read = {p: words(text) for p, text in PAGES.items() if p.startswith(tuple(f"docs/{s}/" for s in SHELVES[:4]))}
+    assert 40_000 < sum(read.values()) <= 70_000, sum(read.values())
+
+
 def test_no_page_lies_where_another_one_does(tmp_path: Path) -> None:
     """The generator makes pages too: its search would replace a page of that name."""
     (tmp_path / "docs").mkdir()

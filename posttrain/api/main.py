@@ -80,7 +80,7 @@ def run(
         allow_fault: start even though `fault=NAME` plants a bug on purpose (`posttrain faults`).
         trust: allow what somebody else's folder or YAML file asks for: code, addresses, secrets, files elsewhere.
         accept_changed: with `resume`, go on although data, rewards or models were changed.
-        nproc: train with so many processes on this machine, each with a part of the weights (docs/guides/shards.md).
+        nproc: train with so many processes on this machine, each with a part of the weights (docs/design/shards.md).
         rank_timeout: seconds that one of them waits for the others before the run stops and says for whom.
         replicas: copies of the weights among these processes; each is cut over the same number of them.
         parallel: how they share the model: `rows` of weights, `tensor` (columns and rows of layers), or `experts`.

@@ -33,7 +33,7 @@ PROBED = "machine.json"
 """In the cache folder: what `posttrain plan --probe` measured."""
 REACHED = 0.63
 """Share of the probed arithmetic that a step of a learner reaches on a processor. Measured
-(docs/guides/planning.md)."""
+(docs/research/plans-measured.md)."""
 ALPHABET = 100
 """Tokens of a built model's tokenizer, which has the characters of its environment. Assumed."""
 PROMPT, ANSWER, SPREAD = 256, 512, 0.5

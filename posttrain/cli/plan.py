@@ -22,7 +22,9 @@ from posttrain.system.terminal_output import tell
 
 SMALLEST = 0.002
 """Terms below this share of the peak are summed up."""
-MIXTURE = "a mixture of experts: a lower bound; published steps took 1.1 to 7 times as long (docs/guides/planning.md)"
+MIXTURE = (
+    "a mixture of experts: a lower bound; published steps took 1.1 to 7 times as long (docs/research/plans-measured.md)"
+)
 
 
 def show(o: Namespace) -> None:

@@ -1,7 +1,7 @@
 """Memory that a forward pass keeps for its backward, in bytes a token, counted from the layers of this package.
 
 Letters as in `shapes`: h hidden width, q and kv widths of all query heads and of all key heads, f feed-forward width;
-a bytes of a number. docs/guides/planning.md has these figures beside measured ones.
+a bytes of a number. docs/research/plans-measured.md has these figures beside measured ones.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ SEVERAL, SAMPLING, HEADLESS, ADAPTED = 1.52, 1.48, 1.5, 1.9
 """Resident bytes of kept blocks for each byte that was in use at once, by what is computed again: where layers are,
 blocks of many sizes come and go. At least SEVERAL with several passes and where a first update is checked, SAMPLING
 where the process samples too, HEADLESS for a reward model, ADAPTED with an adapter. Measured
-(docs/guides/planning.md)."""
+(docs/research/plans-measured.md)."""
 LIBRARIES = 35 << 20
 """Bytes that oneDNN, torch and the tokenizer keep for themselves once a run has worked with its sizes. Measured."""
 STATE = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from posttrain.diagnose.gauges.registry import REGISTRY
 from posttrain.diagnose.rules.all_rules import ROUND_RULES, RULES
-from posttrain.ladder.algorithm import CHOICES, Algorithm, differences
+from posttrain.ladder.algorithm import Algorithm, differences
 from posttrain.ladder.algorithm_cost import anchor, cost, reads
 from posttrain.ladder.formula import compact, credit_words, formulas, source, year
 from posttrain.ladder.formula.tree_picture import picture
@@ -54,9 +54,8 @@ reference (or teacher) |
 | `y`, `\\|y\\|`, `G` | a response (an episode), its spoken tokens, the siblings of its prompt |
 | `sg[x]` | `x`, not differentiated |
 
-In a terminal: `posttrain ladder`, `posttrain ladder NAME`, `posttrain ladder --diff A B`. On the batches of a run of \
-yours:
-`posttrain ladder --on RUN` ([how](../guides/ladder-on-a-run.md)).
+In a terminal: `posttrain ladder`, `posttrain ladder NAME` with all choices and costs, `posttrain ladder --diff A B`. \
+On the batches of a run of yours: `posttrain ladder --on RUN` ([how](../guides/ladder-on-a-run.md)).
 
 """
 
@@ -70,12 +69,6 @@ def algorithms() -> str:
         "",
         "## The tree",
         "",
-        "```mermaid",
-        *_mermaid(),
-        "```",
-        "",
-    ]
-    lines += [
         "With what each changes on the one it patches (numbers that are off are not printed):",
         "",
         "```",
@@ -125,10 +118,6 @@ def _table() -> list[str]:
     ]
 
 
-def _mermaid() -> list[str]:
-    return ["graph LR", *(f"    {a.parent.name} --> {a.name}" for a in LADDER.values() if a.parent)]
-
-
 def _section(a: Algorithm) -> list[str]:
     lines = [
         f"## {a.name}",
@@ -145,20 +134,8 @@ def _section(a: Algorithm) -> list[str]:
     lines += ["```", *(f"{name:<8} {text}" for name, text in rows), "```", ""]
     if a.pull is not None and a.pull.truth:
         lines += [f"The gradient of its KL is {a.pull.truth}.", ""]
-    lines += [
-        "Choices: "
-        + ", ".join(f"`{f}={compact(getattr(a, f))}`" for f in CHOICES if getattr(a, f) not in (None, ()))
-        + ".",
-        "",
-    ]
-    paid = cost(a)
-    compared = f"Compares the policy with: {anchor(a)}. " if anchor(a) else "Forms no ratio. "
-    lines.append(f"{compared}Reads beside what the sampler stored: {', '.join(reads(a)) or 'nothing'}.")
-    spent = [f"forward passes: {'; '.join(paid.passes)}"] * bool(paid.passes)
-    spent += [f"samples: {'; '.join(paid.generation)}"] * bool(paid.generation) + [
-        f"memory: {'; '.join(paid.memory)}"
-    ] * bool(paid.memory)
-    lines += [f"Costs: {'. '.join(spent) or 'nothing beside rollout and learning'}.", ""]
+    if more := cost(a).generation:
+        lines += [f"Costs samples: {'; '.join(more)}.", ""]
     return lines + ([f"Note: {a.note}.", ""] if a.note else [])
 
 

@@ -1,4 +1,5 @@
-"""Writes the two tables of docs/start/lab.md: what speaks when a page is broken, and numbers that pages compare with.
+"""Writes the two tables of docs/research/lab-tables.md: what speaks when a page is broken, and the
+numbers that pages compare with.
 
 python -m scripts.site.lessons        # --check only compares
 """
@@ -13,7 +14,7 @@ from posttrain.lab.catalog import entries, load
 from posttrain.lab.server import claim_rows
 from posttrain.web.picture import number
 
-PAGE = Path(__file__).parents[2] / "docs/start/lab.md"
+PAGE = Path(__file__).parents[2] / "docs/research/lab-tables.md"
 BREAKS, CLAIMS = "what speaks", "numbers"
 
 

@@ -1,4 +1,4 @@
-"""A whole program over ranks (docs/guides/shards.md): `torchrun --standalone --nproc-per-node 2 rank_program.py`."""
+"""A whole program over ranks (docs/design/shards.md): `torchrun --standalone --nproc-per-node 2 rank_program.py`."""
 
 from __future__ import annotations
 

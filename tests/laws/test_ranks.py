@@ -132,7 +132,7 @@ def test_a_planted_fault_is_caught(name: str, found: list[dict[str, Any]]) -> No
 
 
 def test_the_program_of_the_page_runs_under_torchrun(tmp_path: Path) -> None:
-    """docs/guides/shards.md: two processes, each with half of the numbers, and one loss."""
+    """docs/design/shards.md: two processes, each with half of the numbers, and one loss."""
     program = Path(__file__).parent / "rank_program.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": str(program.parents[2]), "OMP_NUM_THREADS": "1"}

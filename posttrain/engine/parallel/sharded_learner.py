@@ -67,7 +67,7 @@ class ShardedLearner(HFLearner):
         prove: called within the first pass of such a policy, whose fused layers are compared then.
 
     Raises:
-        ConfigError: names what is not built for ranks (docs/guides/shards.md).
+        ConfigError: names what is not built for ranks (docs/design/shards.md).
         InvariantError: the ranks begin with different weights.
     """
 
