@@ -83,17 +83,10 @@ def placed_engine(
     say: Callable[[str], None] = lambda line: None,
     own: bool = False,
 ) -> ServedSampler:
-    """The engine of the run where `Run.placement` says: here, or several elsewhere as one.
-
-    Args:
-        text: decodes token ids, special tokens included; stop strings are searched in the result.
-        say: tells the user what happens to engines elsewhere.
-        own: the policy's weights are the engine's alone.
-
-    Raises:
-        ConfigError: it cannot keep a stage's sampling contract, or is not installed.
-        EngineError: it does not start.
-    """
+    """The engine of the run where `Run.placement` says: here, or several elsewhere as one. `text`: decodes token ids,
+    special tokens included; stop strings are searched in the result. `say`: tells the user what happens to engines
+    elsewhere. `own`: the policy's weights are the engine's alone. Raises ConfigError: it cannot keep a stage's sampling
+    contract, or is not installed. Raises EngineError: it does not start."""
     if isinstance(run.placement, Local):
         return make_engine(run, policy, text, own)
     if not isinstance(run.engine, Embedded):
@@ -103,12 +96,9 @@ def placed_engine(
 
 
 def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[str], None]) -> EnginePool:
-    """The engines of the run, each in a process of its own, as one sampler.
-
-    Raises:
-        ConfigError: this machine, or the cluster, lacks what they need. EngineError: the model cannot be sent to
-            another process, or an engine does not start.
-    """
+    """The engines of the run, each in a process of its own, as one sampler. Raises ConfigError: this machine, or the
+    cluster, lacks what they need. EngineError: the model cannot be sent to another process, or an engine does not
+    start."""
     check_machine(placement)
     threads, fault = placement.cores or torch.get_num_threads(), faults.named(run.fault)
     if isinstance(policy, BlankPolicy):

@@ -73,13 +73,10 @@ def placed_environments(
 ) -> PlacedEnvironments:
     """The processes of `placement.environments`, which have all environments of the run. The engines are there by now.
 
-    Args:
-        others: environments of stages that have their own, by the stage's name.
-        engine: the engines of the run. Where they have cores of their own, so do the environments: the same.
-        close: ends the engines. It is called with `PlacedEnvironments.close`, and where a process does not start.
-
-    Raises:
-        ConfigError: an environment cannot be sent to another process. EngineError: a process does not start.
+    `others`: environments of stages that have their own, by the stage's name. `engine`: the engines of the run. Where
+    they have cores of their own, so do the environments: the same. `close`: ends the engines. It is called with
+    `PlacedEnvironments.close`, and where a process does not start. Raises ConfigError: an environment cannot be sent to
+    another process. EngineError: a process does not start.
     """
     placement = run.placement
     if isinstance(placement, Local) or not placement.environments:
@@ -128,11 +125,7 @@ def engine_cores(engine: Sampler) -> frozenset[int] | None:
 
 def _sent(config: Env, env: Environment) -> Env | Environment:
     """Returns the object that the process needs to make the environment. Verifiers stay with the learner, so rewards
-    are left out.
-
-    Raises:
-        ConfigError: it cannot be sent.
-    """
+    are left out. Raises ConfigError: it cannot be sent."""
     if not is_inline(config.name) and not is_inline(config.prompts):
         return replace(config, rewards=(), measured=False)
     try:

@@ -19,11 +19,9 @@ MOST_RANK = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """LoRA (2106.09685): each chosen layer computes W x + scale * B A x. W stays as it was loaded, A and B train.
-
-    B begins at 0, so the policy begins as the model that was loaded. A and B are float32 whatever the dtype of W. There
-    is no dropout, because sampler and learner must be the same function.
-    """
+    """LoRA (2106.09685): each chosen layer computes W x + scale * B A x. W stays as it was loaded, A and B train. B
+    begins at 0, so the policy begins as the model that was loaded. A and B are float32 whatever the dtype of W. There
+    is no dropout, because sampler and learner must be the same function."""
 
     rank: int = 16
     """Rows of A and columns of B."""
@@ -63,11 +61,7 @@ class Lora:
 
 
 def goes_on(asked: Lora | None, there: Lora, where: str) -> Lora:
-    """The adapter of a model that has one already: that one goes on.
-
-    Raises:
-        ConfigError: another one is asked for.
-    """
+    """The adapter of a model that has one already: that one goes on. Raises ConfigError: another one is asked for."""
     if asked not in (None, there):
         raise ConfigError(
             f"{where}: there is an adapter already ({there.words()}), and it is trained further. Leave model.lora out;"

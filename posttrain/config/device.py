@@ -11,11 +11,8 @@ DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 
 
 def check_device(device: str, offload_activations: bool, offload_optimizer: bool) -> None:
-    """Refuse a device that does not exist, and to move to the CPU what is there.
-
-    Raises:
-        ConfigError: it says what to set.
-    """
+    """Refuse a device that does not exist, and to move to the CPU what is there. Raises ConfigError, which says what to
+    set."""
     if not DEVICE.fullmatch(device):
         raise ConfigError(f"model.device={device!r} is no device: use cpu, cuda (cuda:1 for the second GPU) or xpu")
     if offload_activations and device == "cpu":

@@ -38,8 +38,7 @@ class Embedded:
     """Treatment of unfinished sequences when new weights come. drain: they end first. inflight: they go on under the
     new weights, and their keys and values are computed again. stale: they go on with keys and values of the old
     weights, so their log-probs are those of no policy; `engine/stale_gap` measures by how much. A run that waits for
-    all its samples has no unfinished sequences then.
-    """
+    all its samples has no unfinished sequences then."""
     sleep: bool = False
     """Free the key-value cache while the learner works, and make it anew for the next samples, so that both need not
     fit into memory at once. The tokens stay the same. Only where samples and updates take turns (staleness=0)."""
@@ -83,8 +82,7 @@ class VLLM:
     update: Literal["drain", "inflight"] = "drain"
     """Treatment of unfinished sequences when new weights come. drain: they end first. inflight: they stand still
     meanwhile and go on under the new weights, and their keys and values are computed again. A run that waits for all
-    its samples has no unfinished sequences then.
-    """
+    its samples has no unfinished sequences then."""
     timeout: float = 600.0
     """Seconds a turn, a step or an update may take before the engine counts as failed."""
 
@@ -122,12 +120,9 @@ Engine = Embedded | VLLM
 def engine_refusals(
     engine: Engine, kernels: KernelChoice, lora: bool, deterministic: bool, exact: bool, ahead: str
 ) -> Iterator[str]:
-    """Yields a message about each thing that the engine of a run cannot do. Each message says what to change.
-
-    Args:
-        lora: whether the model has an adapter.
-        ahead: the name of a stage that asks for samples while the learner works; '' where none does.
-    """
+    """Yields a message about each thing that the engine of a run cannot do. Each message says what to change. `lora`:
+    whether the model has an adapter. `ahead`: the name of a stage that asks for samples while the learner works; ''
+    where none does."""
     if not isinstance(engine, Embedded):
         if exact:
             yield (
@@ -176,11 +171,7 @@ def _positive(name: str, value: float) -> None:
 
 def pause_refusals(stage: str, engine: Engine, local: bool, deterministic: bool) -> Iterator[str]:
     """Yields the reasons why turns of a stage cannot stop while the learner computes (`unfinished=pause`), with what to
-    change.
-
-    Args:
-        local: whether the engine computes in the learner's process.
-    """
+    change. `local`: whether the engine computes in the learner's process."""
     what = f"{stage}.unfinished=pause stops turns while the learner computes"
     if not (local and isinstance(engine, Embedded)):
         yield f"{what}, and this engine goes on meanwhile by itself: set {stage}.unfinished=go_on"

@@ -98,8 +98,7 @@ class Reward:
     steps: Literal["score", "pay", "outcome"] = "score"
     """The use of a process reward model's scores of steps. score: each step has its score, which an algorithm reads
     that compares steps (grpo_process). pay: each score is paid at the end of its step, for credit with values (ppo).
-    outcome: the scores as one number are the answer's reward.
-    """
+    outcome: the scores as one number are the answer's reward."""
     aggregate: Aggregate = "min"
     """How the scores of steps become one number."""
     progress: bool = False

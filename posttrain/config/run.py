@@ -95,8 +95,7 @@ class Model:
     its sampler chose, as the engine recorded them; their weights are computed anew, so that the router learns (R3,
     2510.11370). start: those of the learner at the beginning of the step (R2), which holds them fixed over several
     optimizer steps. none: every pass chooses anew. It matters where sampler and learner differ: narrow types,
-    staleness, several optimizer steps.
-    """
+    staleness, several optimizer steps."""
     gradient_checkpointing: Checkpointing | bool = "none"
     """The results that the backward pass computes again instead of keeping them in memory. selective: all but matrix
     products and torch's attention, which costs little. full: whole layers. true and false stand for full and none."""

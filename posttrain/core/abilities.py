@@ -46,11 +46,12 @@ class Verify(Protocol):
 
 
 class Together(Protocol):
-    """Judges the finished attempts of one group by the sources that compare or batch them."""
+    """Judges the finished attempts of one group by the sources that compare or batch them. Returns the verdicts of each
+    attempt, in order, and what the sources logged."""
 
-    async def __call__(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[tuple[Judged, ...]], Gauges]:
-        """The verdicts of each attempt, in order, and what the sources logged."""
-        ...
+    async def __call__(
+        self, attempts: Sequence[Attempt], at: StepNumber
+    ) -> tuple[list[tuple[Judged, ...]], Gauges]: ...
 
 
 def _none(task: Task) -> tuple[Turns, ...]:
@@ -82,17 +83,13 @@ class GoldAnswers(Declared):
 
 
 class Write(Protocol):
-    """Writes one demonstration."""
+    """Writes one demonstration: (prompt, completion without stop token). With probability `wrong` the completion is
+    plausible and false. A tuple of completions is the turns of an episode: it is played, and the environment's messages
+    between the turns come from that."""
 
     def __call__(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
-    ) -> tuple[str | tuple[Message, ...], str | tuple[str, ...]]:
-        """(prompt, completion without stop token). With probability `wrong` the completion is plausible and false.
-
-        A tuple of completions is the turns of an episode. The episode is then played, and the environment's messages
-        between the turns come from that.
-        """
-        ...
+    ) -> tuple[str | tuple[Message, ...], str | tuple[str, ...]]: ...
 
 
 def _alone(task: Task, style: str) -> LearnedConversation | None:
@@ -121,11 +118,10 @@ class Demonstrations(Declared):
 
 
 class Draw(Protocol):
-    """Gives one judgement about a task."""
+    """Gives one judgement of a kind about a task. Rows of data give their own each time; worlds write completions and
+    judge them."""
 
-    def __call__(self, task: Task, kind: Kind, rng: np.random.Generator) -> Judgement:
-        """A judgement of this kind. Rows of data give their own each time; worlds write completions and judge them."""
-        ...
+    def __call__(self, task: Task, kind: Kind, rng: np.random.Generator) -> Judgement: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +170,9 @@ class Judging(Declared):
 
 
 class Measures(Protocol):
-    """Measures held-out episodes beside their outcomes."""
+    """Measures held-out episodes beside their outcomes. The names of its gauges begin with `eval/`."""
 
-    def __call__(self, groups: Sequence[Group]) -> Gauges:
-        """Gauges whose names begin with `eval/`."""
-        ...
+    def __call__(self, groups: Sequence[Group]) -> Gauges: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,39 +189,26 @@ class LintFinding:
 
 
 class Lint(Protocol):
-    """Looks at the user's data before training."""
+    """Looks at the user's data before training. `length` counts the tokens of a prompt with a completion, and `context`
+    is the most that a model reads; without them nothing is said of the context."""
 
-    def __call__(self, length: Callable[[Task, str], int] | None = None, context: int = 0) -> Sequence[LintFinding]:
-        """The findings. `length` counts the tokens of a prompt with a completion, and `context` is the most that a
-        model reads; without them nothing is said of the context."""
-        ...
+    def __call__(self, length: Callable[[Task, str], int] | None = None, context: int = 0) -> Sequence[LintFinding]: ...
 
 
 class DataRow(Protocol):
-    """A task of the user's data, with its place there."""
+    """A task of the user's data: its demonstration, all that may be learned of it where that is more, its judgement,
+    and its place (`file:line`, for messages)."""
 
     @property
     def task(self) -> Task: ...
-
     @property
-    def completion(self) -> str | None:
-        """The row's demonstration, or None."""
-        ...
-
+    def completion(self) -> str | None: ...
     @property
-    def conversation(self) -> LearnedConversation | None:
-        """All that may be learned of the row, where that is more than its completion."""
-        ...
-
+    def conversation(self) -> LearnedConversation | None: ...
     @property
-    def judged(self) -> Any:
-        """The judgement of the row; None where the row was not judged."""
-        ...
-
+    def judged(self) -> Any: ...
     @property
-    def place(self) -> str:
-        """`file:line`, for messages."""
-        ...
+    def place(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +216,7 @@ class Abilities(Declared):
     """An environment's optional abilities. With `Abilities()` it can be played and judged, and nothing more."""
 
     key: Callable[[Task], Hashable] | None = None
-    """Two tasks with equal keys are the same task, so that no held-out task is trained on. Without it the prompts are
-    compared, and a task in other words is not found."""
+    """Tasks with equal keys are one task, so that no held-out task is trained on. Without it prompts are compared."""
     alphabet: str | None = None
     """Every character in prompts, answers and demonstrations. A model that the run builds itself gets a tokenizer of
     these characters; without them, a tokenizer of bytes."""
@@ -306,38 +286,36 @@ def declared(environment: Any) -> Abilities:
     )
 
 
-def demonstrations(environment: Any) -> Demonstrations:
-    """The demonstrations of an environment. Raises ConfigError if it has none."""
-    found = declared(environment).demonstrations
+def _having(environment: Any, ability: str, why: str) -> Any:
+    """An ability of an environment. Raises ConfigError, which says why it is needed, if it has none."""
+    found = getattr(declared(environment), ability)
     if found is None:
-        raise ConfigError(
-            f"environment {environment.name!r} writes no demonstrations. Give it abilities with"
-            " demonstrations=Demonstrations(styles, write) (posttrain.core.abilities), or leave out what imitates"
-        )
+        raise ConfigError(f"environment {environment.name!r} {why}")
     return found
+
+
+def demonstrations(environment: Any) -> Demonstrations:
+    return _having(
+        environment,
+        "demonstrations",
+        "writes no demonstrations. Give it abilities with demonstrations=Demonstrations(styles, write)"
+        " (posttrain.core.abilities), or leave out what imitates",
+    )
 
 
 def judgements(environment: Any) -> Judgements:
-    """The judgements of an environment. Raises ConfigError if it has none."""
-    found = declared(environment).judgements
-    if found is None:
-        own = "or give it abilities with judgements=Judgements(kinds, draw) (posttrain.core.abilities)"
-        said = "; docs/guides/preference_data.md has every form" if environment.name == "prompts" else f", {own}"
-        raise ConfigError(
-            f"environment {environment.name!r} has no judged completions. Give rows with the columns chosen and"
-            f" rejected: env=prompts env.prompts=FILE{said}"
-        )
-    return found
+    own = ", or give it abilities with judgements=Judgements(kinds, draw) (posttrain.core.abilities)"
+    further = "; docs/guides/preference_data.md has every form" if environment.name == "prompts" else own
+    why = "has no judged completions. Give rows with the columns chosen and rejected: env=prompts env.prompts=FILE"
+    return _having(environment, "judgements", why + further)
 
 
 def hints(environment: Any) -> Callable[[Task], str | tuple[Message, ...] | None]:
-    """Returns the function that writes the hinted prompts of an environment. Raises ConfigError if it has none."""
-    found = declared(environment).hint
-    if found is None:
-        raise ConfigError(
-            f"environment {environment.name!r} writes no hints, and a stage with method.rationalise=true asks with the"
-            " answer as a hint, as one with algorithm.hint shows it to the teacher. Set method.rationalise=false or"
-            " hint=none, give your prompts an answer and env.args.hint, or give the environment abilities with"
-            " hint=... (posttrain.core.abilities)"
-        )
-    return found
+    """Returns the function that writes the hinted prompts of an environment."""
+    return _having(
+        environment,
+        "hint",
+        "writes no hints, and a stage with method.rationalise=true asks with the answer as a hint, as one with"
+        " algorithm.hint shows it to the teacher. Set method.rationalise=false or hint=none, give your prompts an"
+        " answer and env.args.hint, or give the environment abilities with hint=... (posttrain.core.abilities)",
+    )

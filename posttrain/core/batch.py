@@ -66,10 +66,8 @@ class Packed:
         if m and not np.array_equal(self.ids_N[self.source_M + 1], self.target_M):
             raise InvariantError("batch: labels are not the tokens after their source positions")
         ends = np.cumsum(self.lengths_S)
-        if m and (
-            np.any(self.source_M < (ends - self.lengths_S)[self.segment_M])
-            or np.any(self.source_M + 1 >= ends[self.segment_M])
-        ):
+        begin_M, end_M = (ends - self.lengths_S)[self.segment_M], ends[self.segment_M]
+        if m and (np.any(self.source_M < begin_M) or np.any(self.source_M + 1 >= end_M)):
             raise InvariantError("batch: a label crosses a segment border")
         if self.kept is not None and len(self.kept) != m:
             raise InvariantError(f"batch: {len(self.kept)} kept sets for {m} spoken tokens")
@@ -80,10 +78,7 @@ class Packed:
         if self.routed_N is not None:
             check_routed(self.routed_N, len(self.ids_N), "batch")
         if self.unit_E is not None and (len(self.unit_E) != self.episodes or not _counts_up(self.unit_E)):
-            raise InvariantError(
-                f"batch: units number the {self.episodes} episodes 0, 1, ... in order, each unit's episodes side by"
-                " side"
-            )
+            raise InvariantError(f"batch: units number the {self.episodes} episodes 0, 1, ... in order, side by side")
 
     @property
     def spoken(self) -> int:
@@ -96,7 +91,6 @@ class Packed:
 
     @property
     def positions_N(self) -> np.ndarray:
-        """int64: position of every packed token within its own segment."""
         return positions(self.lengths_S)
 
     @property
@@ -112,15 +106,12 @@ class Packed:
         return np.array([unit]) if self.unit_E is None else np.flatnonzero(self.unit_E == unit)
 
     def ids_of(self, episode: int) -> np.ndarray:
-        """The tokens of one episode."""
         return self.ids_N[np.repeat(self.sequence_S == episode, self.lengths_S)]
 
     @classmethod
     def of(cls, segments: Sequence[Segment], sequence: Sequence[int] | None = None, **further: Any) -> Self:
-        """Pack checked segments; `sequence[s]` is the episode of segment s (default: one segment each).
-
-        `further` are other fields: units, and the streams of a `Batch` in packing order.
-        """
+        """Pack checked segments; `sequence[s]` is the episode of segment s (default: one segment each). `further` are
+        other fields: units, and the streams of a `Batch` in packing order."""
         if not segments:
             raise InvariantError("nothing to pack: no segments")
         if len({s.sampling for s in segments}) != 1:
@@ -129,6 +120,7 @@ class Packed:
         starts = np.cumsum(lengths) - lengths
         at = [np.flatnonzero(s.mask) for s in segments]
         kept = [k for s in segments if s.kept is not None for k in s.kept.sets()]
+        turns = [s.in_turn for s in segments if s.in_turn is not None]
         return cls(
             ids_N=np.concatenate([s.ids for s in segments]),
             lengths_S=lengths,
@@ -138,11 +130,7 @@ class Packed:
             sequence_S=np.arange(len(segments), dtype=np.int32) if sequence is None else np.asarray(sequence, np.int32),
             sampling=segments[0].sampling,
             kept=TruncationSets.of(kept) if segments[0].sampling.truncated else None,
-            in_turn_M=(
-                np.concatenate([s.in_turn for s in segments if s.in_turn is not None])
-                if segments[0].sampling.in_turn
-                else None
-            ),
+            in_turn_M=np.concatenate(turns) if segments[0].sampling.in_turn else None,
             **{"routed_N": packed_routed([s.routed for s in segments], lengths.tolist()), **further},
         )
 
@@ -169,26 +157,18 @@ class Packed:
         )
 
     def select(self, episodes: Sequence[int] | np.ndarray) -> Self:
-        """The batch of only these episodes (whole units), renumbered from 0.
-        Their streams and weights are unchanged."""
-        chosen = np.unique(np.asarray(episodes, np.int64))
-        unit_E = (
-            None if self.unit_E is None else np.unique(self.unit_E[chosen], return_inverse=True)[1].astype(np.int32)
-        )
-        if self.unit_E is not None and int(np.isin(self.unit_E, self.unit_E[chosen]).sum()) != len(chosen):
-            raise InvariantError(
-                "a part of a unit was selected: its episodes are read together, so select all of them (`members`)"
-            )
+        """The batch of only these episodes (whole units), renumbered from 0. Streams and weights are unchanged."""
+        chosen, unit_E = np.unique(np.asarray(episodes, np.int64)), None
+        if self.unit_E is not None:
+            unit_E = np.unique(self.unit_E[chosen], return_inverse=True)[1].astype(np.int32)
+            if int(np.isin(self.unit_E, self.unit_E[chosen]).sum()) != len(chosen):
+                raise InvariantError("a part of a unit was selected: its episodes are read together (`members`)")
         keep_S = np.isin(self.sequence_S, chosen)
         keep_N = np.repeat(keep_S, self.lengths_S)
         keep_M = keep_S[self.segment_M]
         new_position = np.cumsum(keep_N) - 1
         new_segment = np.cumsum(keep_S) - 1
-        kept = (
-            None
-            if self.kept is None
-            else TruncationSets.of([k for k, yes in zip(self.kept.sets(), keep_M, strict=True) if yes])
-        )
+        kept = None if self.kept is None else [k for k, yes in zip(self.kept.sets(), keep_M, strict=True) if yes]
         return replace(
             self,
             ids_N=self.ids_N[keep_N],
@@ -197,7 +177,7 @@ class Packed:
             target_M=self.target_M[keep_M],
             segment_M=new_segment[self.segment_M[keep_M]].astype(np.int32),
             sequence_S=np.searchsorted(chosen, self.sequence_S[keep_S]).astype(np.int32),
-            kept=kept,
+            kept=None if kept is None else TruncationSets.of(kept),
             in_turn_M=None if self.in_turn_M is None else self.in_turn_M[keep_M],
             unit_E=unit_E,
             routed_N=None if self.routed_N is None else self.routed_N[keep_N],
@@ -253,10 +233,8 @@ class Packed:
         return [np.concatenate([np.zeros(0, np.int64), *(members[u] for u in part)]).astype(np.int64) for part in parts]
 
     def shard(self, rank: int, world: int) -> Self:
-        """The part of one of `world` ranks, with the order, streams and weights that it has here. It may be empty.
-
-        Weights stay normalised over the whole batch, so losses and gradients of all ranks add up to those of the batch.
-        """
+        """The part of one of `world` ranks, maybe empty. Weights stay normalised over the whole batch, so losses and
+        gradients of all ranks add up to those of the batch."""
         if not 0 <= rank < world:
             raise InvariantError(f"rank {rank} of {world}: give a rank from 0 to world - 1")
         return self if world == 1 else self.select(self.shares(world)[rank])
@@ -277,18 +255,14 @@ def positions(lengths_S: np.ndarray) -> np.ndarray:
 
 
 def _counts_up(unit_E: np.ndarray) -> bool:
-    """Returns whether `unit_E` starts at 0 and each entry equals the one before it or is greater by 1."""
     return not len(unit_E) or (int(unit_E[0]) == 0 and bool(np.isin(np.diff(unit_E), (0, 1)).all()))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch(Packed, Streamed[np.ndarray]):
     """One minibatch: the tokens of one optimizer step with the streams that its loss reads. Weights are normalised over
-    it once; splits only select.
-
-    A stream is in it exactly where its maker was asked for it. `START` is missing also on the first optimizer step
-    after a sync, because the policy is then equal to the policy at the start of the step.
-    """
+    it once; splits only select. A stream is in it exactly where its maker was asked for it. `START` is missing also on
+    the first optimizer step after a sync, because the policy is then equal to the policy at the start of the step."""
 
     HOLDER: ClassVar[str] = "the minibatch"
 

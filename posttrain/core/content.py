@@ -40,9 +40,7 @@ class ContentPart:
                 raise DataError("a content part of type 'text' has text only: leave media_type, path and sha256 out")
             return
         if self.text or not re.fullmatch(r"[\w.+-]+/[\w.+-]+", self.media_type):
-            raise DataError(
-                f"a content part of type {self.type!r} needs a media_type such as image/png, and has no text"
-            )
+            raise DataError(f"a content part of type {self.type!r} needs a media_type such as image/png, and no text")
         if not (self.path or self.sha256) or (self.sha256 and not re.fullmatch(r"[0-9a-f]{64}", self.sha256)):
             raise DataError(f"a content part of type {self.type!r} needs a path or a sha256 of 64 hex digits")
 
@@ -55,11 +53,8 @@ Content = str | tuple[ContentPart, ...]
 
 
 def content_of(value: Any) -> Content:
-    """Checked content. Text is returned as it is. Parts may be `ContentPart`s or mappings with the same fields.
-
-    Raises:
-        DataError: it is neither text nor parts, or a part is malformed or of an unknown type.
-    """
+    """Checked content: text as it is, or parts, each a `ContentPart` or a mapping with the same fields. DataError where
+    it is neither, or a part is malformed or of an unknown type."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list | tuple) or not value:
@@ -100,10 +95,10 @@ def unread(value: Content) -> str:
     media = [] if isinstance(value, str) else [part for part in value if part.type != "text"]
     if not media:
         return ""
-    first = media[0]
+    kind, file = media[0].type, media[0].path or media[0].sha256[:12]
     return (
-        f"content has a part of type {first.type!r} ({first.media_type}, {first.path or first.sha256[:12]}), and this"
-        " model reads text alone: say it in words and take the part out, or leave the task out"
+        f"content has a part of type {kind!r} ({media[0].media_type}, {file}), and this model reads text alone: say it"
+        " in words and take the part out, or leave the task out"
     )
 
 

@@ -46,8 +46,7 @@ class LearnedConversation:
         return replace(self, weights=tuple(w if i in at else 0.0 for i, w in enumerate(self.weights)))
 
     def after(self, prompt: str | Sequence[Message]) -> bool:
-        """Returns whether the conversation is `prompt` with one message of weight 1 behind it: a completion and nothing
-        more."""
+        """Returns whether it is `prompt` with one message of weight 1 behind it: a completion and nothing more."""
         if isinstance(self.messages, str) or isinstance(prompt, str):
             return False
         own = self.messages[:-1] == tuple(prompt)

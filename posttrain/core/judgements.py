@@ -27,7 +27,6 @@ class Judgement:
     """`file:line` of the row, for messages; empty where no file holds it."""
 
     def told(self, why: str) -> DataError:
-        """An error about this judgement, with its place."""
         return DataError(f"{self.place or f'the judgement of task {self.task.id!r}'}: {why}")
 
 

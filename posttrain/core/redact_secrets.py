@@ -1,5 +1,4 @@
-"""Keeps secrets out of records. A verifier's message about a failure may quote a request,
-a header or the environment."""
+"""Keeps secrets out of records: a message about a failure may quote a request, a header or the environment."""
 
 from __future__ import annotations
 
@@ -60,10 +59,8 @@ def forms_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 class OwnSecrets:
-    """The secrets of this process, looked for again whenever its environment has changed.
-
-    A step scrubs some hundred texts. To decode all variables for each of them took more time than to judge the answers.
-    """
+    """The secrets of this process, looked for again whenever its environment has changed. A step scrubs some hundred
+    texts. To decode all variables for each of them took more time than to judge the answers."""
 
     def __init__(self) -> None:
         self._known: tuple[dict[Any, Any], tuple[tuple[str, str], ...]] | None = None

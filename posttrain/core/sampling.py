@@ -82,19 +82,18 @@ class Sampling:
     On the command line `stop=;` or, with spaces, commas or escapes, `stop=["\\n\\n"]`."""
 
     def __post_init__(self) -> None:
-        if not LEAST <= self.temperature <= MOST:
-            raise ConfigError(
-                f"sampling.temperature={self.temperature}: must lie in [{LEAST:g}, {MOST:g}] (for the argmax set"
-                " greedy=true)"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"sampling.top_p={self.top_p}: must lie in (0, 1]")
-        if not 0 <= self.min_p < 1:
-            raise ConfigError(f"sampling.min_p={self.min_p}: must lie in [0, 1)")
-        if not LEAST <= self.repetition_penalty <= MOST:
-            raise ConfigError(
-                f"sampling.repetition_penalty={self.repetition_penalty}: must lie in [{LEAST:g}, {MOST:g}] (1: off)"
-            )
+        for name, good, says in (
+            (
+                "temperature",
+                LEAST <= self.temperature <= MOST,
+                f"[{LEAST:g}, {MOST:g}] (for the argmax set greedy=true)",
+            ),
+            ("top_p", 0 < self.top_p <= 1, "(0, 1]"),
+            ("min_p", 0 <= self.min_p < 1, "[0, 1)"),
+            ("repetition_penalty", LEAST <= self.repetition_penalty <= MOST, f"[{LEAST:g}, {MOST:g}] (1: off)"),
+        ):
+            if not good:
+                raise ConfigError(f"sampling.{name}={getattr(self, name)}: must lie in {says}")
         for name, least, what in (
             ("top_k", 0, "0 keeps all tokens"),
             ("top", 0, "0 stores the said token alone"),
@@ -111,18 +110,24 @@ class Sampling:
                 " that"
             )
         self._check_ids()
-        self._check_texts()
+        for name in ("stop", "bad_words", "allowed_words"):
+            if not all(getattr(self, name)):
+                raise ConfigError(f"sampling.{name}: an empty text is in every text; leave it out")
+        if any("\ufffd" in text for text in self.stop):
+            raise ConfigError("sampling.stop: U+FFFD stands for bytes that are no character yet: leave it out")
         self._check_support()
+
+    def _named_ids(self) -> dict[str, list[int]]:
+        return {
+            "stop_ids": [*(self.stop_ids or ())],
+            "logit_bias": [i for i, _ in self.logit_bias],
+            "allowed_ids": [*(self.allowed_ids or ())],
+            "bad_ids": [i for sequence in self.bad_ids for i in sequence],
+        }
 
     def _check_ids(self) -> None:
         biased = [i for i, _ in self.logit_bias]
-        named: dict[str, Sequence[int]] = {
-            "stop_ids": self.stop_ids or (),
-            "logit_bias": biased,
-            "allowed_ids": self.allowed_ids or (),
-            "bad_ids": [i for sequence in self.bad_ids for i in sequence],
-        }
-        for name, ids in named.items():
+        for name, ids in self._named_ids().items():
             if wrong := [i for i in ids if not 0 <= i <= LARGEST]:
                 raise ConfigError(f"sampling.{name}: {wrong[0]} is no token id; ids are >= 0 and at most {LARGEST}")
         if not all(self.bad_ids):
@@ -136,15 +141,6 @@ class Sampling:
             raise ConfigError(
                 f"sampling.logit_bias: {far[0][1]} for token {far[0][0]} must be finite, at most {MOST:g} up or down;"
                 " to ban a token put it into bad_ids"
-            )
-
-    def _check_texts(self) -> None:
-        for name in ("stop", "bad_words", "allowed_words"):
-            if not all(getattr(self, name)):
-                raise ConfigError(f"sampling.{name}: an empty text is in every text; leave it out")
-        if any("\ufffd" in text for text in self.stop):
-            raise ConfigError(
-                "sampling.stop: U+FFFD stands for bytes that are no character yet, so it cannot be waited for"
             )
 
     def _check_support(self) -> None:
@@ -199,11 +195,8 @@ class Sampling:
         return self.stop_ids is not None and not self.bad_words and not self.allowed_words
 
     def resolve(self, stop_ids: tuple[int, ...], spell: Spell | None = None) -> Sampling:
-        """The same contract with its stop ids filled in and its words as ids. A contract is resolved at most once.
-
-        Args:
-            spell: how the tokenizer writes a word; needed where the contract has words.
-        """
+        """The same contract with its stop ids filled in and its words as ids, which `spell` writes.
+        A contract is resolved at most once."""
         if self.resolved:
             return self
         stops = tuple(stop_ids) if self.stop_ids is None else self.stop_ids
@@ -223,24 +216,16 @@ class Sampling:
 
     def check_vocabulary(self, size: int) -> None:
         """Raises ConfigError where a token id lies outside a vocabulary of `size` tokens."""
-        ids = [
-            *(self.stop_ids or ()),
-            *(self.allowed_ids or ()),
-            *(i for i, _ in self.logit_bias),
-            *(i for s in self.bad_ids for i in s),
-        ]
-        if ids and max(ids) >= size:
+        most = max([i for ids in self._named_ids().values() for i in ids], default=-1)
+        if most >= size:
             raise ConfigError(
-                f"sampling names token id {max(ids)}, and the model has 0..{size - 1}: correct stop_ids, allowed_ids,"
+                f"sampling names token id {most}, and the model has 0..{size - 1}: correct stop_ids, allowed_ids,"
                 " logit_bias or bad_ids"
             )
 
     def for_training(self, keeps_sets: bool = True) -> Sampling:
-        """This contract; raises ConfigError where pi could not be evaluated under it.
-
-        Args:
-            keeps_sets: whether the engine stores the kept token set of each truncated draw.
-        """
+        """This contract; raises ConfigError where pi could not be evaluated under it. `keeps_sets`: whether the engine
+        stores the kept token set of each truncated draw."""
         if self.greedy:
             raise ConfigError("sampling.greedy=true cannot be trained on: an argmax has no log-prob. Set greedy=false")
         if self.truncated and not keeps_sets:

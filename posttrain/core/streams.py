@@ -41,20 +41,16 @@ class Stream:
 
     def check(self, x: np.ndarray, tokens: int) -> None:
         """Raises InvariantError where `x` has not this stream's type and axes, or not `tokens` entries."""
+        declared, what = np.dtype(self.dtype), f"stream {self.name!r}"
         if len(x) != tokens:
             raise InvariantError(
-                f"stream {self.name!r} has {len(x)} entries for {tokens} spoken tokens: it holds one for each, in their"
-                " order"
+                f"{what} has {len(x)} entries for {tokens} spoken tokens: one for each, in their order"
             )
         if x.ndim != 1 + self.wide:
-            raise InvariantError(
-                f"stream {self.name!r} has {x.ndim} axes, and {'[M, K]' if self.wide else '[M]'} is declared"
-            )
-        declared = np.dtype(self.dtype)
+            raise InvariantError(f"{what} has {x.ndim} axes, and {'[M, K]' if self.wide else '[M]'} is declared")
         if x.dtype.kind != declared.kind or not np.can_cast(declared, x.dtype, "safe"):
             raise InvariantError(
-                f"stream {self.name!r} is {x.dtype}, and {declared} is declared: make it with"
-                f" astype(np.{declared.name})"
+                f"{what} is {x.dtype}, and {declared} is declared: make it with astype(np.{declared.name})"
             )
 
 
@@ -280,11 +276,8 @@ TOP_LOGP = Stream(
 
 
 def _start_is_scored(s: Scoring) -> bool:
-    """Returns whether the log-probs at the start of the step are scored.
-
-    With one optimizer step per step they equal those of the training forward, so they are scored only where credit
-    already needs them.
-    """
+    """With one optimizer step per step the log-probs at its start equal those of the training forward, so they are
+    scored only where credit already needs them."""
     return s.algorithm.start_before_loss or ("start" in s.algorithm.reads and s.optimizer_steps > 1)
 
 

@@ -52,9 +52,7 @@ class Transcript:
         """Add a turn that the policy sampled under this transcript's sampling."""
         n = len(said.ids)
         if self.sampling.truncated != (said.kept is not None):
-            raise InvariantError(
-                "a truncated sampler must hand over the kept set of every token it said, and no other may"
-            )
+            raise InvariantError("a truncated sampler returns the kept set of every token it said, and no other does")
         if said.routed is not None:
             self._route(said.routed, self._length + n - 1)
         self._append(said.ids, np.ones(n, bool), said.logp, said.version)
@@ -79,8 +77,7 @@ class Transcript:
         tokens were drawn, whatever weights computed the same tokens again later."""
         if len(routed) != computed:
             raise InvariantError(
-                f"a turn computed {computed} tokens, those of its prompt included, and has router choices of"
-                f" {len(routed)}"
+                f"a turn computed {computed} tokens, with its prompt, and has router choices of {len(routed)}"
             )
         before = routed[:0] if self._routed is None else self._routed
         self._routed = np.concatenate([before, routed[len(before) :]])

@@ -28,13 +28,11 @@ class ProcessBenchScore:
     @staticmethod
     def of(truth: Sequence[int], found: Sequence[int]) -> ProcessBenchScore:
         """From the index of the first wrong step of each answer, -1 where there is none, and the index that was found.
+        Raises DataError: answers of one kind are missing, so that there is no mean of the two.
 
         >>> score = ProcessBenchScore.of([1, 0, -1, -1], [1, 2, -1, -1])
         >>> score.erroneous, score.correct, round(score.f1, 4)
         (0.5, 1.0, 0.6667)
-
-        Raises:
-            DataError: answers of one kind are missing, so that there is no mean of the two.
         """
         pairs = list(zip(truth, found, strict=True))
         wrong = [t == f for t, f in pairs if t >= 0]

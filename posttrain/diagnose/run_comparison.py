@@ -94,11 +94,8 @@ class RunComparison:
 
 
 def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> RunComparison:
-    """Compare runs by their last held-out measurement, or by that of one stage.
-
-    Raises:
-        ConfigError: they cannot be compared; says why and what would make it possible.
-    """
+    """Compare runs by their last held-out measurement, or by that of one stage. Raises ConfigError: they cannot be
+    compared; says why and what would make it possible."""
     paths = [Path(f) for f in folders]
     if len(paths) < 2:
         raise ConfigError("compare takes two runs or more: posttrain compare RUN RUN ...")
@@ -230,10 +227,8 @@ def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
 
 
 def settings_of(run: Run) -> dict[str, str]:
-    """The settings that make a kind of run, as text by their paths: without the seed and what is of the machine.
-
-    An algorithm is told by its name and its own choices, and not by those of its parents.
-    """
+    """The settings that make a kind of run, as text by their paths: without the seed and what is of the machine. An
+    algorithm is told by its name and its own choices, and not by those of its parents."""
     out: dict[str, str] = {}
     for path, (_, value) in values(run).items():
         head, last = path.split(".")[0], path.split(".")[-1]

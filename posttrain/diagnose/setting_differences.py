@@ -17,14 +17,9 @@ FIRST = (
 
 
 def differing(runs: Sequence[Run], each: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Returns for each run the settings in which some of the runs differ, ordered by their weight.
-
-    A stage that one of them lacks is one line. What lies below a setting that differs, such as the numbers of a piece
-    that one of them has not, is told with it.
-
-    Args:
-        each: all settings of each run, by their paths.
-    """
+    """Returns for each run the settings in which some of the runs differ, ordered by their weight. A stage that one of
+    them lacks is one line. What lies below a setting that differs, such as the numbers of a piece that one of them has
+    not, is told with it. `each`: all settings of each run, by their paths."""
     stages = [{s.name: f"{type(s).__name__.lower()}, {s.steps} steps" for s in run.stages} for run in runs]
     some = {n for of in stages for n in of if any(n not in other for other in stages)}
     each = [{**of, **{n: own.get(n, NONE) for n in some}} for of, own in zip(each, stages, strict=True)]

@@ -47,8 +47,7 @@ Ratio = Literal["one", "token", "sequence_mean", "sequence_product", "sequence_t
 Anchor = Literal["behaviour", "start", "proximal"]
 """The log-prob that pi is compared with. behaviour: the sampler's stored log-prob. start: the learner's at the start of
 the step. proximal: an interpolation of sampler and policy by their versions, which approximates `start` without its
-forward pass (A-3PO, A26).
-"""
+forward pass (A-3PO, A26)."""
 Aggregate = Literal["token_mean", "prompt_mean", "sequence_mean", "sequence_sum", "constant"]
 
 

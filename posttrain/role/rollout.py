@@ -201,14 +201,10 @@ class Rollout:
         return Episode(task, visit, sibling, (segment,), Stop.SAID, verdicts, text, right_at=self.right)
 
     async def group(self, task: Task, visit: int, request: RolloutRequest, sampling: Sampling, stream: str) -> Group:
-        """Play all siblings of one prompt concurrently.
-
-        With `request.shown` the last siblings are demonstrations. With `request.greedy` there is one argmax answer
-        besides them. Equal answers share their verdicts (`SiblingVerdicts`).
-
-        With `request.extra`, that many more episodes are started. Once the wanted number has ended, the rest are
-        aborted. This favours short answers; `Group.aborted` counts how many were lost to it.
-        """
+        """Play all siblings of one prompt concurrently. With `request.shown` the last siblings are demonstrations. With
+        `request.greedy` there is one argmax answer besides them. Equal answers share their verdicts
+        (`SiblingVerdicts`). With `request.extra`, that many more episodes are started. Once the wanted number has
+        ended, the rest are aborted. This favours short answers; `Group.aborted` counts how many were lost to it."""
         shown, greedy = request.shown, request.greedy
         own = request.siblings - (shown.siblings if shown else 0)
         started, talks, judging = (

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 class PositionReader(nn.Module):
     """Logits [B, T, letters] of the next letter: a mean of the vectors of the letters so far, weighed by attention that
-    knows positions alone, goes through one matrix. `width` is what the two have room for.
-    """
+    knows positions alone, goes through one matrix. `width` is what the two have room for."""
 
     def __init__(self, *, letters: int, positions: int, width: int, seed: int) -> None:
         super().__init__()

@@ -68,11 +68,9 @@ class Siblings:
 
 @singledispatch
 def centred(b: Baseline, siblings: Siblings) -> tuple[Array, float]:
-    """(reward minus baseline [G] of one prompt, the moving baseline afterwards).
-
-    Means are exact sums, so permuting the siblings changes nothing. They are taken of differences from the lowest
-    reward, so that rewards which are nearly equal are still centred.
-    """
+    """(reward minus baseline [G] of one prompt, the moving baseline afterwards). Means are exact sums, so permuting the
+    siblings changes nothing. They are taken of differences from the lowest reward, so that rewards which are nearly
+    equal are still centred."""
     raise missing(b, "baseline.centred")
 
 
@@ -235,10 +233,8 @@ def _steps(s: Sample) -> list[tuple[int, float]]:
 @by_token.register
 def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     """Reward minus the mean over the siblings that have a token t, weighted by their energy W_t up to t (OTB, A04).
-
     Rewards 1, 0 with energies .5, .5, .5 and 1.5, .5: W = .5, 1, 1.5 and 1.5, 2; means 1/4, 1/3; credit 3/4, 2/3, 0 and
-    -1/4, -1/3.
-    """
+    -1/4, -1/3."""
     rewards = np.array([s.shaped - s.charged for s in samples])
     if not spread(rewards, noise_of(samples)):
         return TokenCredit([np.zeros(s.spoken) for s in samples], True)
@@ -259,8 +255,7 @@ def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 @by_token.register
 def _(b: ImplicitOthers, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     """Eq. 5 of 2502.01456. Outcomes 1, 0 and process rewards [.2, 0], [-.1]: outcome credit 1, -1; means .1, -.1; the
-    first answer's process rewards less -.1 are .3, .1, so its credit is 1.4, 1.1; the second's is -1 - .2 = -1.2.
-    """
+    first answer's process rewards less -.1 are .3, .1, so its credit is 1.4, 1.1; the second's is -1 - .2 = -1.2."""
     rewards = np.array([s.shaped - s.charged for s in samples])
     if not spread(rewards, noise_of(samples)):
         return TokenCredit([np.zeros(s.spoken) for s in samples], True)

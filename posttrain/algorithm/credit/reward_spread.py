@@ -21,8 +21,7 @@ def mean(x: Array) -> float:
 
 
 def from_lowest(x: Array) -> Array:
-    """Each value minus the lowest. It is exact for values near each other, and has the same
-    differences to the mean."""
+    """Each value minus the lowest. It is exact for values near each other, and has the same differences to the mean."""
     return x - np.min(x, initial=np.inf)
 
 

@@ -43,11 +43,8 @@ def gradient_agrees(
     causes: str,
 ) -> Gauges:
     """The gradient by each log-prob, over all micro-batches, is that which `define` computes from the log-probs.
-
-    Args:
-        told: what is said of a spoken token in the message.
-        causes: the usual causes of a difference, the one of a proportion of -1 first.
-    """
+    `told`: what is said of a spoken token in the message. `causes`: the usual causes of a difference, the one of a
+    proportion of -1 first."""
     logp_M, asked_M = passes.joined(batch, passes.logp), passes.joined(batch, passes.logp_grad)
     if passes.stale_gradients:
         raise InvariantError(

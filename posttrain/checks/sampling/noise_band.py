@@ -24,11 +24,8 @@ MOST = 0.01
 
 def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M: np.ndarray, dtype: str) -> Gauges:
     """The band of a run at its first step, when both sides hold the same weights; ConfigError if `a` is narrower.
-
-    Args:
-        mu_M, learner_M: log-probs of the same tokens by sampler and learner.
-        sequence_M: the episode of each token, ascending.
-    """
+    `mu_M, learner_M`: log-probs of the same tokens by sampler and learner. `sequence_M`: the episode of each token,
+    ascending."""
     if not len(mu_M):
         return {}
     gap_M = np.asarray(learner_M, np.float64) - mu_M

@@ -34,11 +34,9 @@ PROBE = Task("probe of the checks", "")
 
 
 class ProbeCheck(Observer):
-    """Samples a few turns after each push, and compares them with the learner before its weights change again.
-
-    The learner does not wait for them, so where the engine is busy a step may pass without. With `deterministic=true`
-    it waits, because what a run computes may not depend on time.
-    """
+    """Samples a few turns after each push, and compares them with the learner before its weights change again. The
+    learner does not wait for them, so where the engine is busy a step may pass without. With `deterministic=true` it
+    waits, because what a run computes may not depend on time."""
 
     def __init__(self, bets: Bets) -> None:
         self._bets = bets

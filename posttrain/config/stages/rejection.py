@@ -19,11 +19,9 @@ from posttrain.system.errors import ConfigError, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Regenerate:
-    """Wrong answers are said anew from their first wrong step, and what is then right is imitated.
-
-    The steps before it stay as the policy said them. An answer whose first step is wrong is left as it is: to say it
-    anew would be one more sample.
-    """
+    """Wrong answers are said anew from their first wrong step, and what is then right is imitated. The steps before it
+    stay as the policy said them. An answer whose first step is wrong is left as it is: to say it anew would be one more
+    sample."""
 
     completions: int = 4
     """Completions from the end of a step."""
@@ -32,8 +30,7 @@ class Regenerate:
     by: Literal["completions", "scores"] = "completions"
     """The method that finds the first wrong step. completions: a step is right while any completion from its end is,
     and the steps are halved until the first wrong one is left (2406.06592). scores: it is the first step that scores
-    below `at`, by a process reward model or by the environment; then only the steps before it are completed.
-    """
+    below `at`, by a process reward model or by the environment; then only the steps before it are completed."""
     at: float = 0.5
     """The score below which a step is wrong, where scores find it."""
 

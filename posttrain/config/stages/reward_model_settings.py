@@ -20,11 +20,9 @@ Regulariser = Literal["none", "sft", "dpo", "dpo_free"]
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(LearnsRows):
-    """A stage that trains a reward model: a score of whole completions, from how completions were judged.
-
-    It samples nothing. Its weights are those of a reward model and no longer a policy's: no stage that imitates or
-    samples starts from them, and `posttrain export` writes a model for sequence classification.
-    """
+    """A stage that trains a reward model: a score of whole completions, from how completions were judged. It samples
+    nothing. Its weights are those of a reward model and no longer a policy's: no stage that imitates or samples starts
+    from them, and `posttrain export` writes a model for sequence classification."""
 
     harmless = (
         *("judgement", "pool", "attributes", "gate", "margin", "pairs", "regularise", "too_long"),
@@ -35,8 +33,7 @@ class RewardModel(LearnsRows):
     judgement: Literal["pair", "ranking", "rating", "label", "steps"] = "pair"
     """The kind of judgement that it learns from. pair: Bradley-Terry. ranking: Plackett-Luce, one unit a prompt.
     rating: numbers for the attributes, squared error. label: good and bad completions, logistic. steps: labels of
-    steps, logistic at the end of each (a process reward model).
-    """
+    steps, logistic at the end of each (a process reward model)."""
     pool: Pool = "last"
     """Where its head reads. last: at the stop token, as transformers' sequence classification does. mean: the mean over
     the completion's tokens. token: every token of the completion, for labels alone (2110.14168)."""
@@ -65,8 +62,7 @@ class RewardModel(LearnsRows):
     """The task, for pairs, that the language head, which stays beside the reward head, learns meanwhile, so that the
     hidden states still say of text what they said before, and the score holds on other policies' answers (2406.10216).
     sft: the chosen completion. dpo: DPO with the model that the stage begins with as its reference, the closed form of
-    a reward model against its own KL-regularised policy. dpo_free: DPO without a reference.
-    """
+    a reward model against its own KL-regularised policy. dpo_free: DPO without a reference."""
     alpha: float = 0.01
     """With regularise: the loss is (1 - alpha) of the pairs' and alpha of the language head's, .01 as in the authors'
     code."""

@@ -12,11 +12,9 @@ from posttrain.core.types import Group
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """Every group that a step played, in prompt order, and which of them passed the filter.
-
-    A check that reads only some groups must choose them by this order. Which ones passed depends on their answers, so
-    choosing by that would bias it.
-    """
+    """Every group that a step played, in prompt order, and which of them passed the filter. A check that reads only
+    some groups must choose them by this order. Which ones passed depends on their answers, so choosing by that would
+    bias it."""
 
     index: int
     """The step it is for, counted from 1."""
@@ -38,21 +36,18 @@ class Experience:
 
     @property
     def promised(self) -> tuple[int, ...]:
-        """The versions that its tokens may have."""
         return self.versions or (self.version,)
 
     def behind(self, version: np.ndarray) -> np.ndarray:
-        """By how many steps tokens of these versions are older than the learner that begins this step.
-
-        A step that left the weights as they were makes nothing older.
-        """
+        """By how many steps tokens of these versions are older than the learner that begins this step. A step that left
+        the weights as they were makes nothing older."""
         newer = np.unique(self.promised)
         return len(newer) - np.searchsorted(newer, version, side="right")
 
     @property
     def fresh(self) -> tuple[Group, ...]:
         """The groups that the step learns from for the first time."""
-        return self._passed()[: self.wanted]
+        return self._that(True)[: self.wanted]
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -62,11 +57,11 @@ class Experience:
     @property
     def spare(self) -> tuple[Group, ...]:
         """The groups that passed after enough others had."""
-        return self._passed()[self.wanted :]
+        return self._that(True)[self.wanted :]
 
     @property
     def refused(self) -> tuple[Group, ...]:
-        return tuple(g for g, passed in zip(self.played, self.passed, strict=True) if not passed)
+        return self._that(False)
 
-    def _passed(self) -> tuple[Group, ...]:
-        return tuple(g for g, passed in zip(self.played, self.passed, strict=True) if passed)
+    def _that(self, passed: bool) -> tuple[Group, ...]:
+        return tuple(g for g, p in zip(self.played, self.passed, strict=True) if p == passed)

@@ -30,10 +30,8 @@ the choice between them may be one of rounding."""
 def check_routed(routed: np.ndarray, tokens: int, where: str) -> None:
     """InvariantError unless `routed` is int16 [tokens, R, K], and each row is known or UNKNOWN as a whole."""
     if routed.dtype != np.int16 or routed.ndim != 3 or len(routed) != tokens:
-        raise InvariantError(
-            f"{where}: router choices are {routed.dtype} {routed.shape}, and int16 [{tokens}, routers, experts of a"
-            " token] is declared"
-        )
+        wanted = f"int16 [{tokens}, routers, experts of a token]"
+        raise InvariantError(f"{where}: router choices are {routed.dtype} {routed.shape}, and {wanted} is declared")
     known = routed != UNKNOWN
     if np.any(known.any((1, 2)) != known.all((1, 2))) or np.any(routed < UNKNOWN):
         raise InvariantError(f"{where}: the choices of a token are known for all of its routers, or for none")
@@ -52,10 +50,7 @@ def filled(routed: np.ndarray, tokens: int) -> np.ndarray:
 
 def packed_routed(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
     """int16 [N, R, K]: the choices of sequences back to back, UNKNOWN where a sequence has none; None where none has.
-
-    Raises:
-        InvariantError: they have different numbers of routers, or of experts for each token.
-    """
+    InvariantError where they have different numbers of routers, or of experts for each token."""
     shapes = {p.shape[1:] for p in parts if p is not None}
     if not shapes:
         return None
@@ -95,10 +90,7 @@ class Routers(Protocol):
 
     def read(self, packed: Packed, *, replay: bool) -> RoutedPass:
         """Returns the record of the routers in a forward pass with the learner's present weights, without gradient.
-
-        Args:
-            replay: follow the choices of `packed.routed_N` where they are known.
-        """
+        With `replay` it follows the choices of `packed.routed_N` where they are known."""
         ...
 
     def probabilities(self, packed: Packed, *, replay: bool) -> np.ndarray:

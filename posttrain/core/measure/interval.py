@@ -15,10 +15,7 @@ Z95 = 1.959963984540054
 
 def number_text(x: float, usual: str = ".3f", size: float | None = None) -> str:
     """A number as text: as `usual` where it is of an ordinary size; large and tiny ones with the decimals that say
-    something.
-
-    Args:
-        size: the smallest difference that matters, such as half an interval; the number itself, where it stands alone.
+    something. `size` is the smallest difference that matters, such as half an interval; None: the number itself.
 
     >>> number_text(0.5), number_text(510833.333), number_text(-2508.162, "+.3f", 4912.0), number_text(-3e-5, "+.3f")
     ('0.500', '510,833.33', '-2,508', '-3e-05')
@@ -58,20 +55,14 @@ def student95(freedom: float) -> float:
     if freedom <= len(exact):
         return float(np.interp(1 / max(freedom, 1.0), [1 / n for n in range(len(exact), 0, -1)], exact[::-1]))
     z, n = Z95, freedom
-    return (
-        z
-        + (z**3 + z) / (4 * n)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    )
+    fifth, seventh = 5 * z**5 + 16 * z**3 + 3 * z, 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
+    return z + (z**3 + z) / (4 * n) + fifth / (96 * n**2) + seventh / (384 * n**3)
 
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over prompts with its 95 % interval. The interval stays inside the scale and is never a point.
-
-    Samples of one prompt are not independent. So each prompt counts once, with the mean of its samples.
-    """
+    """A mean over prompts with its 95 % interval. The interval stays inside the scale and is never a point. Samples of
+    one prompt are not independent. So each prompt counts once, with the mean of its samples."""
 
     mean: float
     low: float
@@ -80,12 +71,10 @@ class Score:
 
     @staticmethod
     def of(per_prompt: Sequence[float] | np.ndarray, low: float = 0.0, high: float = 1.0) -> Score:
-        """The score of one value per prompt, on a scale from `low` to `high`.
-
-        If every value is an end of the scale, the mean is a proportion and the interval is Wilson's. Else z^2/2
-        pseudo-observations are added at each end of the scale, as Agresti and Coull do for proportions. The interval is
-        the normal one of all these values, cut to the scale. The added values keep the interval from being a point if
-        all prompts agree.
+        """The score of one value per prompt, on a scale from `low` to `high`. If every value is an end of the scale,
+        the mean is a proportion and the interval is Wilson's. Else z^2/2 pseudo-observations are added at each end of
+        the scale, as Agresti and Coull do for proportions. The interval is the normal one of all these values, cut to
+        the scale. The added values keep the interval from being a point if all prompts agree.
 
         >>> str(Score.of([1.0] * 20)), str(Score.of([0.5] * 20)), str(Score.of([0.0, 0.25] * 10))
         ('1.000 [0.839, 1.000]', '0.500 [0.419, 0.581]', '0.125 [0.077, 0.293]')
@@ -131,11 +120,9 @@ class Score:
 
 @dataclass(frozen=True)
 class Gain:
-    """The mean difference of two measurements of the same prompts, with its 95 % interval.
-
-    A prompt is compared with itself, so that easy and hard prompts add nothing to the width. The interval is about
-    prompts like these and these two policies. It says nothing of what another seed would have trained.
-    """
+    """The mean difference of two measurements of the same prompts, with its 95 % interval. A prompt is compared with
+    itself, so that easy and hard prompts add nothing to the width. The interval is about prompts like these and these
+    two policies. It says nothing of what another seed would have trained."""
 
     before: float
     """Mean of the first measurement, over the prompts that both measured."""
@@ -153,13 +140,10 @@ class Gain:
 
     @staticmethod
     def of(before: Mapping[Hashable, float], after: Mapping[Hashable, float], scale: float = 1.0) -> Gain:
-        """The gain over the prompts that are in both; each maps a prompt to the mean of its samples.
-
-        Args:
-            scale: width of the scale that the values are on. Differences are in [-scale, scale].
-
-        One imagined prompt is added at each end, as Agresti and Min (2005) add pairs to the table of two
-        proportions. The interval is the normal one of all these values, cut to the scale, so it is never a point.
+        """The gain over the prompts that are in both; each maps a prompt to the mean of its samples. Values are on a
+        scale of width `scale`, so differences are in [-scale, scale]. One imagined prompt is added at each end, as
+        Agresti and Min (2005) add pairs to the table of two proportions. The interval is the normal one of all these
+        values, cut to the scale, so it is never a point.
 
         >>> g = Gain.of({i: 0.25 for i in range(40)}, {i: 0.25 + i % 2 / 2 for i in range(40)})
         >>> print(g, g.better, g.worse)

@@ -91,8 +91,7 @@ def average(values: Sequence[float]) -> float:
 def scale(history: Sequence[Step], name: str, was: float) -> float:
     """Returns the size with which a change of this gauge is compared: the share that it was. For grades, whose zero may
     mean nothing, it is the standard deviation of single values, by the gauge that has it or by the scatter of the
-    steps' means.
-    """
+    steps' means."""
     values = known(history, name)
     shares = all(0 <= x <= 1 for x in values)
     if shares and not graded(history):

@@ -74,11 +74,9 @@ class Zero(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class ToGo(Baseline):
-    """No baseline, and a token's credit counts only what follows it: the reward, minus the KL from it on (A02).
-
-    Rewards of earlier turns are left out too. A scale divides all of that. It is the scale of whole rewards, so that an
-    answer's first token has the same credit as under `Zero`.
-    """
+    """No baseline, and a token's credit counts only what follows it: the reward, minus the KL from it on (A02). Rewards
+    of earlier turns are left out too. A scale divides all of that. It is the scale of whole rewards, so that an
+    answer's first token has the same credit as under `Zero`."""
 
     to_go = True
     earns_to_go = True
@@ -89,12 +87,10 @@ class ToGo(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class Ema(Baseline):
-    """b <- decay * b + (1 - decay) * R, sample after sample in order of group and sibling, from b = 0 (A01).
-
-    Every sample is compared with b from *before* it, so that its baseline does not contain its own reward. A sample
-    that is learned from again (`config.stages.replay_settings`) is compared with b as it is, and b does not take it in
-    a second time.
-    """
+    """b <- decay * b + (1 - decay) * R, sample after sample in order of group and sibling, from b = 0 (A01). Every
+    sample is compared with b from *before* it, so that its baseline does not contain its own reward. A sample that is
+    learned from again (`config.stages.replay_settings`) is compared with b as it is, and b does not take it in a second
+    time."""
 
     moving = True
 
@@ -144,12 +140,10 @@ class LengthMean(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyMean(Baseline):
-    """Per token t: mean reward of the siblings that have a token t, weighted by their energy up to t (OTB, A04).
-
-    The energy of a token is |d log pi / d logits|^2 = 1 - 2 pi + sum_v pi_v^2 under the learner at the start of the
-    step. It measures what the token adds to the gradient's variance. Where only one sibling has a token t, there is
-    nothing to compare with, and credit is 0.
-    """
+    """Per token t: mean reward of the siblings that have a token t, weighted by their energy up to t (OTB, A04). The
+    energy of a token is |d log pi / d logits|^2 = 1 - 2 pi + sum_v pi_v^2 under the learner at the start of the step.
+    It measures what the token adds to the gradient's variance. Where only one sibling has a token t, there is nothing
+    to compare with, and credit is 0."""
 
     relative = True
     per_token = True
@@ -171,9 +165,8 @@ class EnergyMean(Baseline):
 class OffPolicyMean(Baseline):
     """Mean reward of the siblings, weighted by w^2 and their energy: of the baselines that are one number a prompt, the
     one with the least variance under importance sampling (OPOB of VCPO, 2602.17616). w = start(y)/mu(y), not bounded.
-
-    The energy of a response is the sum of its tokens' (`EnergyMean`); the authors' is the squared norm of its gradient.
-    """
+    The energy of a response is the sum of its tokens' (`EnergyMean`); the authors' is the squared norm of its
+    gradient."""
 
     relative = True
 
@@ -219,10 +212,8 @@ class SecondBest(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class Greedy(Baseline):
-    """Reward of the prompt's greedy answer, sampled beside the siblings and never learned from (ReMax, A03).
-
-    As in `ToGo`, a token's credit counts only the KL from it on.
-    """
+    """Reward of the prompt's greedy answer, sampled beside the siblings and never learned from (ReMax, A03). As in
+    `ToGo`, a token's credit counts only the KL from it on."""
 
     to_go = True
     greedy = True
@@ -240,11 +231,9 @@ class Greedy(Baseline):
 @dataclass(frozen=True, kw_only=True)
 class StepMean(Baseline):
     """Mean over all judged steps of all siblings (A07, process form). A token's credit is the sum over the steps that
-    end at it or after it.
-
-    Steps are verdicts about a part of an episode (`Judged.end`). In a group without steps the outcomes are compared,
-    each at the end of its answer. A sibling without steps, in a group that has some, has no credit.
-    """
+    end at it or after it. Steps are verdicts about a part of an episode (`Judged.end`). In a group without steps the
+    outcomes are compared, each at the end of its answer. A sibling without steps, in a group that has some, has no
+    credit."""
 
     relative = True
     per_token = True

@@ -46,12 +46,8 @@ def labels(judging: Judging, each: JudgedTask) -> list[bool | None]:
 
 def meta_rows(judging: Judging, judged: Sequence[JudgedTask]) -> list[dict[str, str | bool]]:
     """Rows with prompt, completion and label, for a stage that trains a reward model with `judgement=label`. Judgements
-    without a verdict are left out, and so are tasks of which all judgements are right or all wrong.
-
-    Raises:
-        DataError: nothing is left.
-        InvariantError: the labels are not those of the pairs.
-    """
+    without a verdict are left out, and so are tasks of which all judgements are right or all wrong. Raises DataError:
+    nothing is left. Raises InvariantError: the labels are not those of the pairs."""
     rows: list[dict[str, str | bool]] = []
     labelled = list[tuple[Task, Vote, bool]]()
     for each in judged:

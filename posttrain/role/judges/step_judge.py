@@ -29,11 +29,9 @@ class StepScorer(Protocol):
 
 @dataclass(eq=False)
 class StepJudge:
-    """`core.ports.EpisodeJudge` of a process reward model.
-
-    What it gives is a choice of the reward (`config.env.Reward.steps`): a score of each step, which is no part of the
-    outcome; the same as payments at the ends of the steps; or one verdict, the steps' scores as one number.
-    """
+    """`core.ports.EpisodeJudge` of a process reward model. What it gives is a choice of the reward
+    (`config.env.Reward.steps`): a score of each step, which is no part of the outcome; the same as payments at the ends
+    of the steps; or one verdict, the steps' scores as one number."""
 
     name: str
     reward: Reward
@@ -71,11 +69,8 @@ class StepJudge:
         ]
 
     def steps(self, e: Episode) -> tuple[int, ...]:
-        """Returns the number of spoken tokens up to the end of each step.
-
-        Raises:
-            ConfigError: the episode has several turns.
-        """
+        """Returns the number of spoken tokens up to the end of each step. Raises ConfigError: the episode has several
+        turns."""
         one_turn(self.name, e)
         said = e.segments[-1].ids[e.segments[-1].mask]
         return self.ends.upto(said, step_ends(self.ends.text(said), self.separator)) if len(said) else ()

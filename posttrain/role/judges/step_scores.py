@@ -42,14 +42,9 @@ def step_scores(learner: TokenScorer, packed: Packed) -> np.ndarray:
 
 
 def step_labels(judged: Sequence[Judgement], stage: RewardModel, batch: Batch, ends: TokenEnds) -> np.ndarray:
-    """float64 [M]: what a process reward model learns at the last token of each labelled step; NaN elsewhere.
-
-    A neutral step (label 0) teaches nothing.
-
-    Raises:
-        DataError: steps that end with another text than the stage says, a step without a token of its own, missing
-            values, or no labelled step. The message has the row's place.
-    """
+    """float64 [M]: what a process reward model learns at the last token of each labelled step; NaN elsewhere. A neutral
+    step (label 0) teaches nothing. Raises DataError: steps that end with another text than the stage says, a step
+    without a token of its own, missing values, or no labelled step. The message has the row's place."""
     out = np.full(batch.spoken, math.nan)
     first = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S) + 1))
     for s, j in enumerate(judged):

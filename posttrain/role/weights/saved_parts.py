@@ -35,11 +35,8 @@ def part_name(path: Path, rank: int, world: int) -> Path:
 
 
 def part_files(path: Path) -> list[Path]:
-    """The files that hold what `path` stands for, in order; empty where there is none.
-
-    Raises:
-        RunFolderError: some parts are missing, or parts of two writers lie beside each other.
-    """
+    """The files that hold what `path` stands for, in order; empty where there is none. Raises RunFolderError: some
+    parts are missing, or parts of two writers lie beside each other."""
     found = sorted(p for p in path.parent.glob(f"{path.stem}-*{path.suffix}") if PART.search(p.stem))
     if path.exists() or not found:
         return [path] if path.exists() else []
@@ -61,11 +58,8 @@ def write_part(path: Path, shards: Iterable[Shard], rank: int, world: int) -> No
 
 
 class SavedTensors:
-    """The tensors that the file, or the files of several processes, hold.
-
-    Raises:
-        RunFolderError: nothing is there, or it is damaged.
-    """
+    """The tensors that the file, or the files of several processes, hold. Raises RunFolderError: nothing is there, or
+    it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -56,10 +56,7 @@ def load_optimizer(folder: Path, optimizer: WeightOptimizer) -> None:
 
 def load_average(folder: Path, learner: Learner) -> None:
     """Load the weights of a checkpoint, and over them the moving averages that its optimizer kept (`Optimizer.ema`).
-
-    Raises:
-        RunFolderError: it has none.
-    """
+    Raises RunFolderError: it has none."""
     load_weights(folder, learner)
     held = _load(folder / OPTIMIZER) if part_files(folder / OPTIMIZER) else {}
     averages = {n.removeprefix(AVERAGE): t for n, t in held.items() if n.startswith(AVERAGE)}

@@ -21,12 +21,9 @@ class InProcess:
 
 
 def whole_tensors(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
-    """Every weight once, as soon as all of its shards have come. A weight in one shard is not copied.
-
-    Raises:
-        InvariantError: a part came twice, parts overlap or leave a gap, or parts of one weight differ in dtype or full
-            shape.
-    """
+    """Every weight once, as soon as all of its shards have come. A weight in one shard is not copied. Raises
+    InvariantError: a part came twice, parts overlap or leave a gap, or parts of one weight differ in dtype or full
+    shape."""
     done: set[str] = set()
     parts: dict[str, _Parts] = {}
     empty: dict[str, Shard] = {}
