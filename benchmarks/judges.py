@@ -28,8 +28,7 @@ from posttrain.config.env import Reward
 from posttrain.environment.judged.judge_rules import best_half, chosen, summed
 from posttrain.environment.make import environment
 from posttrain.record import run_reader
-from posttrain.role.judges.generative_judge import GenerativeJudge
-from posttrain.role.judges.meta_rows import JudgedTask, asked, meta_rows, right
+from posttrain.role.judges.generative_judge import GenerativeJudge, JudgedTask, asked, meta_rows, right
 from tests.mutants import planted
 
 VOTES = (1, 2, 4, 8, 16, 32)

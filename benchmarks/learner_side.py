@@ -91,7 +91,7 @@ class Ours(Side):
     @cached_property
     def parts(self) -> Any:
         from posttrain.algorithm.loss.losses import Likelihood
-        from posttrain.config.adapter import Lora
+        from posttrain.config.model_settings import Lora
         from posttrain.config.run import Model, Reinforce
         from posttrain.config.stages.stage import Optimizer
         from posttrain.core.batch import Batch

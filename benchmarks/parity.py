@@ -32,8 +32,8 @@ from parity_cases import CASES, Case
 from posttrain.algorithm.preference.preference_loss import PreferenceLoss
 from posttrain.algorithm.preference.preference_minibatch import mismatched, prepared
 from posttrain.algorithm.preference.reward_model_loss import RankingLoss
-from posttrain.config.reward_head import HeadShape
 from posttrain.config.run import Model
+from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import COLLISION, MARGIN, REFERENCE, SIDE, START, WEIGHT, Stream

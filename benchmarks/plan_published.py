@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.machines import machine
 from posttrain.plan.memory import places

@@ -28,7 +28,7 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
-from posttrain.config.reward_head import HeadShape
+from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.engine.head.value_heads import RewardHead
 
 UPDATES = 16

@@ -33,14 +33,14 @@ from posttrain.core.measure.answer_steps import first_error, step_ends
 from posttrain.core.ports import Attempt
 from posttrain.core.stop import Stop
 from posttrain.core.types import Segment, Task
-from posttrain.diagnose.process_bench import ProcessBenchScore
+from posttrain.diagnose.reward_bench import ProcessBenchScore
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.environment.make import environment
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
 from posttrain.record.run_reader import run_file
 from posttrain.role.judges.generative_steps import GenerativeStepJudge
 from posttrain.role.judges.step_completion import TokenEnds
-from posttrain.role.judges.step_scores import step_scores
+from posttrain.role.judges.step_judge import step_scores
 from posttrain.role.learning.demonstrations import demonstration
 
 STYLE = "cot"

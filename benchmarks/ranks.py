@@ -45,8 +45,7 @@ from posttrain.record import run_reader, step_format
 from posttrain.record.checkpoint import find
 from posttrain.record.run_reader import run_file
 from posttrain.role.trainer import Trainer
-from posttrain.role.weights.saved_parts import SavedTensors
-from posttrain.role.weights.saved_weights import WEIGHTS
+from posttrain.role.weights.saved_weights import WEIGHTS, SavedTensors
 
 RESULTS = Path(__file__).parent / "results" / "ranks.json"
 RANKS = 4

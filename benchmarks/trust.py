@@ -37,7 +37,6 @@ from posttrain import faults
 from posttrain.build import preflight_checks
 from posttrain.checks import data_checks as data
 from posttrain.checks import resume_checks
-from posttrain.checks.check_schedule import due
 from posttrain.checks.judging import (
     evaluation_checks,
     generative_judge_checks,
@@ -60,6 +59,7 @@ from posttrain.checks.learning.credit_by_definition import uncovered_credit
 from posttrain.checks.learning.gradient_by_definition import uncovered
 from posttrain.checks.sampling import sampler_checks, sampler_draws, stale_logprobs
 from posttrain.checks.sampling import staleness_checks as asked_ahead
+from posttrain.checks.stage_history import due
 from posttrain.diagnose.rules import all_rules
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.record import run_reader
@@ -560,7 +560,7 @@ def page(data: dict[str, Any]) -> str:
         ),
         "",
         "**Before the first step** (`posttrain/build/preflight_checks.py`,"
-        " `posttrain/checks/learning/synthetic_loss.py`):",
+        " `posttrain/checks/learning/loss_checks.py`):",
         "",
         *table(
             [(f"`{n}`", t) for n, t in functions(preflight_checks) if n != "prove_start"]

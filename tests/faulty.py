@@ -21,11 +21,10 @@ from posttrain.build.build_judges import generative_judge
 from posttrain.build.build_reward_models import reward_member
 from posttrain.config.env import Reward
 from posttrain.config.placement import Processes
-from posttrain.config.reward_head import HeadShape
 from posttrain.config.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.config.stages.preference_settings import OnlinePreference, Preference
 from posttrain.config.stages.rejection import RFT, STAR, Regenerate, Rejection
-from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.reward_model_settings import HeadShape, RewardModel
 from posttrain.config.stages.step_labels import StepLabeling
 from posttrain.core.exchange.request_owner import asker
 from posttrain.core.gauge import Step
@@ -43,7 +42,7 @@ from posttrain.environment.make import environment
 from posttrain.evaluation.evaluate_search import evaluate_searches
 from posttrain.ladder.policy_rows import GRPO_PROCESS, PRIME
 from posttrain.record import run_reader
-from posttrain.role.judges.meta_rows import asked, meta_rows
+from posttrain.role.judges.generative_judge import asked, meta_rows
 from posttrain.system.errors import PosttrainError
 from tests import families
 from tests.mutants import Fault, planted
@@ -476,7 +475,7 @@ def detector(error: BaseException) -> tuple[str, str]:
     name = code.co_qualname.removesuffix(".__post_init__")
     if module.startswith("posttrain.core."):
         return "type", name
-    if module in ("posttrain.build.preflight_checks", "posttrain.checks.learning.synthetic_loss"):
+    if module in ("posttrain.build.preflight_checks", "posttrain.checks.learning.loss_checks"):
         return "proof", name
     return "canary", name
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from posttrain.api import main
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.config.run import Run
 from posttrain.engine.parallel.ranks.rank_processes import RankProcesses
 from posttrain.ladder.algorithm import patch
@@ -28,8 +28,7 @@ from posttrain.ladder.pieces.pull import KL
 from posttrain.ladder.policy_rows import GRPO
 from posttrain.record import checkpoint as checkpoints
 from posttrain.record import run_reader, step_format
-from posttrain.role.weights.saved_parts import SavedTensors
-from posttrain.role.weights.saved_weights import OPTIMIZER, WEIGHTS
+from posttrain.role.weights.saved_weights import OPTIMIZER, WEIGHTS, SavedTensors
 from tests.tiny import tiny_run
 
 BOUND = 5e-5

@@ -24,8 +24,8 @@ from benchmarks.side import ROOT, Worker
 from benchmarks.updates_regions import ARMS
 from benchmarks.updates_worlds import Nim
 from benchmarks.whole_answers import whole_answers
-from posttrain.config.reward_head import HeadShape
 from posttrain.config.run import Optimizer
+from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.core.gauge import merge
 from posttrain.core.types import Task
 from posttrain.engine.cpu import compile_native

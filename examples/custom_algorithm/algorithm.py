@@ -8,8 +8,8 @@ import torch
 
 from posttrain.algorithm.loss.push_factor import Push, TrustInputs, pushed
 from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.piece import positive
 from posttrain.ladder.pieces.pull import KL
-from posttrain.ladder.pieces.refusals import positive
 from posttrain.ladder.pieces.trust_region import Clip, TrustRegion
 from posttrain.ladder.policy_rows import DR_GRPO
 

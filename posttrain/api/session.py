@@ -11,7 +11,7 @@ from pathlib import Path
 from posttrain.api.plan_against import watch_plan
 from posttrain.build.build_engines import check_engine
 from posttrain.build.build_run import facts, make_parts, make_policy, words_in_tokens
-from posttrain.build.distributed_run import leading, over_ranks, rank_threads, refuse_policy
+from posttrain.build.distributed_run import choose_reading, leading, over_ranks, rank_threads, refuse_policy
 from posttrain.build.open_model import keep_policy
 from posttrain.build.preflight_checks import prove_start
 from posttrain.build.request.branch import is_branch, same_base
@@ -19,7 +19,6 @@ from posttrain.build.request.extend import ResumedRun, begin
 from posttrain.build.request.input_digests import INPUTS, input_digests, task_digests
 from posttrain.build.request.run_request import RunRequest
 from posttrain.build.request.trust_prompt import remember_run
-from posttrain.build.sharded_loading import choose_reading
 from posttrain.build.trackers import make_trackers, tracker_lines
 from posttrain.build.weight_lineage import BEGAN, began_with, write_lineage
 from posttrain.config.placement import learner_cores

@@ -30,8 +30,7 @@ from posttrain.role.judges.generative_judge import GenerativeJudge
 from posttrain.role.judges.generative_steps import GenerativeStepJudge
 from posttrain.role.judges.reward_judge import JudgeMember, RewardModelJudge
 from posttrain.role.judges.step_completion import TokenEnds
-from posttrain.role.judges.step_judge import StepJudge, paid_by
-from posttrain.role.judges.step_scores import step_scores
+from posttrain.role.judges.step_judge import StepJudge, paid_by, step_scores
 from posttrain.role.weights.saved_weights import load_average, load_weights
 from posttrain.system.errors import ConfigError
 

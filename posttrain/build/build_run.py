@@ -16,10 +16,9 @@ import transformers
 
 from posttrain.build.build_engines import keep_timeline, make_opponent
 from posttrain.build.build_environments import distinct
-from posttrain.build.build_optimizers import beside, make_optimizer, own_learner
 from posttrain.build.build_reward_models import ModelJudge, RewardModels, with_reward_head
 from posttrain.build.distributed_run import lead_learner
-from posttrain.build.open_model import open_policy
+from posttrain.build.open_model import beside, make_optimizer, open_policy, own_learner
 from posttrain.build.request.branch import begun_with, run_source, same_base
 from posttrain.build.request.run_request import check_lengths
 from posttrain.build.spawn_engines import placed_engine
@@ -43,7 +42,7 @@ from posttrain.record.run_folder import RunFolder
 from posttrain.record.run_reader import run_file
 from posttrain.role.judges.generative_judge import GenerativeJudge
 from posttrain.role.judges.generative_steps import GenerativeStepJudge
-from posttrain.role.learning.probe_tokens import packed_text
+from posttrain.role.learning.logprob_tolerance import packed_text
 from posttrain.role.learning.reference_opponent import Opponent
 from posttrain.role.memory_peaks import PeakMemory
 from posttrain.role.rollout import Rollout

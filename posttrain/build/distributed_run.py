@@ -1,4 +1,6 @@
-"""A run over ranks: what rank 0 sends to the others to begin with, and the parts of the run that lead them."""
+"""Decides whether the ranks of a run read their model by rows (`engine.parallel.sharded_load`), or rank 0 reads all of
+it and sends it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,11 +18,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from posttrain import faults
-from posttrain.build.sharded_loading import here
+from posttrain.build.request.branch import run_source
 from posttrain.checks.learning.expert_checks import ExpertsCheck
 from posttrain.checks.learning.frozen_parameters import FrozenCheck
 from posttrain.checks.learning.gradient_and_update_checks import UpdateCheck
 from posttrain.checks.learning.precision_checks import ScaleCheck
+from posttrain.config.engines import VLLM
+from posttrain.config.placement import Local, Ray
 from posttrain.config.rank_limits import (
     Parallel,
     RankOptions,
@@ -30,6 +35,7 @@ from posttrain.config.rank_limits import (
 )
 from posttrain.config.run import Model, Run
 from posttrain.core import seeds
+from posttrain.engine.adapters.saved_adapter import saved_adapter
 from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.engine.layers import attention
 from posttrain.engine.learner.torch_settings import use_deterministic, use_threads
@@ -43,6 +49,7 @@ from posttrain.engine.parallel.sharded_load import BlankPolicy, blank_policy, re
 from posttrain.engine.parallel.sharded_reference import EmptyModule
 from posttrain.engine.parallel.tensor_parallel import TensorLearner, columns_and_rows
 from posttrain.stages.checks_by_kind import checks_of
+from posttrain.stages.ranks import rank_state as together
 from posttrain.stages.ranks.lead_learner import LeadExpertLearner, LeadLearner, LeadTensorLearner, OrderedLearner
 from posttrain.stages.ranks.rank_checks import rank_observers
 from posttrain.stages.ranks.rank_lead import LeadReference, RankLead, lead_optimizer, lead_trainer
@@ -50,8 +57,71 @@ from posttrain.stages.ranks.rank_state import RankLearner, RankState
 from posttrain.stages.ranks.rank_worker import work
 from posttrain.stages.run_parts import RunParts
 from posttrain.system.child_lifetime import ending_with_parent
-from posttrain.system.errors import EngineError
+from posttrain.system.errors import ConfigError, DataError, EngineError
 from posttrain.system.machine import cores
+
+OWN_ENGINE = "the engine in this process"
+SENT = "rank 0 reads the whole model, and every rank gets all of it before it keeps its rows"
+
+
+def here(model: Model) -> Model:
+    """The model, with the absolute path of its directory."""
+    return replace(model, path=str(Path(model.path or "").expanduser().resolve()))
+
+
+def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[str, ...]]:
+    """(the policy without memory where no process of the run but an engine needs a whole copy, lines for people). Sets
+    `lead.by_rows`."""
+    if run.model.path is None:
+        return None, ()
+    if why := _why_whole(run, lead.parallel):
+        return None, (f"note: {SENT}: {why}",)
+    try:
+        blank = blank_policy(run.model, run.seed)
+    except (ConfigError, DataError) as error:
+        return None, (f"note: {SENT}: {error}",)
+    if strange := blank.files.strange(blank.module):
+        named = f"{', '.join(strange[:3])} is in its files under another name, or not at all"
+        return None, (f"note: {SENT}: {named}",)
+    seen = lead.all(together.see_files, str(blank.files.folder.resolve()))
+    if others := [rank for rank, digest in enumerate(seen) if digest != seen[0]]:
+        where = f"rank {others[0]} does not see the same files in {blank.files.folder}"
+        return None, (f"note: {SENT}: {where}",)
+    lead.by_rows = True
+    whole = _who_is_whole(run)
+    return None if whole == OWN_ENGINE else blank, (
+        f"each rank reads its rows of {run.model.path}; whole copies: {whole}",
+    )
+
+
+def _who_is_whole(run: Run) -> str:
+    """Returns the name of the process that has a whole copy of the model."""
+    if isinstance(run.engine, VLLM):
+        return "the vLLM server"
+    return OWN_ENGINE if isinstance(run.placement, Local) else "the engines in processes of their own"
+
+
+def _why_whole(run: Run, parallel: Parallel) -> str:
+    """Returns the reason why rows cannot be read, as far as the settings tell; '' where they can."""
+    path = run.model.path or ""
+    if not Path(path).expanduser().is_dir():
+        return f"model={path} is no directory here"
+    if run_source(path) is not None:
+        return f"model={path} is the folder of a run"
+    if saved_adapter(path) is not None:
+        return f"model={path} is an adapter"
+    if parallel != "rows":
+        return f"--parallel {parallel} cuts whole layers, of which no rank reads rows"
+    if run.model.trust_remote_code:
+        return "model.trust_remote_code=true, and code of the model's own may build it as it likes"
+    if isinstance(run.engine, VLLM) and run.model.lora is not None:
+        return "vLLM gets the weights beneath an adapter from rank 0 (engine=embedded reads them by itself)"
+    if isinstance(run.engine, VLLM) and not isinstance(run.placement, Local):
+        return "engines of vLLM in processes of their own get the model from rank 0 (a server of vLLM does not)"
+    if isinstance(run.placement, Ray):
+        return "engines on a cluster get the model from rank 0 (placement=processes reads it by itself)"
+    return ""
+
 
 L = TypeVar("L", bound=RankLearner)
 

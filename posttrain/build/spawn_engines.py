@@ -18,7 +18,7 @@ import torch
 
 from posttrain import faults
 from posttrain.build.build_engines import ServedSampler, check_vllm, keeping_contracts, make_engine
-from posttrain.build.sharded_loading import here
+from posttrain.build.distributed_run import here
 from posttrain.config.engines import Embedded
 from posttrain.config.env import Env
 from posttrain.config.placement import Local, Processes, Ray, check_machine

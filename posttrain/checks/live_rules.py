@@ -1,13 +1,23 @@
-"""The rules of `posttrain.diagnose`, read after every step. They warn and never stop a run."""
+"""Observers that note something and never stop a run: the rules of `posttrain.diagnose`, and the peaks of memory."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from posttrain.checks.stage_history import StageHistory
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.types import Episode
 from posttrain.diagnose.rules.all_rules import findings
 from posttrain.diagnose.rules.notes_once import RULE
-from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
+from posttrain.role.events import (
+    DifferentiatedEvent,
+    Event,
+    LearnedEvent,
+    Observer,
+    ObserverReport,
+    PackedEvent,
+    PlayedEvent,
+)
 from posttrain.role.roles import JudgedRoles
 
 
@@ -45,3 +55,24 @@ def _marked(tokenizer: object) -> list[int]:
     """Ids of the added tokens that a tokenizer marks as special."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return [int(i) for i, token in added.items() if token.special]
+
+
+PASSES, UPDATE = "passes", "update"
+"""Forward and backward passes of a minibatch; from the end of them to the optimizer's step, with what is checked of the
+gradient."""
+
+
+class PhasePeaks(Observer):
+    """It must be the first observer, so that what others do after an event counts for the next phase."""
+
+    def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
+        match event:
+            case PackedEvent():
+                roles.clock.phase()
+            case DifferentiatedEvent():
+                roles.clock.phase(PASSES)
+            case LearnedEvent():
+                roles.clock.phase(UPDATE)
+            case _:
+                pass
+        return None

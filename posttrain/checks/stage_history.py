@@ -1,4 +1,4 @@
-"""The steps of a stage so far, for its checks."""
+"""The steps of a stage so far, for its checks, and those at which credit and loss are computed a second time."""
 
 from __future__ import annotations
 
@@ -25,3 +25,9 @@ class StageHistory:
     def trim(self) -> None:
         """Forget the steps between the first and the last."""
         del self.steps[FIRST:-KEPT]
+
+
+def due(index: int) -> bool:
+    """Returns whether step `index` (from 1) is computed a second time: the first four, powers of two, then every
+    32nd."""
+    return index <= 4 or index & (index - 1) == 0 or index % 32 == 0

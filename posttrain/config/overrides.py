@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from posttrain.config.adapter import Lora
 from posttrain.config.env import Env
+from posttrain.config.model_settings import Lora
 from posttrain.config.run import Model, Run
+from posttrain.config.stages.reinforce import Replay
 from posttrain.config.stages.rejection import Regenerate, RejectionMethod, named_method
-from posttrain.config.stages.replay_settings import Replay
 from posttrain.config.stages.stage import Optimizer, Stage
 from posttrain.config.trl_names import our_name
 from posttrain.config.values import read

@@ -9,12 +9,18 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from posttrain.config.adapter import Lora, check_frozen, check_served_elsewhere, refuse_dora
-from posttrain.config.device import check_device
 from posttrain.config.engines import Embedded, Engine, KernelChoice, engine_refusals, pause_refusals
 from posttrain.config.env import Env
+from posttrain.config.model_settings import (
+    Lora,
+    RouterReplay,
+    check_device,
+    check_frozen,
+    check_served_elsewhere,
+    refuse_dora,
+    router_refusals,
+)
 from posttrain.config.placement import Local, Placement, placement_refusals
-from posttrain.config.router_settings import RouterReplay, router_refusals
 from posttrain.config.stages.reinforce import Reinforce as Reinforce
 from posttrain.config.stages.stage import LearnsRows, Stage, offered, refusals
 from posttrain.config.stages.stage import Optimizer as Optimizer

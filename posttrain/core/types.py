@@ -344,7 +344,7 @@ class Group:
     logged: Mapping[str, Gauge] = field(default_factory=dict[str, Gauge])
     """Gauges of the step that batch rewards logged about this group."""
     discount: float = 1.0
-    """Factor of its credit: less than 1 where a step learns from it again (`config.stages.replay_settings`)."""
+    """Factor of its credit: less than 1 where a step learns from it again (`config.stages.reinforce`)."""
     again: bool = False
     """Whether a step learns from it again. A moving baseline has taken it in already, and does not a second time."""
 

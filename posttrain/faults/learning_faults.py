@@ -96,7 +96,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "kl_reversed",
-    seam="posttrain.algorithm.loss.kl:estimate",
+    seam="posttrain.algorithm.loss.reference_penalty:estimate",
     what="the KL estimate takes reference - policy instead of policy - reference",
     harm=(
         "its gradient is of the wrong KL: the pull no longer bounds what the policy does where the reference does"

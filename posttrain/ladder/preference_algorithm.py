@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from posttrain.ladder.algorithm import choices
 from posttrain.ladder.pieces.link import Link, LogSigmoid, PreferencePiece
 from posttrain.ladder.pieces.pair_source import PairSource
+from posttrain.ladder.pieces.piece import positive
 from posttrain.ladder.pieces.preference_pieces import (
     Added,
     DataMargin,
@@ -30,7 +31,6 @@ from posttrain.ladder.pieces.preference_pieces import (
     Statistic,
     Total,
 )
-from posttrain.ladder.pieces.refusals import positive
 from posttrain.system.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from posttrain.config.adapter import Lora
 from posttrain.config.engines import GIB
+from posttrain.config.model_settings import Lora
 from posttrain.plan.memory import places
 from posttrain.plan.models import MODELS, shape_by_name
 from posttrain.plan.work import Work

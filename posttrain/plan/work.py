@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from posttrain.config.adapter import ALL_LINEAR, Lora
 from posttrain.config.engines import GIB, Embedded
+from posttrain.config.model_settings import ALL_LINEAR, Lora
 from posttrain.config.placement import Local, Processes
 from posttrain.config.rank_limits import Parallel
 from posttrain.config.run import Checkpointing, Reinforce, Run, Supervised

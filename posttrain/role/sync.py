@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from posttrain.core.ports import Learner, Sampler, Transport
-from posttrain.role.learning.logprob_tolerance import Gap, allowed
-from posttrain.role.learning.probe_tokens import packed_text
+from posttrain.role.learning.logprob_tolerance import Gap, allowed, packed_text
 from posttrain.role.weights.weight_transport import InProcess
 from posttrain.system.errors import InvariantError
 

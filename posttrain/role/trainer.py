@@ -19,9 +19,12 @@ from posttrain.core.batch import Batch
 from posttrain.core.exchange.ranks import ALONE, Ranks
 from posttrain.core.exchange.row_gradient import held
 from posttrain.core.exchange.scores import ExpectedUpdate, TokenScores
-from posttrain.core.exchange.sharded_protocols import DividedGradients
+from posttrain.core.exchange.shards import DividedGradients
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Learner
+from posttrain.core.scored import Credit
+from posttrain.core.streams import MU
+from posttrain.core.types import Episode
 from posttrain.role.events import UNOBSERVED, DifferentiatedEvent, LearnedEvent, Observers, PackedEvent
 from posttrain.role.learner_passes import Passes
 from posttrain.role.learning.rank_share import check_shares, of_all_ranks, smallest_unit
@@ -320,3 +323,26 @@ class Trainer:
     def trained(self) -> Mapping[str, Any]:
         """The tensors that an optimizer step updates, by parameter."""
         return self.optimizer.trained()
+
+
+def key(episode: Episode) -> bytes:
+    """The spoken tokens and their log-probs as bytes. Finds an episode again in a batch."""
+    said = [x for s in episode.segments for x in (s.ids[s.mask], s.logp[s.mask])]
+    return b"".join(x.tobytes() for x in (*said[::2], *said[1::2]))
+
+
+@contextmanager
+def named(batch: Batch, credit: Credit, where: str) -> Iterator[None]:
+    """Around an optimizer step: turns its `NonFiniteGradient` into an InvariantError that names the step's episodes."""
+    try:
+        yield
+    except NonFiniteGradient as error:
+        of = {key(e.episode): e.episode for g in credit.groups for e in g.episodes}
+        said = [batch.sequence_M == e for e in error.culprits]
+        found = [of.get(batch.target_M[at_M].tobytes() + batch[MU][at_M].tobytes()) for at_M in said]
+        names = [
+            f"task {e.task.id!r} visit {e.visit} sibling {e.sibling} (reward {e.reward:g})"
+            for e in found
+            if e is not None
+        ]
+        raise InvariantError(error.told(names, f" ({where})")) from error

@@ -26,7 +26,7 @@ from posttrain.core.verdict import Judged, outcome
 from posttrain.role.judges.step_completion import TokenEnds
 from posttrain.role.judges.step_judge import StepScorer
 from posttrain.role.judging import attempt_of
-from posttrain.role.learning.probe_tokens import READ
+from posttrain.role.learning.logprob_tolerance import READ
 from posttrain.search.search_checks import said_by_one_version
 from posttrain.system.concurrency import together
 

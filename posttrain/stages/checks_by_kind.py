@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.checks.data_checks import TaskCheck
-from posttrain.checks.judging.evaluation_checks import EvaluationCheck
 from posttrain.checks.judging.generative_judge_checks import JudgingCheck, VotesCheck
 from posttrain.checks.judging.reward_model_scores import RewardModelCheck
 from posttrain.checks.judging.step_label_checks import StepJudgeCheck, StepLabelCheck
-from posttrain.checks.judging.verdict_checks import VerifierCheck
+from posttrain.checks.judging.verdict_checks import EvaluationCheck, VerifierCheck
 from posttrain.checks.learning.credit_checks import CreditCheck
 from posttrain.checks.learning.expert_balance_checks import BalanceCheck
 from posttrain.checks.learning.expert_checks import ExpertsCheck
@@ -18,10 +17,9 @@ from posttrain.checks.learning.frozen_parameters import FrozenCheck
 from posttrain.checks.learning.gradient_and_update_checks import UpdateCheck
 from posttrain.checks.learning.hint_checks import HintCheck
 from posttrain.checks.learning.implicit_reward_checks import ImplicitCheck
+from posttrain.checks.learning.loss_checks import LossCheck
 from posttrain.checks.learning.precision_checks import ScaleCheck, scale_was_checked
-from posttrain.checks.learning.synthetic_loss import LossCheck
-from posttrain.checks.live_rules import LiveRules
-from posttrain.checks.phase_peaks import PhasePeaks
+from posttrain.checks.live_rules import LiveRules, PhasePeaks
 from posttrain.checks.resume_checks import OptimizerResumeCheck, RestoreCheck, ResumeCheck
 from posttrain.checks.sampling.policy_change import ChangeGauges
 from posttrain.checks.sampling.probe_round import ProbeCheck

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core.exchange.sharded_protocols import DividedState
+from posttrain.core.exchange.shards import DividedState
 from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.role.trainer import WeightOptimizer
 from posttrain.system import dataclass_json

@@ -31,14 +31,13 @@ from posttrain.core.scored import Credit
 from posttrain.core.stop import StepNumber
 from posttrain.core.types import Group
 from posttrain.diagnose.gauges.rollout_gauges import rollout_gauges
-from posttrain.diagnose.rules.step_notes import notes
+from posttrain.diagnose.rules.data_notes import notes
 from posttrain.ladder.rollout_request import PassRate
 from posttrain.role.events import PlayedEvent, PushedEvent, ScoredEvent
-from posttrain.role.learning.nonfinite_episodes import named
 from posttrain.role.pack import pack
 from posttrain.role.roles import ReinforceRoles, StageRoles
 from posttrain.role.score import score
-from posttrain.role.trainer import NAMED, NonFiniteGradient
+from posttrain.role.trainer import NAMED, NonFiniteGradient, named
 from posttrain.stages.skipped_updates import left_out
 from posttrain.system.errors import InvariantError, PosttrainError, RunFolderError
 

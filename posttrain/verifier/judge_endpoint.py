@@ -21,8 +21,8 @@ from posttrain.core.ports import Attempt
 from posttrain.core.redact_secrets import redacted
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, State, Verdict
+from posttrain.system.concurrency import LoopThread
 from posttrain.system.errors import ConfigError, EndpointError
-from posttrain.system.loop_thread import LoopThread
 from posttrain.verifier.discover import RemoteModel, discover
 from posttrain.verifier.http_client import Endpoint, Patience
 from posttrain.verifier.reward_source import CALLS

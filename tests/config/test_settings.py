@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.build.request.run_file import from_yaml, to_yaml
 from posttrain.build.request.setting_groups import groups
-from posttrain.build.request.yaml_config import from_yaml, to_yaml
 from posttrain.cli import main
 from posttrain.cli.settings_help import settings_text
 from posttrain.config.field_docs import about, meaning, sentence
@@ -224,7 +224,7 @@ def test_dry_run_writes_what_run_takes_back(tmp_path: Path, capsys: pytest.Captu
     assert main(["run", str(tmp_path / "my.yaml"), "seed=7", "--dry-run"]) == 0
     assert "seed: 7" in capsys.readouterr().out
     (tmp_path / "my_run.py").write_text(
-        "from posttrain.build.request.yaml_config import read_run\nfrom pathlib import Path\n"
+        "from posttrain.build.request.run_file import read_run\nfrom pathlib import Path\n"
         f"def run():\n    return read_run(Path({str(tmp_path / 'my.yaml')!r}))\nRUN = run()\nWRONG = 3\n"
     )
     for name in ("run", "RUN"):

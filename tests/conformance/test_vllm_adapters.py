@@ -16,8 +16,8 @@ from torch import Tensor
 
 import posttrain
 from posttrain.build.build_run import probe_ids
-from posttrain.config.adapter import Lora
 from posttrain.config.engines import VLLM
+from posttrain.config.model_settings import Lora
 from posttrain.config.run import Run
 from posttrain.core.ports import Sampler
 from posttrain.engine.adapters import adapter_modules
@@ -28,8 +28,7 @@ from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.vllm_server import VLLMServer
 from posttrain.record.checkpoint import find
 from posttrain.record.run_reader import steps as read_steps
-from posttrain.role.learning.logprob_tolerance import LEAST
-from posttrain.role.learning.probe_tokens import packed_text
+from posttrain.role.learning.logprob_tolerance import LEAST, packed_text
 from posttrain.role.sync import Sync
 from posttrain.system.errors import ConfigError, EngineError, InvariantError
 from tests.conformance import subjects

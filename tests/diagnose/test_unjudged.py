@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import posttrain
-from posttrain.checks.judging.evaluation_checks import measured_right
+from posttrain.checks.judging.verdict_checks import measured_right
 from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.heldout_evaluation import report

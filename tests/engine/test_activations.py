@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.config.run import Checkpointing, Model, Reinforce
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.embedded.cache.fused_decoder import fusable

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posttrain.build.build_run import probe_ids
 from posttrain.config import overrides as dotted
-from posttrain.config.adapter import ALL_LINEAR, Lora
+from posttrain.config.model_settings import ALL_LINEAR, Lora
 from posttrain.config.run import Optimizer
 from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.embedded import EmbeddedEngine

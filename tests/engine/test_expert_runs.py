@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import posttrain
-from posttrain.config.adapter import ALL_LINEAR, Lora
+from posttrain.config.model_settings import ALL_LINEAR, Lora
 from posttrain.config.run import Model, Optimizer, Run
 from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.layers.attention import PackedLayout

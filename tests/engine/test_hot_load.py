@@ -12,8 +12,8 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from posttrain.config.adapter import Lora
 from posttrain.config.engines import VLLM
+from posttrain.config.model_settings import Lora
 from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.files.fingerprint import fingerprints
 from posttrain.engine.layers.attention import PackedLayout, using

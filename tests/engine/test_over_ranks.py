@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.config.adapter import Lora
 from posttrain.config.engines import VLLM
+from posttrain.config.model_settings import Lora
 from posttrain.config.rank_limits import TORCHRUN, RankOptions, check_ranks
 from posttrain.config.run import Optimizer, Run
 from posttrain.config.stages.rejection import Rejection
@@ -29,7 +29,7 @@ from posttrain.engine.parallel.ranks.rank_processes import RankProcesses
 from posttrain.engine.parallel.ranks.signed_messages import users_key
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.engine.parallel.sharded_reference import ShardedReference
-from posttrain.role.weights.saved_parts import SavedTensors, part_files, write_part
+from posttrain.role.weights.saved_weights import SavedTensors, part_files, write_part
 from posttrain.stages.ranks.lead_learner import OrderedLearner
 from posttrain.stages.ranks.rank_lead import LeadReference
 from posttrain.system.errors import ConfigError, InvariantError, RunFolderError

@@ -17,7 +17,7 @@ import torch
 import posttrain
 from posttrain.checks.learning.precision_checks import scale_was_checked
 from posttrain.config import overrides
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.config.run import Optimizer, Run
 from posttrain.core.gauge import Gauge, Step
 from posttrain.engine.embedded.cache.cached_model import CachedModel

@@ -18,7 +18,7 @@ from torch import nn
 import posttrain
 from posttrain.build.build_run import probe_ids
 from posttrain.config import overrides as dotted
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.adapters.quantise import Int8Linear, is_quantised, make_float, rounded
 from posttrain.engine.adapters.saved_adapter import write_adapter

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from posttrain.build.build_run import probe_ids
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.config.run import Optimizer
 from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.embedded import EmbeddedEngine

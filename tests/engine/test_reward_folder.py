@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.config.reward_head import HeadShape
+from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.core.batch import Packed
 from posttrain.core.types import Segment
 from posttrain.engine.files.reward_folder import pad_of, read_reward_model, write_reward_model

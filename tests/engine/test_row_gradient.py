@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from posttrain.checks.learning.gradient_and_update_checks import StepGradients
-from posttrain.config.reward_head import HeadShape
 from posttrain.config.run import Optimizer
+from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.core.exchange.row_gradient import held, joined, number, place, whole
 from posttrain.engine.head.value_heads import RewardHead
 from posttrain.engine.layers import embedding_gradient

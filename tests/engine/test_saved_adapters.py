@@ -15,12 +15,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.engine.adapters.saved_adapter import CONFIG, WEIGHTS, saved_adapter, write_adapter
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.locate_model import check_source
 from posttrain.engine.model.policy_model import load_policy
-from posttrain.role.learning.probe_tokens import packed_text
+from posttrain.role.learning.logprob_tolerance import packed_text
 from posttrain.system.errors import ConfigError, DataError
 from tests.engine.engine_parts import ALPHABET, tiny
 

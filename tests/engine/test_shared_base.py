@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from posttrain.build.build_run import probe_ids
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.config.run import Optimizer
 from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.embedded import EmbeddedEngine

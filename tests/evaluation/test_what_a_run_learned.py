@@ -18,9 +18,8 @@ from posttrain.cli import main
 from posttrain.config.overrides import apply
 from posttrain.core.measure.interval import Gain, Score
 from posttrain.diagnose.learning_verdict import stage_learned
-from posttrain.diagnose.run_comparison import compare_runs, over_seeds, settings_of, student95
+from posttrain.diagnose.run_comparison import compare_runs, differing, over_seeds, settings_of, student95
 from posttrain.diagnose.run_outcome import Measurement, RunOutcome, read_outcome
-from posttrain.diagnose.setting_differences import differing
 from posttrain.recipe.recipes import recipe
 from posttrain.record import run_reader
 from posttrain.report.compare_runs import show_comparison

@@ -31,7 +31,7 @@ from transformers.distributed import expert_parallel as plans
 
 from posttrain.algorithm.loss.load_balance_loss import BalancedLoss, to_balance
 from posttrain.algorithm.loss.losses import Loss
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.core.batch import Batch
 from posttrain.core.gauge import Gauges
 from posttrain.engine.files.fingerprint import fingerprint

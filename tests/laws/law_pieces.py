@@ -17,7 +17,7 @@ from posttrain.algorithm.credit.reward_shaping import Array, dropped, shape
 from posttrain.algorithm.loss.push_factor import Push, TrustInputs, pushed
 from posttrain.core.types import Episode
 from posttrain.ladder.algorithm import Algorithm
-from posttrain.ladder.pieces.refusals import positive
+from posttrain.ladder.pieces.piece import positive
 from posttrain.ladder.pieces.shape import Shaping
 from posttrain.ladder.pieces.trust_region import TrustRegion
 

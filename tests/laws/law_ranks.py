@@ -26,9 +26,9 @@ from posttrain.algorithm.loss.losses import Likelihood, Loss, PolicyLoss
 from posttrain.algorithm.preference.preference_loss import PreferenceLoss
 from posttrain.algorithm.preference.preference_minibatch import prepared
 from posttrain.algorithm.preference.reward_model_loss import RankingLoss
-from posttrain.config.adapter import Lora
-from posttrain.config.reward_head import HeadShape
+from posttrain.config.model_settings import Lora
 from posttrain.config.run import Checkpointing, Model, Optimizer
+from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.ranks import ALONE
 from posttrain.core.gauge import Gauges

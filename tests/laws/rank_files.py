@@ -15,7 +15,7 @@ import torch
 from law_ranks import LOSSES, Case, Groups, apart, minibatch, trained, trainer, whole
 from rank_wider import parts
 
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.config.run import Model
 from posttrain.engine.layers.fused_layers import SwiGLU
 from posttrain.engine.model.policy_model import load_policy

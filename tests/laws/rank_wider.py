@@ -28,7 +28,7 @@ from law_ranks import (
 )
 from rank_tasks import sent_bytes
 
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.core.streams import WEIGHT
 from posttrain.engine.adapters.adapter_modules import adapter_tensors, base_tensors
 from posttrain.engine.layers.shared_prefixes import Sharing

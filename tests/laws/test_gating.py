@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithm.preference.reward_model_loss import RankingLoss
-from posttrain.config.reward_head import HeadShape, Pool
+from posttrain.config.stages.reward_model_settings import HeadShape, Pool
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.sampling import Sampling

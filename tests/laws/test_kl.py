@@ -12,8 +12,8 @@ from law_toys import streams_of
 from torch import Tensor
 
 from posttrain.algorithm.credit.step_credit import credit_step
-from posttrain.algorithm.loss.kl import estimate, in_loss
 from posttrain.algorithm.loss.policy_loss import objective
+from posttrain.algorithm.loss.reference_penalty import estimate, in_loss
 from posttrain.core.exchange.scores import TokenScores
 from posttrain.ladder.algorithm import patch
 from posttrain.ladder.pieces import pull as data

@@ -12,7 +12,7 @@ from law_toys import credits, look, streams_of
 from posttrain.algorithm.credit.reward_shaping import shaped
 from posttrain.algorithm.credit.step_credit import credit_step, whitened
 from posttrain.algorithm.credit.value_estimates import gae, value_loss
-from posttrain.algorithm.loss import kl
+from posttrain.algorithm.loss import reference_penalty as kl
 from posttrain.algorithm.loss.mismatch_correction import effective_share
 from posttrain.algorithm.loss.policy_loss import objective
 from posttrain.algorithm.loss.push_factor import importance, push

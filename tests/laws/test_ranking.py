@@ -13,8 +13,7 @@ from torch import Tensor
 
 from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.algorithm.preference.reward_model_loss import RankingLoss
-from posttrain.config.reward_head import HeadShape
-from posttrain.config.stages.reward_model_settings import Regulariser
+from posttrain.config.stages.reward_model_settings import HeadShape, Regulariser
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.scores import Rewards, TokenScores
 from posttrain.core.gauge import merge

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.checks.learning.credit_by_definition import expected_credit
-from posttrain.config.stages.replay_settings import Replay
+from posttrain.config.stages.reinforce import Replay
 from posttrain.core.batch import Packed
 from posttrain.core.ports import Learner
 from posttrain.core.sampling import Sampling

@@ -14,11 +14,10 @@ from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.algorithm.loss import policy_loss
 from posttrain.algorithm.loss.losses import PolicyLoss
 from posttrain.algorithm.loss.push_factor import Push
-from posttrain.checks.learning import synthetic_loss
+from posttrain.checks.learning import loss_checks as synthetic_loss
 from posttrain.checks.learning.credit_by_definition import expected_credit, uncovered_credit
 from posttrain.checks.learning.gradient_by_definition import computed_once, demand, uncovered
-from posttrain.checks.learning.loss_checks import loss_agrees
-from posttrain.checks.learning.synthetic_loss import agrees_on_synthetic_batch
+from posttrain.checks.learning.loss_checks import agrees_on_synthetic_batch, loss_agrees
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.scored import ScoredGroup

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.plan_memory import RESULTS, of_row, plan
 from posttrain.checks.learning import gradient_and_update_checks
 from posttrain.cli import main
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.engine.head import logprob
 from posttrain.engine.layers import embedding_gradient
 from posttrain.engine.learner import packed_reader

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from posttrain.api import main
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.config.run import Optimizer
 from posttrain.record import run_reader
 from posttrain.system.errors import InvariantError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain.api import main, session
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.config.placement import Processes
 from posttrain.config.run import Run
 from posttrain.engine.model.policy_model import load_policy

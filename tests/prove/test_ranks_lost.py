@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from posttrain.api import main
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.config.run import Run
 from posttrain.engine.parallel.ranks.rank_orders import RankLost
 from posttrain.stages.reinforce.reinforce_stage import ReinforceDriver

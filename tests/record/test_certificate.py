@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import posttrain
 from posttrain.cli import main
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.config.run import Model, Run
 from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.model import policy_model

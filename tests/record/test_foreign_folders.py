@@ -21,7 +21,7 @@ import yaml
 from safetensors.torch import load_file
 
 import posttrain
-from posttrain.build.request.yaml_config import to_yaml
+from posttrain.build.request.run_file import to_yaml
 from posttrain.cli import main
 from posttrain.config.engines import VLLM, Embedded
 from posttrain.config.env import Reward, SandboxSettings

@@ -152,7 +152,7 @@ def test_weights_that_changed_in_a_run_folder_are_refused(own: Path) -> None:
 def test_a_base_beneath_an_adapter_that_changed_is_refused(own: Path) -> None:
     from dataclasses import replace
 
-    from posttrain.config.adapter import Lora
+    from posttrain.config.model_settings import Lora
 
     (own / "model" / CERTIFICATE).unlink()
     (own / "model" / LINEAGE).unlink()

@@ -16,7 +16,7 @@ from posttrain.api import main
 from posttrain.config.engines import VLLM
 from posttrain.config.placement import Processes
 from posttrain.config.run import Embedded, Reinforce, Run
-from posttrain.config.stages.replay_settings import Replay
+from posttrain.config.stages.reinforce import Replay
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Step

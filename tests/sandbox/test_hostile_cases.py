@@ -355,7 +355,7 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "environment/templates/template_process.py",
             "engine/files/pretrained_files.py",
             "engine/parallel/sharded_index.py",
-            "build/request/yaml_config.py",
+            "build/request/run_file.py",
             "build/spawn_engines.py",
             "build/spawn_environments.py",
             "build/distributed_run.py",

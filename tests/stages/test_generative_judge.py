@@ -33,8 +33,15 @@ from posttrain.environment.templates.renderer import Renderer
 from posttrain.evaluation.evaluate_search import evaluate_searches
 from posttrain.record import run_reader
 from posttrain.record.external_access import asks
-from posttrain.role.judges.generative_judge import GenerativeJudge, Vote, comparisons, says_yes
-from posttrain.role.judges.meta_rows import JudgedTask, asked, meta_rows
+from posttrain.role.judges.generative_judge import (
+    GenerativeJudge,
+    JudgedTask,
+    Vote,
+    asked,
+    comparisons,
+    meta_rows,
+    says_yes,
+)
 from posttrain.role.judges.reward_judge import JudgeMember
 from posttrain.role.judging import with_judges
 from posttrain.system.errors import ConfigError, DataError, InvariantError
@@ -341,7 +348,9 @@ def test_labels_that_are_the_votes_are_told(monkeypatch: pytest.MonkeyPatch) -> 
     judging = env.abilities.judging
     assert judging is not None
     task = next(t for t in (env.train.task(i) for i in range(99)) if t.info["gold"] == 1)
-    monkeypatch.setattr("posttrain.role.judges.meta_rows.right", lambda judging, task, vote: chosen(vote.scores) == 0)
+    monkeypatch.setattr(
+        "posttrain.role.judges.generative_judge.right", lambda judging, task, vote: chosen(vote.scores) == 0
+    )
     with pytest.raises(InvariantError, match="2 of 3 judgements are labelled right and name the worse side"):
         meta_rows(judging, [voted(task, r"\boxed{8, 6}", r"\boxed{9, 1}", r"\boxed{5, 7}")])
 

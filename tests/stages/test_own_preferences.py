@@ -12,7 +12,7 @@ import pytest
 
 import posttrain
 from posttrain.build.request.algorithm_file import algorithm_of, reward_algorithm
-from posttrain.build.request.yaml_config import from_yaml, to_yaml
+from posttrain.build.request.run_file import from_yaml, to_yaml
 from posttrain.cli import main
 from posttrain.config.run import Env, Optimizer, Run
 from posttrain.config.stages.preference_settings import Preference

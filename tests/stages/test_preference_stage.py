@@ -14,8 +14,8 @@ import pytest
 
 import posttrain
 from posttrain.build.build_environments import make_environment
-from posttrain.build.request.yaml_config import from_yaml, to_yaml
-from posttrain.config.adapter import Lora
+from posttrain.build.request.run_file import from_yaml, to_yaml
+from posttrain.config.model_settings import Lora
 from posttrain.config.overrides import apply
 from posttrain.config.run import Env, Optimizer, Run
 from posttrain.config.stages.preference_settings import Preference

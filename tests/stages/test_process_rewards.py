@@ -40,14 +40,13 @@ from posttrain.core.ports import Attempt
 from posttrain.core.streams import STEP
 from posttrain.core.types import Episode, Stop, Task
 from posttrain.core.verdict import SOLVED, Judged, Verdict, outcome
-from posttrain.diagnose.process_bench import ProcessBenchScore
+from posttrain.diagnose.reward_bench import ProcessBenchScore
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.environment.make import environment
 from posttrain.record import run_reader
 from posttrain.record.external_access import asks
 from posttrain.role.judges.step_completion import TokenEnds
-from posttrain.role.judges.step_judge import step_verdicts
-from posttrain.role.judges.step_scores import step_scores
+from posttrain.role.judges.step_judge import step_scores, step_verdicts
 from posttrain.stages.reward_model.reward_model_batches import reward_batch
 from posttrain.stages.step_labels.step_label_stage import ROWS, StepLabelDriver, rows_of
 from posttrain.system.dataclass_json import from_plain, to_plain

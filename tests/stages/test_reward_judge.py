@@ -17,8 +17,8 @@ from posttrain.build.build_environments import make_environment
 from posttrain.build.build_reward_models import FrozenRewards, reward_policy
 from posttrain.build.build_run import make_policy
 from posttrain.config.env import Reward
-from posttrain.config.reward_head import HeadShape
 from posttrain.config.run import Run
+from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.core.batch import Packed
 from posttrain.core.types import Episode
 from posttrain.core.verdict import State
@@ -29,7 +29,7 @@ from posttrain.record import run_reader
 from posttrain.record.external_access import asks
 from posttrain.role.judges.reward_judge import JudgeMember, RewardModelJudge, combined
 from posttrain.role.judging import with_judges
-from posttrain.role.learning.probe_tokens import packed_text
+from posttrain.role.learning.logprob_tolerance import packed_text
 from posttrain.system.errors import ConfigError
 from tests.engine.engine_parts import tiny
 from tests.role.reward_parts import trained

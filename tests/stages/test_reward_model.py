@@ -19,10 +19,9 @@ from posttrain.api.main import certified_export
 from posttrain.build.build_environments import make_environment
 from posttrain.build.build_reward_models import reward_policy
 from posttrain.build.build_run import make_policy
-from posttrain.config.adapter import Lora
-from posttrain.config.reward_head import HeadShape
+from posttrain.config.model_settings import Lora
 from posttrain.config.run import Env, Model, Optimizer
-from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.reward_model_settings import HeadShape, RewardModel
 from posttrain.core.batch import Packed
 from posttrain.engine.files.reward_folder import read_reward_model
 from posttrain.engine.head.value_heads import RewardHead

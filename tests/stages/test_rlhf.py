@@ -16,8 +16,8 @@ from posttrain.build import build_reward_models
 from posttrain.build.build_reward_models import stage_policy
 from posttrain.build.reward_paths import check_reward_models
 from posttrain.checks.judging.reward_model_scores import read_alone
-from posttrain.config.adapter import Lora
 from posttrain.config.env import Env, Reward
+from posttrain.config.model_settings import Lora
 from posttrain.config.overrides import apply
 from posttrain.config.run import Model, Optimizer, Run
 from posttrain.config.stages.reward_model_settings import RewardModel

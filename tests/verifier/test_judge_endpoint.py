@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.build.request.yaml_config import to_yaml
+from posttrain.build.request.run_file import to_yaml
 from posttrain.cli import main
 from posttrain.config import overrides
 from posttrain.config.env import JudgeEndpoint, Reward

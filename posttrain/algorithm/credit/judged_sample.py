@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from posttrain.algorithm.credit.reward_spread import Array
-from posttrain.algorithm.loss import kl
+from posttrain.algorithm.loss import reference_penalty
 from posttrain.core.measure.equal_numbers import rounding
 from posttrain.core.scored import Scored
 from posttrain.core.streams import REFERENCE, START
@@ -65,7 +65,7 @@ def penalty(a: Algorithm, scored: Scored) -> Array:
         return np.zeros(scored.episode.spoken)
     said_T = joined(scored[START]) if a.anchor == "start" else said_logp(scored)
     gap_T = said_T - joined(scored[REFERENCE])
-    each_T = kl.estimate(pull.estimator, torch.from_numpy(gap_T)).numpy()  # pyright: ignore[reportUnknownMemberType]
+    each_T = reference_penalty.estimate(pull.estimator, torch.from_numpy(gap_T)).numpy()  # pyright: ignore[reportUnknownMemberType]
     return pull.coef * each_T * early_weight(pull.early, gap_T)
 
 

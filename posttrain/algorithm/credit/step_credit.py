@@ -23,11 +23,10 @@ import numpy as np
 from posttrain.algorithm.credit.baseline_values import Siblings, by_token, centred
 from posttrain.algorithm.credit.judged_sample import Sample, noise_of, penalty
 from posttrain.algorithm.credit.reward_shaping import best_spread, shaped, sizes
-from posttrain.algorithm.credit.reward_spread import Array
+from posttrain.algorithm.credit.reward_spread import Array, whitened
 from posttrain.algorithm.credit.reward_spread import mean as _mean
 from posttrain.algorithm.credit.reward_spread import std as _std
 from posttrain.algorithm.credit.turn_credit import earned
-from posttrain.algorithm.credit.whiten import whitened
 from posttrain.core.measure.equal_numbers import rounding, spread
 from posttrain.core.scored import Credit, EpisodeCredit, GroupCredit, Scored, ScoredGroup
 from posttrain.core.streams import VALUE

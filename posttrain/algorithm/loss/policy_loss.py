@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithm.credit.value_estimates import value_loss
-from posttrain.algorithm.loss import kl
+from posttrain.algorithm.loss import reference_penalty
 from posttrain.algorithm.loss.distribution_distance import jensen_shannon
 from posttrain.algorithm.loss.minibatch_streams import CHOSEN, HEARD, IMITATE, MIX, WAS_SHOWN
 from posttrain.algorithm.loss.mismatch_correction import CorrectionFactor, correct
@@ -187,12 +187,12 @@ class _GaugeSums:
         now_M, b = logp_M.detach(), self._batch
         mu_M = torch.where(b[WAS_SHOWN], start_M, b[MU]) if WAS_SHOWN in b else b[MU]
         if knows_start:
-            self._add("policy/kl_start", kl.estimate("k3", start_M - now_M))
-        self._add("policy/kl_anchor", kl.estimate("k3", -log_ratio_M.detach()))
+            self._add("policy/kl_start", reference_penalty.estimate("k3", start_M - now_M))
+        self._add("policy/kl_anchor", reference_penalty.estimate("k3", -log_ratio_M.detach()))
         self._add("mismatch/logp_gap", (start_M - mu_M).abs())
-        self._add("mismatch/kl", kl.estimate("k3", mu_M - start_M))
+        self._add("mismatch/kl", reference_penalty.estimate("k3", mu_M - start_M))
         if REFERENCE in b:
-            self._add("policy/kl_reference", kl.estimate("k3", now_M - b[REFERENCE]))
+            self._add("policy/kl_reference", reference_penalty.estimate("k3", now_M - b[REFERENCE]))
         if entropy_M is not None:
             self._add("policy/entropy", entropy_M)
 

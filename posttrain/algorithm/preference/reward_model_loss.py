@@ -29,8 +29,7 @@ from torch.nn.functional import cross_entropy, logsigmoid, softplus
 
 from posttrain.algorithm.loss.losses import Reads
 from posttrain.algorithm.loss.policy_loss import Terms
-from posttrain.config.reward_head import HeadShape
-from posttrain.config.stages.reward_model_settings import Regulariser
+from posttrain.config.stages.reward_model_settings import HeadShape, Regulariser
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.scores import Rewards, TokenScores
 from posttrain.core.gauge import Gauge, Gauges, merge

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.adapter import goes_on
+from posttrain.config.model_settings import goes_on
 from posttrain.config.run import Model, Run
 from posttrain.config.stages.reward_model_settings import trained_at
 from posttrain.engine.adapters.saved_adapter import saved_adapter

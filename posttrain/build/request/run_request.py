@@ -24,8 +24,8 @@ from posttrain.build.request.user_objects import UserObjects, given_again, given
 from posttrain.build.reward_paths import check_reward_models
 from posttrain.build.trackers import check_trackers
 from posttrain.config import overrides as dotted
-from posttrain.config.adapter import check_frozen
 from posttrain.config.engines import VLLM, Embedded
+from posttrain.config.model_settings import check_frozen
 from posttrain.config.placement import check_machine
 from posttrain.config.rank_limits import RankOptions, check_ranks, torchrun_restarts, under_torchrun
 from posttrain.config.run import BUILT_CONTEXT, MIXTURES, Run

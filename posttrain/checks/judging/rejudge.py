@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from posttrain.checks.check_schedule import due
+from posttrain.checks.stage_history import due
 from posttrain.core.abilities import GoldAnswers, Together, Turns
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Attempt, Environment

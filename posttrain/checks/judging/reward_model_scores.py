@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from posttrain.checks.check_schedule import due
+from posttrain.checks.stage_history import due
 from posttrain.core.batch import Packed
 from posttrain.core.gauge import Gauge
 from posttrain.core.types import Episode, Group, Segment
@@ -21,7 +21,7 @@ from posttrain.environment.templates.renderer import Renderer
 from posttrain.record.checkpoint import kept_folder
 from posttrain.role.events import Event, LearnedEvent, Observer, ObserverReport, PlayedEvent
 from posttrain.role.judges.reward_judge import JudgeMember, RewardModelJudge
-from posttrain.role.learning.probe_tokens import READ
+from posttrain.role.learning.logprob_tolerance import READ
 from posttrain.role.roles import ReinforceRoles
 from posttrain.role.weights.saved_weights import REWARD_HEAD, WEIGHTS
 from posttrain.system.errors import DataError, InvariantError

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from posttrain.checks.check_schedule import due
 from posttrain.checks.judging.reward_model_scores import APART, holds_what_was_trained, read_alone
 from posttrain.checks.judging.verdict_checks import enough_judged
+from posttrain.checks.stage_history import due
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.batch import Batch
 from posttrain.core.gauge import Gauge, Step
@@ -24,8 +24,7 @@ from posttrain.core.verdict import State
 from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.role.events import Event, LabelledEvent, LearnedEvent, Observer, ObserverReport, PlayedEvent
 from posttrain.role.judges.step_completion import LabelledAnswer
-from posttrain.role.judges.step_judge import StepJudge
-from posttrain.role.judges.step_scores import step_scores
+from posttrain.role.judges.step_judge import StepJudge, step_scores
 from posttrain.role.roles import LabelRoles, ReinforceRoles, RewardRoles
 from posttrain.system.errors import InvariantError
 

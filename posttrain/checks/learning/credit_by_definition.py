@@ -24,7 +24,7 @@ from posttrain.core.scored import Scored, ScoredGroup
 from posttrain.core.streams import REFERENCE, START, VALUE
 from posttrain.core.types import Episode, Stop
 from posttrain.ladder.algorithm import Algorithm
-from posttrain.role.learning.nonfinite_episodes import key
+from posttrain.role.trainer import key
 
 READS: dict[str, tuple[str, ...]] = {
     "Zero": (),

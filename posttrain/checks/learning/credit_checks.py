@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from posttrain.checks.check_schedule import due
 from posttrain.checks.learning.credit_by_definition import ExpectedCredit, expected_credit, weights
+from posttrain.checks.stage_history import due
 from posttrain.core.batch import Batch
 from posttrain.core.gauge import Step
 from posttrain.core.scored import ScoredGroup

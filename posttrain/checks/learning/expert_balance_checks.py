@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from posttrain.checks.check_schedule import due
+from posttrain.checks.stage_history import due
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.expert_choices import UNKNOWN, Routers
 from posttrain.core.gauge import Gauge, Gauges

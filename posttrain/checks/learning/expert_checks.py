@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.checks.check_schedule import due
 from posttrain.checks.learning.gradient_and_update_checks import SMALLEST, gradient_norm
 from posttrain.checks.sampling.sampler_checks import sampler_agrees
+from posttrain.checks.stage_history import due
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.exchange.expert_choices import NEAR, UNKNOWN, RoutedPass, Routers, known_rows

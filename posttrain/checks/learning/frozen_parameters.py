@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.checks.check_schedule import due
+from posttrain.checks.stage_history import due
 from posttrain.config.stages.stage import Optimizer
 from posttrain.core.exchange.ranks import of_every
 from posttrain.core.gauge import Gauge

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.checks.check_schedule import due
 from posttrain.checks.learning.rank_gradient import DEAF, cotangent, silent_in_parts, silent_on_all_ranks
+from posttrain.checks.stage_history import due
 from posttrain.config.run import Optimizer
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.ranks import ALONE, Ranks, joint_norm, of_every, of_one_copy
@@ -24,7 +24,7 @@ from posttrain.engine.learner.learner import HEADS
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
 from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, ObserverReport, PackedEvent
-from posttrain.role.learning.probe_tokens import packed_text
+from posttrain.role.learning.logprob_tolerance import packed_text
 from posttrain.role.roles import StageRoles
 from posttrain.system.errors import InvariantError
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from posttrain.checks.check_schedule import due
+from posttrain.checks.stage_history import due
 from posttrain.core import abilities
 from posttrain.core.batch import Packed
 from posttrain.core.gauge import Gauge, merge

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.checks.check_schedule import due
+from posttrain.checks.stage_history import due
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.gauge import Step
 from posttrain.core.scored import Scored, ScoredGroup

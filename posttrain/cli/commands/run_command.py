@@ -132,8 +132,7 @@ def run(o: Namespace) -> int:
 
 def _written(o: Namespace, request: RunRequest) -> str:
     """The run as YAML, with what differs from the recipe as comments."""
-    from posttrain.build.request.run_file import is_recipe, run_of
-    from posttrain.build.request.yaml_config import to_yaml
+    from posttrain.build.request.run_file import is_recipe, run_of, to_yaml
 
     first = ["# checked, and not started. Save it as FILE.yaml, and posttrain run FILE.yaml runs it"]
     first += [f"# {line}" for line in request.notes]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from posttrain.system.errors import InvariantError
 
@@ -50,3 +51,44 @@ class Shard:
     def overlaps(self, other: Shard) -> bool:
         """Returns whether some entry of the full tensor is in both parts."""
         return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(self.box, other.box, strict=True))
+
+
+@runtime_checkable
+class DividedWeights(Protocol):
+    """A learner of which this process holds a part: its weights are written and read by all processes together."""
+
+    def write_weights(self, folder: Path) -> None:
+        """Write every trainable parameter into `folder`, each process its own part."""
+        ...
+
+    def read_weights(self, folder: Path) -> None:
+        """Take the weights that `folder` holds, whoever wrote them."""
+        ...
+
+    def copied_weights(self) -> Any:
+        """A copy of the weights in memory, for `put_weights`."""
+        ...
+
+    def put_weights(self, copied: Any) -> None: ...
+
+
+@runtime_checkable
+class DividedGradients(Protocol):
+    """An optimizer of which this process may hold a part, with other weights that every process has whole."""
+
+    def agree(self) -> None:
+        """Give what every process has whole the gradients of the first one. All call it at once, before the step."""
+        ...
+
+
+@runtime_checkable
+class DividedState(Protocol):
+    """An optimizer of which this process holds a part: its state is written and read by all processes together."""
+
+    def write_state(self, folder: Path) -> None: ...
+
+    def read_state(self, folder: Path) -> None: ...
+
+    def fingerprint(self) -> str:
+        """Exact digest of the whole state, of all processes together."""
+        ...

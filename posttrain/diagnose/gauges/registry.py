@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from posttrain.diagnose.gauges.engine_gauges import ENGINE
-from posttrain.diagnose.gauges.evaluation_gauges import EVALUATION
-from posttrain.diagnose.gauges.expert_gauges import EXPERTS
 from posttrain.diagnose.gauges.gauge_definition import Definition as Definition
-from posttrain.diagnose.gauges.implicit_gauges import IMPLICIT
-from posttrain.diagnose.gauges.staleness_gauges import AHEAD
-from posttrain.diagnose.gauges.value_gauges import VALUES
+from posttrain.diagnose.gauges.learning_gauges import AHEAD, EXPERTS, IMPLICIT, VALUES
+from posttrain.diagnose.gauges.rollout_gauges import EVALUATION
 
 REGISTRY: dict[str, Definition] = {
     "rollout/reward": Definition(

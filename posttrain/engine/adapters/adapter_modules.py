@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from posttrain.config.adapter import ALL_LINEAR, Lora
+from posttrain.config.model_settings import ALL_LINEAR, Lora
 from posttrain.core.batch import Packed
 from posttrain.engine.adapters.quantise import float_layer, make_float, saved_bytes
 from posttrain.engine.head.readout import read_out

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.config.adapter import ALL_LINEAR, Lora
+from posttrain.config.model_settings import ALL_LINEAR, Lora
 from posttrain.system import read_untrusted
 from posttrain.system.errors import ConfigError, DataError
 

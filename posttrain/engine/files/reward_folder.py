@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from posttrain.config.reward_head import HeadShape
 from posttrain.config.run import Model
+from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.engine.files.pretrained_files import read_pretrained
 from posttrain.engine.files.reward_form import LARGEST, SHAPE, TENSORS, form_of
 from posttrain.engine.head.logit_transform import logit_dtype

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posttrain.config.reward_head import HeadShape
+from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.scores import Rewards

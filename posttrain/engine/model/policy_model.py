@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from posttrain.config.adapter import Lora, check_frozen, goes_on
 from posttrain.config.engines import KernelChoice
+from posttrain.config.model_settings import Lora, check_frozen, goes_on
 from posttrain.config.run import BUILT_CONTEXT, Model
 from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.adapters.adapter_modules import attach

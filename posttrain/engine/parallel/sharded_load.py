@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from posttrain.config.adapter import check_frozen
+from posttrain.config.model_settings import check_frozen
 from posttrain.config.run import Model
 from posttrain.core.exchange.ranks import check_same
 from posttrain.engine.adapters.adapter_modules import attach

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from posttrain.config.adapter import Lora
+from posttrain.config.model_settings import Lora
 from posttrain.engine.adapters.adapter_modules import adapter_tensors, base_tensors, target_names
 from posttrain.engine.adapters.saved_adapter import CONFIG, PREFIX, WEIGHTS, written_name
 from posttrain.engine.files.fingerprint import digest_of, fingerprints

@@ -15,9 +15,19 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.ladder.algorithm import Algorithm
-from posttrain.ladder.formula.credit_formula import REWARDS, SCALE, WHITEN, credit, reward
 from posttrain.ladder.formula.override_words import compact, credit_words, patches, source, word, year
-from posttrain.ladder.formula.policy_formula import AGGREGATE, ANCHOR, importance, push, weight
+from posttrain.ladder.formula.policy_formula import (
+    AGGREGATE,
+    ANCHOR,
+    REWARDS,
+    SCALE,
+    WHITEN,
+    credit,
+    importance,
+    push,
+    reward,
+    weight,
+)
 from posttrain.ladder.pieces.baseline import Baseline
 from posttrain.ladder.pieces.piece import Piece
 

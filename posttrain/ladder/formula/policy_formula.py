@@ -1,8 +1,58 @@
-"""Formulas of the loss of the policy term: ratio, anchor, push, weight."""
+"""Formulas of the policy term: credit (reward, baseline, scale, whitening) and loss (ratio, anchor, push, weight)."""
 
 from __future__ import annotations
 
-from posttrain.ladder.algorithm import Aggregate, Algorithm, Anchor, Ratio
+from posttrain.ladder.algorithm import Aggregate, Algorithm, Anchor, Ratio, Rewards, Scale, Whiten
+from posttrain.ladder.pieces.piece import times
+
+SCALE: dict[Scale, str] = {
+    "one": "1",
+    "group_std": "std(r of the group)",
+    "batch_std": "std(r of the step)",
+    "group_mean": "mean(r of the group)",
+    "best_std": "std(best r of k over all k-subsets of the group)",
+    "mixed_share": "share of the step's samples whose group has spread",
+}
+WHITEN: dict[Whiten, str] = {
+    "token": "(A - mean) / std over the step, each token counting once",
+    "sample": "(A - mean) / std over the step, each response counting once",
+    "source": "(A - mean) / std over the step's responses of the same task source",
+}
+REWARDS: dict[Rewards, str] = {
+    "sum": "R = weighted sum of all reward sources",
+    "each": "every reward source is compared on its own; their A are summed with the sources' weights",
+    "none": "R = 0: nothing is judged, the teacher alone teaches",
+}
+
+
+def reward(a: Algorithm) -> str:
+    """Returns the formula that makes r from R, a KL charged to whole responses included."""
+    parts = ["R" if a.rewards != "none" else "0", *(s.words() for s in a.shape)]
+    if (kl := a.kl_in_credit) is not None and a.charges_answers and not a.baseline.to_go:
+        parts.append(f"r - {kl.coef:g} sum_t {kl.estimator}_t")
+    elif kl is not None and a.learns_values is not None:
+        parts.append(f"r at the last token, and every token pays {kl.coef:g} {kl.estimator}_t")
+    return "; then r <- ".join(parts)
+
+
+def credit(a: Algorithm) -> str:
+    """A, whitening and a KL charged to its token included."""
+    b, by = a.baseline.words(), SCALE[a.scale].replace("r of the group", a.baseline.of)
+    white = "" if a.whiten is None else f"; then A <- {WHITEN[a.whiten]}"
+    if a.baseline.scaled_apart and a.scale == "group_std":
+        return f"{b}; each difference / std of what it compares{white}"
+    kl = a.kl_in_credit
+    if kl is not None and a.baseline.to_go and not a.baseline.per_token:
+        b = f"{b} - {kl.coef:g} sum_(k>=t) {kl.estimator}_k"
+        by = by.replace("(r of", f"(r - {kl.coef:g} sum_k {kl.estimator}_k of")
+    whole = b if a.scale == "one" else f"({b}) / {by}" if " " in b else f"{b} / {by}"
+    if a.rewards == "each":
+        whole = f"sum over sources of w ({whole})"
+    charged = ""
+    if kl is not None and a.charges_tokens:
+        charged = f"; then A_t <- A - {times(kl.coef)}{kl.estimator}_t" + (f" ({kl.early_words()})" if kl.early else "")
+    return whole + white + charged
+
 
 _NAME: dict[Anchor, str] = {"behaviour": "mu", "start": "start", "proximal": "prox"}
 ANCHOR: dict[Anchor, str] = {

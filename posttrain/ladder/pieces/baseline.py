@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from posttrain.ladder.pieces.piece import Piece, named, times
-from posttrain.ladder.pieces.refusals import not_negative, positive, share
+from posttrain.ladder.pieces.piece import Piece, named, not_negative, positive, share, times
 from posttrain.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class ToGo(Baseline):
 class Ema(Baseline):
     """b <- decay * b + (1 - decay) * R, sample after sample in order of group and sibling, from b = 0 (A01). Every
     sample is compared with b from *before* it, so that its baseline does not contain its own reward. A sample that is
-    learned from again (`config.stages.replay_settings`) is compared with b as it is, and b does not take it in a second
+    learned from again (`config.stages.reinforce`) is compared with b as it is, and b does not take it in a second
     time."""
 
     moving = True

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from posttrain.ladder.pieces.piece import Piece
-from posttrain.ladder.pieces.refusals import ordered, positive
+from posttrain.ladder.pieces.piece import Piece, ordered, positive
 
 if TYPE_CHECKING:
     from posttrain.ladder.algorithm import Algorithm

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from posttrain.ladder.pieces.baseline import Baseline
-from posttrain.ladder.pieces.refusals import not_negative, positive
+from posttrain.ladder.pieces.piece import not_negative, positive
 
 if TYPE_CHECKING:
     from posttrain.ladder.algorithm import Algorithm

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from posttrain.ladder.pieces.refusals import positive
+from posttrain.ladder.pieces.piece import positive
 from posttrain.system.errors import ConfigError
 from posttrain.system.subclass_registry import Open
 

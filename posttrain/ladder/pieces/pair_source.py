@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.ladder.pieces.link import PreferencePiece
-from posttrain.ladder.pieces.refusals import positive, share
+from posttrain.ladder.pieces.piece import positive, share
 from posttrain.system.errors import ConfigError
 
 

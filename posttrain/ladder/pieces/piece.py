@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
+from posttrain.system.errors import ConfigError
 from posttrain.system.subclass_registry import Open
 
 if TYPE_CHECKING:
@@ -75,3 +76,23 @@ def times(coefficient: float) -> str:
 def named(piece: Piece) -> str:
     """The piece as an override writes it."""
     return type(piece).__name__.lower()
+
+
+def share(path: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{path}={value}: must lie in [0, 1]")
+
+
+def positive(path: str, value: float, off: str = "") -> None:
+    if not value > 0:
+        raise ConfigError(f"{path}={value}: must be > 0" + (f"; to switch it off set {off}" if off else ""))
+
+
+def not_negative(path: str, value: float) -> None:
+    if not value >= 0:
+        raise ConfigError(f"{path}={value}: must be >= 0")
+
+
+def ordered(path: str, low: float, high: float) -> None:
+    if not 0 <= low < high:
+        raise ConfigError(f"{path}.low={low} must be >= 0 and below {path}.high={high}")

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from posttrain.ladder.pieces.link import PreferencePiece, below_half
 from posttrain.ladder.pieces.pair_source import AgainstReference
-from posttrain.ladder.pieces.piece import times
-from posttrain.ladder.pieces.refusals import positive, share
+from posttrain.ladder.pieces.piece import positive, share, times
 from posttrain.system.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from posttrain.ladder.pieces.baseline import Zero
-from posttrain.ladder.pieces.piece import Piece
-from posttrain.ladder.pieces.refusals import not_negative, positive
+from posttrain.ladder.pieces.piece import Piece, not_negative, positive
 from posttrain.system.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from posttrain.ladder.pieces.piece import Piece
-from posttrain.ladder.pieces.refusals import positive
+from posttrain.ladder.pieces.piece import Piece, positive
 
 if TYPE_CHECKING:
     from posttrain.ladder.algorithm import Algorithm

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from posttrain.ladder.pieces.piece import Piece, times
-from posttrain.ladder.pieces.refusals import not_negative, positive, share
+from posttrain.ladder.pieces.piece import Piece, not_negative, positive, share, times
 from posttrain.system.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from posttrain.ladder.pieces.piece import Piece, named
-from posttrain.ladder.pieces.refusals import not_negative, ordered, positive
+from posttrain.ladder.pieces.piece import Piece, named, not_negative, ordered, positive
 from posttrain.system.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -37,8 +37,7 @@ from posttrain.report.export.recorded_prompts import (
     rendered,
 )
 from posttrain.role.learning.logprob_tolerance import Gap, allowed, as_sampled
-from posttrain.role.weights.saved_parts import SavedTensors
-from posttrain.role.weights.saved_weights import AVERAGE, OPTIMIZER, WEIGHTS
+from posttrain.role.weights.saved_weights import AVERAGE, OPTIMIZER, WEIGHTS, SavedTensors
 from posttrain.system.errors import ConfigError
 from posttrain.system.machine import free_memory
 from posttrain.system.version import VERSION

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.config.reward_head import HeadShape
 from posttrain.config.run import Model
+from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.core.batch import Packed
 from posttrain.core.measure.interval import interval
 from posttrain.core.transcript import Transcript
@@ -28,7 +28,7 @@ from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.built_tokenizers import quiet
 from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.record.certificate import ExportCertificate, ExportComparison
-from posttrain.role.learning.probe_tokens import READ
+from posttrain.role.learning.logprob_tolerance import READ
 from posttrain.system.errors import DataError
 from posttrain.system.version import VERSION
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.build.weight_origin import local_names, stage_of, stages_to
+from posttrain.build.weight_lineage import local_names, stage_of, stages_to
 from posttrain.config.run import Reinforce, Run
 from posttrain.config.stages.stage import Stage, starts
 from posttrain.core.gauge import Step

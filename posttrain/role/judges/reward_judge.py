@@ -15,7 +15,7 @@ from posttrain.core.ports import PairRenderer
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Segment
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.role.learning.probe_tokens import READ
+from posttrain.role.learning.logprob_tolerance import READ
 from posttrain.system.errors import ConfigError, DataError
 from posttrain.verifier.thoughts import whole
 

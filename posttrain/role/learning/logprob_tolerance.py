@@ -1,12 +1,4 @@
-"""The largest difference by rounding that two correct computations of the same log-prob may have.
-
-Sampler and learner compute the same log-probs in other shapes and orders, so they differ by rounding. How much depends
-on dtype, width, depth, how sharp the policy is, and the temperature (it divides logits and so multiplies their errors).
-No constant fits all of that.
-
-A gap below `LEAST` is always accepted. For a larger gap the log-probs are computed again in float64, which shows the
-learner's own rounding error. The gap may be `MARGIN` times that error, and never more than `CEILING`.
-"""
+"""Fixed token ids as a packed batch, so that learner and sampler can score the same sequence."""
 
 from __future__ import annotations
 
@@ -17,6 +9,20 @@ import numpy as np
 
 from posttrain.core.batch import Packed
 from posttrain.core.ports import Learner
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Segment
+
+READ = Sampling(stop_ids=())
+"""The contract of sequences that nobody samples: a reward model only reads them."""
+
+
+def packed_text(ids: np.ndarray, prompt: int = 1) -> Packed:
+    """int32 ids as one packed sequence in which every token after the first `prompt` ones counts as spoken."""
+    spoken = np.arange(len(ids)) >= prompt
+    blank = np.where(spoken, 0, np.nan).astype(np.float32)
+    return Packed.of(
+        [Segment(ids.astype(np.int32), spoken, blank, np.where(spoken, 0, -1).astype(np.int32), Sampling(stop_ids=()))]
+    )
 
 
 @dataclass(frozen=True)

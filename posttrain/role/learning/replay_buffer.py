@@ -1,4 +1,4 @@
-"""Groups of earlier steps that later ones learn from again (`config.stages.replay_settings.Replay`)."""
+"""Groups of earlier steps that later ones learn from again (`config.stages.reinforce.Replay`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from posttrain.config.stages.replay_settings import Replay
+from posttrain.config.stages.reinforce import Replay
 from posttrain.core import seeds
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.types import Group

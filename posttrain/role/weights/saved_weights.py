@@ -1,19 +1,128 @@
-"""Weights and optimizer state on disk, as safetensors only: loading them runs no code."""
+"""Tensors on disk that several processes wrote, each its own parts, and that any number of processes read.
+
+One process writes `weights.safetensors`, as always. Of n processes each writes `weights-00001-of-0000n.safetensors`
+and so on: its parts under the names of the tensors, and in the metadata where each part lies. Whoever reads asks for
+the box of a tensor that it needs, and reads no more than that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
-from posttrain.core.exchange.sharded_protocols import DividedState, DividedWeights
+from posttrain.core.exchange.shards import DividedState, DividedWeights, Shard
 from posttrain.core.ports import Learner
 from posttrain.role.trainer import WeightOptimizer
-from posttrain.role.weights.saved_parts import SavedTensors, part_files
+from posttrain.system import read_untrusted
 from posttrain.system.errors import RunFolderError
+
+LIE = "shards"
+"""The metadata of a part: for each tensor its full shape, and where the part begins."""
+PART = re.compile(r"-(\d{5})-of-(\d{5})$")
+BROKEN = (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError, IndexError)
+"""Errors that a damaged file raises."""
+
+
+def part_name(path: Path, rank: int, world: int) -> Path:
+    """The file of one process beside `path`; `path` itself where there is only one."""
+    return path if world == 1 else path.with_stem(f"{path.stem}-{rank + 1:05d}-of-{world:05d}")
+
+
+def part_files(path: Path) -> list[Path]:
+    """The files that hold what `path` stands for, in order; empty where there is none. Raises RunFolderError: some
+    parts are missing, or parts of two writers lie beside each other."""
+    found = sorted(p for p in path.parent.glob(f"{path.stem}-*{path.suffix}") if PART.search(p.stem))
+    if path.exists() or not found:
+        return [path] if path.exists() else []
+    world = int(PART.search(found[0].stem)[2])  # type: ignore[index]
+    if found != [part_name(path, rank, world) for rank in range(world)]:
+        raise RunFolderError(
+            f"{path.parent} holds {len(found)} of the {world} parts of {path.name}: {found[0].name}, ... Copy the whole"
+            " folder, or go on from another checkpoint"
+        )
+    return found
+
+
+def write_part(path: Path, shards: Iterable[Shard], rank: int, world: int) -> None:
+    """Write this process's parts. A tensor that every process has whole is written by the first one."""
+    own = {s.name: s for s in shards if (s.whole and rank == 0) or (s.tensor.numel() and not s.whole)}
+    tensors = {name: s.tensor.detach().contiguous() for name, s in own.items()}
+    lie = {name: [list(s.shape), list(s.offsets)] for name, s in own.items()}
+    save_file(tensors, part_name(path, rank, world), None if world == 1 else {LIE: json.dumps(lie)})
+
+
+class SavedTensors:
+    """The tensors that the file, or the files of several processes, hold. Raises RunFolderError: nothing is there, or
+    it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._parts: dict[str, list[tuple[Path, tuple[int, ...], tuple[int, ...]]]] = {}
+        """Parts of each tensor: (file, where its part begins, the part's shape)."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        files = part_files(path) or [path]
+        for file in files:
+            with read_untrusted.opened(file, RunFolderError):
+                pass
+            try:
+                self._read(file, len(files) > 1)
+            except BROKEN as error:
+                raise self.damaged(error) from error
+
+    def _read(self, file: Path, parts: bool) -> None:
+        with safe_open(file, "pt") as held:
+            lie: dict[str, Any] = json.loads(held.metadata()[LIE]) if parts else {}
+            for name in held.keys():  # noqa: SIM118  # not a dictionary
+                size = tuple(held.get_slice(name).get_shape())
+                shape, begin = map(tuple, lie[name]) if parts else (size, (0,) * len(size))
+                if self.shapes.setdefault(name, shape) != shape or len(begin) != len(shape):
+                    raise ValueError(f"parts of {name!r} say different shapes")
+                self._parts.setdefault(name, []).append((file, begin, size))
+
+    def box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        """The part of a tensor that begins at `begin` and is as large as `size`."""
+        out: Tensor | None = None
+        filled = 0
+        for file, at, held in self._parts[name]:
+            low = [max(a, b) for a, b in zip(at, begin, strict=True)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(at, held, begin, size, strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            there = tuple(slice(a - x, b - x) for a, b, x in zip(low, high, at, strict=True))
+            try:
+                with safe_open(file, "pt") as opened:
+                    found: Tensor = opened.get_slice(name)[there] if there else opened.get_tensor(name)
+            except BROKEN as error:
+                raise self.damaged(error) from error
+            if tuple(found.shape) == size:
+                return found
+            out = torch.empty(size, dtype=found.dtype) if out is None else out
+            out[tuple(slice(a - x, b - x) for a, b, x in zip(low, high, begin, strict=True))] = found
+            filled += found.numel()
+        wanted = int(torch.Size(size).numel())
+        if filled != wanted:
+            raise self.damaged(ValueError(f"{filled} of {wanted} numbers of {name!r} are there"))
+        return torch.empty(size) if out is None else out
+
+    def whole(self) -> dict[str, Tensor]:
+        """Every tensor."""
+        return {name: self.tensor(name) for name in self.shapes}
+
+    def tensor(self, name: str) -> Tensor:
+        """All of one tensor."""
+        return self.box(name, (0,) * len(self.shapes[name]), self.shapes[name])
+
+    def damaged(self, error: Exception) -> RunFolderError:
+        return RunFolderError(f"{self.path} is damaged ({error}). Go on from another checkpoint")
+
 
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from posttrain.checks.check_schedule import due
 from posttrain.checks.learning.credit_by_definition import kind, same_outcome
+from posttrain.checks.stage_history import due
 from posttrain.core import seeds
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.gauge import Gauge, Gauges

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from posttrain.checks.check_schedule import due
+from posttrain.checks.stage_history import due
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core import abilities, seeds
 from posttrain.core.batch import Batch

@@ -10,8 +10,8 @@ import torch
 
 from posttrain.algorithm.preference.preference_loss import PreferenceLoss
 from posttrain.algorithm.preference.preference_minibatch import SHIFT, prepared
-from posttrain.checks.check_schedule import due
 from posttrain.checks.learning.loss_checks import gradient_agrees
+from posttrain.checks.stage_history import due
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.scores import TokenScores
 from posttrain.core.gauge import Gauges

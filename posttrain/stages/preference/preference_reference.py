@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from posttrain.checks.check_schedule import due
 from posttrain.checks.sampling.sampler_checks import reference_unmoved
+from posttrain.checks.stage_history import due
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.gauge import Gauge
 from posttrain.core.streams import REFERENCE, START

@@ -109,7 +109,7 @@ class OrderedLearner(HFLearner):
         with freed_at_once(), self._lead.ordered("gather the weights", (together.send_weights, ())):
             yield from gathered(super().shards(), self._lead.ranks, self._lead.state.version)
 
-    # --- kept and put back (`core.exchange.sharded_protocols.DividedWeights`)
+    # --- kept and put back (`core.exchange.shards.DividedWeights`)
     # ------------------------------------------------------------
 
     def write_weights(self, folder: Path) -> None:

@@ -201,7 +201,7 @@ class LeadReference:
 
 class LeadOptimizer(StageOptimizer):
     """The optimizer on rank 0. Its state is written, read and fingerprinted by all ranks
-    (`core.exchange.sharded_protocols.DividedState`)."""
+    (`core.exchange.shards.DividedState`)."""
 
     lead: RankLead
 

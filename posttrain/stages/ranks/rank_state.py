@@ -35,8 +35,7 @@ from posttrain.engine.parallel.tensor_parallel import TensorLearner
 from posttrain.engine.parallel.tensor_reference import TensorReference
 from posttrain.role.events import Event, Observer
 from posttrain.role.trainer import Trainer
-from posttrain.role.weights.saved_parts import SavedTensors, write_part
-from posttrain.role.weights.saved_weights import OPTIMIZER, REWARD_HEAD, WEIGHTS
+from posttrain.role.weights.saved_weights import OPTIMIZER, REWARD_HEAD, WEIGHTS, SavedTensors, write_part
 from posttrain.system.errors import DataError, RunFolderError
 
 RankLearner = ShardedLearner | TensorLearner

@@ -18,7 +18,7 @@ from posttrain.core.streams import RATING, SIDE, STEP, WEIGHT
 from posttrain.core.types import Episode
 from posttrain.diagnose.reward_quality import flattery
 from posttrain.role.judges.step_completion import TokenEnds
-from posttrain.role.judges.step_scores import step_labels, step_scores
+from posttrain.role.judges.step_judge import step_labels, step_scores
 from posttrain.stages.preference.judged_batches import HELDOUT, AgreementReport, batch_of, completions
 from posttrain.system.errors import DataError
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.checks.check_schedule import due
 from posttrain.checks.data_checks import demonstration_ends_once
 from posttrain.checks.judging.step_label_checks import expected_step_loss, steps_are_as_judged
 from posttrain.checks.sampling.sampler_checks import reference_unmoved
+from posttrain.checks.stage_history import due
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.row_gradient import held
@@ -25,8 +25,7 @@ from posttrain.core.judgements import Judgement, Label, Pair
 from posttrain.core.ports import Learner
 from posttrain.core.streams import REFERENCE
 from posttrain.role.events import Event, Observer, ObserverReport, PackedEvent
-from posttrain.role.learning.logprob_tolerance import unmeasured
-from posttrain.role.learning.probe_tokens import packed_text
+from posttrain.role.learning.logprob_tolerance import packed_text, unmeasured
 from posttrain.role.roles import RewardRoles
 from posttrain.stages.preference.preference_data import (
     judged_again,

@@ -131,7 +131,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "meta_labels_are_its_votes",
-    seam="posttrain.role.judges.meta_rows:labels",
+    seam="posttrain.role.judges.generative_judge:labels",
     what="a judgement counts as right where it names what most of the judge's votes about the pair name",
     harm="the meta reward model learns what the judge likes to say, and its filter makes the judge surer of its errors",
     source="meta-RM trained on its own votes",

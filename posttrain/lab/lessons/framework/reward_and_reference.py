@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from posttrain.algorithm.loss.kl import estimate
-from posttrain.checks.learning.synthetic_loss import agrees_on_synthetic_batch
+from posttrain.algorithm.loss.reference_penalty import estimate
+from posttrain.checks.learning.loss_checks import agrees_on_synthetic_batch
 from posttrain.config.run import Reinforce
 from posttrain.faults.planting import planted
 from posttrain.lab import lesson as lab
@@ -143,7 +143,7 @@ k1 = x     k2 = x^2 / 2     k3 = exp(-x) - 1 + x          x = log pi(token) - lo
                       ("It learns faster", "It stays at the reference", "The reward falls below the start"), 1,
                       why="Every move costs more than it brings."),
     ),
-    code=("posttrain.algorithm.loss.kl.estimate", "posttrain.verifier.integers.last_integer"),
+    code=("posttrain.algorithm.loss.reference_penalty.estimate", "posttrain.verifier.integers.last_integer"),
     docs="help/reward-rises-quality-does-not.md", command="posttrain run arithmetic algorithm=grpo pull.coef=0.04",
     grid=("beta", "reversed"),
 )  # fmt: skip

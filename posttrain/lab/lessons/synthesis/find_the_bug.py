@@ -12,7 +12,7 @@ from posttrain.algorithm.loss.losses import PolicyLoss
 from posttrain.api.swept import loop_of
 from posttrain.checks.learning.credit_by_definition import expected_credit
 from posttrain.checks.learning.credit_checks import StepCreditAudit
-from posttrain.checks.learning.synthetic_loss import agrees_on_synthetic_batch
+from posttrain.checks.learning.loss_checks import agrees_on_synthetic_batch
 from posttrain.config.run import Reinforce
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.scores import TokenScores
@@ -192,7 +192,7 @@ LESSON = lab.Lesson(
                       ("It stops the run", "It looks like another learning rate", "Adam ignores the loss"), 1,
                       why="So only a second computation of the credit tells it."),
     ),
-    code=("posttrain.faults.planting.planted", "posttrain.checks.learning.synthetic_loss.agrees_on_synthetic_batch",
+    code=("posttrain.faults.planting.planted", "posttrain.checks.learning.loss_checks.agrees_on_synthetic_batch",
           "posttrain.checks.learning.credit_checks.StepCreditAudit", "posttrain.plan.simulation.simulator.simulate"),
     docs="research/trust.md", command="posttrain run arithmetic fault=std_ddof --allow-fault", grid=("bug", "engines"),
 )  # fmt: skip

@@ -1,15 +1,14 @@
-"""The settings of an adapter, small matrices that train beside frozen weights, and how one is tried out."""
+"""Settings of parts of the model: its adapter, its device, its routers; and what they cannot do together."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from posttrain.system.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 ALL_LINEAR = "all-linear"
 """Every linear layer of the decoder. The language-model head is not one of them."""
@@ -99,4 +98,47 @@ def check_served_elsewhere(lora: Lora | None, quantize: str | None) -> None:
         raise ConfigError(
             f"model.quantize={quantize} with engine=vllm: vLLM would answer from other weights than the learner's. Set"
             " engine=embedded, or leave it out"
+        )
+
+
+DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
+"""Pattern of a device as torch names it."""
+
+
+def check_device(device: str, offload_activations: bool, offload_optimizer: bool) -> None:
+    """Refuse a device that does not exist, and to move to the CPU what is there. Raises ConfigError, which says what to
+    set."""
+    if not DEVICE.fullmatch(device):
+        raise ConfigError(f"model.device={device!r} is no device: use cpu, cuda (cuda:1 for the second GPU) or xpu")
+    if offload_activations and device == "cpu":
+        raise ConfigError(
+            "model.offload_activations=true moves activations from an accelerator to the memory of the CPU; with"
+            " model.device=cpu they are there. Set it to false, or keep fewer with"
+            " model.gradient_checkpointing=selective"
+        )
+    if offload_optimizer and device == "cpu":
+        raise ConfigError(
+            "model.offload_optimizer=true moves the optimizer's state from an accelerator to the memory of the CPU;"
+            " with model.device=cpu it is there. Set it to false, or keep less with optimizer.kind=adamw8bit"
+        )
+
+
+RouterReplay = Literal["none", "sampler", "start"]
+"""The source of the expert choices that the learner follows: see `Model.router_replay`."""
+
+
+def router_refusals(replay: RouterReplay, balanced: str, records: bool) -> Iterator[str]:
+    """Yields a message about each thing that a run cannot do with routers. Each message says what to change.
+    `balanced`: the name of a stage with a load-balance loss; '' where none has one. `records`: whether its engine
+    records the routers' choices."""
+    if replay == "sampler" and not records:
+        yield (
+            "model.router_replay=sampler reads the experts that the sampler chose, which this library reads from its"
+            " own engine alone: vLLM can return them, and that is not built here. Set engine=embedded, or"
+            " model.router_replay=start (the learner's own choices at the start of the step)"
+        )
+    if balanced and replay != "start" and not records:
+        yield (
+            f"{balanced}.router_aux_loss_coef reads which experts were chosen, and this engine records none: set"
+            f" engine=embedded, model.router_replay=start, or {balanced}.router_aux_loss_coef=0"
         )
