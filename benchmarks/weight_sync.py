@@ -39,8 +39,8 @@ from benchmarks.grpo_work import SIZES, save_checkpoint
 from benchmarks.side import machine
 from posttrain.engine.embedded.load_weights import replace_weights
 from posttrain.engine.model.policy_model import served_tensors
-from posttrain.engine.transfer.carrier import Carrier
 from posttrain.engine.transfer.collective import CollectiveCarrier
+from posttrain.engine.transfer.parcel import Carrier
 from posttrain.engine.transfer.receiver import ParcelReceiver
 from posttrain.engine.transfer.sender import ParcelSender
 from posttrain.engine.transfer.shared_folder import FolderCarrier

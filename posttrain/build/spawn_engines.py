@@ -32,8 +32,8 @@ from posttrain.engine.pool.engine_process import ProcessHost
 from posttrain.engine.pool.parent_side import EngineHost
 from posttrain.engine.pool.ray_actor import RayCluster, RayHost, node_address
 from posttrain.engine.pool.worker_side import EngineFacts, EngineStart
-from posttrain.engine.transfer.carrier import Carrier
 from posttrain.engine.transfer.collective import LOOPBACK, CollectiveCarrier
+from posttrain.engine.transfer.parcel import Carrier
 from posttrain.engine.transfer.receiver import ParcelReceiver
 from posttrain.engine.transfer.sender import ParcelSender
 from posttrain.engine.transfer.shared_folder import FolderCarrier

@@ -50,7 +50,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["run", "ladder", "model.arch=qwen3_moe", "exact=true"],
         "Set deterministic=false exact=false",
     ),
-    "bits of a state": (["run", "grpo", "model=rwkv", "deterministic=true"], "rwkv keeps a recurrent state"),
+    "bits of a state": (["run", "grpo", "model=mamba2", "deterministic=true"], "mamba2 keeps a recurrent state"),
     "folder": (["run", "ladder", "--out", "here"], "is not empty"),
     "resume": (["run", "--resume", "here"], "here"),
     "trust": (["run", "ladder", "--trust"], "give it with --resume"),
@@ -93,9 +93,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int], list[s
     folder = tmp_path_factory.mktemp("wrong")
     (folder / "here").mkdir()
     (folder / "here" / "notes.txt").write_text("mine")
-    (folder / "rwkv").mkdir()
-    (folder / "rwkv" / "tokenizer.json").write_text("{}")
-    (folder / "rwkv" / "config.json").write_text('{"model_type": "rwkv"}')
+    (folder / "mamba2").mkdir()
+    (folder / "mamba2" / "tokenizer.json").write_text("{}")
+    (folder / "mamba2" / "config.json").write_text('{"model_type": "mamba2"}')
     (folder / "bad.jsonl").write_text('{"question": "2+2"}\n')
     (folder / "mine.py").write_text("def reward(task, text):\n    return 1.0\n")
     done = subprocess.run(

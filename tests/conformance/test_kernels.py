@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from posttrain.engine.head.kernel_table import FORMS, TABLE, Kernel, kernel
 from posttrain.engine.head.logprob import logprobs
 from posttrain.engine.head.readout import read_out
 from posttrain.engine.layers import attention
-from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.layers.attention import AttentionCall, PackedLayout
 from posttrain.engine.layers.prefix_tree_attention import SharedTree, TreeLayout
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.supported_models import LayerShape
@@ -81,8 +82,8 @@ def attends_packed(device: torch.device, dtype: torch.dtype) -> list[Made]:
                 _random(i, device, dtype, 1, count, h, d).transpose(1, 2).requires_grad_()
                 for i, (h, d) in enumerate(shapes)
             ]
-            query, key, value = inputs
-            return _with_gradients([form(layout, query, key, value, 0.25, window, softcap)], inputs)
+            call = AttentionCall(torch.nn.Module(), *inputs, 0.25, window, softcap)
+            return _with_gradients([form(layout, call)], inputs)
 
         return made
 
@@ -119,10 +120,11 @@ def attends_pages(device: torch.device, dtype: torch.dtype) -> list[Made]:
                     row[: len(r)] = r
             last = np.array([r[-1] for r in rows if len(r)])
             layout = CachedLayout(pool, last, visible.ravel(), lengths, None, (), begin)
-            q, k, v = (
-                _random(i, device, dtype, h, 6, d) for i, (h, d) in enumerate(((4, 24), (kv_heads, 24), (kv_heads, 16)))
-            )
-            return [form(layout, 0, q, k, v, 0.2, window, softcap).clone(), pool.keys[0], pool.values[0]]
+            shapes = (4, 24), (kv_heads, 24), (kv_heads, 16)
+            rows = [_random(i, device, dtype, h, 6, d)[None] for i, (h, d) in enumerate(shapes)]
+            module: Any = SimpleNamespace(layer_idx=0)
+            call = AttentionCall(module, *rows, 0.2, window, softcap)
+            return [form(layout, call).clone(), pool.keys[0], pool.values[0]]
 
         return made
 
@@ -191,7 +193,7 @@ def heads(device: torch.device, dtype: torch.dtype) -> list[Made]:
                 _random(i, device, dtype, *s).requires_grad_() for i, s in enumerate(((300, 16), (50, 16), (50,)))
             ]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(TABLE, "head", (Kernel(operation="head", form="reference", function=form),))
+                patch.setitem(TABLE, "head", (Kernel("reference", form),))
                 sets = kept if sampling.truncated else None
                 logp, entropy = logprobs(
                     *inputs, targets, sampling=sampling, kept=sets, softcap=softcap, want_entropy=True
@@ -293,7 +295,7 @@ def test_a_form_from_outside_is_one_more_row(monkeypatch: pytest.MonkeyPatch) ->
         return _one_query_at_a_time(*given)
 
     bounds = {torch.float32: 1e-5}
-    row = Kernel(operation="attention", form="compiled", function=mine, devices=("cpu",), bounds=bounds)
+    row = Kernel("compiled", mine, devices=("cpu",), bounds=bounds, operation="attention")
     for made in attends(CPU, torch.float32):
         within(row, made, 1e-5)
     p, batch = policy(), packed(3)

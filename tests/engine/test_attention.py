@@ -87,6 +87,6 @@ def test_what_a_layout_would_ignore_is_refused() -> None:
         with pytest.raises(EngineError, match="not causal"):
             attention.attend(module, x, x, x, None, is_causal=False)
     with pytest.raises(EngineError, match="packed positions"):
-        PackedLayout([2]).attend(module, x, x, x, scaling=1.0, sliding_window=None, softcap=None)
+        PackedLayout([2]).attend(attention.AttentionCall(module, x, x, x, 1.0))
     with pytest.raises(EngineError, match="positive lengths"):
         PackedLayout([2, 0])

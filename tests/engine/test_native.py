@@ -21,7 +21,7 @@ from posttrain.engine.embedded.cache.fused_decoder import FusedDecoder
 from posttrain.engine.embedded.cache.key_value_cache import CachedLayout, CachePool
 from posttrain.engine.head.readout import read_out
 from posttrain.engine.layers import attention
-from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.layers.attention import AttentionCall, PackedLayout
 from posttrain.engine.model.supported_models import LayerShape
 from posttrain.system.errors import EngineError
 
@@ -95,15 +95,7 @@ def test_attention_is_torchs(
     seen = [
         CachedLayout(
             p, np.array([r[-1] for r in rows]), np.concatenate(rows), np.array([*lengths, *[0] * idle]), None
-        ).attend(
-            Layer(),  # type: ignore[arg-type]
-            q,
-            k,
-            v,
-            scaling=key**-0.5,
-            sliding_window=window,
-            softcap=softcap,
-        )
+        ).attend(AttentionCall(Layer(), q, k, v, key**-0.5, window, softcap))  # type: ignore[arg-type]
         for p in both
     ]
     torch.testing.assert_close(*seen, rtol=1e-5, atol=2e-6)
@@ -122,13 +114,14 @@ def test_rows_of_a_table_are_attended_where_they_lie() -> None:
     for row, r in zip(table[::-1], rows, strict=True):
         row[: len(r)] = r
     last, begin = np.array([r[-1] for r in rows if len(r)]), np.arange(4)[::-1] * 144
-    q, k, v = torch.randn(4, 4, 32), torch.randn(2, 4, 32), torch.randn(2, 4, 32)
+    q, k, v = torch.randn(1, 4, 4, 32), torch.randn(1, 2, 4, 32), torch.randn(1, 2, 4, 32)
     for pool in pools(2, 32, 32, 20):
         for window in (None, 19):
             one = CachedLayout(pool, last, np.concatenate(rows), lengths, None)
             two = CachedLayout(pool, last, table.ravel(), lengths, None, (), begin)
             for form in (CachedLayout.by_compiled, CachedLayout.by_sparse_product, CachedLayout.by_definition):
-                seen = [form(x, 0, q, k, v, 0.2, window, None).clone() for x in (one, two)]
+                call = AttentionCall(Layer(), q, k, v, 0.2, window)  # type: ignore[arg-type]
+                seen = [form(x, call).clone() for x in (one, two)]
                 assert torch.equal(*seen)
 
 
@@ -149,9 +142,7 @@ def test_attention_bits_know_no_neighbour_and_no_thread() -> None:
             np.array([lengths[i] for i in which]),
             None,
         )
-        return layout.attend(
-            Layer(), q[:, :, which], k[:, :, which], v[:, :, which], scaling=0.125, sliding_window=None, softcap=None
-        )[0]  # type: ignore[arg-type]
+        return layout.attend(AttentionCall(Layer(), q[:, :, which], k[:, :, which], v[:, :, which], 0.125))[0]  # type: ignore[arg-type]
 
     threads = torch.get_num_threads()
     try:
@@ -171,7 +162,7 @@ def test_scores_that_are_not_finite_reach_the_output() -> None:
     pool = pools(1, 32, 32, 1)[0]
     pool.keys[0][3] = torch.nan
     layout = CachedLayout(pool, np.array([8]), np.arange(9), np.array([9]), None)
-    out = layout.attend(Layer(), *torch.randn(3, 1, 1, 1, 32), scaling=1.0, sliding_window=None, softcap=None)  # type: ignore[arg-type]
+    out = layout.attend(AttentionCall(Layer(), *torch.randn(3, 1, 1, 1, 32), 1.0))  # type: ignore[arg-type]
     assert out.isnan().all()
 
 

@@ -27,7 +27,6 @@ NOISY: dict[str, tuple[str, dict[str, Any], str]] = {
     "dbrx": ("dbrx", {"ffn_config": FFN | {"moe_jitter_eps": 0.5}}, "Dbrx.* adds noise while training"),
     "opt": ("opt", {"layerdrop": 0.5}, r"OPTDecoder \(model.decoder\) adds noise"),
     "biogpt": ("biogpt", {"layerdrop": 0.5}, r"BioGptModel \(biogpt\) adds noise"),
-    "xglm": ("xglm", {"layerdrop": 0.5}, r"XGLMModel \(model\) adds noise"),
 }
 
 

@@ -45,7 +45,7 @@ def test_the_head_by_triton_equals_plain_log_softmax(
     """Values and gradients of log-prob and entropy, in one block of the vocabulary and in several."""
     monkeypatch.setattr(kernels, "COLUMNS", 4)
     (form,) = (k for k in TABLE["head"] if k.form == "compiled" and "cuda" in k.devices)
-    monkeypatch.setitem(TABLE, "head", (Kernel(operation="head", form="reference", function=form.function),))
+    monkeypatch.setitem(TABLE, "head", (Kernel("reference", form.function),))
     for dtype, bound in form.bounds.items():
         ours, theirs = inputs(dtype, case.bias), inputs(bias=case.bias)
         logp, entropy = logprobs(*ours, targets(), **case.arguments(), want_entropy=True, chunk=4, block=block)

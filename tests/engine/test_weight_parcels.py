@@ -157,7 +157,7 @@ def test_what_was_mapped_stays_readable_when_it_is_retired(sender: ParcelSender)
     with pytest.raises(ParcelGoneError, match="version 3 are gone.*retired them") as caught:
         ParcelReceiver().read(parcel)
     again = pickle.loads(pickle.dumps(caught.value))
-    assert isinstance(again, ParcelGoneError) and again.peer == parcel.sender and again.version == 3
+    assert isinstance(again, ParcelGoneError) and str(again) == str(caught.value) and parcel.sender in str(again)
 
 
 def test_versions_go_forward_on_both_sides(sender: ParcelSender) -> None:
@@ -171,7 +171,7 @@ def test_versions_go_forward_on_both_sides(sender: ParcelSender) -> None:
     assert float(dict(receiver.read(again))["layer.0"].max()) == 5
     with pytest.raises(ParcelOrderError, match="version 1 came from process .* after version 2") as caught:
         receiver.read(first)
-    assert caught.value.peer == first.sender
+    assert first.sender in str(caught.value)
     sender.retire(2)  # the first of two publications
     assert [p.place.removeprefix("/") in blocks() for p in (first, second, again)] == [True, False, True]
     assert sender.whole(2) == again
@@ -188,11 +188,11 @@ def test_a_push_that_fails_leaves_nothing_and_names_the_tensor(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
     try:
-        with pytest.raises(ParcelWriteError, match=r"'layer.2' could not be written .*--shm-size") as caught:
+        with pytest.raises(ParcelWriteError, match=r"'layer.2' could not be written .*--shm-size"):
             sender.publish(1, numbered(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert caught.value.tensor == "layer.2" and not own()
+    assert not own()
     with pytest.raises(ParcelError, match="float16 cannot hold. Serve bfloat16"):
         ParcelSender(SharedCarrier(), torch.float16).publish(1, [("big", torch.tensor([1e5]))])
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from posttrain.config.placement import Local, Processes
 from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.engine.transfer import collective
-from posttrain.engine.transfer.carrier import Carrier
 from posttrain.engine.transfer.collective import CollectiveCarrier
 from posttrain.engine.transfer.parcel import (
+    Carrier,
     Parcel,
     ParcelBaseError,
     ParcelDamageError,
@@ -194,9 +194,8 @@ def test_a_planted_fault_is_found_by_a_checksum_that_names_the_tensor(fault: str
         for version in range(acts):
             receiver.read(sender.publish(version, [("first", torch.ones(9)), *weights[version].items()]))
         parcel = sender.publish(acts, [("first", torch.ones(9)), *weights[acts].items()])
-        with pytest.raises(ParcelDamageError, match=f"'weight' of version {acts} arrived with checksum") as caught:
+        with pytest.raises(ParcelDamageError, match=f"'weight' of version {acts} arrived with checksum"):
             receiver.read(parcel)
-    assert caught.value.tensor == "weight"
     sender.close()
 
 
@@ -358,9 +357,9 @@ def test_weights_that_do_not_come_by_broadcast_name_both_sides_and_the_tensor(
         parcel = replace(parcel, place=f"127.0.0.1:9/{numbers}")
     with pytest.raises(ParcelTimeoutError, match=words) as caught:
         ParcelReceiver().read(parcel)
-    found, lacks = caught.value, "layer.4" if what == "breaks" else "layer.0"
-    assert (found.peer, found.version, found.tensor) == (this_process(), 1, lacks)
-    assert str(found).count(this_process()) == 2 and "placement.transport" in str(found)
+    found, lacks = str(caught.value), "layer.4" if what == "breaks" else "layer.0"
+    assert "version 1" in found and f"from tensor {lacks!r} on" in found
+    assert found.count(this_process()) == 2 and "placement.transport" in found
     sender.close()
 
 

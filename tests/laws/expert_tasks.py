@@ -41,7 +41,6 @@ from posttrain.engine.parallel.expert_parallel import ExpertLearner
 from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.joined_experts import JoinedExperts
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
-from posttrain.engine.parallel.sharded_checkpoint import load_sharded, save_sharded
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights.weight_transport import whole_tensors
@@ -129,7 +128,7 @@ class CompareExperts:
 
 @dataclass(frozen=True)
 class TogetherExperts:
-    """What ranks hold, weights as an engine is sent them, scores, checkpoints read by others, and what is refused."""
+    """What ranks hold, weights as an engine is sent them, scores, and what is refused."""
 
     case: Mixed
 
@@ -155,27 +154,7 @@ class TogetherExperts:
                 alone.fingerprint() == mine and got.keys() == dict(named_tensors(alone.policy.module)).keys()
             )
             out["gap"] = float(np.abs(alone.score(batch) - out["score"]).max())
-        save_sharded(folder / "four", learner, optimizer, t.version)
-        everyone.every("written")
-        right = results(trained(self.case, None, 2 * STEPS)) if everyone.rank == 0 else None
-        for reads, ranks in {"two": groups[2], "one": None}.items():
-            if ranks is None and (everyone.rank or reads != "one"):
-                continue
-            found = self._resumed(folder / "four", ranks)
-            if right is not None:
-                rest = {n: getattr(right, n)[STEPS:] for n in ("gradients", "norms", "gauges")}
-                out[reads] = distance(found, replace(right, **rest))
-        everyone.every("read")
         return out | {"refused": refused(everyone)}
-
-    def _resumed(self, folder: Path, ranks: ProcessRanks | None) -> Trained:
-        t, (batch, loss) = self.case.trainer(ranks), self.case.batch()
-        with torch.no_grad():
-            for p in t.learner.parameters().values():
-                p.mul_(1.5)  # nothing of its own may be left
-        assert isinstance(t.learner, HFLearner) and isinstance(t.optimizer, Seen)
-        t.version = load_sharded(folder, t.learner, t.optimizer)
-        return results((t, [t.step(batch, loss) for _ in range(STEPS)]))
 
 
 def refused(ranks: ProcessRanks) -> dict[str, str]:

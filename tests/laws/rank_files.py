@@ -1,19 +1,15 @@
-"""Tasks of `test_ranks_files`: models read by rows, the memory of each rank, checkpoints written beside training."""
+"""Tasks of `test_ranks_files`: models read by rows, and the memory of each rank."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from law_ranks import LOSSES, Case, Groups, apart, minibatch, trained, trainer, whole
-from rank_wider import parts
+from law_ranks import Case, Groups, minibatch
 
 from posttrain.config.model_settings import Lora
 from posttrain.config.run import Model
@@ -21,20 +17,21 @@ from posttrain.engine.layers.fused_layers import SwiGLU
 from posttrain.engine.model.policy_model import load_policy
 from posttrain.engine.parallel import sharded_load
 from posttrain.engine.parallel.gather import gathered
-from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks, joined
-from posttrain.engine.parallel.sharded_checkpoint import ShardedWriter, load_sharded, save_sharded
+from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
-from posttrain.engine.parallel.sharded_load import RowFiles, load_by_rows
-from posttrain.role.trainer import Trainer
+from posttrain.engine.parallel.sharded_load import RowFiles, blank_policy, read_rows
 from posttrain.role.weights.weight_transport import whole_tensors
 from posttrain.system.errors import PosttrainError
 from tests.engine.engine_parts import policy
 
 BATCH = Case("likelihood", 4096)
-CASE = Case("likelihood", 24)
 WIDE = Model(arch="llama", hidden=512, layers=8, heads=4, kv_heads=4, ffn=1536, context=64)
 """27 million numbers, 109 MB: more than what a process needs beside."""
 ASKED: dict[str, dict[str, Any]] = {"whole": {}, "bfloat16": {"dtype": "bfloat16"}, "adapter": {"lora": Lora(rank=4)}}
+
+
+def load_by_rows(model: Model, ranks: ProcessRanks) -> ShardedLearner:
+    return read_rows(blank_policy(model), ranks, ShardedLearner, ranks)
 
 
 @dataclass(frozen=True)
@@ -171,62 +168,3 @@ def _resident() -> int:
 def _of_status(word: str) -> int:
     text = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith(word)))
-
-
-# --- written beside training ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A checkpoint begun after two steps, while two more are taken: what it holds is that of two."""
-
-    def __call__(self, groups: Groups, folder: Path) -> dict[str, Any]:
-        everyone, out = groups[4], dict[str, Any]()
-        assert everyone is not None
-        for word, ranks in (("four", everyone), ("two by two", everyone.part(range(4), 2))):
-            assert ranks is not None
-            case = replace(CASE, arch="llama")
-            t, _ = trained(case, ranks, 2)
-            right = _weights(t)
-            assert isinstance(t.learner, ShardedLearner)
-            writer = ShardedWriter(t.learner)
-            writer.begin(folder / word, parts(t)[1], t.version)
-            for _ in range(2):
-                t.step(minibatch(case), LOSSES[case.loss])
-            out[f"{word}, moved"] = apart(_weights(t), right)
-            writer.wait()
-            again = trainer(case, ranks)
-            out[f"{word}, version"] = load_sharded(folder / word, *parts(again))
-            out[word] = apart(_weights(again), right)
-            try:  # a writer that fails says so when it is next asked
-                writer.begin(folder / "four" / "about.json" / "below", parts(t)[1], t.version)
-                writer.wait()
-                out[f"{word}, failed"] = ""
-            except Exception as error:
-                out[f"{word}, failed"] = type(error).__name__
-            everyone.every("tried")
-        return out
-
-
-def _weights(t: Trainer) -> dict[str, Any]:
-    learner = parts(t)[0]
-    return {n: whole(learner, n, p.detach()).clone() for n, p in learner.parameters().items()}
-
-
-def killed_while_writing(rank: int, folder: Path) -> None:
-    """A process of two: a checkpoint, a step, and another checkpoint, in whose middle it is killed."""
-    torch.set_num_threads(1)
-    with joined(rank, 2, f"file://{folder / 'meet'}", seconds=60) as ranks:
-        t, _ = trained(CASE, ranks, 1)
-        save_sharded(folder / "first", *parts(t), t.version)
-        t.step(minibatch(CASE), LOSSES[CASE.loss])
-        assert isinstance(t.learner, ShardedLearner)
-        writer = ShardedWriter(t.learner)
-        with patch("posttrain.system.files.share", lambda staged: time.sleep(60)):  # all is written, nothing renamed
-            writer.begin(folder / "second", parts(t)[1], t.version)
-            for _ in range(2):
-                t.step(minibatch(CASE), LOSSES[CASE.loss])
-            while rank == 0 and not list(folder.glob(".staged-second-*/about.json")):
-                time.sleep(0.05)
-            ranks.every("written")
-            os.kill(os.getpid(), signal.SIGKILL)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from posttrain.algorithm.loss.losses import Likelihood
@@ -16,7 +14,6 @@ from posttrain.engine.model.policy_model import load_policy
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.ranks.process_ranks import joined
-from posttrain.engine.parallel.sharded_checkpoint import load_sharded, save_sharded
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights.weight_transport import whole_tensors
@@ -39,10 +36,7 @@ with joined() as ranks:
     batch = Batch.of(segments, streams={WEIGHT: np.full(spoken, 1 / spoken)})
     for _ in range(5):
         seen = trainer.step(batch, Likelihood())
-    save_sharded(Path("sharded"), learner, optimizer, trainer.version)
     weights = dict(whole_tensors(gathered(learner.shards(), ranks, trainer.version)))  # on rank 0
-    version = load_sharded(Path("sharded"), learner, optimizer)
     own = sum(p.numel() for p in learner.parameters().values())
-    print(
-        f"rank {ranks.rank}: loss {seen['sft/loss'].mean:.6f}, version {version}, {own} of {policy.size} numbers here"
-    )
+    loss, there = seen["sft/loss"].mean, f"version {trainer.version}, {len(weights)} weights"
+    print(f"rank {ranks.rank}: loss {loss:.6f}, {there}, {own} of {policy.size} numbers here")

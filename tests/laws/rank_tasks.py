@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from law_ranks import LOSSES, Case, Distance, Groups, distance, minibatch, one_process, results, train, trained, trainer
+from law_ranks import LOSSES, Case, Distance, Groups, distance, minibatch, one_process, results, trained, trainer
 
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.streams import ADVANTAGE, WEIGHT
@@ -22,7 +22,6 @@ from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel import shard_modules, sharded_learner
 from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
-from posttrain.engine.parallel.sharded_checkpoint import load_sharded, save_sharded
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.role import trainer as trainers
 from posttrain.role.events import DifferentiatedEvent, Observer, Observers
@@ -262,72 +261,3 @@ class Wrong:
             assert all(torch.equal(before[n], p) for n, p in t.trained().items())
             assert all(p.grad is None for p in t.learner.parameters().values())
         return out
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Resume:
-    """A checkpoint after two steps by each world, read by each world and by one process, and two more steps."""
-
-    def __call__(self, groups: Groups, folder: Path) -> dict[Any, Any]:
-        everyone, out = groups[4], dict[Any, Any]()
-        assert everyone is not None
-        right = train(CASE, None, 4) if everyone.rank == 0 else None
-        for wrote, ranks in groups.items():
-            if ranks is not None:
-                t, _ = trained(CASE, ranks, 2)
-                save_sharded(folder / f"by-{wrote}", *_parts(t), t.version)
-            everyone.every("written")
-            for reads, readers in {0: None, **groups}.items():
-                if readers is not None or (reads == 0 and everyone.rank == 0):
-                    found = _resumed(folder / f"by-{wrote}", readers)
-                    if right is not None:
-                        out[wrote, reads] = distance(
-                            found,
-                            replace(
-                                right, gradients=right.gradients[2:], norms=right.norms[2:], gauges=right.gauges[2:]
-                            ),
-                        )
-        out["model"] = _refused(folder / "by-2", groups, replace(CASE, arch="llama"))
-        out["optimizer"] = _refused(folder / "by-2", groups, replace(CASE, optimizer="sgd"))
-        if everyone.rank == 0:
-            _damage(folder / "by-4")
-        everyone.every("damaged")
-        out["damaged"] = _refused(folder / "by-4", groups, CASE)
-        return out
-
-
-def _parts(t: Trainer) -> tuple[HFLearner, StageOptimizer]:
-    assert isinstance(t.learner, HFLearner) and isinstance(t.optimizer, StageOptimizer)
-    return t.learner, t.optimizer
-
-
-def _resumed(folder: Path, ranks: ProcessRanks | None) -> Any:
-    t = trainer(CASE, ranks)
-    with torch.no_grad():
-        for p in t.learner.parameters().values():
-            p.mul_(1.5)  # nothing of its own may be left
-    t.version = load_sharded(folder, *_parts(t))
-    assert t.version == 2
-    batch = minibatch(CASE)
-    return results((t, [t.step(batch, LOSSES[CASE.loss]) for _ in range(2)]))
-
-
-def _damage(folder: Path) -> None:
-    """Change one bit in the middle of the largest file."""
-    largest = max(folder.glob("*.distcp"), key=lambda p: p.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
-    largest.write_bytes(data)
-
-
-def _refused(folder: Path, groups: Groups, case: Case) -> str:
-    """What this rank says when all of them load a folder for `case`."""
-    t = trainer(case, groups[4])
-    try:
-        load_sharded(folder, *_parts(t))
-    except PosttrainError as error:
-        return str(error)
-    return ""

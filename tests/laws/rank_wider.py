@@ -12,17 +12,14 @@ from unittest.mock import patch
 import law_ranks
 import numpy as np
 import torch
-from law_ranks import LOSSES as LOSS
 from law_ranks import (
     Case,
-    Distance,
     Groups,
     distance,
     minibatch,
     one_process,
     plainly,
     results,
-    train,
     trained,
     trainer,
 )
@@ -30,19 +27,16 @@ from rank_tasks import sent_bytes
 
 from posttrain.config.model_settings import Lora
 from posttrain.core.streams import WEIGHT
-from posttrain.engine.adapters.adapter_modules import adapter_tensors, base_tensors
+from posttrain.engine.adapters.adapter_modules import adapter_tensors
 from posttrain.engine.layers.shared_prefixes import Sharing
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import named_tensors
 from posttrain.engine.optimizer.optimizer import StageOptimizer
-from posttrain.engine.parallel import shard_modules, sharded_learner, sharded_scoring
+from posttrain.engine.parallel import sharded_scoring
 from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
-from posttrain.engine.parallel.sharded_checkpoint import load_sharded, save_sharded
-from posttrain.engine.parallel.sharded_index import IndexReader
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
-from posttrain.role.trainer import Trainer
 from posttrain.role.weights.weight_transport import whole_tensors
 from posttrain.system.errors import PosttrainError
 
@@ -53,99 +47,6 @@ HALF = Case("likelihood", 1, arch="llama", dtype=torch.float16)
 COPIES = Case("likelihood", 24, replicas=2)
 COLUMNS = Case("likelihood", 24, arch="starcoder2", tensor=True)
 SHARED = Case("policy", 4096, shared=10)
-
-
-def parts(t: Trainer) -> tuple[HFLearner, StageOptimizer]:
-    assert isinstance(t.learner, HFLearner) and isinstance(t.optimizer, StageOptimizer)
-    return t.learner, t.optimizer
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ResumeWider:
-    """A checkpoint after two steps, read by other numbers of ranks and by one process, and two more steps."""
-
-    def __call__(self, groups: Groups, folder: Path) -> dict[Any, Any]:
-        everyone, out = groups[4], dict[Any, Any]()
-        assert everyone is not None
-        two_by_two = everyone.part(range(4), 2)
-        for word, case in (("adapter", ADAPTED), ("bfloat16", NARROW), ("float16", HALF), ("copies", COPIES)):
-            case = replace(case, replicas=1)
-            right = train(plainly(case), None, 4) if everyone.rank == 0 else None
-            written = {"one": None, "two": groups[2], "four": groups[4], "two by two": two_by_two}
-            writers = ["two by two", "two"] if word == "copies" else ["one", "two"]
-            for wrote in writers:
-                ranks, path = written[wrote], folder / f"{word} by {wrote}"
-                if ranks is not None or (wrote == "one" and everyone.rank == 0):
-                    t, _ = trained(case, ranks, 2)
-                    save_sharded(path, *parts(t), t.version)
-                everyone.every("written")
-                readers = {"four": groups[4], "one": None} | ({"two by two": two_by_two} if word == "copies" else {})
-                for reads, ranks in readers.items():
-                    if ranks is None and everyone.rank:
-                        continue
-                    found = _resumed(path, case, ranks)
-                    if right is not None:
-                        rest = {n: getattr(right, n)[2:] for n in ("gradients", "norms", "gauges")}
-                        out[word, wrote, reads] = distance(found, replace(right, **rest))
-                everyone.every("read")
-        out |= _by_columns(groups, folder)
-        out["beneath"] = _refused(folder / "adapter by two", groups)
-        out["names"] = sorted(IndexReader(folder / "adapter by two").read_metadata().state_dict_metadata)
-        return out
-
-
-def _by_columns(groups: Groups, folder: Path) -> dict[Any, Distance]:
-    """Checkpoints of layers cut by columns, read by layers cut by rows, and the other way round."""
-    out, everyone = dict[Any, Distance](), groups[4]
-    assert everyone is not None
-    right = train(plainly(COLUMNS), None, 4) if everyone.rank == 0 else None
-    by_rows = replace(COLUMNS, tensor=False)
-    for wrote, case, readers in (
-        ("columns", COLUMNS, {"rows": (by_rows, everyone), "one": (by_rows, None), "columns": (COLUMNS, everyone)}),
-        ("rows", by_rows, {"columns": (COLUMNS, everyone)}),
-    ):
-        t, _ = trained(case, everyone, 2)
-        save_sharded(folder / f"by {wrote}", *parts(t), t.version)
-        for reads, (other, ranks) in readers.items():
-            if ranks is not None or everyone.rank == 0:
-                found = _resumed(folder / f"by {wrote}", other, ranks)
-                if right is not None:
-                    rest = {n: getattr(right, n)[2:] for n in ("gradients", "norms", "gauges")}
-                    out["tensor", wrote, reads] = distance(found, replace(right, **rest))
-    everyone.every("read")
-    return out
-
-
-def _resumed(folder: Path, case: Case, ranks: ProcessRanks | None) -> Any:
-    t = trainer(case, ranks)
-    with torch.no_grad():
-        for p in t.learner.parameters().values():
-            p.mul_(1.5)  # nothing of its own may be left
-    t.version = load_sharded(folder, *parts(t))
-    assert t.version == 2
-    batch = minibatch(case)
-    return results((t, [t.step(batch, LOSS[case.loss]) for _ in range(2)]))
-
-
-def _refused(folder: Path, groups: Groups) -> str:
-    """What this rank says of an adapter of other weights."""
-    real = shard_modules.cut
-
-    def other(module: Any, *rest: Any, **more: Any) -> Any:
-        with torch.no_grad():
-            next(iter(base_tensors(module).values())).mul_(1.01)
-        return real(module, *rest, **more)
-
-    with patch.object(sharded_learner, "cut", other):
-        t = trainer(ADAPTED, groups[4])
-    try:
-        load_sharded(folder, *parts(t))
-    except PosttrainError as error:
-        return str(error)
-    return ""
 
 
 # --- weights and scores -----------------------------------------------------------------------------------------------

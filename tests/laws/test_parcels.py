@@ -117,7 +117,7 @@ def test_a_changed_byte_is_refused_and_its_tensor_named(weights: dict[str, Tenso
     block[at] ^= data.draw(st.integers(1, 255))
     with pytest.raises(ParcelDamageError, match="of version 3 arrived with checksum") as caught:
         receiver.read(parcel)
-    assert (caught.value.tensor, caught.value.peer) == (entry.name, parcel.sender)
+    assert f"tensor {entry.name!r}" in str(caught.value) and parcel.sender in str(caught.value)
 
 
 @given(named_tensors(), st.data())
@@ -224,7 +224,7 @@ def test_a_delta_that_was_damaged_is_refused(weights: dict[str, Tensor], data: s
     try:
         got = dict(receiver.read(parcel))
     except ParcelDamageError as refused:
-        assert refused.tensor == "w" and refused.peer == parcel.sender
+        assert "tensor 'w'" in str(refused) and parcel.sender in str(refused)
     else:
         assert same(got, weights)  # zlib has several forms of one stream
     assert receiver.read(sender.whole(1))
@@ -255,7 +255,7 @@ def test_large_models_are_checked_by_spots_with_an_audit_every_few_pushes() -> N
         try:
             receiver.read(parcel)
         except ParcelDamageError as damage:
-            found.append(damage.tensor == "a")
+            found.append("tensor 'a'" in str(damage))
         else:
             assert not parcel.audited
         block[first.offset : first.offset + first.size] = raw(wide["a"] + version + 1).tobytes()

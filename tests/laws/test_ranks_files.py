@@ -1,29 +1,22 @@
-"""Files of a learner over ranks: models read by rows without a whole copy, and checkpoints written beside training.
+"""Files of a learner over ranks: models read by rows without a whole copy.
 
 All processes are started once, and every test reads what they found.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from law_ranks import over_ranks, trainer
-from rank_files import ASKED, CASE, Beside, ByRows, Memory, killed_while_writing
-from rank_wider import parts
-
-from posttrain.engine.parallel.sharded_checkpoint import load_sharded
+from law_ranks import over_ranks
+from rank_files import ASKED, ByRows, Memory
 
 pytestmark = pytest.mark.prove
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return over_ranks({"rows": ByRows(), "memory": Memory(), "beside": Beside()}, tmp_path_factory.mktemp("ranks"))
+    return over_ranks({"rows": ByRows(), "memory": Memory()}, tmp_path_factory.mktemp("ranks"))
 
 
 def given(found: list[dict[str, Any]], task: str) -> list[Any]:
@@ -62,25 +55,3 @@ def test_no_rank_has_a_whole_copy(found: list[dict[str, Any]]) -> None:
         assert said["by rows"] < 1.25 * said["all"], rank
         assert said["held"] < said["by rows, own"] + 25e6, rank
         assert said["sent"] < (said["all"] if rank == 0 else 15e6), rank
-
-
-def test_a_checkpoint_is_written_beside_training(found: list[dict[str, Any]]) -> None:
-    """It holds what was there when it was begun, whatever is trained meanwhile; a failure is told."""
-    for said in given(found, "beside"):
-        for word in ("four", "two by two"):
-            assert said[word] == 0.0 and said[f"{word}, version"] == 2 and said[f"{word}, moved"] > 1e-4
-            assert said[f"{word}, failed"]
-
-
-def test_a_killed_writer_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=killed_while_writing, args=(rank, tmp_path)) for rank in range(2)]
-    for p in processes:
-        p.start()
-    for p in processes:
-        p.join(200)
-    assert [p.exitcode for p in processes] == [-signal.SIGKILL] * 2
-    assert not (tmp_path / "second").exists() and list(tmp_path.glob(".staged-second-*"))
-    t = trainer(CASE, None)
-    assert load_sharded(tmp_path / "first", *parts(t)) == 1
-    assert all(bool(torch.isfinite(p).all()) for p in parts(t)[0].parameters().values())

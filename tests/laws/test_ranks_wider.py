@@ -1,5 +1,5 @@
 """Law 2 over ranks with adapters, weights below float32, copies of the weights (HSDP), layers computed again, shared
-beginnings and offloaded parts; their checkpoints, the weights they send, and scores divided over ranks.
+beginnings and offloaded parts; the weights they send, and scores divided over ranks.
 
 All processes are started once, and every test reads what they found.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from law_ranks import LARGE, SMALL, WORLDS, Case, Compare, Distance, over_ranks
-from rank_wider import DORA, FAULTS, LORA, PlantWider, ResumeWider, TogetherWider
+from rank_wider import DORA, FAULTS, LORA, PlantWider, TogetherWider
 
 pytestmark = pytest.mark.prove
 
@@ -58,7 +58,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "less": Compare(LESS),
         "tensor": Compare(TENSOR),
         "narrow": Compare(BFLOAT16),
-        "resume": ResumeWider(),
         "together": TogetherWider(),
         "faults": PlantWider(),
     }
@@ -98,21 +97,6 @@ def test_weights_below_float32_have_float32_masters(found: list[dict[str, Any]])
     gradient = max(d.gradient / d.size for d in table.values())
     print(f"{len(table)} cases below float32: gradients differ by {gradient:.2g} of their size (bound {BOUND32:g})")
     assert gradient <= BOUND32 and max(max(d.norm, d.weights) for d in table.values()) <= BOUND32
-
-
-def test_a_checkpoint_is_read_by_any_number_of_ranks(found: list[dict[str, Any]]) -> None:
-    """An adapter's, with nothing of the weights beneath; of weights with masters; of copies. As never interrupted."""
-    for said in given(found, "resume"):
-        assert "lies over weights with the digest" in said["beneath"]
-        trained = [n for n in said["names"] if n != "optimizer.steps"]
-        assert trained and all("lora_" in n or "value_head." in n for n in trained)
-    table = {key: d for key, d in given(found, "resume")[0].items() if isinstance(d, Distance)}
-    assert len(table) == 3 * 2 * 2 + 2 * 3 + 4
-    exact = {key: d for key, d in table.items() if key[0] in ("adapter", "copies", "tensor")}
-    print(f"{len(table)} ways of going on: {worst(exact):.2g} in float64, {worst(table):.2g} below float32")
-    assert worst(exact) <= BOUND
-    for d in table.values():
-        assert d.gradient / d.size <= BOUND32 and max(d.weights, d.norm) <= BOUND32
 
 
 def test_an_engine_is_sent_what_it_computes_with(found: list[dict[str, Any]]) -> None:

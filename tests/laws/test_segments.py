@@ -16,7 +16,7 @@ from torch import Tensor
 
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.layers import packed_attention
-from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.layers.attention import AttentionCall, PackedLayout
 from posttrain.engine.layers.prefix_tree_attention import SharedTree, TreeLayout
 from posttrain.system.errors import EngineError
 from tests.laws.test_sharing import forest
@@ -33,7 +33,7 @@ BOUND = 2e-5
 def made(layout: Any, rows: list[Tensor], by: Tensor | None = None, window: int | None = None) -> list[Tensor]:
     """The output [1, N, H, D], and the gradients of query, key and value [1, heads, N, D] for a gradient of it."""
     given = [x.detach().clone().requires_grad_() for x in rows]
-    out = layout.attend(torch.nn.Module(), *given, scaling=0.3, sliding_window=window, softcap=None)
+    out = layout.attend(AttentionCall(torch.nn.Module(), *given, 0.3, window))
     return [out.detach(), *torch.autograd.grad(out, given, torch.ones_like(out) if by is None else by)]
 
 
@@ -135,12 +135,12 @@ def test_the_first_use_finds_wrong_code(wrong: str, of: str, monkeypatch: pytest
     monkeypatch.setattr(compile_native, "library", lambda: code)
     *rows, _ = rows_of(5, (2, 2), (8, 8))
     with pytest.raises(EngineError, match=rf"differs from its definition by .*\({of};.*model.kernels=torch"):
-        PackedLayout([5]).attend(torch.nn.Module(), *rows, scaling=0.3, sliding_window=None, softcap=None)
+        PackedLayout([5]).attend(AttentionCall(torch.nn.Module(), *rows, 0.3))
 
 
 @pytest.mark.usefixtures("unproved")
 def test_the_first_use_may_be_without_gradients() -> None:
     *rows, _ = rows_of(5, (2, 2), (8, 8))
     with torch.inference_mode():
-        PackedLayout([5]).attend(torch.nn.Module(), *rows, scaling=0.3, sliding_window=None, softcap=None)
+        PackedLayout([5]).attend(AttentionCall(torch.nn.Module(), *rows, 0.3))
     made(PackedLayout([5]), rows)

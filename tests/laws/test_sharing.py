@@ -23,7 +23,7 @@ from posttrain.core.streams import REFERENCE, SIDE
 from posttrain.core.types import Segment
 from posttrain.engine.head.readout import read_out
 from posttrain.engine.layers import prefix_tree_attention, shared_prefixes
-from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.layers.attention import AttentionCall, PackedLayout
 from posttrain.engine.layers.packed_attention import Runs
 from posttrain.engine.layers.prefix_tree_attention import SharedTree, TreeLayout
 from posttrain.engine.learner.learner import FrozenScorer, HFLearner
@@ -142,7 +142,7 @@ def test_attention_alone_is_exact(window: int | None, softcap: float | None, was
         x.requires_grad_(True)
 
     def attended(layout: Any, rows: list[torch.Tensor]) -> torch.Tensor:
-        return layout.attend(torch.nn.Module(), *rows, scaling=0.3, sliding_window=window, softcap=softcap)[0]
+        return layout.attend(AttentionCall(torch.nn.Module(), *rows, 0.3, window, softcap))[0]
 
     place = longs(found.place_N)
     shared = attended(TreeLayout(found, waste=waste), given_U)[place]

@@ -131,7 +131,7 @@ def test_architectures_and_dtypes_pass_merged(arch: Any, dtype: Any, tmp_path: P
     assert read(Path(posttrain.export(out, tmp_path / "m")))["dtype"] == dtype
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "rwkv"])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
 def test_models_with_a_state_pass(family: str, tmp_path: Path) -> None:
     families.build(families.config(family)).save_pretrained(tmp_path / "model")
     characters("0123456789+-*=<> abcdefghijklmnopqrstuv").save_pretrained(tmp_path / "model")

@@ -354,7 +354,6 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "verifier/workers/guardian.py",
             "environment/templates/template_process.py",
             "engine/files/pretrained_files.py",
-            "engine/parallel/sharded_index.py",
             "build/request/run_file.py",
             "build/spawn_engines.py",
             "build/spawn_environments.py",

@@ -21,7 +21,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import Top
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.embedded.schedule.slot_rules import NotADistribution, SlotRules
-from posttrain.engine.head.kernel_table import Kernel, add_forms, kernel
+from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c, kernel
 from posttrain.system.errors import EngineError
 
 HEAD = 1024
@@ -299,15 +299,9 @@ def _pick(logp: Tensor, uniform: np.ndarray) -> Tensor | None:
 
 
 add_forms(
-    Kernel(
-        operation="draw",
-        form="compiled",
-        function=lambda logp, uniform: compile_native.library().pick(logp, uniform),
-        devices=("cpu",),
-        bounds={torch.float32: 0.0},
-        missing=compile_native.missing,
-    ),
-    Kernel(operation="draw", form="reference", function=_pick),
+    "draw",
+    in_c(lambda logp, uniform: compile_native.library().pick(logp, uniform), 0.0),
+    Kernel("reference", _pick),
 )
 
 

@@ -19,7 +19,6 @@ from posttrain.engine.adapters.quantise import quantise
 from posttrain.engine.files.pretrained_files import read_tokenizer
 from posttrain.engine.layers import attention
 from posttrain.engine.model.built_tokenizers import quiet
-from posttrain.engine.model.patch_attention import implementation
 from posttrain.engine.model.policy_model import Policy, named_tensors, prepared, with_adapter
 from posttrain.engine.model.stop_tokens import resolve_stops
 from posttrain.system import read_untrusted
@@ -80,7 +79,7 @@ def kept(
                 raise ValueError("it is quantized, and what a run learned never is")
             built: Any = AutoModelForCausalLM.from_config(
                 found,
-                attn_implementation=implementation(found),
+                attn_implementation=attention.NAME,
                 dtype=getattr(torch, model.dtype),
                 trust_remote_code=False,
             )

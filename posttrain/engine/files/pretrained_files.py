@@ -23,7 +23,6 @@ from posttrain.engine.layers import attention
 from posttrain.engine.model.architecture_kinds import WANTED, keeps_state
 from posttrain.engine.model.built_tokenizers import quiet
 from posttrain.engine.model.locate_model import locate
-from posttrain.engine.model.patch_attention import implementation
 from posttrain.system.errors import ConfigError, DataError, EngineError, PosttrainError
 
 
@@ -137,7 +136,7 @@ def _weights(
             where,
             config=config,
             dtype=dtype,
-            attn_implementation=implementation(config),
+            attn_implementation=attention.NAME,
             trust_remote_code=trust,
             output_loading_info=True,
         )

@@ -31,7 +31,6 @@ from posttrain.engine.head.readout import read_out
 from posttrain.engine.head.value_heads import RewardHead
 from posttrain.engine.layers import attention
 from posttrain.engine.model.built_tokenizers import quiet
-from posttrain.engine.model.patch_attention import implementation
 from posttrain.engine.model.policy_model import Policy, load_policy, prepared
 from posttrain.engine.model.stop_tokens import resolve_stops
 from posttrain.system import dataclass_json, read_untrusted
@@ -184,7 +183,7 @@ def _classifier(path: str, model: Model, most: int | None) -> Policy:
         )
     config = classifier.config
     with quiet(), torch.device("meta"):
-        causal: Any = AutoModelForCausalLM.from_config(config, attn_implementation=implementation(config))
+        causal: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     setattr(causal, causal.base_model_prefix, classifier.base_model)
     words = nn.Linear(1, 1, bias=False, device="meta")
     words.weight = classifier.get_input_embeddings().weight

@@ -8,12 +8,13 @@ table, because callers never name a form.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from posttrain.config.engines import KernelChoice
+from posttrain.engine.cpu import compile_native
 from posttrain.system.errors import EngineError
 
 FORMS = ("compiled", "torch", "reference")
@@ -21,11 +22,10 @@ FORMS = ("compiled", "torch", "reference")
 torch's fast operations. reference: the plain definition."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """One form of an operation. All forms of an operation take the same arguments."""
 
-    operation: str
     form: Literal["compiled", "torch", "reference"]
     function: Callable[..., Any]
     devices: tuple[str, ...] = ()
@@ -35,6 +35,8 @@ class Kernel:
     number. The reference form supports every dtype and has no bound."""
     missing: Callable[[], str] = lambda: ""
     """Returns why this machine does not have it; '' where it does."""
+    operation: str = ""
+    """Which `add_forms` knows."""
 
     def unfit(self, device: torch.device, dtype: torch.dtype) -> str:
         """Returns the reason why the form cannot be used on this device and dtype; '' where it can."""
@@ -49,14 +51,18 @@ class Kernel:
         return self.missing()
 
 
+def in_c(function: Callable[..., Any], bound: float) -> Kernel:
+    """A form by the compiled C code, which computes in float32 on the CPU."""
+    return Kernel("compiled", function, ("cpu",), {torch.float32: bound}, compile_native.missing)
+
+
 TABLE: dict[str, tuple[Kernel, ...]] = {}
 """Forms of each operation, in the order of `FORMS`."""
 
 
-def add_forms(*forms: Kernel) -> None:
+def add_forms(operation: str, *forms: Kernel) -> None:
     """Register all forms of one operation. One of them is the reference form."""
-    (operation,) = {k.operation for k in forms}
-    TABLE[operation] = tuple(sorted(forms, key=lambda k: FORMS.index(k.form)))
+    TABLE[operation] = tuple(replace(k, operation=operation) for k in sorted(forms, key=lambda k: FORMS.index(k.form)))
     assert TABLE[operation][-1].form == "reference"
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.engine.head.logit_transform import logits as head_logits
-from posttrain.engine.layers.attention import Layout, PackedLayout, using
+from posttrain.engine.layers.attention import AttentionCall, Layout, PackedLayout, using
 from posttrain.engine.layers.embedding_gradient import LookUp
 from posttrain.engine.layers.select_rows import rows_at
 from posttrain.engine.model.architecture_kinds import WANTED
@@ -94,7 +94,7 @@ class ReadOut:
 
 
 def takes_positions(module: nn.Module, positions: Tensor) -> dict[str, Tensor]:
-    """`position_ids` as an argument, for a model that has positions. RWKV and Mamba have none."""
+    """`position_ids` as an argument, for a model that has positions. Mamba has none."""
     return {"position_ids": positions} if "position_ids" in inspect.signature(module.forward).parameters else {}
 
 
@@ -128,21 +128,9 @@ class _WindowProbe(PackedLayout):
 
     seen = False
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        self.seen |= sliding_window is not None
-        return super().attend(
-            module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap
-        )
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.seen |= call.window is not None
+        return super().attend(call)
 
 
 def _check_windows(module: PreTrainedModel, context: int | None, seen: bool) -> None:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from posttrain.engine.cpu import compile_native
 from posttrain.engine.head import native_tiles, reference_ops
-from posttrain.engine.head.kernel_table import Kernel, add_forms
+from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c
 from posttrain.engine.head.logit_transform import LogitSlope, LogitTransform, logit_dtype
 from posttrain.engine.head.tiles import TORCH, RunningSoftmax, Tile, TileForm, within
 
@@ -139,22 +138,9 @@ def _no_triton() -> str:
 
 _BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
 add_forms(
-    Kernel(
-        operation="head",
-        form="compiled",
-        function=_native_head,
-        devices=("cpu",),
-        bounds={torch.float32: native_tiles.BOUND},
-        missing=compile_native.missing,
-    ),
-    Kernel(
-        operation="head",
-        form="compiled",
-        function=_triton_head,
-        devices=("cuda",),
-        bounds=_BOUNDS,
-        missing=_no_triton,
-    ),
-    Kernel(operation="head", form="torch", function=_torch_head, bounds=_BOUNDS),
-    Kernel(operation="head", form="reference", function=reference_ops.head),
+    "head",
+    in_c(_native_head, native_tiles.BOUND),
+    Kernel("compiled", _triton_head, devices=("cuda",), bounds=_BOUNDS, missing=_no_triton),
+    Kernel("torch", _torch_head, bounds=_BOUNDS),
+    Kernel("reference", reference_ops.head),
 )

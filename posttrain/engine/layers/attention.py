@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -24,9 +25,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from posttrain.config.engines import KernelChoice
-from posttrain.engine.cpu import compile_native
 from posttrain.engine.head import reference_ops
-from posttrain.engine.head.kernel_table import Kernel, add_forms, kernel
+from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c, kernel
 from posttrain.engine.layers import packed_attention
 from posttrain.engine.layers.packed_attention import Runs
 from posttrain.engine.model.architecture_kinds import WANTED
@@ -40,21 +40,35 @@ HARMLESS = ("position_ids", "cache_position")
 could change scores, and no layout applies it."""
 
 
+@dataclass(eq=False, slots=True)
+class AttentionCall:
+    """What one layer asks of the layout of a pass."""
+
+    module: nn.Module
+    """The attention of the layer."""
+    query: Tensor
+    """[1, H, N, D]"""
+    key: Tensor
+    """[1, K, N, D]"""
+    value: Tensor
+    """[1, K, N, D of values]"""
+    scaling: float
+    window: int | None = None
+    """Most positions that one sees, itself included; None: all before it."""
+    softcap: float | None = None
+    """c of c tanh(score / c)."""
+
+    def part(self, begin: int, end: int) -> AttentionCall:
+        """The same of the positions `begin` to `end` alone."""
+        q, k, v = (x[:, :, begin:end] for x in (self.query, self.key, self.value))
+        return AttentionCall(self.module, q, k, v, self.scaling, self.window, self.softcap)
+
+
 class Layout(Protocol):
     """The layout of one forward pass: which positions attend to which."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+    def attend(self, call: AttentionCall) -> Tensor:
+        """[1, N, H, D]: the output of the layer's attention."""
         ...
 
 
@@ -154,7 +168,7 @@ def attend(
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise EngineError(f"{type(module).__name__} is not causal: {NAME!r} serves decoder-only language models")
     scale = float(query.shape[-1] ** -0.5) if scaling is None else scaling
-    return layout.attend(module, query, key, value, scaling=scale, sliding_window=sliding_window, softcap=softcap), None
+    return layout.attend(AttentionCall(module, query, key, value, scale, sliding_window, softcap)), None
 
 
 _registered: list[Callable[..., Any]] = [attend]
@@ -217,7 +231,42 @@ class CollectRows(torch.autograd.Function):
         return grad.new_zeros((ctx.rows, *grad.shape[1:])).index_copy_(0, back, grad), None
 
 
-class PackedLayout:
+class RunsLayout:
+    """A layout whose positions lie in runs, which compiled code reads as they are. Without it, and for scores with a
+    soft-cap, runs of similar length are computed by one call of dense attention each."""
+
+    routing: Any = None
+    """The choices that the routers of a mixture of experts are given, and those that they make
+    (`expert_routing.Routing`)."""
+
+    def __init__(self, tokens: int, kernels: KernelChoice) -> None:
+        self.tokens = tokens
+        self._kernels: KernelChoice = kernels
+
+    @cached_property
+    def runs(self) -> Runs:
+        raise NotImplementedError
+
+    def by_buckets(self, call: AttentionCall) -> Tensor:
+        raise NotImplementedError
+
+    def by_runs(self, call: AttentionCall) -> Tensor:
+        if call.softcap is not None:
+            return self.by_buckets(call)
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+        return packed_attention.attend(q, k, v, self.runs, call.scaling, call.window).unsqueeze(0)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        query = call.query
+        if query.shape[0] != 1 or query.shape[2] != self.tokens:
+            raise EngineError(
+                f"a layout of {self.tokens} packed positions met queries of shape {tuple(query.shape)}, not [1, H,"
+                " N, D]"
+            )
+        return kernel("packed_attention", query.device, query.dtype, self._kernels).function(self, call)
+
+
+class PackedLayout(RunsLayout):
     """Causal attention within segments that are packed back to back. It is differentiable, and no
     position sees another segment.
 
@@ -235,11 +284,7 @@ class PackedLayout:
             raise EngineError(
                 f"a packed layout needs at least one segment and positive lengths, got {lengths_S.tolist()}"
             )
-        self.tokens = int(lengths_S.sum())
-        self.routing: Any = None
-        """The choices that the routers of a mixture of experts are given, and those that they make
-        (`expert_routing.Routing`)."""
-        self._kernels: KernelChoice = kernels
+        super().__init__(int(lengths_S.sum()), kernels)
         self._lengths_S, self._groups = lengths_S, buckets(lengths_S, waste)
         self.shapes = [(len(group), int(lengths_S[group[0]])) for group in self._groups]
         """(B, L) of each bucket."""
@@ -253,32 +298,11 @@ class PackedLayout:
         """Each segment is a run below nothing."""
         return Runs(np.cumsum(self._lengths_S) - self._lengths_S, self._lengths_S)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
-        if query.shape[0] != 1 or query.shape[2] != self.tokens:
-            raise EngineError(
-                f"a layout of {self.tokens} packed positions met queries of shape {tuple(query.shape)}, not [1, H,"
-                " N, D]"
-            )
-        form = kernel("packed_attention", query.device, query.dtype, self._kernels)
-        return form.function(self, query, key, value, scaling, sliding_window, softcap)
-
-    def by_buckets(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def by_buckets(self, call: AttentionCall) -> Tensor:
         """Segments of similar length by one call of dense attention each."""
+        query, window = call.query, call.window
         places = self._places(query.device)
-        q, k, v = (self._spread(x[0].transpose(0, 1), places) for x in (query, key, value))
+        q, k, v = (self._spread(x[0].transpose(0, 1), places) for x in (query, call.key, call.value))
         attention = kernel("attention", query.device, query.dtype, self._kernels).function
         out: list[Tensor] = []
         parts = (x.split([count * longest for count, longest in self.shapes]) for x in (q, k, v))
@@ -287,7 +311,7 @@ class PackedLayout:
             mask = None
             if window is not None and window < longest:
                 mask = self._mask(query.device, longest, window)
-            attended = attention(q_BHLD, k_BKLD, v_BKLD, mask, scaling, softcap)
+            attended = attention(q_BHLD, k_BKLD, v_BKLD, mask, call.scaling, call.softcap)
             out.append(attended.transpose(1, 2).flatten(0, 1))
         rows = out[0] if len(out) == 1 else torch.cat(out)
         return (rows if places is None else CollectRows.apply(rows, places[1])).unsqueeze(0)
@@ -323,37 +347,6 @@ class PackedLayout:
         return self._masks[device, longest, window]
 
 
-class ByRuns(Protocol):
-    """A layout whose positions are runs, and which also serves dense attention."""
-
-    @property
-    def runs(self) -> Runs: ...
-
-    def by_buckets(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
-    ) -> Tensor: ...
-
-
-def by_runs(
-    layout: ByRuns,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """By compiled code, which has no soft-cap: scores with one are computed by buckets."""
-    if softcap is not None:
-        return layout.by_buckets(query, key, value, scaling, window, softcap)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed_attention.attend(q, k, v, layout.runs, scaling, window).unsqueeze(0)
-
-
-def by_buckets(layout: ByRuns, *given: Any) -> Tensor:
-    return layout.by_buckets(*given)
-
-
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> Tensor:
@@ -369,22 +362,16 @@ def dense_attention(
 
 
 add_forms(
+    "attention",
     Kernel(
-        operation="attention",
-        form="torch",
-        function=dense_attention,
+        "torch",
+        dense_attention,
         bounds={torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 3e-2, torch.float16: 4e-3},
     ),
-    Kernel(operation="attention", form="reference", function=reference_ops.attention),
+    Kernel("reference", reference_ops.attention),
 )
 add_forms(
-    Kernel(
-        operation="packed_attention",
-        form="compiled",
-        function=by_runs,
-        devices=("cpu",),
-        bounds={torch.float32: 1e-5},
-        missing=compile_native.missing,
-    ),
-    Kernel(operation="packed_attention", form="reference", function=by_buckets),
+    "packed_attention",
+    in_c(RunsLayout.by_runs, 1e-5),
+    Kernel("reference", lambda layout, call: layout.by_buckets(call)),
 )

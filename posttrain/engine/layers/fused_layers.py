@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from posttrain.config.engines import KernelChoice
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.embedded.cache.fused_decoder import FAMILIES, window_of
-from posttrain.engine.head.kernel_table import Kernel, add_forms, kernel
+from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c, kernel
 from posttrain.engine.head.readout import ReadOut, read_out
 from posttrain.engine.layers import attention
 from posttrain.engine.layers.attention import Layout, PackedLayout
@@ -335,13 +335,7 @@ def _gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 
 add_forms(
-    Kernel(
-        operation="layers",
-        form="compiled",
-        function=fused_read_out,
-        devices=("cpu",),
-        bounds={torch.float32: BOUND},
-        missing=compile_native.missing,
-    ),
-    Kernel(operation="layers", form="reference", function=lambda module, plain: plain),
+    "layers",
+    in_c(fused_read_out, BOUND),
+    Kernel("reference", lambda module, plain: plain),
 )

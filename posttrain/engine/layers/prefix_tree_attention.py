@@ -21,14 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posttrain.config.engines import KernelChoice
 from posttrain.core.exchange.micro_batches import LEAST, SLACK, alike
 from posttrain.engine.head.kernel_table import kernel
-from posttrain.engine.layers.attention import WASTE, buckets
+from posttrain.engine.layers.attention import WASTE, AttentionCall, RunsLayout, buckets
 from posttrain.engine.layers.packed_attention import Runs
-from posttrain.system.errors import EngineError
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,15 +247,12 @@ class _Joined(torch.autograd.Function):
         return None, *(part(b) for b in ctx.of)
 
 
-class TreeLayout:
+class TreeLayout(RunsLayout):
     """An attention layout over the unique positions of a `SharedTree`: each run attends to what is above it, and to
     itself causally. It is differentiable, and exact for every tree."""
 
     def __init__(self, tree: SharedTree, *, waste: float = WASTE, kernels: KernelChoice = "auto") -> None:
-        self.positions = len(tree.first_U)
-        self.routing: Any = None
-        """As in `PackedLayout`."""
-        self._kernels: KernelChoice = kernels
+        super().__init__(len(tree.first_U), kernels)
         self._runs, self._waste = tree.runs, waste
         self._device = torch.device("cpu")
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
@@ -270,43 +266,23 @@ class TreeLayout:
     def _buckets(self) -> list[_Bucket]:
         return [_Bucket.of(runs) for runs in _alike_runs(self._runs, self._waste)]
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """query [1, H, U, D], key and value [1, K, U, D] -> [1, U, H, D]."""
-        if query.shape[0] != 1 or query.shape[2] != self.positions:
-            raise EngineError(
-                f"a tree of {self.positions} positions met queries of shape {tuple(query.shape)}, not [1, H, U, D]"
-            )
-        form = kernel("packed_attention", query.device, query.dtype, self._kernels)
-        return form.function(self, query, key, value, scaling, sliding_window, softcap)
-
-    def by_buckets(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def by_buckets(self, call: AttentionCall) -> Tensor:
         """Runs of similar length below equally many positions by one call of dense attention each."""
+        query = call.query
         if self._device != query.device:
             self._device, self._masks = query.device, {}
             for bucket in self._buckets:
                 bucket.to(query.device)
         q, k, v = (
             _Padded.apply(x[0].transpose(0, 1), self._buckets, above)
-            for x, above in ((query, False), (key, True), (value, True))
+            for x, above in ((query, False), (call.key, True), (call.value, True))
         )
         attention = kernel("attention", query.device, query.dtype, self._kernels).function
         out = list[Tensor]()
         for b, *rows_qkv in zip(self._buckets, q, k, v, strict=True):
             q_BHLD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in rows_qkv)
-            mask = self._mask(b.longest, b.deep, window)
-            out.append(attention(q_BHLD, k_BKTD, v_BKTD, mask, scaling, softcap).transpose(1, 2))
+            mask = self._mask(b.longest, b.deep, call.window)
+            out.append(attention(q_BHLD, k_BKTD, v_BKTD, mask, call.scaling, call.softcap).transpose(1, 2))
         return _Joined.apply(self._buckets, *out).unsqueeze(0)
 
     def _mask(self, longest: int, deep: int, window: int | None) -> Tensor | None:

@@ -13,7 +13,7 @@ WANTED = (
     " GPT-2, ..., and of mixtures of experts Qwen3-MoE, Mixtral, DeepSeek-V3, ... (docs/reference/models.md)"
 )
 """The advice in a refusal of an architecture."""
-ALWAYS = ("falcon_h1", "falcon_mamba", "kimi_linear", "mamba", "mamba2", "rwkv", "zamba2")
+ALWAYS = ("falcon_h1", "falcon_mamba", "kimi_linear", "mamba", "mamba2", "zamba2")
 """Model types of which every model keeps a state, and which are computed sequence by sequence."""
 BY_LAYERS = (
     "bamba",
@@ -31,15 +31,14 @@ BY_LAYERS = (
     "qwen3_next",
 )
 """Model types whose layers may keep a state; `LISTS` say which do. They are computed sequence by sequence too."""
-NOT_SHOWN = ("bailing_hybrid", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "xlstm", "zamba")
+NOT_SHOWN = ("bailing_hybrid", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba")
 """Model types that keep a state, and of which nobody has shown that a sequence in a batch is what it is alone.
-RecurrentGemma keeps the state of its last sequence on the module."""
+RecurrentGemma keeps the state of its last sequence on the module, and RWKV rescales its own weights between modes."""
 A_LOG = "holds -exp(A_log) in place of A_log"
 IN_VLLM: Mapping[str, str] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), "holds the convolutions under other names (short_conv)"),
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), A_LOG),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), A_LOG),
-    "rwkv": "has no such model",
 }
 """Model types with a state -> why the weights that vLLM computes with cannot be read back as they were sent, by its
 model files of 2026 (vllm/model_executor/models). A push to it would stop the run at the first step."""

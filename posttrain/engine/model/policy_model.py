@@ -28,7 +28,7 @@ from posttrain.engine.head.value_heads import RewardHead
 from posttrain.engine.layers.attention import PackedLayout
 from posttrain.engine.model.built_tokenizers import characters, digest, quiet, raw_bytes
 from posttrain.engine.model.disable_dropout import silence
-from posttrain.engine.model.recurrent_state import is_stateful, prepare
+from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.engine.model.stop_tokens import resolve_stops, turn_end
 from posttrain.engine.model.supported_models import accept
 from posttrain.engine.model.tiny_models import build_module
@@ -306,7 +306,7 @@ def prepared(
     if getattr(asked, "output_router_logits", False) and (coef := getattr(asked, "router_aux_loss_coef", 0)):
         notes += [_BALANCE.format(coef)]
     if is_stateful(module):
-        notes += [_STATE, *prepare(module)]
+        notes += [_STATE]
     if here is not None:
         notes += silence(module, accept(module, context)[0])
     return Policy(

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.config.engines import KernelChoice
 from posttrain.core.batch import Packed
 from posttrain.engine.head.kernel_table import kernel
 from posttrain.engine.head.readout import ReadOut
-from posttrain.engine.layers.attention import WASTE, CollectRows, buckets
+from posttrain.engine.layers.attention import WASTE, AttentionCall, CollectRows, buckets
 from posttrain.engine.layers.packed_routing import PackedRouting
 from posttrain.engine.model.architecture_kinds import keeps_state
 
@@ -32,43 +32,22 @@ def is_stateful(module: PreTrainedModel) -> bool:
     return keeps_state(module.config.to_dict())
 
 
-def prepare(module: PreTrainedModel) -> list[str]:
-    """Switch off what a stateful model does to its own weights. Returns notes for people."""
-    config = module.config
-    if getattr(config, "rescale_every", 0):
-        config.rescale_every = 0
-        return [
-            "rescale_every is 0: RWKV would divide its own weights in evaluation mode and multiply them while training."
-            " Answers are the same, but in float16 activations of a deep model may overflow"
-        ]
-    return []
-
-
 class RowLayout:
     """Causal attention of a batch of sequences, one in each row, padded on the right."""
 
     def __init__(self, kernels: KernelChoice = "auto") -> None:
         self._kernels: KernelChoice = kernels
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """query [B, H, L, D], key and value [B, K, L, D] -> [B, L, H, D]."""
+        query, window = call.query, call.window
         length, mask = query.shape[2], None
-        if sliding_window is not None and sliding_window < length:
+        if window is not None and window < length:
             at = torch.arange(length, device=query.device)
             distance = at[:, None] - at
-            mask = (distance >= 0) & (distance < sliding_window)
+            mask = (distance >= 0) & (distance < window)
         function = kernel("attention", query.device, query.dtype, self._kernels).function
-        return function(query, key, value, mask, scaling, softcap).transpose(1, 2)
+        return function(query, call.key, call.value, mask, call.scaling, call.softcap).transpose(1, 2)
 
 
 class SeparateRows:

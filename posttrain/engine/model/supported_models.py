@@ -11,7 +11,8 @@ Axis letters: N packed positions, H query heads, K key-value heads, D head width
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.engine.head.readout import CANARY, ReadOut, check_read_out, positions, read_out
-from posttrain.engine.layers.attention import PackedLayout, dense_attention
+from posttrain.engine.layers import attention
+from posttrain.engine.layers.attention import AttentionCall, PackedLayout, dense_attention
 from posttrain.engine.layers.expert_routing import Routing, following, routers_of
 from posttrain.engine.model.architecture_kinds import WANTED
-from posttrain.engine.model.patch_attention import as_built, route_attention
 from posttrain.engine.model.recurrent_state import RowLayout, is_stateful, rows_alone
 from posttrain.system.errors import EngineError
 
@@ -61,7 +62,7 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
             f"context={context} exceeds the {bound} positions of {name}. Set model.context to at most {bound}"
         )
     _check_rope(config, name, context)
-    route_attention(module)
+    _use_attention(module)
     out = read_out(module)
     if is_stateful(module):
         check_read_out(module, out, context)
@@ -74,6 +75,34 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
     return out, shapes
 
 
+def _use_attention(module: PreTrainedModel) -> None:
+    """Make every layer of `module` attend by `attention.attend` from now on. EngineError where transformers offers no
+    way to replace the attention of this architecture."""
+    attention.register()
+    if module.config.get_text_config(decoder=True)._attn_implementation != attention.NAME:
+        try:
+            module.set_attn_implementation(attention.NAME)
+        except (ValueError, KeyError, ImportError, AttributeError) as error:
+            raise EngineError(
+                f"{type(module).__name__} computes attention in code of its own and takes no other"
+                f" ({type(error).__name__}: {error}). {WANTED}"
+            ) from error
+
+
+@contextmanager
+def as_built(module: PreTrainedModel) -> Iterator[None]:
+    """Inside, `module` attends with transformers' own plain code, and the layout has no effect."""
+    configs = {id(c): c for p in module.modules() if (c := getattr(p, "config", None)) is not None}
+    ours = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == attention.NAME]
+    try:
+        for config in ours:
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for config in ours:
+            config._attn_implementation_internal = attention.NAME
+
+
 class _ProbeLayout(PackedLayout):
     """A packed layout that records which layers attend, and what they would cache."""
 
@@ -81,27 +110,15 @@ class _ProbeLayout(PackedLayout):
         super().__init__([length])
         self.seen: dict[int, LayerShape] = {}
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        layer = getattr(module, "layer_idx", None)
+    def attend(self, call: AttentionCall) -> Tensor:
+        layer = getattr(call.module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self.seen:
             raise EngineError(
-                f"{type(module).__name__} has layer index {layer!r}, missing or used twice, so its cache has no place."
-                f" {WANTED}"
+                f"{type(call.module).__name__} has layer index {layer!r}, missing or used twice, so its cache has no"
+                f" place. {WANTED}"
             )
-        self.seen[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-        return super().attend(
-            module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap
-        )
+        self.seen[layer] = LayerShape(call.key.shape[1], call.key.shape[-1], call.value.shape[-1])
+        return super().attend(call)
 
 
 def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerShape]:
@@ -165,19 +182,9 @@ class _GrowingCache:
     def __init__(self) -> None:
         self._past: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
-        layer: int = module.layer_idx  # type: ignore[assignment]
+    def attend(self, call: AttentionCall) -> Tensor:
+        layer: Any = call.module.layer_idx
+        query, key, value = call.query, call.key, call.value
         if layer in self._past:
             key, value = (
                 torch.cat([old, new], dim=2) for old, new in zip(self._past[layer], (key, value), strict=True)
@@ -185,8 +192,8 @@ class _GrowingCache:
         self._past[layer] = key, value
         at = torch.arange(key.shape[2], device=key.device)
         distance = at[-query.shape[2] :, None] - at
-        mask = (distance >= 0) & (distance < (sliding_window or len(at)))
-        return dense_attention(query, key, value, mask, scaling, softcap).transpose(1, 2)
+        mask = (distance >= 0) & (distance < (call.window or len(at)))
+        return dense_attention(query, key, value, mask, call.scaling, call.softcap).transpose(1, 2)
 
 
 Difference = Callable[[PreTrainedModel, ReadOut, int, int], str]

@@ -283,11 +283,7 @@ def _adam_options(config: Optimizer) -> dict[str, Any]:
 
 
 add_forms(
-    Kernel(
-        operation="adamw",
-        form="torch",
-        function=partial(torch.optim.AdamW, fused=True),
-        bounds={torch.float32: 1e-5, torch.float64: 1e-13},
-    ),
-    Kernel(operation="adamw", form="reference", function=reference_ops.adamw),
+    "adamw",
+    Kernel("torch", partial(torch.optim.AdamW, fused=True), bounds={torch.float32: 1e-5, torch.float64: 1e-13}),
+    Kernel("reference", reference_ops.adamw),
 )

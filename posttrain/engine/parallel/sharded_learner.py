@@ -15,7 +15,7 @@ which share memory with the model, and the gradient of a pass is put into them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -37,6 +37,7 @@ from posttrain.engine.learner.learner import HEADS, SCORE_TOKENS, HFLearner
 from posttrain.engine.model.architecture_kinds import EXPERTS
 from posttrain.engine.model.policy_model import Policy, named_tensors, served_tensors
 from posttrain.engine.model.recurrent_state import is_stateful
+from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.shard_modules import OutermostModule, cut, first_row, rows_of, shard_of, with_memory
 from posttrain.engine.parallel.sharded_fused_proof import prove_layers
@@ -195,28 +196,18 @@ class ShardedLearner(HFLearner):
             cut_up = isinstance(tensor, DTensor)
             yield shard_of(name, self._rounded(tensor)) if cut_up else Shard.of(name, tensor.detach())
 
-    def held(self) -> dict[str, Tensor]:
-        """Returns the tensors of policy and heads that a checkpoint holds, as torch has them, cut or not, by name: all
-        tensors, or only those that train where there is an adapter. Narrow weights are rounded copies."""
-        frozen = self.policy.lora is not None
-        of_policy = () if frozen else named_tensors(self.policy.module)
-        held: dict[str, Tensor] = {n: self._rounded(t) for n, t in of_policy}
-        return held | {n: p for n, p in self._sharded.items() if n not in held}
-
-    @torch.no_grad()
-    def take(self, held: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
-        """Go on with what was read into `held()`, and with this rank's parts of the master copies `master.NAME`."""
-        if self.narrow is None:
-            return
-        for name, own in self._own.items():
-            read = masters.get(f"master.{name}", held[name])
-            own.copy_(read.to_local() if isinstance(read, DTensor) else read)
-
     @torch.no_grad()
     def round_masters(self) -> None:
         """Begin again with rounded weights, as a new optimizer in one process makes its master copies of them."""
         for name, own in self._own.items():
             own.copy_(self._rows_rounded(name, own))
+
+    def masters(self, optimizer: StageOptimizer) -> dict[str, Tensor]:
+        """The master copies that this learner has itself, named as an optimizer in one process names its own."""
+        if self.narrow is None:
+            return {}
+        moved = optimizer.trained()
+        return {f"master.{n}": p.detach() for n, p in self._own.items() if n in moved and not n.startswith(HEADS)}
 
     def rounded_rows(self) -> dict[str, Tensor]:
         """`parameters()` in the type that the model has."""

@@ -27,13 +27,11 @@ from posttrain.engine.files.safetensors_rows import RowFiles
 from posttrain.engine.layers import attention
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.disable_dropout import silence
-from posttrain.engine.model.patch_attention import REROUTED
 from posttrain.engine.model.policy_model import Policy, prepared
 from posttrain.engine.model.stop_tokens import resolve_stops
 from posttrain.engine.model.supported_models import accept
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.shard_modules import remade
-from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.system.errors import ConfigError, InvariantError
 from posttrain.system.machine import freed_at_once
 
@@ -82,11 +80,6 @@ def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankP
     check_frozen(model.lora, model.quantize)
     files = RowFiles(folder)
     config, tokenizer, notes = read_skeleton(str(folder), model.trust_remote_code)
-    if config.model_type in REROUTED:
-        raise ConfigError(
-            f"{folder}: the attention of {config.model_type} is code of its own, which is replaced in a whole model."
-            " Load it whole on each rank (`load_policy`)"
-        )
     attention.register()
     with freed_at_once(), without_memory():
         module = AutoModelForCausalLM.from_config(
@@ -101,23 +94,6 @@ def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankP
     made = prepared(model, module, tokenizer, stops, f"from {model.path}", notes, most)
     policy = BlankPolicy(files=files, **{f.name: getattr(made, f.name) for f in fields(Policy)})
     return policy if model.lora is None else _adapted(policy, model, seed)
-
-
-def load_by_rows(
-    model: Model, ranks: ProcessRanks, *, seed: int = 0, most: int | None = None, **how: Any
-) -> ShardedLearner:
-    """The learner of one rank over the model in the directory `model.path`. Every rank calls it.
-
-    Args:
-        seed, most: as in `blank_policy`.
-        how: further arguments of `ShardedLearner`.
-
-    Raises:
-        ConfigError: `model.path` is no directory of a model, or asks for what is not offered this way.
-        DataError: the files lack a weight, or name weights otherwise than the module does.
-        InvariantError: the ranks see different files.
-    """
-    return read_rows(blank_policy(model, seed, most), ranks, ShardedLearner, ranks, **how)
 
 
 def read_rows(

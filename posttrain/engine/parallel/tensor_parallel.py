@@ -28,6 +28,7 @@ from posttrain.engine.adapters.quantise import is_quantised
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.engine.model.recurrent_state import is_stateful
+from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.system.errors import ConfigError, InvariantError
 
@@ -116,6 +117,10 @@ class TensorLearner(HFLearner):
         """`parameters()` as tensors, in the type that the model has."""
         return {name: own.detach() for name, own in self._own.items()}
 
+    def masters(self, optimizer: StageOptimizer) -> dict[str, Tensor]:
+        """See `ShardedLearner.masters`: the optimizer has them here."""
+        return {}
+
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """The norm of the whole gradient. What every rank has whole counts once, as the first rank has it.
 
@@ -176,10 +181,6 @@ class TensorLearner(HFLearner):
     def place(self, name: str, own: Tensor) -> Shard:
         """The rank's own part `own` of something as large as parameter `name`, with its place."""
         return self._placed(name, own, self._held[name])
-
-    def held(self) -> dict[str, Tensor]:
-        """All tensors of policy and heads as torch has them, cut or not, by name."""
-        return dict(named_tensors(self.policy.module)) | self._held
 
     def like(self, name: str, own: Tensor) -> Tensor:
         """The rank's own part `own` of something as large as parameter `name`, as a part of the whole."""

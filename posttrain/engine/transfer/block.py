@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.engine.transfer.parcel import Parcel, ParcelDamageError, ParcelEntry
+from posttrain.engine.transfer.parcel import Buffer, Parcel, ParcelDamageError, ParcelEntry
 from posttrain.system import read_untrusted
 
 HEAD = struct.Struct("<8sqQQ16s16x")
@@ -41,9 +41,6 @@ DTYPES = {
 }
 """The dtypes that a tensor of a parcel may have, by name."""
 WHOLE = "whole"
-
-Buffer = Any
-"""Bytes that can be written to: a bytearray or a private map of a file."""
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -123,11 +120,8 @@ def read_block(block: Buffer, transport: str, place: str) -> Parcel:
 
 
 def _refusal(place: str) -> Callable[..., ParcelDamageError]:
-    def refuse(why: str, tensor: str = "") -> ParcelDamageError:
-        return ParcelDamageError(
-            f"the block of weights at {place} cannot be read: {why}. Publish the weights again",
-            tensor=tensor,
-        )
+    def refuse(why: str) -> ParcelDamageError:
+        return ParcelDamageError(f"the block of weights at {place} cannot be read: {why}. Publish the weights again")
 
     return refuse
 
@@ -155,15 +149,15 @@ def check_entries(parcel: Parcel, end: int, refuse: Callable[..., ParcelDamageEr
         raise refuse("a name is listed twice")
     for e in parcel.entries:
         if e.dtype not in DTYPES:
-            raise refuse(f"tensor {e.name!r} is said to be of dtype {e.dtype!r}", e.name)
+            raise refuse(f"tensor {e.name!r} is said to be of dtype {e.dtype!r}")
         full = prod(e.shape) * DTYPES[e.dtype].itemsize
         if e.coding == WHOLE and e.size != full:
-            raise refuse(f"tensor {e.name!r} of {e.dtype} {e.shape} has {e.size:,} bytes instead of {full:,}", e.name)
+            raise refuse(f"tensor {e.name!r} of {e.dtype} {e.shape} has {e.size:,} bytes instead of {full:,}")
         if e.coding != WHOLE and parcel.base is None:
-            raise refuse(f"tensor {e.name!r} is coded as {e.coding!r}, and no base is named", e.name)
+            raise refuse(f"tensor {e.name!r} is coded as {e.coding!r}, and no base is named")
         if e.offset < HEAD.size or e.offset % ALIGN or e.offset + e.size > end:
-            raise refuse(f"tensor {e.name!r} at {e.offset:,} does not lie within the block", e.name)
+            raise refuse(f"tensor {e.name!r} at {e.offset:,} does not lie within the block")
     placed = sorted((e for e in parcel.entries if e.size), key=lambda e: e.offset)
     for a, b in pairwise(placed):
         if a.offset + a.size > b.offset:
-            raise refuse(f"tensors {a.name!r} and {b.name!r} share bytes", b.name)
+            raise refuse(f"tensors {a.name!r} and {b.name!r} share bytes")

@@ -9,9 +9,8 @@ A round that breaks, because a process died or hangs in it, is given up by all o
 new ticket, and so does a process that was started in the place of a dead one, whenever it is ready. So nothing has to
 be mended after a death, nobody waits for a process that is being started, and a late one gets a round of its own.
 
-gloo carries it between processors. NCCL carries it between GPUs by the same code: each bucket then goes through the
-memory of the GPU. The group is made anew for each round (3 ms for gloo on one machine), over a store of keys in the
-sender's process.
+gloo carries it. The group is made anew for each round (3 ms on one machine), over a store of keys in the sender's
+process.
 
 Every wait ends. A receiver that nobody calls, or whose rounds break again and again, raises an error that names the
 sender, itself and the first tensor that did not come.
@@ -36,15 +35,15 @@ from typing import Any
 import torch
 from torch import distributed
 
-from posttrain.engine.transfer.block import Buffer, largest
-from posttrain.engine.transfer.parcel import Parcel, ParcelDamageError, ParcelGoneError, ParcelTimeoutError
+from posttrain.engine.transfer.block import largest
+from posttrain.engine.transfer.parcel import Buffer, Parcel, ParcelDamageError, ParcelGoneError, ParcelTimeoutError
 from posttrain.engine.transfer.sender import this_process
 
 C10D: Any = distributed
 """Its stores and groups have no types."""
 COLLECTIVE = "collective"
 BUCKET = 64 << 20
-"""Bytes of one broadcast. On a GPU a bucket is also the memory that the transfer needs."""
+"""Bytes of one broadcast."""
 LOOPBACK = "127.0.0.1"
 GATHER = 1.0
 """Seconds from the first ticket of a version until those are called that have one."""
@@ -80,31 +79,24 @@ class BroadcastPlace:
         """ParcelDamageError where it is none."""
         address, *numbers = parcel.place.split("/")
         if len(numbers) != 4 or not all(x.isdecimal() for x in numbers) or int(numbers[1]) > largest(parcel):
-            raise ParcelDamageError(
-                f"{parcel.place!r} is no place of a broadcast. Use parcels as they were published",
-                version=parcel.version,
-                peer=parcel.sender,
-            )
+            raise ParcelDamageError(f"{parcel.place!r} is no place of a broadcast. Use parcels as they were published")
         number, size, bucket, milliseconds = map(int, numbers)
         return cls(address, number, size, max(bucket, 1), milliseconds / 1000)
 
 
 class CollectiveCarrier:
-    """A `carrier.Carrier` over torch.distributed.
+    """A `parcel.Carrier` over torch.distributed.
 
     Args:
         engines: receivers that are waited for, at most `GATHER` seconds, before the first round of a version.
         host: the address at which receivers find this process.
-        device: `cuda` sends by NCCL.
         seconds: how long a bucket may take. A receiver waits twice as long until it is called.
     """
 
     transport = COLLECTIVE
 
-    def __init__(
-        self, engines: int, *, host: str = LOOPBACK, device: str = "cpu", seconds: float = 60.0, bucket: int = BUCKET
-    ) -> None:
-        self.engines, self.device, self.seconds, self.bucket = engines, device, seconds, bucket
+    def __init__(self, engines: int, *, host: str = LOOPBACK, seconds: float = 60.0, bucket: int = BUCKET) -> None:
+        self.engines, self.seconds, self.bucket = engines, seconds, bucket
         listening = socket.create_server((host, 0))
         self.address = f"{host}:{listening.getsockname()[1]}"
         self.store = _store(self.address, seconds, listening.detach())
@@ -130,7 +122,7 @@ class CollectiveCarrier:
 
 
 class CollectiveSink:
-    """A `carrier.Sink`: memory of this process, which a thread sends to whoever comes, from `announce` to `end`."""
+    """A `parcel.Sink`: memory of this process, which a thread sends to whoever comes, from `announce` to `end`."""
 
     def __init__(self, carrier: CollectiveCarrier, number: int) -> None:
         self._carrier, self._number = carrier, number
@@ -188,21 +180,16 @@ class CollectiveSink:
         for rank, ticket in enumerate(tickets, 1):
             keys.set(_go(ticket), f"{name} {rank} {world}")
         with suppress(RuntimeError):
-            group = _group(keys, name, 0, world, c.address, c.device, c.seconds)
+            group = _group(keys, name, 0, world, c.address, c.seconds)
             for _, bucket in _buckets(self._block, c.bucket):
-                _broadcast(group, bucket.to(c.device), c.seconds)
-            _meet(group, c.device, c.seconds)
+                _broadcast(group, bucket, c.seconds)
+            _meet(group, c.seconds)
 
 
 class CollectiveFetch:
-    """A `carrier.Fetch`: takes part in the broadcasts of a parcel until one has brought it.
+    """A `parcel.Fetch`: takes part in the broadcasts of a parcel until one has brought it."""
 
-    Args:
-        device: `cuda` receives by NCCL.
-    """
-
-    def __init__(self, *, device: str = "cpu") -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._store: tuple[str, Any] | None = None
 
     def __call__(self, parcel: Parcel) -> Buffer:
@@ -232,10 +219,7 @@ class CollectiveFetch:
         raise ParcelTimeoutError(
             f"weights of version {parcel.version}: {parcel.sender} did not send them to {this_process()}, from tensor"
             f" {tensor!r} on: {why}. Look whether the learner still runs and whether this machine can connect to it, or"
-            " take another placement.transport",
-            version=parcel.version,
-            peer=parcel.sender,
-            tensor=tensor,
+            " take another placement.transport"
         )
 
     def _take(
@@ -247,17 +231,14 @@ class CollectiveFetch:
         """
         done = 0
         try:
-            group = _group(keys, *called, place.address, self._device, place.seconds)
+            group = _group(keys, *called, place.address, place.seconds)
             for at, part in _buckets(block, place.bucket):
                 done = at
-                there = part if self._device == "cpu" else torch.empty_like(part, device=self._device)
-                _broadcast(group, there, place.seconds)
-                if there is not part:
-                    part.copy_(there)
+                _broadcast(group, part, place.seconds)
         except RuntimeError as broken:
             return done, str(broken)
         with suppress(RuntimeError):  # the bytes are here, whoever else lacks them
-            _meet(group, self._device, place.seconds)
+            _meet(group, place.seconds)
         return place.size, ""
 
     def _reach(self, place: BroadcastPlace) -> Any:
@@ -302,9 +283,7 @@ def _called(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, int, int] |
             return None
         time.sleep(pause)
     raise ParcelGoneError(
-        f"the weights of version {parcel.version} are gone: {parcel.sender} retired them. Read a newer version",
-        version=parcel.version,
-        peer=parcel.sender,
+        f"the weights of version {parcel.version} are gone: {parcel.sender} retired them. Read a newer version"
     )
 
 
@@ -329,13 +308,9 @@ def _store(address: str, seconds: float, listening: int | None = None) -> Any:
     )
 
 
-def _group(keys: Any, name: int, rank: int, members: int, address: str, device: str, seconds: float) -> Any:
+def _group(keys: Any, name: int, rank: int, members: int, address: str, seconds: float) -> Any:
     """The processes of one round: none of torch.distributed's named groups, which a learner may use itself."""
     keys = C10D.PrefixStore(f"round/{name}", keys)
-    if device != "cpu":
-        options = C10D.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=seconds)
-        return C10D.ProcessGroupNCCL(keys, rank, members, options)
     options = C10D.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=min(seconds, CONNECT))
     options._threads = 1  # one bucket at a time; torch 2.13 keeps 120 bytes of every thread that has waited for one
@@ -358,8 +333,8 @@ def _broadcast(group: Any, bucket: torch.Tensor, seconds: float) -> None:
     group.broadcast([bucket], how).wait(how.timeout)
 
 
-def _meet(group: Any, device: str, seconds: float) -> None:
+def _meet(group: Any, seconds: float) -> None:
     """Wait until all members of the group are here."""
     how = C10D.AllreduceOptions()
     how.timeout = timedelta(seconds=seconds)
-    group.allreduce([torch.zeros(1, device=device)], how).wait(how.timeout)
+    group.allreduce([torch.zeros(1)], how).wait(how.timeout)

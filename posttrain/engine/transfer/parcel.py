@@ -1,8 +1,11 @@
-"""A parcel: what one push of weights holds and where it lies; the protocols of its two sides, and their errors."""
+"""A parcel: what one push of weights holds and where it lies; the protocols of its two sides and of its carrier, and
+their errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +13,9 @@ from torch import Tensor
 
 from posttrain.engine.files.fingerprint import Spot, digest_of
 from posttrain.system.errors import EngineError
+
+Buffer = Any
+"""Bytes that can be written to: a bytearray or a private map of a file."""
 
 
 @dataclass(frozen=True)
@@ -129,21 +135,53 @@ class WeightReceiver(Protocol):
         ...
 
 
+# --- what carries the bytes -------------------------------------------------------------------------------------------
+
+
+class Sink(Protocol):
+    """A block that is being written. Nobody else knows of it before `announce`."""
+
+    def write(self, data: memoryview | bytes, at: int, tensor: str = "") -> None:
+        """Put bytes at a place of the block. ParcelWriteError, which names the tensor, where there is no room."""
+        ...
+
+    def announce(self) -> str:
+        """Make the whole block readable at once; returns its place."""
+        ...
+
+    def drop(self) -> None:
+        """Remove the block that was begun."""
+        ...
+
+
+class Carrier(Protocol):
+    """The sender's side of a transport."""
+
+    @property
+    def transport(self) -> str:
+        """See `Parcel.transport`."""
+        ...
+
+    def begin(self, version: int) -> Sink:
+        """A new block."""
+        ...
+
+    def remove(self, place: str) -> None:
+        """Remove a block that was announced."""
+        ...
+
+    def close(self) -> None:
+        """Remove all blocks."""
+        ...
+
+
+Fetch = Callable[[Parcel], Buffer]
+"""The receiver's side of a transport: the bytes of the block. ParcelGoneError where there is none."""
+
+
 class ParcelError(EngineError):
-    """Weights did not arrive as they were sent. `version` is the parcel's (-1: not known), `peer` the process at the
-    other side, `tensor` the one that was being read or written ("": none alone). Exit code 6."""
-
-    def __init__(self, message: str, *, version: int = -1, peer: str = "", tensor: str = "") -> None:
-        super().__init__(message)
-        self.version, self.peer, self.tensor = version, peer, tensor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Errors cross the border of a process; the base class would forget the names."""
-        return _again, (type(self), str(self), self.version, self.peer, self.tensor)
-
-
-def _again(kind: type[ParcelError], message: str, version: int, peer: str, tensor: str) -> ParcelError:
-    return kind(message, version=version, peer=peer, tensor=tensor)
+    """Weights did not arrive as they were sent. The message names the version, the other side, and the tensor that was
+    being read or written. Exit code 6."""
 
 
 class ParcelDamageError(ParcelError):
@@ -168,3 +206,23 @@ class ParcelTimeoutError(ParcelError):
 
 class ParcelWriteError(ParcelError):
     """The parcel could not be written, mostly because there is no room."""
+
+
+def write_at(fd: int, data: memoryview | bytes, at: int) -> None:
+    """Write all of it at a place of a file, whatever the kernel takes at once."""
+    left = memoryview(data)
+    while len(left):
+        done = os.pwrite(fd, left, at)
+        left, at = left[done:], at + done
+
+
+@contextmanager
+def written_or_refused(version: int, tensor: str, helps: str) -> Iterator[None]:
+    """ParcelWriteError where what is written inside cannot be. `helps` says what helps."""
+    try:
+        yield
+    except OSError as problem:
+        raise ParcelWriteError(
+            f"weights of version {version}: {tensor or 'the table'!r} could not be written ({problem.strerror})."
+            f" {helps}"
+        ) from problem

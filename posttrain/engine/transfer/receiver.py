@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from posttrain.engine.files.fingerprint import fingerprints
-from posttrain.engine.transfer.block import WHOLE, Buffer, dtype_name, read_block, tensor_of
-from posttrain.engine.transfer.carrier import Fetch
+from posttrain.engine.transfer.block import WHOLE, dtype_name, read_block, tensor_of
 from posttrain.engine.transfer.collective import COLLECTIVE, CollectiveFetch
 from posttrain.engine.transfer.delta import decode
 from posttrain.engine.transfer.parcel import (
+    Buffer,
+    Fetch,
     Parcel,
     ParcelBaseError,
     ParcelDamageError,
@@ -44,16 +45,12 @@ class ParcelReceiver:
         if last is not None and parcel.version < last.version:
             raise ParcelOrderError(
                 f"version {parcel.version} came from {parcel.sender} after version {last.version} was read: the engine"
-                " would go back to older weights. Send versions in their order",
-                version=parcel.version,
-                peer=parcel.sender,
+                " would go back to older weights. Send versions in their order"
             )
         if parcel.transport not in self._fetch:
             raise ParcelError(
                 f"weights came by {parcel.transport!r}, and this engine reads {', '.join(self._fetch)}. Give both sides"
-                " the same transport",
-                version=parcel.version,
-                peer=parcel.sender,
+                " the same transport"
             )
         self._require_base(parcel)
         block = self._fetch[parcel.transport](parcel)
@@ -61,9 +58,7 @@ class ParcelReceiver:
         if found != parcel:
             raise ParcelDamageError(
                 f"the block at {parcel.place} holds version {found.version} of {found.sender}, and version"
-                f" {parcel.version} of {parcel.sender} was announced there. Publish the weights again",
-                version=parcel.version,
-                peer=parcel.sender,
+                f" {parcel.version} of {parcel.sender} was announced there. Publish the weights again"
             )
         tensors = {e.name: checked(self._tensor(block, e, parcel), e, parcel) for e in parcel.entries}
         self._last, self._kept = parcel, tensors if parcel.followed else {}
@@ -79,9 +74,7 @@ class ParcelReceiver:
         has = "nothing" if held is None else f"version {held.version} ({held.digest[:8]})"
         raise ParcelBaseError(
             f"version {parcel.version} is a delta against version {parcel.base} ({parcel.base_digest[:8]}), and this"
-            f" engine holds {has}. Send it whole (`whole({parcel.version})` of the sender)",
-            version=parcel.version,
-            peer=parcel.sender,
+            f" engine holds {has}. Send it whole (`whole({parcel.version})` of the sender)"
         )
 
     def _tensor(self, block: Buffer, entry: ParcelEntry, parcel: Parcel) -> Tensor:
@@ -95,10 +88,7 @@ class ParcelReceiver:
         except ValueError as problem:
             raise ParcelDamageError(
                 f"the delta of tensor {entry.name!r} of version {parcel.version} from {parcel.sender} cannot be"
-                f" applied: {problem}. Send the version whole",
-                version=parcel.version,
-                peer=parcel.sender,
-                tensor=entry.name,
+                f" applied: {problem}. Send the version whole"
             ) from problem
 
 
@@ -108,9 +98,6 @@ def checked(tensor: Tensor, entry: ParcelEntry, parcel: Parcel) -> Tensor:
     if found != entry.checksum:
         raise ParcelDamageError(
             f"tensor {entry.name!r} of version {parcel.version} arrived with checksum {found}, and {parcel.sender} sent"
-            f" {entry.checksum}. Nothing of this version is served; publish the weights again",
-            version=parcel.version,
-            peer=parcel.sender,
-            tensor=entry.name,
+            f" {entry.checksum}. Nothing of this version is served; publish the weights again"
         )
     return tensor

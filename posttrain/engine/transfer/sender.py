@@ -14,15 +14,16 @@ from torch import Tensor
 
 from posttrain.engine.files.fingerprint import fingerprints
 from posttrain.engine.transfer.block import DTYPES, HEAD, aligned, dtype_name, head_bytes, table_bytes
-from posttrain.engine.transfer.carrier import Carrier, Sink
 from posttrain.engine.transfer.delta import SAME, encode
 from posttrain.engine.transfer.parcel import (
     AuditRule,
+    Carrier,
     Parcel,
     ParcelEntry,
     ParcelError,
     ParcelGoneError,
     ParcelOrderError,
+    Sink,
 )
 
 
@@ -82,8 +83,7 @@ class ParcelSender:
         if last is not None and version < last.version:
             raise ParcelOrderError(
                 f"version {version} was to be published after version {last.version}: an engine that took both would go"
-                " back. Publish versions in their order",
-                version=version,
+                " back. Publish versions in their order"
             )
         audited = last is None or self._deltas or self._audit.whole(self._pushes, last.size)
         parcel = Parcel(
@@ -107,16 +107,13 @@ class ParcelSender:
         if last is None or last.version != version:
             newest = "nothing" if last is None else f"version {last.version}"
             raise ParcelOrderError(
-                f"version {version} cannot be sent whole: {newest} was published last. Send the newest version",
-                version=version,
+                f"version {version} cannot be sent whole: {newest} was published last. Send the newest version"
             )
         places = self._places.get(version)
         if last.base is None and places:
             return last
         if not self._deltas:
-            raise ParcelGoneError(
-                f"version {version} was retired, and nothing was kept. Publish again", version=version
-            )
+            raise ParcelGoneError(f"version {version} was retired, and nothing was kept. Publish again")
         whole = replace(last, base=None, base_digest="", place="", entries=())
         self._last = self._write(whole, list(self._kept.items()))
         if places:
@@ -171,7 +168,7 @@ class ParcelSender:
             if name is None or given is None:
                 return
             if name in names:
-                raise ParcelError(f"tensor {name!r} was given twice. Give every weight once", tensor=name)
+                raise ParcelError(f"tensor {name!r} was given twice. Give every weight once")
             names.add(name)
             with self._clock.of("sync/cast"):
                 tensor = served(name, given, self._dtype)
@@ -199,13 +196,10 @@ def served(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         if dtype is torch.float16 and bool((found.isinf() & tensor.detach().isfinite()).any()):
             raise ParcelError(
                 f"tensor {name!r} has weights beyond {torch.finfo(dtype).max:g}, which float16 cannot hold. Serve"
-                " bfloat16",
-                tensor=name,
+                " bfloat16"
             )
     if found.dtype not in DTYPES.values():
-        raise ParcelError(
-            f"tensor {name!r} is {found.dtype}, which cannot be sent: use {', '.join(DTYPES)}", tensor=name
-        )
+        raise ParcelError(f"tensor {name!r} is {found.dtype}, which cannot be sent: use {', '.join(DTYPES)}")
     return found
 
 

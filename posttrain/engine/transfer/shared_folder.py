@@ -11,9 +11,15 @@ import weakref
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from posttrain.engine.transfer.block import Buffer, largest
-from posttrain.engine.transfer.carrier import write_at, written_or_refused
-from posttrain.engine.transfer.parcel import Parcel, ParcelDamageError, ParcelGoneError
+from posttrain.engine.transfer.block import largest
+from posttrain.engine.transfer.parcel import (
+    Buffer,
+    Parcel,
+    ParcelDamageError,
+    ParcelGoneError,
+    write_at,
+    written_or_refused,
+)
 from posttrain.system import read_untrusted
 from posttrain.system.files import Lock
 
@@ -22,7 +28,7 @@ NAME, PART = "*.weights", ".*.weights.part"
 
 
 class FolderCarrier:
-    """A `carrier.Carrier` for machines that share a folder.
+    """A `parcel.Carrier` for machines that share a folder.
 
     Raises:
         RunFolderError: another process sends weights through this folder, or it cannot be written.
@@ -52,7 +58,7 @@ class FolderCarrier:
 
 
 class FolderSink:
-    """A `carrier.Sink`: a file whose name nobody reads, until it is whole."""
+    """A `parcel.Sink`: a file whose name nobody reads, until it is whole."""
 
     def __init__(self, held: set[Path], path: Path, version: int) -> None:
         self._held, self._path, self._version = held, path, version
@@ -97,9 +103,7 @@ def fetch_file(parcel: Parcel) -> Buffer:
     if not os.path.lexists(path):
         raise ParcelGoneError(
             f"the weights of version {parcel.version} are gone: {parcel.sender} retired {path}, or this machine does"
-            " not share its folder. Read a newer version, or name a folder that both machines see",
-            version=parcel.version,
-            peer=parcel.sender,
+            " not share its folder. Read a newer version, or name a folder that both machines see"
         )
     most = largest(parcel)
     with read_untrusted.opened(path, ParcelDamageError) as file:
@@ -107,9 +111,7 @@ def fetch_file(parcel: Parcel) -> Buffer:
         if size > most:
             raise ParcelDamageError(
                 f"{path} has {size:,} bytes, and the weights of version {parcel.version} have at most {most:,}. Publish"
-                " the weights again",
-                version=parcel.version,
-                peer=parcel.sender,
+                " the weights again"
             )
         return read_all(file.fileno(), size)
 

@@ -21,9 +21,14 @@ import weakref
 from _posixshmem import shm_open, shm_unlink
 from multiprocessing import resource_tracker
 
-from posttrain.engine.transfer.block import Buffer
-from posttrain.engine.transfer.carrier import write_at, written_or_refused
-from posttrain.engine.transfer.parcel import Parcel, ParcelDamageError, ParcelGoneError
+from posttrain.engine.transfer.parcel import (
+    Buffer,
+    Parcel,
+    ParcelDamageError,
+    ParcelGoneError,
+    write_at,
+    written_or_refused,
+)
 
 SHARED = "shared"
 PREFIX = "/pt-weights-"
@@ -35,7 +40,7 @@ _KIND = "shared_memory"
 
 
 class SharedCarrier:
-    """A `carrier.Carrier` for processes of one machine and one user."""
+    """A `parcel.Carrier` for processes of one machine and one user."""
 
     transport = SHARED
 
@@ -58,7 +63,7 @@ class SharedCarrier:
 
 
 class SharedSink:
-    """A `carrier.Sink`: a new block of memory, which nobody knows the name of."""
+    """A `parcel.Sink`: a new block of memory, which nobody knows the name of."""
 
     def __init__(self, carrier: SharedCarrier, version: int, name: str, fd: int) -> None:
         self._carrier, self._version, self._name, self._fd = carrier, version, name, fd
@@ -80,18 +85,14 @@ def fetch_shared(parcel: Parcel) -> Buffer:
     if not NAME.fullmatch(parcel.place):
         raise ParcelDamageError(
             f"{parcel.place!r} is no block of weights in shared memory (its name begins with {PREFIX!r}). Use parcels"
-            " as they were published",
-            version=parcel.version,
-            peer=parcel.sender,
+            " as they were published"
         )
     try:
         fd = shm_open(parcel.place, os.O_RDONLY, mode=0o600)
     except FileNotFoundError:
         raise ParcelGoneError(
             f"the weights of version {parcel.version} are gone: {parcel.sender} retired them, or died, or"
-            " runs on another machine. Read a newer version, or send weights by file where machines differ",
-            version=parcel.version,
-            peer=parcel.sender,
+            " runs on another machine. Read a newer version, or send weights by file where machines differ"
         ) from None
     try:
         size = os.fstat(fd).st_size

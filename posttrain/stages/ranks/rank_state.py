@@ -28,7 +28,6 @@ from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.shard_modules import first_row
 from posttrain.engine.parallel.sharded_adapter_probe import loud_rows, put_rows
-from posttrain.engine.parallel.sharded_checkpoint import masters_of
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.engine.parallel.sharded_reference import EmptyModule, frozen_rows
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
@@ -236,7 +235,7 @@ def write_state(state: RankState, folder: str) -> None:
 def _whole_state(state: RankState) -> dict[str, Tensor]:
     """The optimizer's state as one process has it: with the master copies, which over ranks the learner holds."""
     assert state.optimizer is not None
-    return masters_of(state.learner, state.optimizer) | state.optimizer.state_tensors()
+    return state.learner.masters(state.optimizer) | state.optimizer.state_tensors()
 
 
 def read_weights(state: RankState, folder: str) -> None:
@@ -278,7 +277,7 @@ def read_state(state: RankState, folder: str) -> None:
             )
         else:
             out[name] = saved.box(name, place.offsets, tuple(place.tensor.shape))
-    masters = masters_of(state.learner, optimizer)
+    masters = state.learner.masters(optimizer)
     if missing := sorted(masters.keys() - out.keys()):
         raise RunFolderError(f"the optimizer state lacks {missing[0]!r}: resume with the model and stage of the run")
     with torch.no_grad():

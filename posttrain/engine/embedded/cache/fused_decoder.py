@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 from posttrain.engine.adapters.adapter_modules import effective, is_adapted, layers
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.embedded.cache.key_value_cache import CachedLayout
-from posttrain.engine.head.kernel_table import Kernel, add_forms
+from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c
 from posttrain.engine.head.readout import ReadOut
-from posttrain.engine.layers.attention import Layout, PackedLayout
+from posttrain.engine.layers.attention import AttentionCall, Layout, PackedLayout
 from posttrain.system.errors import EngineError
 
 FAMILIES = {
@@ -132,9 +132,7 @@ class FusedDecoder:
                 qk[:, h:].mul_(layer.k_norm.weight)
             qk = (qk * cos).addcmul_(qk.roll(d // 2, -1), sin)
             query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (qk[:, :h], qk[:, h:], qkv[:, h + k :]))
-            seen = layout.attend(
-                layer.attention, query, key, value, scaling=layer.scaling, sliding_window=layer.window, softcap=None
-            )
+            seen = layout.attend(AttentionCall(layer.attention, query, key, value, layer.scaling, layer.window))
             x_NE = _add(x_NE, seen.reshape(count, h * d), layer.out)
             both = nn.functional.linear(_norm(x_NE, layer.after), layer.gate_up)
             inner = nn.functional.silu(both[:, : self._features]).mul_(both[:, self._features :])
@@ -162,9 +160,7 @@ class FusedDecoder:
                 attend(layer.index, layer.scaling, layer.window)
                 kernels.after(sizes, weights, now, seen_at)
                 continue
-            seen = layout.attend(
-                layer.attention, query, key, value, scaling=layer.scaling, sliding_window=layer.window, softcap=None
-            )
+            seen = layout.attend(AttentionCall(layer.attention, query, key, value, layer.scaling, layer.window))
             kernels.after(sizes, weights, now, seen.contiguous().data_ptr())
         out = torch.empty(count, s.E)
         kernels.end(sizes, now, self._norm.weight.data_ptr(), self._norm.variance_epsilon, out.data_ptr())
@@ -315,16 +311,8 @@ def _add(x_NE: Tensor, inner: Tensor, linear: Plain) -> Tensor:
 
 
 add_forms(
-    Kernel(
-        operation="decoder",
-        form="compiled",
-        function=partial(FusedDecoder, compiled=True),
-        devices=("cpu",),
-        bounds={torch.float32: BOUND},
-        missing=compile_native.missing,
-    ),
-    Kernel(
-        operation="decoder", form="torch", function=partial(FusedDecoder, compiled=False), bounds={torch.float32: BOUND}
-    ),
-    Kernel(operation="decoder", form="reference", function=lambda module, read_out, context: read_out),
+    "decoder",
+    in_c(partial(FusedDecoder, compiled=True), BOUND),
+    Kernel("torch", partial(FusedDecoder, compiled=False), bounds={torch.float32: BOUND}),
+    Kernel("reference", lambda module, read_out, context: read_out),
 )

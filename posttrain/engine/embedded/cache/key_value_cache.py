@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posttrain.config.engines import KernelChoice
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.embedded.cache.cache_blocks import BLOCK
-from posttrain.engine.head.kernel_table import Kernel, add_forms, check_compiled, kernel
-from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.head.kernel_table import Kernel, add_forms, check_compiled, in_c, kernel
+from posttrain.engine.layers.attention import AttentionCall, PackedLayout
 from posttrain.engine.model.supported_models import LayerShape
 from posttrain.system.errors import EngineError
 
@@ -182,54 +182,34 @@ class CachedLayout:
         self._patterns: dict[tuple[int, int, int | None], _Pattern] = {}
         self._seen = torch.zeros(0)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
-        layer: int = module.layer_idx  # type: ignore[assignment]
+    def attend(self, call: AttentionCall) -> Tensor:
+        # the ragged form also stores the keys and values of all positions, so it runs where no query is ragged too
         b = len(self._lengths_B)
-        seen = self.pool.kernel.function(
-            self, layer, query[0, :, :b], key[0], value[0], scaling, sliding_window, softcap
-        )
+        seen = self.pool.kernel.function(self, call)
         out: list[Tensor] = [seen] if b else []
         if self.dense is not None:
-            to = b + self.dense.tokens
-            q, k, v = (x[:, :, b:to] for x in (query, key, value))
-            out.append(
-                self.dense.attend(module, q, k, v, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
-            )
-            b = to
+            out.append(self.dense.attend(call.part(b, b + self.dense.tokens)))
+            b += self.dense.tokens
         for chunk in self._chunks:
-            out.append(chunk.attend(layer, query[:, :, b : b + chunk.length], scaling, sliding_window, softcap))
+            out.append(chunk.attend(call, b))
             b += chunk.length
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
-    def by_compiled(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Store key and value [K, N, D], then attend with query [H, B, D], each over its own rows -> [1, B, H, D]. The
-        result is overwritten when the next layer attends."""
-        dtype = query.dtype
+    def by_compiled(self, call: AttentionCall) -> Tensor:
+        """Store the keys and values of all positions, then attend with the ragged queries, each over its own rows ->
+        [1, B, H, D]. The result is overwritten when the next layer attends."""
+        layer, query, dtype = _layer(call), self._ragged(call), call.query.dtype
         query, key, value = (
-            x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in (query, key, value)
+            x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous()
+            for x in (query, call.key[0], call.value[0])
         )
-        self._bound(query, key, value, softcap)(self.pool.keys[layer], self.pool.values[layer], scaling, window)
+        attend = self._bound(query, key, value, call.softcap)
+        attend(self.pool.keys[layer], self.pool.values[layer], call.scaling, call.window)
         return self._seen.to(dtype).unsqueeze(0)
+
+    def _ragged(self, call: AttentionCall) -> Tensor:
+        """[H, B, D]: the ragged queries, which are the first ones."""
+        return call.query[0, :, : len(self._lengths_B)]
 
     def every_layer(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[AttendLayer | None, int]:
         """For layers that all write their heads to the same three float32 tensors, shaped as for `attend`: the
@@ -252,29 +232,21 @@ class CachedLayout:
             key, value, self._rows_N, query, visible_T, starts_B, lengths_B, self._seen, softcap
         )
 
-    def by_sparse_product(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def by_sparse_product(self, call: AttentionCall) -> Tensor:
         """`by_compiled` with torch's sparse product and embedding bag."""
-        self.pool.write(layer, self._rows_N, key, value)
+        layer, query, softcap = _layer(call), self._ragged(call), call.softcap
+        self.pool.write(layer, self._rows_N, call.key[0], call.value[0])
         heads, count, width = query.shape
         if not count:
-            return query.new_empty(1, 0, heads, value.shape[-1])
-        pattern = self._pattern(heads, self.pool.shapes[layer].heads, window)
+            return query.new_empty(1, 0, heads, call.value.shape[-1])
+        pattern = self._pattern(heads, self.pool.shapes[layer].heads, call.window)
         csr = pattern.csr
         torch.sparse.sampled_addmm(
             csr,
             query.reshape(-1, width).to(self.pool.dtype),
             self.pool.keys[layer].t(),
             beta=0.0,
-            alpha=scaling,
+            alpha=call.scaling,
             out=csr,
         )
         scores_E = csr.values()
@@ -287,33 +259,25 @@ class CachedLayout:
         out = torch.embedding_bag(values, pattern.rows_E, pattern.starts, False, 0, False, weights_E)[0]  # mode 0: sum
         return out.view(heads, count, -1).transpose(0, 1).unsqueeze(0).to(query.dtype)
 
-    def by_definition(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def by_definition(self, call: AttentionCall) -> Tensor:
         """`by_compiled` by its definition: over copies of all keys and values that each query sees,
         padded to the longest."""
-        self.pool.write(layer, self._rows_N, key, value)
+        layer, query, softcap = _layer(call), self._ragged(call), call.softcap
+        self.pool.write(layer, self._rows_N, call.key[0], call.value[0])
         heads, count, _ = query.shape
         longest = int(self._lengths_B.max(initial=0))
         if not longest:
-            return query.new_zeros(1, count, heads, value.shape[-1])
+            return query.new_zeros(1, count, heads, call.value.shape[-1])
         at_T, lengths_B = np.arange(longest), self._lengths_B[:, None]
         rows_BT = self._visible_T[np.minimum(self._starts_B[:, None] + at_T, len(self._visible_T) - 1)]
-        seen_BT = torch.from_numpy((at_T < lengths_B) & (at_T >= lengths_B - (window or longest))).to(query.device)
+        seen_BT = torch.from_numpy((at_T < lengths_B) & (at_T >= lengths_B - (call.window or longest))).to(query.device)
         kv_heads = self.pool.shapes[layer].heads
         places = self.pool.places(torch.from_numpy(rows_BT.ravel()).to(query.device), kv_heads)
         k_HBTD, v_HBTD = (
             x[layer][places].view(kv_heads, count, longest, -1).repeat_interleave(heads // kv_heads, 0)
             for x in (self.pool.keys, self.pool.values)
         )
-        scores = (k_HBTD @ query.to(self.pool.dtype)[..., None])[..., 0] * scaling
+        scores = (k_HBTD @ query.to(self.pool.dtype)[..., None])[..., 0] * call.scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         weights = scores.masked_fill(~seen_BT, float("-inf")).softmax(-1).masked_fill(~seen_BT.any(-1, keepdim=True), 0)
@@ -350,21 +314,10 @@ class CachedLayout:
 
 
 add_forms(
-    Kernel(
-        operation="paged_attention",
-        form="compiled",
-        function=CachedLayout.by_compiled,
-        devices=("cpu",),
-        bounds={torch.float32: 1e-5},
-        missing=compile_native.missing,
-    ),
-    Kernel(
-        operation="paged_attention",
-        form="torch",
-        function=CachedLayout.by_sparse_product,
-        bounds={torch.float32: 1e-5, torch.float64: 1e-13},
-    ),
-    Kernel(operation="paged_attention", form="reference", function=CachedLayout.by_definition),
+    "paged_attention",
+    in_c(CachedLayout.by_compiled, 1e-5),
+    Kernel("torch", CachedLayout.by_sparse_product, bounds={torch.float32: 1e-5, torch.float64: 1e-13}),
+    Kernel("reference", CachedLayout.by_definition),
 )
 
 
@@ -379,8 +332,9 @@ class Chunk:
             len(rows_T), device=pool.device
         )
 
-    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """query [1, H, n, D] -> [1, n, H, D]"""
+    def attend(self, call: AttentionCall, begin: int) -> Tensor:
+        """[1, n, H, D]: the output of the queries from position `begin` of the pass on."""
+        layer, window, query = _layer(call), call.window, call.query[:, :, begin : begin + self.length]
         mask = self._distance >= 0 if window is None else (self._distance >= 0) & (self._distance < window)
         heads = self._pool.shapes[layer].heads
         places = self._pool.places(self._rows_T, heads)
@@ -389,7 +343,12 @@ class Chunk:
             for x in (self._pool.keys[layer], self._pool.values[layer])
         )
         attention = kernel("attention", query.device, query.dtype, self._pool.kernels)
-        return attention.function(query, key, value, mask, scaling, softcap).transpose(1, 2)
+        return attention.function(query, key, value, mask, call.scaling, call.softcap).transpose(1, 2)
+
+
+def _layer(call: AttentionCall) -> int:
+    layer: Any = call.module.layer_idx
+    return layer
 
 
 def ragged_arange(lengths: np.ndarray) -> np.ndarray:
