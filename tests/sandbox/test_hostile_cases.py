@@ -384,7 +384,6 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Row -> (modules that could do the harm, where they may be imported). A worker's pickle travels to a child of ours,
 and one of ranks between the processes of one run;
-the index of a sharded checkpoint is read by an unpickler that knows what torch writes there, and nothing else;
 the record names an exception of numpy's; what speaks HTTP speaks with the address that the user configured or serves
 pages to this machine, and no task, tool or policy names one."""
 
