@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -28,6 +29,24 @@ def defined(name: str) -> bool:
     name = re.sub(r"^(eval/pass_at|rollout/behind)_\d+$", r"\1_K", name)
     family = name.partition("/")[0]
     return (f"{family}/{FAMILIES[family]}" if family in FAMILIES else name) in REGISTRY
+
+
+CLOCKS = {"engine/step", "engine/queue", "engine/requests", "engine/retried", "engine/load", "engine/turn"}
+"""Seconds by what they were spent on: they stand in a step's clock, and no gauge has these names."""
+
+
+def test_a_gauge_that_the_source_names_is_defined() -> None:
+    """So a misspelt name is an error at its line, also where no run of the tests comes by."""
+    families = {name.partition("/")[0] for name in REGISTRY}
+    wrong = [
+        f"{path}:{node.lineno}: {node.value}"
+        for path in sorted((DOCS.parent / "posttrain").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(r"[a-z_]+(/[a-z0-9_]+)*/[a-z0-9_]*[a-z0-9]", node.value) and node.value not in CLOCKS
+        if node.value.partition("/")[0] in families and not defined(node.value)
+    ]
+    assert not wrong, "no gauge is called so; define it in posttrain/diagnose/gauges:\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,11 @@ EXPERTS: dict[str, Definition] = {
         "nats",
         "at most rounding; above, the run stops",
     ),
+    "canary/reward_noise": Definition(
+        "|recorded score - that of the same tokens, read alone| of a reward model / the largest score of the group",
+        "1",
+        "at most the dtype's noise; above, the run stops",
+    ),
     "canary/balance_gap": Definition(
         "|load-balance loss - its definition over the minibatch| / the definition", "1", "at most rounding"
     ),

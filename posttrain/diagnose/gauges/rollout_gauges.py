@@ -139,6 +139,11 @@ EVALUATION: dict[str, Definition] = {
     "eval/reward": Definition(
         "mean raw outcome on held-out tasks, sampled; it leads where outcomes are not 0 and 1", "reward", "rises"
     ),
+    "eval/proxy": Definition(
+        "mean of what is paid on held-out tasks, where something else is measured (env.measured)",
+        "reward",
+        "rises with eval/reward; alone: the reward is exploited",
+    ),
     "eval/greedy": Definition("share of held-out tasks whose argmax answer is right", "share", "rises"),
     "eval/greedy_reward": Definition("mean raw outcome on held-out tasks, argmax", "reward", "rises"),
     "eval/unjudged": Definition("held-out episodes without a reward: failed and abstained", "episodes", "0"),
