@@ -163,7 +163,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         folder = request.out or new_folder(Path("runs"), run.recipe)
         contained = dict.fromkeys(x for e in request.environments for x in e.abilities.contained)
         places = {s.name: request.others.get(s.name, request.environment) for s in run.stages}
-        began = {**began_with(run, policy, places), **row_count(request.environment)}
+        began = {**began_with(run, policy, places), **prompt_count(request.environment)}
         began[BEGAN][INPUTS] = {**input_digests(run), **task_digests(run, places)}
         book = RunFolder.create(
             folder, run, {**facts(policy, threads, tuple(contained), held), **began, **request.recorded}
@@ -229,14 +229,18 @@ def right_lines(run: Run) -> tuple[str, ...]:
     """Returns lines that say what counts as a right answer, where answers are judged."""
     if not run.env.judges:
         return ()
-    if run.env.right is None and any(r.graded for r in run.env.rewards):
-        return ("right: a reward of at least 1. The score of a model is a grade: env.right=X says which is right",)
+    measured = run.env.measured or any(r.measured for r in run.env.rewards)
+    if run.env.right is None and any(r.graded and r.measured == measured for r in run.env.rewards):
+        return ("right: no reward, since the score of a model is a grade (env.right=X says which is right)",)
     at = FULL if run.env.right is None else run.env.right
     return (f"right: a reward of at least {at:g} (env.right); of rewards other than 0 and 1 the mean leads",)
 
 
-def row_count(env: Environment) -> dict[str, int]:
-    """The entry of run.json with the number of rows; empty where tasks are generated without end."""
+def prompt_count(env: Environment) -> dict[str, int]:
+    """The entry of run.json with the number of distinct prompts; empty where tasks are generated without end."""
+    rows, key = env.abilities.rows, env.abilities.key
+    if rows is not None and key is not None:
+        return {PROMPTS: len({key(r.task) for r in rows})}
     return {} if env.train.count is None else {PROMPTS: env.train.count + len(env.heldout)}
 
 

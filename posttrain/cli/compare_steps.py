@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from posttrain.cli.colors import number, paint
-from posttrain.cli.shown_episodes import PROMPT_LINES, SAID_LINES, ShowOptions, choose_stage, is_wrong
+from posttrain.cli.shown_episodes import GRADES, PROMPT_LINES, SAID_LINES, ShowOptions, choose_stage, is_wrong, read_as
 from posttrain.cli.wrap_text import fold, folded, screen_width
 from posttrain.config.run import Run
 from posttrain.config.stages.stage import starts
@@ -21,7 +21,7 @@ from posttrain.system.errors import ConfigError
 from posttrain.system.terminal_output import visible
 
 Answers = Mapping[str, list[Recorded]]
-"""The episodes of each task, by its id."""
+"""The episodes of each task (`Task.asked`)."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class PromptPair:
 
 
 def _mean(answers: Sequence[Recorded]) -> float | None:
-    rewards = [r.episode.reward for r in answers if r.episode.reward is not None]
-    return float(np.mean(rewards)) if rewards else None
+    figures = [r.episode.figure for r in answers if r.episode.figure is not None]
+    return float(np.mean(figures)) if figures else None
 
 
 def compared(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, on: bool) -> Iterator[str]:
@@ -57,12 +57,14 @@ def compared(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, on: bo
     kind = ", held-out evaluation" if one.kind == "eval" else ""
     for line in fold(f"{visible(two.stage)} step {steps[0]} and step {steps[1]}{kind}: {_tally(pairs)}", width):
         yield paint(line, "bold", on)
-    rows = [p for p in pairs if not wanted.wrong or any(is_wrong(r) for r in p.answers[1])]
+    grades = read_as(r for p in pairs for r in p.answers[1])
+    rows = [p for p in pairs if not wanted.wrong or any(is_wrong(r, grades) for r in p.answers[1])]
     if wanted.best or wanted.worst:
         sign = -1 if wanted.best else 1
         rows = sorted((p for p in rows if p.change is not None), key=lambda p: sign * (p.change or 0.0))
     if not rows:
-        yield f"  no prompt is answered wrong at step {steps[1]}" if wanted.wrong else "  none of them was judged"
+        none = f"no prompt is answered wrong at step {steps[1]}" if grades.tells else GRADES
+        yield f"  {none if wanted.wrong else 'none of them was judged'}"
         return
     shown = rows[: wanted.limit] if wanted.limit > 0 else rows
     for pair in shown:
@@ -121,7 +123,7 @@ def _ends(known: str) -> str:
 def _by_task(file: EpisodeFile) -> Answers:
     out: dict[str, list[Recorded]] = {}
     for r in read_episodes(file.path):
-        out.setdefault(r.episode.task.id, []).append(r)
+        out.setdefault(r.episode.task.asked, []).append(r)
     return out
 
 
@@ -164,6 +166,6 @@ def _pair_lines(pair: PromptPair, steps: tuple[int, int], full: bool, width: int
             on,
         )
         for r in answers if full else answers[:1]:
-            lead = f"{number(r.episode.reward)}  " if len(answers) > 1 else ""
+            lead = f"{number(r.episode.figure)}  " if len(answers) > 1 else ""
             for line in folded(lead + r.episode.text, width - 6, 0 if full else SAID_LINES, "; --full shows all"):
                 yield f"      {line}".rstrip()

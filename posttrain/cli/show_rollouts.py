@@ -11,11 +11,13 @@ import numpy as np
 
 from posttrain.cli.colors import coloured, number, paint
 from posttrain.cli.compare_steps import compared
-from posttrain.cli.shown_episodes import PROMPT_LINES, SAID_LINES, ShowOptions, choose, is_wrong, named
+from posttrain.cli.shown_episodes import GRADES, PROMPT_LINES, SAID_LINES, ShowOptions, choose, is_wrong, named, read_as
 from posttrain.cli.token_view import decoder, episode_lines
 from posttrain.cli.wrap_text import fold, folded, hanging, screen_width
 from posttrain.core.content import conversation
 from posttrain.core.measure.interval import number_text
+from posttrain.core.measure.right import Grades
+from posttrain.core.types import Episode
 from posttrain.core.verdict import State
 from posttrain.record.run_reader import EpisodeFile, episode_files, read_episodes, run_file
 from posttrain.record.step_format import Recorded
@@ -54,7 +56,7 @@ def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -
         yield paint(named(chosen), "bold", on)
         yield from episode_lines(wanted.episode, records[wanted.episode], decoder(folder), on)
         return
-    for line in fold(f"{named(chosen)}: {_tally(records)}", screen_width()):
+    for line in fold(f"{named(chosen)}: {_tally(records, chosen.kind == 'eval')}", screen_width()):
         yield paint(line, "bold", on)
     yield from _list(folder, chosen, records, wanted, on)
 
@@ -62,23 +64,30 @@ def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -
 # --- a list -----------------------------------------------------------------------------------------------------------
 
 
-def _tally(records: Sequence[Recorded]) -> str:
-    rewards = [r.episode.reward for r in records if r.episode.reward is not None]
-    prompts = len({(r.episode.task.id, r.episode.visit) for r in records})
-    mean = f"mean reward {number_text(float(np.mean(rewards)))}" if rewards else "none judged"
-    if truths := [r.episode.truth for r in records if r.episode.truth is not None]:
-        mean = f"mean reward {number_text(float(np.mean(truths)))} as it is measured ({mean} as it is paid)"
-    lost = len(records) - len(rewards)
+def _tally(records: Sequence[Recorded], heldout: bool) -> str:
+    """The figures of a step; of an evaluation over distinct prompts, as in every table of it."""
+    by_prompt: dict[tuple[str, int], list[Episode]] = {}
+    for e in (r.episode for r in records):
+        by_prompt.setdefault((e.task.asked, 0) if heldout else (e.task.id, e.visit), []).append(e)
+
+    def mean(of: str) -> str:
+        told = [[x for e in each if (x := getattr(e, of)) is not None] for each in by_prompt.values()]
+        means = [float(np.mean(x)) for x in told if x] if heldout else [x for each in told for x in each]
+        return f"mean reward {number_text(float(np.mean(means)))}" if means else ""
+
+    prompts, paid, measured = len(by_prompt), mean("reward") or "none judged", mean("truth")
+    lost = sum(r.episode.reward is None for r in records)
     of = f"{len(records)} episodes of {prompts} prompt{'s' * (prompts != 1)}"
-    return f"{of}, {mean}" + (f", {lost} not judged (--failed)" if lost else "")
+    told = f"{measured} as it is measured ({paid} as it is paid)" if measured else paid
+    return f"{of}, {told}" + (f", {lost} not judged (--failed)" if lost else "")
 
 
 def _list(
     folder: Path, chosen: EpisodeFile, records: Sequence[Recorded], wanted: ShowOptions, on: bool
 ) -> Iterator[str]:
-    rows = list(enumerate(records))
+    rows, grades = list(enumerate(records)), read_as(records)
     if wanted.wrong:
-        rows = [(i, r) for i, r in rows if is_wrong(r)]
+        rows = [(i, r) for i, r in rows if is_wrong(r, grades)]
     if wanted.failed:
         rows = [(i, r) for i, r in rows if r.episode.reward is None]
     if wanted.best or wanted.worst:
@@ -87,7 +96,9 @@ def _list(
         rows = [(i, r) for _, i, r in sorted(judged, key=lambda row: (sign * row[0], row[1]))]
     if not rows:
         yield "  " + (
-            "none of them is wrong"
+            GRADES
+            if wanted.wrong and not grades.tells
+            else "none of them is wrong"
             if wanted.wrong and any(r.episode.reward is not None for r in records)
             else "all of them were judged"
             if wanted.failed
@@ -106,7 +117,7 @@ def _list(
         for line in folded(conversation(of_task[0][0][1].episode.task.prompt), width - 2, most, "; --full shows all"):
             yield paint(f"  {line}", "cyan", on)
         for same in of_task[:left]:
-            yield from _row(*same[0], len(same), wanted.full, width, on)
+            yield from _row(*same[0], len(same), wanted.full, width, on, grades)
             seen += len(same)
         left -= len(of_task)
     yield ""
@@ -141,10 +152,10 @@ def _advantage(r: Recorded) -> float | None:
     return float(np.mean(np.concatenate([*r.advantage, np.zeros(0)]))) if r.episode.spoken else 0.0
 
 
-def _row(i: int, r: Recorded, times: int, full: bool, width: int, on: bool) -> Iterator[str]:
+def _row(i: int, r: Recorded, times: int, full: bool, width: int, on: bool, grades: Grades) -> Iterator[str]:
     """One episode, or several that are alike: figures, then what was said, and what went wrong."""
     e, mean = r.episode, _advantage(r)
-    colour = "" if e.reward is None else "yellow" if is_wrong(r) else "green"
+    colour = "" if e.reward is None or not grades.tells else "yellow" if is_wrong(r, grades) else "green"
     reward = paint(f"{number(e.reward):>7}", colour, on)
     end = e.stop.value + ("" if e.truth is None else f"  measured {number(e.truth)}")
     yield f"  {i:>7}  {e.sibling:>7} {reward} {number(r.shaped):>7}  {number(mean):>9}  {e.spoken:>6}  {end}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from posttrain.config.run import Run
+from posttrain.core.measure.right import Grades, Right, right_of
 from posttrain.record.run_reader import EpisodeFile
 from posttrain.record.step_format import Recorded
 from posttrain.system.errors import ConfigError, nearest
@@ -13,6 +14,8 @@ from posttrain.system.terminal_output import visible
 
 PROMPT_LINES, SAID_LINES = 6, 8
 """Lines of a prompt and of an answer that a list shows without --full."""
+GRADES = "their rewards are grades, and nothing says which are right (env.right): --worst begins with the lowest"
+"""What --wrong says of them."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class ShowOptions:
     kind: str | None = None
     episode: int | None = None
     wrong: bool = False
-    """Only those whose main source gave less than 1."""
+    """Only those that are not right."""
     best: bool = False
     """Highest reward first."""
     limit: int = 32
@@ -93,7 +96,23 @@ def choose(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions) -> Episo
     return found[0]
 
 
-def is_wrong(r: Recorded) -> bool:
-    """True where the episode was judged and the source with the largest weight gave less than 1."""
-    scored = [(j.weight, j.verdict.score) for j in r.episode.verdicts if j.verdict.score is not None]
-    return bool(scored) and max(scored, key=lambda s: s[0])[1] < 1
+def read_as(records: Iterable[Recorded]) -> Grades:
+    """Returns how the scores that say what is right are to be read."""
+    return Grades.each(s for r in records if (s := _main_score(r)) is not None)
+
+
+def is_wrong(r: Recorded, grades: Grades) -> bool:
+    """True where the episode was judged and is not right. Of grades none is wrong where none is known to be right."""
+    scored = _main_score(r)
+    return grades.tells and scored is not None and not grades.right.of(scored[0])
+
+
+def _main_score(r: Recorded) -> tuple[float, Right] | None:
+    """The score that says whether an episode is right: its outcome, where `env.right` names what is right; else that of
+    the source with the largest weight."""
+    e = r.episode
+    if e.right.named:
+        return None if e.figure is None else (e.figure, e.right)
+    scored = [j for j in e.verdicts if j.verdict.score is not None]
+    main = max(scored, key=lambda j: j.weight, default=None)
+    return main and (main.verdict.score or 0.0, right_of([replace(main, weight=1.0, measured=False)], None))

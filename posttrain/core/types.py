@@ -8,6 +8,7 @@ batch, N packed positions, M spoken positions.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -51,6 +52,11 @@ class Task:
     """Extra columns of the source; reward functions receive them as keyword arguments."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools that its prompt of messages offers, where they are data. Nothing here runs them."""
+
+    @property
+    def asked(self) -> str:
+        """Equal for rows that ask the same. Their answers are not independent, so they are measured as one task."""
+        return json.dumps([self.prompt, self.answer, self.info], sort_keys=True, default=str)
 
 
 SHOWN = -2

@@ -247,8 +247,8 @@ def _heldout(c: Case) -> Iterator[Advice]:
     elif c.prompts is not None:
         text = (
             f"its data has {c.prompts} prompts, of which at most one in {HELDOUT_SHARE} is held out: about"
-            f" {c.wanted * HELDOUT_SHARE:,} prompts would tell, or env.args of a larger set; with these, more"
-            " evaluation.samples narrow the interval a little"
+            f" {c.wanted * HELDOUT_SHARE:,} would tell ({c.env_path}.{'prompts' if c.env.prompts else 'args'} of a"
+            " larger set); with these, more evaluation.samples narrow the interval a little"
         )
         yield Advice("more data", "held out", text)
 
@@ -294,7 +294,8 @@ def _flat(c: Case) -> Iterator[Advice]:
     sampled = isinstance(c.s.stage, Reinforce)
     if c.still and sampled and level is None and c.s.rewards and abs(c.rose) <= 0.05 * c.width:
         began, ended = map(number_text, c.began_and_ended)
-        text = f"training reward hardly changed ({began} to {ended}): a higher learning rate or more steps"
+        of = f" of a range of {number_text(c.width, '.2g')}" if c.s.graded else ""
+        text = f"training reward hardly changed ({began} to {ended}{of}): a higher learning rate or more steps"
         yield Advice("faster", CAUSE, f"{text} ({c.rate(3)})")
     if c.still and not sampled and c.longer:
         yield Advice("longer or faster", CAUSE, f"more steps or a higher learning rate: {c.longer} {c.rate(3)}")

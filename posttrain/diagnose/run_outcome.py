@@ -341,19 +341,19 @@ def measurement(file: EpisodeFile) -> Measurement:
         keys = [json.dumps([t["prompt"], t["answer"], t["info"]], sort_keys=True) for t in meta["tasks"]]
         paid: dict[Hashable, list[float]] = {}
         proxy: dict[Hashable, list[float]] = {}
-        rights: set[Right] = set()
+        told = list[tuple[float | None, Right]]()
         for episode in meta["episodes"]:
             judged = [step_format.verdict_from_plain(v) for v in episode["verdicts"]]
-            rights.add(right_of(judged, episode.get("right_at"), "figure" in episode))
-            if (reward := episode.get("figure", episode["reward"])) is not None:
+            reward = episode.get("figure", episode["reward"])
+            told.append((reward, right_of(judged, episode.get("right_at"), "figure" in episode)))
+            if reward is not None:
                 paid.setdefault(keys[episode["task"]], []).append(float(reward))
             if "figure" in episode and episode["reward"] is not None:
                 proxy.setdefault(keys[episode["task"]], []).append(float(episode["reward"]))
         samplings = {json.dumps(meta["samplings"][i], sort_keys=True) for e in meta["episodes"] for i in e["samplings"]}
     means = {key: float(np.mean(values)) for key, values in paid.items()}
-    is_right = next((r for r in rights if r.at is None), next(iter(rights), Right()))
-    right = {key: is_right.share(values) for key, values in paid.items()}
-    grades = Grades.of([x for values in paid.values() for x in values], is_right)
+    grades = Grades.each(told)
+    right = {key: grades.right.share(values) for key, values in paid.items()}
     return Measurement(
         file.stage,
         file.index,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -150,16 +149,11 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
     )
 
 
-def same_task(task: Task) -> str:
-    """Equal for rows that ask the same: their answers are not independent, so they are measured as one task."""
-    return json.dumps([task.prompt, task.answer, task.info], sort_keys=True, default=str)
-
-
 def _by_task(groups: Sequence[Group], of: Callable[[Group], np.ndarray]) -> list[np.ndarray]:
     """The numbers of the answers to each task."""
     found: dict[str, list[np.ndarray]] = {}
     for g in groups:
-        found.setdefault(same_task(g.task), []).append(of(g))
+        found.setdefault(g.task.asked, []).append(of(g))
     return [x for each in found.values() if len(x := np.concatenate(each))]
 
 
@@ -170,10 +164,7 @@ def figures(group: Group) -> np.ndarray:
 
 def grades_of(groups: Sequence[Group]) -> Grades:
     """Returns how the outcomes of these groups are to be read."""
-    judged = [e for g in groups for e in g.episodes if e.figure is not None]
-    of = {e.right for e in judged}
-    right = next((r for r in of if r.at is None), next(iter(of), Right()))
-    return Grades.of([e.figure for e in judged if e.figure is not None], right)
+    return Grades.each((e.figure, e.right) for g in groups for e in g.episodes)
 
 
 def _rewards(judged: Sequence[np.ndarray], grades: Grades) -> Score:

@@ -66,9 +66,7 @@ async def search_point(kind: SearchKind, tools: StepSearch, tasks: Sequence[Task
     judged = {t.id: [x for x in each if x is not None] for t, each in zip(tasks, zip(*said, strict=True), strict=True)}
     right: dict[Hashable, float] = {t: float(np.mean([r.of(x) for x, r in each])) for t, each in judged.items() if each}
     means: dict[Hashable, float] = {t: float(np.mean([x for x, _ in each])) for t, each in judged.items() if each}
-    of = {r for each in judged.values() for _, r in each}
-    is_right = next((r for r in of if r.at is None), next(iter(of), Right()))
-    grades = Grades.of([x for each in judged.values() for x, _ in each], is_right)
+    grades = Grades.each(x for each in judged.values() for x in each)
     unjudged = sum(x is None for each in said for x in each)
     return SearchPoint(
         kind, Score.of([*right.values()]), spent / (runs * len(tasks)), right, unjudged, means=means, grades=grades

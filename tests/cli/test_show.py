@@ -200,7 +200,7 @@ def test_training_steps_are_compared_only_where_they_share_prompts(folder: Path,
     assert text(folder, compare=(1, 2)).startswith("rl step 1 and step 2: 1 prompt in both")
     with RunFolder.create(tmp_path / "two", Run(recipe="r", stages=(Reinforce(name="rl"),)), {}) as book:
         for step in (1, 2):
-            group = a_group(Task(f"t{step}", "2+2=", 4), [1.0])
+            group = a_group(Task(f"t{step}", f"{step}+2=", step + 2), [1.0])
             book.write_episodes("rl", step, Credit((), 0.0), [group])
     with pytest.raises(ConfigError, match=r"Training steps have other prompts each; rl has none") as error:
         text(tmp_path / "two", compare=(1, 2))
@@ -239,3 +239,24 @@ def test_long_text_is_wrapped_and_a_hint_says_what_is_left_out(tmp_path: Path) -
 def test_options_that_exclude_each_other_say_so(wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ShowOptions(**wanted)
+
+
+def test_an_evaluation_counts_prompts_and_of_grades_nothing_is_wrong(tmp_path: Path) -> None:
+    """Rows that ask the same are one task in the figures, as in every table. An answer is wrong by `env.right` where it
+    is named, else by a main source of pass or fail; of grades none is."""
+
+    def groups(*scores: float, right: float | None = None) -> list[Group]:
+        made = [a_group(Task(f"t{i}", f"{min(i, 1)}+2=", 4), [x]) for i, x in enumerate(scores)]
+        verdicts = [(replace(g.episodes[0].verdicts[0], by_model=right is None),) for g in made]
+        return [
+            replace(g, episodes=(replace(g.episodes[0], verdicts=v, right_at=right),))
+            for g, v in zip(made, verdicts, strict=True)
+        ]
+
+    for name, of in (("grades", groups(0.9, 0.3, 0.5)), ("named", groups(0.9, 0.3, 0.5, right=0.5))):
+        with RunFolder.create(tmp_path / name, Run(recipe="r", stages=(Reinforce(name="rl"),)), {}) as book:
+            book.write_evaluation("rl", 0, of)
+        assert "3 episodes of 2 prompts, mean reward 0.650" in text(tmp_path / name, kind="eval")
+    wrong = text(tmp_path / "named", kind="eval", wrong=True)
+    assert "0.300" in wrong and "0.500" not in wrong and "0.900" not in wrong
+    assert "nothing says which are right (env.right)" in text(tmp_path / "grades", kind="eval", wrong=True)

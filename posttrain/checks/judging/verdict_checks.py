@@ -21,7 +21,7 @@ from posttrain.core.types import Group
 from posttrain.core.verdict import Judged, State, failed, outcome
 from posttrain.diagnose.gauges.rollout_gauges import components, unjudged_words
 from posttrain.role.events import EvaluatedEvent, Event, Observer, ObserverReport, PlayedEvent
-from posttrain.role.heldout_evaluation import EvaluationReport, same_task
+from posttrain.role.heldout_evaluation import EvaluationReport
 from posttrain.role.roles import JudgedRoles
 from posttrain.system.errors import InvariantError, RewardError
 from posttrain.system.shell import command_line
@@ -115,7 +115,7 @@ def measured_right(report: EvaluationReport) -> None:
     told: dict[str, list[tuple[float, Right]]] = {}
     for g in report.groups:
         raw = [(r, e.right) for e in g.episodes if (r := _measured(e.verdicts)) is not None]
-        told.setdefault(same_task(g.task), []).extend(raw)
+        told.setdefault(g.task.asked, []).extend(raw)
     for raw in told.values():
         if raw:
             means.append(math.fsum(r for r, _ in raw) / len(raw))

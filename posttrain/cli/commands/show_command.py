@@ -35,7 +35,11 @@ def add(sub: Subparsers) -> None:
         help="answers to the same held-out prompts at two steps of the stage, one below the other (training steps have "
         "other prompts each)",
     )
-    p.add_argument("--wrong", action="store_true", help="only episodes whose main reward source gave less than 1")
+    p.add_argument(
+        "--wrong",
+        action="store_true",
+        help="only episodes that are not right (env.right, or else less than 1 of the main reward source)",
+    )
     p.add_argument("--failed", action="store_true", help="only episodes that could not be judged, and why")
     p.add_argument("--best", action="store_true", help="highest reward first; with --compare: largest gain first")
     p.add_argument("--worst", action="store_true", help="lowest reward first; with --compare: largest loss first")

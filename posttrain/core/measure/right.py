@@ -80,6 +80,13 @@ class Grades:
         low, high = (float(x.min()), float(x.max())) if len(x) else (0.0, 0.0)
         return Grades(Right() if right is None else right, low, high, bool(np.all((x == 0) | (x == 1))))
 
+    @staticmethod
+    def each(judged: Iterable[tuple[float | None, Right]]) -> Grades:
+        """The same of outcomes with the rule of each. Where one of them is a model's score, none is right."""
+        told = [(x, rule) for x, rule in judged if x is not None]
+        rules = {rule for _, rule in told}
+        return Grades.of([x for x, _ in told], next((r for r in rules if r.at is None), next(iter(rules), None)))
+
     @property
     def graded(self) -> bool:
         """True where the outcomes are grades, so that the mean reward leads."""

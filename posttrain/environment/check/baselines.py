@@ -48,12 +48,17 @@ async def unread(s: Subject) -> Answer:
     best, missing = max(means, key=lambda k: means[k]), len(told) - sum(map(len, paid.values()))
     words = ", ".join(f"{kind} earns {x:.3g}" for kind, x in means.items())
     words += f" ({missing} of {len(told)} could not be judged)" if missing else ""
-    real = [x for x in (t.outcome for t in s.gold.values()) if x is not None] or list(s.earned)
+    written = [(t, (s.completions[t.id],)) for t in tasks if t.id in s.completions]
+    real = [x for x in (t.outcome for t in await s.judge_all(written, repeat=True)) if x is not None] or list(s.earned)
+    whose, best_of = "your real answers", "your best"
+    if not real:  # a form was chosen for the answers of the data, so that they earn most
+        real = [x for x in (t.outcome for t in s.gold.values()) if x is not None]
+        whose, best_of = "the data's answers, in the form that earns most,", "the best"
     if not real:
         return Mark.WARN, f"{words}; no real answer is known to hold this against"
     mean, least = sum(real) / len(real), min(*means.values(), *real)
-    words = f"{words}; your real answers {mean:.3g} on average, your best {max(real):.3g}"
-    close = not s.gold and means[best] >= least + CLOSE * (mean - least)  # else a reward that reads the text alone
+    words = f"{words}; {whose} {mean:.3g} on average, {best_of} {max(real):.3g}"
+    close = (written or not s.gold) and means[best] >= least + CLOSE * (mean - least)
     return (Mark.WARN if close else Mark.OK), words
 
 
