@@ -38,7 +38,6 @@ from posttrain.build import preflight_checks
 from posttrain.checks import data_checks as data
 from posttrain.checks import resume_checks
 from posttrain.checks.judging import (
-    evaluation_checks,
     generative_judge_checks,
     rejudge,
     reward_model_scores,
@@ -117,7 +116,7 @@ EVERY_STEP = (
     *(asked_ahead.unchanged_in_the_queue, asked_ahead.learned_before, asked_ahead.pushed_between_steps),
     *(stale_logprobs.start_is_the_learner, stale_logprobs.FreshCheck),
     hint_checks.teacher_scores,
-    *(evaluation_checks.measured_right, resume_checks.goes_on, resume_checks.came_back),
+    *(verdict_checks.measured_right, resume_checks.goes_on, resume_checks.came_back),
     *(preference_data.sides_are_as_judged, preference_data.completion_ends_once, preference_data.sides_share_a_prompt),
     *(preference_data.tokens_are_as_judged, preference_reference.reference_says),
     *(preference_reference.starts_at_reference, preference_loss_checks.shift_is),
