@@ -52,7 +52,6 @@ from posttrain.checks.learning import (
     hint_checks,
     implicit_reward_checks,
     loss_checks,
-    synthetic_loss,
 )
 from posttrain.checks.learning.credit_by_definition import uncovered_credit
 from posttrain.checks.learning.gradient_by_definition import uncovered
@@ -164,8 +163,8 @@ SECOND_OPINIONS = (
 )
 """What the page lists of `posttrain/checks`."""
 BEFORE = (
-    synthetic_loss.agrees_on_synthetic_batch,
-    synthetic_loss.points_uphill,
+    loss_checks.agrees_on_synthetic_batch,
+    loss_checks.points_uphill,
     preference_loss_checks.agrees_on_synthetic_judgements,
 )
 HEALTHY_STEPS = 12

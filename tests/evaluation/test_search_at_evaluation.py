@@ -533,7 +533,7 @@ def test_best_of_n_by_the_verifier_is_pass_at_n(prm: Path) -> None:
         (["search=beam", "env=shop"], "'shop' has episodes of several turns"),
         (["search=beam", "env.heldout=0"], "env.heldout=0 leaves no task"),
         (["search=beam", "env=calculator"], "'calculator' has episodes of several turns"),
-        (["search=beam", "fault=search_min_as_product"], "--allow-fault"),
+        (["search=beam", "fault=leaf_value_not_backed_up"], "--allow-fault"),
     ],
 )
 def test_what_cannot_be_searched_is_told(prm: Path, words: list[str], says: str) -> None:
