@@ -78,7 +78,7 @@ prove: $(VENV)/dev.stamp
 
 # Losses of preferences and of SFT beside TRL's own code, on rows drawn from POSTTRAIN_SEED or the clock; the seed is printed.
 parity: $(VENV)/bench.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.parity.parity
 
 # The documentation as a site, in an environment of its own that holds no torch; nothing is fetched while it is built.
 docs: $(DOCS_VENV)/docs.stamp $(VENV)/run.stamp

@@ -19,11 +19,12 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import posttrain
-from benchmarks import asynchrony, asynchrony_arms, grpo_work, head
-from benchmarks.side import ROOT, Worker
-from benchmarks.updates_regions import ARMS
-from benchmarks.updates_worlds import Nim
-from benchmarks.whole_answers import whole_answers
+from benchmarks.__main__ import HERE, SHELVES, programs
+from benchmarks.learning.updates_regions import ARMS
+from benchmarks.learning.updates_worlds import Nim
+from benchmarks.speed import asynchrony, asynchrony_arms, grpo_work, head
+from benchmarks.speed.side import Worker
+from benchmarks.speed.whole_answers import whole_answers
 from posttrain.config.run import Optimizer
 from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.core.gauge import merge
@@ -41,15 +42,26 @@ cleaned while they wait."""
 SMALL = grpo_work.Size(hidden=32, layers=1, heads=2, kv_heads=2, ffn=64, search=1, tries=1, repeats=1)
 
 
+def test_every_measurement_is_listed() -> None:
+    """One line each; what is not listed is a side that another program starts."""
+    shelves = {p.parent.name for p in HERE.glob("*/__init__.py")}
+    assert shelves == set(SHELVES)
+    for shelf in shelves - {"miniatures"}:
+        listed = {name.rpartition(".")[2] for name, what in programs(shelf) if len(what) > 10}
+        files = {p.stem: p.read_text(encoding="utf-8") for p in (HERE / shelf).glob("*.py")}
+        for name in (n for n, text in files.items() if '__name__ == "__main__"' in text and n not in listed):
+            assert any(f"{name.rpartition('_')[0]}_" in text for n, text in files.items() if n in listed), name
+
+
 def side(script: str, job: str, folder: Path, *more: str) -> Worker:
-    return Worker(script, [sys.executable, str(ROOT / "benchmarks" / script), job, *more], 1, folder / "err")
+    return Worker(script, [sys.executable, "-m", f"benchmarks.speed.{script}", job, *more], 1, folder / "err")
 
 
 @pytest.mark.parametrize("regime", ["equal", pytest.param("heavy", marks=pytest.mark.prove)])
 def test_grpo_step_takes_steps_of_the_forced_lengths(tmp_path: Path, regime: str) -> None:
     grpo_work.save_checkpoint(SMALL, tmp_path)
     wanted = int(grpo_work.lengths_PG(regime, 2).sum())
-    with side("grpo_ours.py", grpo_work.Job(str(tmp_path), regime, 2, 1).dump(), tmp_path) as ours:
+    with side("grpo_ours", grpo_work.Job(str(tmp_path), regime, 2, 1).dump(), tmp_path) as ours:
         assert ours.listen()["ready"]
         for _ in range(4):
             told = ours.timed(do="step")
@@ -68,7 +80,7 @@ def test_grpo_step_takes_steps_of_the_forced_lengths(tmp_path: Path, regime: str
 def test_rollout_plays(tmp_path: Path, do: str, regime: str | int) -> None:
     grpo_work.save_checkpoint(SMALL, tmp_path, 1024)
     job = {"checkpoint": str(tmp_path), "threads": 1, "slots": 4, "context": 1024, "options": {}}
-    with side("rollout_ours.py", json.dumps(job), tmp_path) as ours:
+    with side("rollout_ours", json.dumps(job), tmp_path) as ours:
         assert ours.listen()["load_seconds"] > 0
         told = ours.timed(do=do, regime=regime, requests=6, salt=1)
         assert told["spoken"] > 0 and told["seconds"] > 0 and told["extra"]["gauges"]["engine/positions_linear"]
@@ -83,7 +95,7 @@ def test_a_learners_step_has_the_gradient_of_another(tmp_path: Path, regime: str
     norms, shared = dict[str, float](), dict[str, float]()
     for name in ("ours", other):
         job = grpo_work.Job(str(tmp_path), regime, 2, 1, share=name == "ours").dump()
-        with side("learner_side.py", name, tmp_path, job) as one:
+        with side("learner_side", name, tmp_path, job) as one:
             told = [one.timed(do="step", micro=3) for _ in range(2)]
             assert told[1]["process_seconds"] > 0 and told[1]["peak_mb"] >= told[1]["before_mb"] > 0
             norms[name], shared[name] = told[0]["norm"], told[1]["extra"].get("learner/shared", 0)
@@ -105,8 +117,7 @@ def test_the_head_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 @pytest.fixture
 def pair_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """A checkpoint and the pairs of one update; returns the job of a side of `preference.py`."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from benchmarks.preference_work import PairJob, write_pairs
+    from benchmarks.speed.preference_work import PairJob, write_pairs
 
     grpo_work.save_checkpoint(SMALL, tmp_path)
     write_pairs(tmp_path / "pairs.jsonl", "heavy", 4)
@@ -139,7 +150,7 @@ def textbook_norm(what: str, folder: Path) -> float:
 def test_learning_from_pairs_has_the_textbook_gradient(
     tmp_path: Path, pair_job: Callable[[str], str], what: str
 ) -> None:
-    with side("preference_ours.py", pair_job(what), tmp_path) as ours:
+    with side("preference_ours", pair_job(what), tmp_path) as ours:
         assert ours.listen()["ready"]
         told = [ours.timed(do="step") for _ in range(2)]
     assert told[0]["norm"] == pytest.approx(textbook_norm(what, tmp_path), rel=1e-4)
@@ -154,7 +165,7 @@ def test_trl_takes_the_same_updates(tmp_path: Path, pair_job: Callable[[str], st
     """The second update follows from the first, so the optimizers agree too."""
     job = pair_job(what)
     (tmp_path / "trl").mkdir()
-    with side("preference_ours.py", job, tmp_path) as ours, side("preference_trl.py", job, tmp_path / "trl") as trl:
+    with side("preference_ours", job, tmp_path) as ours, side("preference_trl", job, tmp_path / "trl") as trl:
         ours.listen()
         trl.ask(do="configure", micro=2)
         for _ in range(3):

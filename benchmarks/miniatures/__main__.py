@@ -1,4 +1,4 @@
-"""Plays miniatures and writes benchmarks/results/miniatures.json, docs/research/miniatures/*.svg and
+"""Plays miniatures and writes benchmarks/miniatures/results/miniatures.json, docs/research/miniatures/*.svg and
 docs/research/miniatures.md."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.miniatures.miniature import Curve, Figures, Miniature, mean, mea
 from benchmarks.miniatures.page import page, section
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks/results/miniatures.json"
+RESULTS = ROOT / "benchmarks/miniatures/results/miniatures.json"
 NAMES = (
     "rare_token",
     "hard_prompts",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import posttrain
-from benchmarks.healthy_experts import tie, undecided
+from benchmarks.trust.healthy_experts import tie, undecided
 from posttrain.config.run import Model
 from posttrain.core.batch import Packed
 from posttrain.engine.layers import shared_prefixes

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import posttrain
-from benchmarks.search_curves import by_difficulty
+from benchmarks.learning.search_curves import by_difficulty
 from posttrain.cli import main
 from posttrain.config.run import Env, Optimizer
 from posttrain.config.stages.reward_model_settings import RewardModel

@@ -154,7 +154,7 @@ def test_a_fault_goes_to_another_process_with_the_module_that_plants_it() -> Non
 
 
 def test_the_page_lists_every_fault() -> None:
-    """docs/research/trust.md is measured by benchmarks/trust.py; a fault that is not in it has not been measured."""
+    """benchmarks/trust/trust.py measures docs/research/trust.md; a fault that is not in it has not been measured."""
     page = (ROOT / "docs/research/trust.md").read_text().split("## Planted faults")[1].split("## Healthy runs")[0]
     assert re.findall(r"^\| `(\w+)` \|", page, flags=re.M) == list(FAULTS)
     assert set(re.findall(r"^\| `(\w+)` \|.*\*\*open\*\*", page, flags=re.M)) == OPEN

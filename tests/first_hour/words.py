@@ -49,7 +49,11 @@ MEASURES = "needs the source tree and minutes to hours: it takes a measurement t
 NETWORK = "needs the network"
 EXEMPT = (
     Exempt("*", r"make\b", CHECKOUT),
-    Exempt("*", r"(python|python3) (tour/|-m (posttrain\.api\.pages|scripts\.ci|tests\.first_hour)\b)", CHECKOUT),
+    Exempt(
+        "*",
+        r"(python|python3) (tour/|-m (posttrain\.api\.pages|scripts\.ci|tests\.first_hour|benchmarks$)\b)",
+        CHECKOUT,
+    ),
     Exempt("*", r"(\w+=\w+ )?python -m pytest\b", CHECKOUT),
     Exempt("*", r"torchrun .*\btests/", CHECKOUT),
     Exempt("*", r"torchrun .*--nnodes\b", "needs two machines; tests/prove/test_rank_runs.py has two on loopback"),

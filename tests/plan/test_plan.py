@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_memory import RESULTS, of_row, plan
+from benchmarks.speed.plan_memory import RESULTS, of_row, plan
 from posttrain.checks.learning import gradient_and_update_checks
 from posttrain.cli import main
 from posttrain.config.model_settings import Lora
@@ -165,8 +165,8 @@ def test_checkpointing_takes_what_was_measured(how: Any, mebibytes: float) -> No
 
 
 def test_plans_are_what_was_measured() -> None:
-    """Configurations that ran (`python -m benchmarks.plan_memory`): within 10 % each and 5 % at the median, and never
-    under by more than 3 %."""
+    """Configurations that ran (`python -m benchmarks.speed.plan_memory`): within 10 % each and 5 % at the median, and
+    never under by more than 3 %."""
     rows = [of_row(row) for row in json.loads(RESULTS.read_text())["rows"]]
     ratios = [plan(case).most / 2**20 / mebibytes for case, mebibytes in rows]
     assert len(rows) >= 24 and all(mebibytes >= 150 for _, mebibytes in rows)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import posttrain
-from benchmarks.plan_published import rows
+from benchmarks.speed.plan_published import rows
 from posttrain.api import plan_against
 from posttrain.cli import main
 from posttrain.config.overrides import apply

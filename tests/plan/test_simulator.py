@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_asynchrony import RESULTS, beside, holds, simulated
+from benchmarks.speed.plan_asynchrony import RESULTS, beside, holds, simulated
 from posttrain.cli import main
 from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.plan.lengths import POINTS, Lengths

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import posttrain
-from benchmarks.healthy_experts import undecided
+from benchmarks.trust.healthy_experts import undecided
 from posttrain.api import main
 from posttrain.config.run import Optimizer, Run
 from posttrain.config.stages.stage import Stage

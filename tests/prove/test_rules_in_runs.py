@@ -1,5 +1,5 @@
-"""Live rules that no situation of `benchmarks/situations.py` and no planted fault is about, each in a real run that
-goes wrong in its way. Their healthy runs are those of `benchmarks/taught.py`."""
+"""Live rules that no situation of `benchmarks/trust/situations.py` and no planted fault is about, each in a real run
+that goes wrong in its way. Their healthy runs are those of `benchmarks/trust/taught.py`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import posttrain
-from benchmarks.blind import unwatched
-from benchmarks.situations import Stage, tuned
+from benchmarks.trust.blind import unwatched
+from benchmarks.trust.situations import Stage, tuned
 from posttrain.config.run import Reinforce
 from posttrain.diagnose.rules.all_rules import findings
 from posttrain.diagnose.rules.notes_once import findings_of

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import graded_situations, taught
-from benchmarks.situations import SENTENCES, SITUATIONS, fresh, play, tuned
+from benchmarks.trust import graded_situations, taught
+from benchmarks.trust.situations import SENTENCES, SITUATIONS, fresh, play, tuned
 
 pytestmark = pytest.mark.prove
 
@@ -28,7 +28,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_it_ends_with_the_right_sentence(name: str, seed: int, stages: Path) -> None:
-    print(f'python -m benchmarks.situations --only "{name}" --seed {seed}')
+    print(f'python -m benchmarks.trust.situations --only "{name}" --seed {seed}')
     outcome = play(name, fresh(seed), stages / str(seed))
     assert outcome.right, f"said {outcome.said}\n{outcome.output}"
 
@@ -37,7 +37,7 @@ def test_it_ends_with_the_right_sentence(name: str, seed: int, stages: Path) -> 
 @pytest.mark.parametrize("name", graded_situations.SITUATIONS)
 def test_with_grades_it_ends_with_the_right_sentence(name: str, seed: int, stages: Path) -> None:
     """And no other sentence, nor a word of right and wrong."""
-    print(f'python -m benchmarks.graded_situations --only "{name}" --seed {seed}')
+    print(f'python -m benchmarks.trust.graded_situations --only "{name}" --seed {seed}')
     outcome = graded_situations.play(name, seed, stages / f"graded-{seed}")
     assert outcome.right, f"said {outcome.said}, wrong {outcome.wrong}\n{outcome.output}"
 
@@ -56,6 +56,6 @@ def test_every_situation_has_a_sentence_of_its_own() -> None:
 
 
 def test_healthy_runs_are_not_spoken_about(tmp_path: Path) -> None:
-    print(f"seed {FIRST}: python -m benchmarks.taught --seed {FIRST} --only N plays one again")
+    print(f"seed {FIRST}: python -m benchmarks.trust.taught --seed {FIRST} --only N plays one again")
     outcomes = taught.many(FIRST, 6 * COUNT, tmp_path)
     assert not [taught.line(o) for o in outcomes if taught.is_false(o) or o.stopped]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import posttrain
-from benchmarks.trust import HEALTHY, SEEDS, healthy
+from benchmarks.trust.trust import HEALTHY, SEEDS, healthy
 from posttrain.cli import main
 from posttrain.cli.parser import read_words
 from posttrain.faults import FAULTS as TAUGHT
@@ -62,7 +62,7 @@ SAMPLED = 12
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])
 def test_faults_are_caught_where_samples_are_older(deterministic: bool, model: Path, tmp_path: Path) -> None:
-    """Some of them, by a printed seed. `benchmarks/trust.py --staleness 2` plants all."""
+    """Some of them, by a printed seed. `benchmarks/trust/trust.py --staleness 2` plants all."""
     seed = int(os.environ.get("POSTTRAIN_SEED", "0"))
     names = [n for n, f in FAULTS.items() if acts_ahead(f, deterministic) and n not in OPEN_AHEAD]
     chosen = random.Random(seed).sample(names, SAMPLED)
@@ -98,7 +98,7 @@ def test_healthy_runs_trip_nothing(name: str, seed: int, model: Path, tmp_path: 
 def test_healthy_runs_that_ask_ahead_trip_nothing(
     staleness: int, deterministic: bool, runs: list[tuple[str, int]], model: Path, tmp_path: Path
 ) -> None:
-    """With a tool whose time no seed decides. `benchmarks/healthy.py --ahead` plays random ones."""
+    """With a tool whose time no seed decides. `benchmarks/trust/healthy.py --ahead` plays random ones."""
     ahead = (f"rl.staleness={staleness}", f"deterministic={str(deterministic).lower()}", "env.name=waits")
     for name, seed in runs:
         assert healthy(name, seed, model, tmp_path, *ahead).tripped == "", name

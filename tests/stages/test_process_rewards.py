@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import posttrain
-from benchmarks.process_bench import bench, planted_chains
+from benchmarks.learning.process_bench import bench, planted_chains
 from posttrain.build.build_reward_models import stage_policy
 from posttrain.checks.judging.reward_model_scores import read_alone
 from posttrain.checks.judging.step_label_checks import labels_are_of_their_steps, said, token_ends

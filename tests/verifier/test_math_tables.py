@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("math_verify")
 
-from benchmarks.answers import pairs
+from benchmarks.trust.answers import pairs
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
 from posttrain.verifier.math.math_reward import SECONDS, MathSource, math_source
@@ -46,7 +46,7 @@ def test_what_is_no_right_answer_earns_nothing(reward: MathSource, gold: str, re
 
 
 def test_every_ninth_of_the_measured_pairs(reward: MathSource) -> None:
-    """`benchmarks/answers.py` measures all of them."""
+    """`benchmarks/trust/answers.py` measures all of them."""
     left = {r"\genfrac{}{}{}{}{1}{2}", r"\surd 2", "C(5,2)"}
     for _, gold, said, right in list(pairs())[::9]:
         assert {gold, said} & left or score(reward, gold, f"\\boxed{{{said}}}") == right, (gold, said)
