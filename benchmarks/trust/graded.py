@@ -88,13 +88,11 @@ def play(words: list[str], folder: Path) -> str:
     return text.getvalue()
 
 
-def means(folder: Path, index: int, by: str = "prompt") -> dict[str, list[float]]:
-    """The outcomes of a held-out evaluation by prompt (or by row: `id`), from the verdicts alone."""
+def means(folder: Path, index: int) -> dict[str, list[float]]:
+    """The outcomes of a held-out evaluation by prompt, from the verdicts alone."""
     out: defaultdict[str, list[float]] = defaultdict(list)
     for r in run_reader.episodes(folder, "rl", index, "eval"):
-        out[str(getattr(r.episode.task, by))].append(
-            sum(j.weight * (j.verdict.score or 0.0) for j in r.episode.verdicts)
-        )
+        out[str(r.episode.task.prompt)].append(sum(j.weight * (j.verdict.score or 0.0) for j in r.episode.verdicts))
     return dict(out)
 
 
@@ -112,14 +110,13 @@ def false_claims(folder: Path, output: str) -> list[str]:
     told = flat.split("next: ")[0].split("run folder: ")
     spoken = told[0].split("right: a reward")[0] + " ".join(told[1:])
     before, after = means(folder, 0), means(folder, steps)
-    rows = [sum(v) / len(v) for v in means(folder, 0, "id").values()]
     full = max(x for of in (before, after) for own in of.values() for x in own) == 1  # then 1 is right: some got it
     out += [f"speaks of {w!r}" for w in FORBIDDEN[full:] if w in spoken]
     mean = {k: {p: sum(v) / len(v) for p, v in x.items()} for k, x in (("before", before), ("after", after))}
     start, end = (sum(mean[k].values()) / len(mean[k]) for k in ("before", "after"))
     told_start = re.search(rf"mean reward before RL: {NUMBER}", flat)
-    if told_start is None or not near(told_start[1], sum(rows) / len(rows)):
-        out.append(f"the mean before RL is {sum(rows) / len(rows)}: {told_start and told_start[0]}")
+    if told_start is None or not near(told_start[1], start):
+        out.append(f"the mean before RL is {start}: {told_start and told_start[0]}")
     if m := re.search(r"differ in reward on (\d+)% of the prompts", flat):
         share = sum(max(v) - min(v) > 1e-9 * max(map(abs, v)) for v in before.values()) / len(before)
         out += [] if abs(float(m[1]) - 100 * share) <= 0.51 else [f"{m[0]} of {share}"]

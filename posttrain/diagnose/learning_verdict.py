@@ -115,7 +115,7 @@ def _beside(s: StageOutcome) -> str:
         return ""
     at = "1" if s.tells.at is None else f"{s.tells.at:g}"
     a = s.accuracy
-    return f"; rewards of {at} or more: {a.before:.3f} -> {a.after:.3f} of the answers, gain {a}"
+    return f"; rewards of {at} or more: {a.means} of the answers, gain {a}"
 
 
 def _ordering(nothing: Case, after: Score, before: float) -> Learning:
@@ -133,7 +133,7 @@ def _likelier(nothing: Case, gain: Gain) -> Learning:
     """The answer for a stage that imitates where nothing judges answers: it goes by the held-out loss."""
     s, case = nothing.s, replace(nothing, by="loss", gain=gain, change=-gain.mean)
     figures = (
-        f"held-out loss {gain.before:.3f} -> {gain.after:.3f} (before -> step {s.heldout_losses[-1][0]}; perplexity"
+        f"held-out loss {gain.means} (before -> step {s.heldout_losses[-1][0]}; perplexity"
         f" {perplexity(gain.before):.4g} -> {perplexity(gain.after):.4g}), change {gain}, over {gain.prompts}"
         f" row{'s' if gain.prompts != 1 else ''}"
     )

@@ -134,6 +134,10 @@ class RunComparison:
     notes: tuple[str, ...]
     """Facts that a reader must know before believing the figures."""
 
+    def __repr__(self) -> str:
+        told = [f"{g.group.letter}: {g.word}, {g.over_prompts}" for g in self.gains]
+        return f"RunComparison(by {self.what} over {self.prompts} prompts, against A; {'; '.join(told) or 'one group'})"
+
 
 def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> RunComparison:
     """Compare runs by their last held-out measurement, or by that of one stage. Raises ConfigError: they cannot be

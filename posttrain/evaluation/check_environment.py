@@ -18,7 +18,8 @@ from rich.text import Text
 
 from posttrain.build.request.trust_prompt import admitted
 from posttrain.config import overrides as dotted
-from posttrain.config.run import Env
+from posttrain.config.env import Env
+from posttrain.config.run import Run
 from posttrain.core.abilities import LintFinding
 from posttrain.environment import check as probes
 from posttrain.environment.check import CheckReport, Mark
@@ -36,6 +37,7 @@ from posttrain.report.console import table as columns
 from posttrain.system.errors import ConfigError
 from posttrain.system.shell import command_line
 from posttrain.system.terminal_output import tell
+from posttrain.verifier.user_code import named_object, user_module
 
 PATIENCE = 10.0
 """Seconds after which a log file is told how far a check is."""
@@ -53,7 +55,8 @@ def check(
     """Probe an environment and its verifiers: `posttrain.check("arithmetic", "env.args.max_operand=99").passed`.
 
     Args:
-        env: what `env.name` may be, a run folder, an `Env`, or an environment of your own.
+        env: what `env.name` may be, a run folder, `path.py:NAME` of a `Run` or an `Env`, an `Env`, or an environment of
+            your own.
         overrides: dotted changes of `env` and `seed`, and `model=PATH`: a model whose template is tried.
         tasks: number of held-out tasks to try.
         rate: answers per second that must be judged. None: the rate of the run's rollouts, or 16 without a run.
@@ -114,6 +117,7 @@ def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> Single
     else:
         if not isinstance(env, Env):
             _refuse_others(str(env))
+            env = _of_file(str(env)) or env
         run = replace(run, env=env) if isinstance(env, Env) else dotted.apply(run, [f"env={env}"])
         run = dotted.apply(run, list(overrides))
     return environment(run.env, run.seed)
@@ -140,6 +144,20 @@ def model_findings(env: SingleTurn, words: Sequence[str]) -> list[LintFinding]:
     follows = [] if type(env).play is SingleTurn.play else ["user"]
     looked = template_findings(Renderer(plain, stops), env, [*env.heldout, env.train.task(0)], follows)
     return [*found, *(looked or [LintFinding("template", "prompts are text, so no chat template is used")])]
+
+
+def _of_file(target: str) -> Env | None:
+    """The environment of `path.py:NAME`, a `Run` or an `Env`, or a function that returns one. None where it is a class
+    of an environment, or no such file."""
+    path, _, name = target.rpartition(":")
+    if Path(path).suffix != ".py" or not Path(path).is_file():
+        return None
+    read = partial(user_module, what="check")
+    found = getattr(read(Path(path).resolve()), name, None)
+    if found is None or isinstance(found, type):
+        return None
+    given = named_object(target, "", (Run, Env), read, "a class of an environment, a Run or an Env")
+    return given.env if isinstance(given, Run) else given
 
 
 def _refuse_others(target: str) -> None:

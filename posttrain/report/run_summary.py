@@ -135,8 +135,7 @@ def loss_lines(of: RunOutcome) -> list[str]:
         if (g := s.loss) is not None:
             pair = f"{perplexity(g.before):.4g} -> {perplexity(g.after):.4g}"
             out.append(
-                f"{s.name}: held-out loss {g.before:.3f} -> {g.after:.3f}, perplexity {pair}, change {g}, over"
-                f" {g.prompts} demonstrations"
+                f"{s.name}: held-out loss {g.means}, perplexity {pair}, change {g}, over {g.prompts} demonstrations"
             )
     return out
 

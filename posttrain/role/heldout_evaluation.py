@@ -62,6 +62,18 @@ class EvaluationReport:
     measures: Gauges = field(default_factory=dict[str, Gauge])
     """Other quantities that the environment measures (`core.abilities.Abilities.measures`)."""
 
+    def __repr__(self) -> str:
+        """In a line; the episodes are in `groups`."""
+        told = [f"{n} {g.mean:.4g}" for n, g in self.measures.items()]
+        for name, score in (
+            ("greedy reward", self.greedy_reward),
+            ("mean reward", self.reward),
+            ("accuracy", self.accuracy),
+        ):
+            told[:0] = [f"{name} {score}"] if score is not None and score.prompts else []
+        of = f", {self.reward.prompts} prompts" if self.reward.prompts else ""
+        return f"EvaluationReport({'; '.join(told) or 'nothing judged'}{of}, {self.unjudged} unjudged)"
+
     @property
     def unjudged(self) -> int:
         return self.failed + self.abstained

@@ -165,7 +165,9 @@ def test_a_benchmark_works_as_written(tmp_path: Path, capsys: pytest.CaptureFixt
     criteria = [{"criterion": "names the sum", "points": 3}, "is short"]
     file.write_text(json.dumps({"rubric": criteria, "items": ITEMS}))
     assert main(["new", "env", "sums", "--rubric", str(file), "--folder", str(out)]) == 0
-    own, check, train = said_steps(capsys.readouterr().out)
+    own, check, tiny, train = said_steps(capsys.readouterr().out)
+    assert main([*train[1:-1], "--dry-run"]) == 0, "it runs as it stands, without a model"
+    capsys.readouterr()
     assert (out / "sums.md").read_text() == "- names the sum (3 points)\n- is short\n"
     assert (out / "sums_heldout.md").read_text().endswith("- is short\n") and "strict" in (
         out / "sums_heldout.md"
@@ -178,7 +180,9 @@ def test_a_benchmark_works_as_written(tmp_path: Path, capsys: pytest.CaptureFixt
         assert judge.bodies and "raised" not in capsys.readouterr().out
         both = [f"env.rewards.{i}.function=judge:{judge.url}" for i in (0, 1)]
         small = [w for w in (*SMALL, *RL) if not w.startswith("sft.")]
-        words = [*train[1:-1], "model=none", *both, *small, "--out", str(tmp_path / "run")]
+        printed = {w.partition("=")[0] for w in tiny if "=" in w} - {"rl.steps"}
+        small = [w for w in small if w.partition("=")[0] not in printed]
+        words = [w for w in tiny[1:] if not w.startswith("rl.steps")] + [*both, *small, "--out", str(tmp_path / "run")]
         assert main(words) == 0
     last = [s for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"][-1]
     assert {"reward/judge", "rollout/truth"} <= set(last.gauges)

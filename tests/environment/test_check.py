@@ -29,6 +29,7 @@ from posttrain.environment.make import environment
 from posttrain.environment.rows.own_prompts import PromptsEnv
 from posttrain.environment.rows.row_reader import PromptRow, digest
 from posttrain.environment.scripted_policy import judged
+from posttrain.evaluation import check_environment
 from posttrain.evaluation.check_environment import expected_rate
 from posttrain.record import run_reader
 from posttrain.sandbox.backends import Unconfined
@@ -618,3 +619,28 @@ def test_a_run_is_checked_by_its_folder_against_the_rate_of_its_rollouts(tmp_pat
     assert expected_rate("arithmetic") == RATE
     report = posttrain.check(tmp_path / "run", tasks=4, rate=1.0)
     assert report.passed and report.tasks == 4
+
+
+@pytest.mark.parametrize(("strict", "mark"), [(lambda text: len(text), Mark.OK), (lambda text: -len(text), Mark.WARN)])
+async def test_what_is_paid_is_held_against_what_is_measured(strict: Callable[[str], float], mark: Mark) -> None:
+    """Two judges before a run: of answers to one task, how many pairs does the second order the other way round?"""
+    pays = source(lambda task, text: float(len(text)), name="pays")
+    measures = source(lambda task, text: float(strict(text)), name="measures")
+    env = PromptsEnv(rows=rows(), rewards=(pays, measures), measured_rewards=("measures",))
+    found = next(f for f in (await check(env, tasks=8, rate=1.0)).findings if f.probe == "paid and measured")
+    assert found.mark is mark and "pairs of answers to one task" in found.detail
+    assert ("most: " in found.detail) is (mark is Mark.WARN)
+    alone = await check(PromptsEnv(rows=rows(), rewards=(pays,)), tasks=8, rate=1.0)
+    assert "paid and measured" in alone.marked(Mark.SKIP)
+
+
+def test_a_run_of_a_file_is_checked_by_its_environment(tmp_path: Path) -> None:
+    """`posttrain check mine.py:run`, and of an `Env` in it; a class there is the environment itself."""
+    (tmp_path / "mine.py").write_text(
+        "from posttrain.config.env import Env\nfrom posttrain.recipe.recipes import recipe\n"
+        "ENV = Env(name='arithmetic', heldout=7)\nN = 3\n\ndef run():\n    return recipe('arithmetic')\n"
+    )
+    assert check_environment.build(f"{tmp_path}/mine.py:ENV").heldout_count == 7
+    assert check_environment.build(f"{tmp_path}/mine.py:run", "env.heldout=5").heldout_count == 5
+    with pytest.raises(ConfigError, match="a class of an environment, a Run or an Env is wanted"):
+        check_environment.build(f"{tmp_path}/mine.py:N")

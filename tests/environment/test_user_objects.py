@@ -348,6 +348,8 @@ def test_a_stage_of_each_kind_stops_where_its_measure_is_no_longer_the_best(tmp_
     result = posttrain.run("arithmetic", *few, *still, out=tmp_path / "a", quiet=True)
     (stage,) = [s for s in result.stages if s.name == "rl"]
     assert stage.steps == 3 and "held-out mean reward was highest after step 1" in stage.why
+    longer = posttrain.run("rl.steps=20", resume=tmp_path / "a", quiet=True)
+    assert longer.stages[-1].steps == 5, "one that is made longer waits anew"
     still = ("dpo.optimizer.lr=1e-12", "dpo.eval_every=1", "dpo.patience=2", "dpo.steps=9", "dpo.batch=4")
     (stage,) = posttrain.run(
         "dpo", "sft=none", "env.rewards=none", *still, "env.heldout=8", out=tmp_path / "b", quiet=True

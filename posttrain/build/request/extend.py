@@ -187,6 +187,10 @@ class ResumedRun:
         return tuple(f"changed: {c.line}" for c in self.changes)
 
 
+GOES_ON: Mapping[str, Any] = {"ended": "", "waited": 0}
+"""The state of a stage that had ended and is made longer: its patience begins anew, or it would end at once."""
+
+
 def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> ResumedRun:
     """Returns the extension of a run that goes on from a checkpoint with new settings. Raises ConfigError: a change is
     not allowed, or comes too late: the stage ended before, or has taken more steps."""
@@ -208,7 +212,7 @@ def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> Resum
         if done < len(new.stages):
             _enough_steps(book.folder, new.stages[done], step, allow_equal=True)
         if running.get("ended") and new.stages[done].name in longer:
-            state["running"] = {**running, "ended": ""}
+            state["running"] = {**running, **GOES_ON}
         return ResumedRun(new, made, state, None, step)
     return _reopened(book, checkpoint, new, made)
 
@@ -234,7 +238,7 @@ def _reopened(book: RunFolder, checkpoint: Checkpoint, new: Run, made: tuple[Cha
     _enough_steps(book.folder, last, step, allow_equal=False)
     if why := _ended_still(last, running, made):
         raise ConfigError(why)
-    state["running"] = {**running, "ended": ""}
+    state["running"] = {**running, **(GOES_ON if running.get("ended") else {})}
     with damage_is_named(f"{checkpoint.folder}/state.json"):
         gauges = {name: Gauge(float(total), float(n)) for name, (total, n) in reopening["gauges"].items()}
     return ResumedRun(new, made, state, gauges, step)

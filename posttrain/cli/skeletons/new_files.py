@@ -140,6 +140,10 @@ def benchmark_steps(run: Path, test: Path, rows: Path, rubric: Path) -> list[str
             command_line("check", "prompts", f"env.prompts={rows}", *paid),
             "what the judge pays; it must be served there",
         ),
+        (
+            command_line("run", f"{run}:run", "rl.optimizer.lr=5e-4", "rl.steps=20", "rl.sampling.max_tokens=32"),
+            "the whole way on a tiny model that is built, with the judge served there",
+        ),
         (command_line("run", f"{run}:run", "model=MODEL"), "train a model that you have: its path for MODEL"),
     )
 

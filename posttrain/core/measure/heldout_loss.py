@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.measure.interval import Gain, Score
+from posttrain.core.measure.interval import Gain, Score, number_text
 
 Rows = Mapping[str, tuple[float, float]]
 """By the digest of a demonstration's tokens: the sum of their negative log-probs, each times its weight, and the sum of
@@ -58,4 +58,4 @@ def agreement_words(share: float) -> str:
 
 
 def loss_words(loss: float) -> str:
-    return f"held-out loss {loss:.3f}, perplexity {perplexity(loss):.4g}"
+    return f"held-out loss {number_text(loss)}, perplexity {perplexity(loss):.4g}"

@@ -6,9 +6,11 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Mapping
+from itertools import combinations
 
 from posttrain.core.content import shown
 from posttrain.core.types import Task
+from posttrain.core.verdict import truth
 from posttrain.environment.check.probe import Answer, Mark, Probe
 from posttrain.environment.check.subject import Subject
 
@@ -62,6 +64,30 @@ async def unread(s: Subject) -> Answer:
     return (Mark.WARN if close else Mark.OK), words
 
 
+async def paid_and_measured(s: Subject) -> Answer:
+    if not (s.env.measured or s.env.measured_rewards):
+        return Mark.SKIP, "nothing is measured beside what is paid (env.rewards.N.measured)"
+    tasks, rng = s.tasks[:TASKS_EACH], s.random("measured")
+    real = [(t, {"a real answer": text}) for t in tasks if (text := s.completions.get(t.id)) is not None]
+    made = [(t, _said(t, rng)) for t in tasks]
+    asked = [(t, kind, text) for t, texts in (*made, *real) for kind, text in texts.items()]
+    told = await s.judge_all([(t, (text,)) for t, _, text in asked], repeat=True)
+    figures: dict[str, list[tuple[float, float, str]]] = {}
+    for (task, kind, _), answer in zip(asked, told, strict=True):
+        paid, measured = answer.outcome, truth(answer.judged)
+        if paid is not None and measured is not None:
+            figures.setdefault(task.id, []).append((paid, measured, kind))
+    pairs = [(a, b) for each in figures.values() for a, b in combinations(sorted(each, reverse=True), 2) if a[0] > b[0]]
+    if not pairs:
+        return Mark.SKIP, "no two answers to one task were judged by both and paid differently"
+    against = [(b[1] - a[1], a, b) for a, b in pairs if b[1] > a[1]]
+    words = f"of {len(pairs)} pairs of answers to one task, {len(against)} are measured the other way round"
+    if against:
+        _, a, b = max(against)
+        words += f"; most: {a[2]} is paid {a[0]:.3g} and measured {a[1]:.3g}, {b[2]} {b[0]:.3g} and {b[1]:.3g}"
+    return (Mark.WARN if 2 * len(against) > len(pairs) else Mark.OK), words
+
+
 BASELINES = (
     Probe(
         "answers that read nothing",
@@ -70,5 +96,12 @@ BASELINES = (
         " learns the empty answer: make the reward read the answer. Rows with an answer or a completion show what real"
         " answers get, and so does a run folder",
         unread,
+    ),
+    Probe(
+        "paid and measured",
+        "what is paid and what is measured order answers alike",
+        "what is paid is not what is measured, so a policy that learns it gets worse: mend the rubric that pays, or the"
+        " one that measures",
+        paid_and_measured,
     ),
 )

@@ -31,6 +31,9 @@ class CheckReport:
     sources: tuple[str, ...]
     findings: tuple[ProbeResult, ...]
 
+    def __repr__(self) -> str:
+        return f"CheckReport({self.env}, {self.tasks} tasks: {self.verdict})"
+
     @property
     def passed(self) -> bool:
         return not any(f.mark is Mark.FAIL for f in self.findings)
