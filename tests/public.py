@@ -87,7 +87,7 @@ PUBLIC = {
     "posttrain.role.judging": "ComparingJudge",
     "posttrain.core.exchange.shards": "Shard",
     "posttrain.core.exchange.ranks": "Ranks",
-    "posttrain.core.exchange.scores": "TokenScores",
+    "posttrain.core.exchange.scores": "Reads TokenScores",
     "posttrain.core.batch": "Packed Batch",
     "posttrain.core.streams": "Stream",
     "posttrain.core.transcript": "Transcript",
@@ -98,7 +98,7 @@ PUBLIC = {
     "posttrain.system.errors": "PosttrainError ConfigError InvariantError DataError LimitError RunFolderError"
     " UntrustedError EngineError EndpointError RewardError",
     "posttrain.engine.head.kernel_table": "Kernel",
-    "posttrain.algorithm.loss.losses": "Loss Reads PolicyLoss Likelihood",
+    "posttrain.algorithm.loss.losses": "Loss PolicyLoss Likelihood",
     "posttrain.algorithm.loss.policy_loss": "Terms",
     # where the mathematics of an own piece is registered
     "posttrain.algorithm.credit.baseline_values": "centred",

@@ -29,7 +29,7 @@ from posttrain.algorithm.preference.preference_loss import PreferenceLoss
 from posttrain.algorithm.preference.preference_minibatch import prepared
 from posttrain.config.run import Model, Optimizer, Reinforce
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.exchange.scores import TokenScores
+from posttrain.core.exchange.scores import Reads, TokenScores
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Credit, Scored, ScoredGroup
 from posttrain.core.streams import REFERENCE, SIDE, START, VALUE, WEIGHT
@@ -311,11 +311,11 @@ class ExactLearner(HFLearner):
 
     def score(self, packed: Packed) -> np.ndarray:
         with torch.no_grad():
-            return self.forward(packed, entropy=False, value=False).logp.numpy()
+            return self.forward(packed).logp.numpy()
 
     def value(self, packed: Packed) -> np.ndarray:
         with torch.no_grad():
-            return self.forward(packed, entropy=False, value=True).value.numpy()
+            return self.forward(packed, Reads(value=True)).value.numpy()
 
     def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
         return {name: getattr(self, name)(packed) for name in names}

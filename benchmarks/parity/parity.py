@@ -34,6 +34,7 @@ from posttrain.algorithm.preference.reward_model_loss import RankingLoss
 from posttrain.config.run import Model
 from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.core.batch import Batch, Packed
+from posttrain.core.exchange.scores import Reads
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import COLLISION, MARGIN, REFERENCE, SIDE, START, WEIGHT, Stream
 from posttrain.core.types import SHOWN, Segment
@@ -144,7 +145,7 @@ def ours(case: Case, texts: Texts, policy: HFLearner, reference: HFLearner, micr
     policy.train_mode(True)
     for episodes in batch.bins(micro):
         part = batch.select(episodes)
-        terms = loss.terms(part, policy.forward(part, entropy=False, value=False))
+        terms = loss.terms(part, policy.forward(part))
         terms.loss.backward()
         total += float(terms.loss.detach())
     return Found(total, {n: p.grad.clone() for n, p in named.items() if p.grad is not None})
@@ -164,7 +165,7 @@ def our_reward_model(made: HFLearner, texts: Texts, margins: Sequence[float], ce
     made.train_mode(True)
     for episodes in batch.bins(micro):
         part = batch.select(episodes)
-        terms = loss.terms(part, made.forward(part, entropy=False, value=False, rewards=True, logp=False))
+        terms = loss.terms(part, made.forward(part, Reads(rewards=True, logp=False)))
         terms.loss.backward()
         total += float(terms.loss.detach())
     held = {n.replace("reward_head.", ""): p.grad.clone() for n, p in named.items() if p.grad is not None}

@@ -133,7 +133,7 @@ def ours(rows: list[Row], at: Path, micro: int) -> tuple[float, dict[str, torch.
     made.train_mode(True)
     for episodes in batch.bins(micro):
         part = batch.select(episodes)
-        terms = loss.terms(part, made.forward(part, entropy=False, value=False))
+        terms = loss.terms(part, made.forward(part))
         terms.loss.backward()
         total += float(terms.loss.detach())
     return total, {n: p.grad.clone() for n, p in made.parameters().items() if p.grad is not None}

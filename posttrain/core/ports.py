@@ -12,7 +12,7 @@ from posttrain.core.abilities import Abilities
 from posttrain.core.batch import Packed
 from posttrain.core.conversation import PairRenderer as PairRenderer
 from posttrain.core.exchange.expert_choices import Routers
-from posttrain.core.exchange.scores import AdapterTrial, Odds, TokenScores
+from posttrain.core.exchange.scores import AdapterTrial, Odds, Reads, TokenScores
 from posttrain.core.exchange.shards import Shard
 from posttrain.core.gauge import Gauges, Step
 from posttrain.core.sampling import Sampling
@@ -116,21 +116,8 @@ class Learner(Examiner, Protocol):
         """True where a beginning that several segments of a pass share is computed once."""
         ...
 
-    def forward(
-        self,
-        packed: Packed,
-        *,
-        entropy: bool,
-        value: bool,
-        candidates_MK: np.ndarray | None = None,
-        head_only: bool = False,
-        rewards: bool = False,
-        logp: bool = True,
-        heard: bool = False,
-    ) -> TokenScores:
-        """Differentiable scores of one micro-batch; with `candidates_MK` also those tokens' log-probs, with `heard`
-        those of `Packed.heard`. With `head_only` the value's gradient stops at its head. With `rewards` the reward head
-        reads each segment. Without `logp` the language-model head does not run."""
+    def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
+        """Differentiable scores of one micro-batch: what `reads` asks for."""
         ...
 
     def rewards(self, packed: Packed) -> np.ndarray:

@@ -259,17 +259,7 @@ class Trainer:
             self.optimizer.gather()
 
     def _forward(self, micro: Batch, loss: Loss) -> TokenScores:
-        reads = loss.reads(micro)
-        return self.learner.forward(
-            micro,
-            entropy=reads.entropy,
-            value=reads.value,
-            candidates_MK=reads.candidates_MK,
-            head_only=reads.head_only,
-            rewards=reads.rewards,
-            logp=reads.logp,
-            heard=reads.heard,
-        )
+        return self.learner.forward(micro, loss.reads(micro))
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

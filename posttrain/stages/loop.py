@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from posttrain.algorithm.loss.losses import Reads
 from posttrain.config.stages.stage import START, Stage, come_to, starts
 from posttrain.core.abilities import declared
 from posttrain.core.batch import Packed
+from posttrain.core.exchange.scores import Reads
 from posttrain.core.gauge import Step, merge
 from posttrain.core.measure.heldout_loss import HeldoutLoss
 from posttrain.diagnose.gauges.rollout_gauges import unjudged_words

@@ -10,9 +10,9 @@ import time
 import numpy as np
 import torch
 
-from posttrain.algorithm.loss.losses import Reads
 from posttrain.config.stages.stage import Stage
 from posttrain.core.batch import Packed
+from posttrain.core.exchange.scores import Reads
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment
 from posttrain.role.memory_peaks import PeakMemory, mebibytes, memory_suffices
@@ -55,15 +55,7 @@ def warm_up(trainer: Trainer, packed: Packed, reads: Reads, peak: PeakMemory) ->
         learner.train_mode(True)
         try:
             with trainer.frozen():
-                scores = learner.forward(
-                    packed,
-                    entropy=reads.entropy,
-                    value=reads.value,
-                    candidates_MK=reads.candidates_MK,
-                    head_only=reads.head_only,
-                    rewards=reads.rewards,
-                    logp=reads.logp,
-                )
+                scores = learner.forward(packed, reads)
                 given = None if scores.rewards is None else scores.rewards.score
                 found = (scores.logp, scores.entropy, scores.value, scores.candidates, given)
                 torch.stack([x.sum() for x in found if x is not None]).sum().backward()

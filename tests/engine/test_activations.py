@@ -11,6 +11,7 @@ import torch
 
 from posttrain.config.model_settings import Lora
 from posttrain.config.run import Checkpointing, Model, Reinforce
+from posttrain.core.exchange.scores import Reads
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.embedded.cache.fused_decoder import fusable
 from posttrain.engine.learner.learner import HFLearner
@@ -29,7 +30,7 @@ def gradient(arch: str, seed: int = 0, tokens: int = 300, **how: Any) -> dict[st
     learner = HFLearner(load_policy(model, ALPHABET, seed), **how)
     packed = largest(Reinforce(name="rl", micro_tokens=tokens), 64, np.arange(20))
     learner.train_mode(True)
-    scores = learner.forward(packed, entropy=True, value=True)
+    scores = learner.forward(packed, Reads(entropy=True, value=True))
     assert scores.entropy is not None
     (scores.logp.sum() + 0.1 * scores.entropy.sum()).backward()
     return {n: p.grad for n, p in learner.parameters().items() if p.grad is not None}
@@ -65,7 +66,7 @@ def test_each_keeps_less() -> None:
         learner.train_mode(True)
 
         def work(learner: HFLearner = learner) -> None:
-            learner.forward(packed, entropy=False, value=False).logp.sum().backward()
+            learner.forward(packed).logp.sum().backward()
 
         work()
         taken[how] = peak_bytes(work)
@@ -84,7 +85,7 @@ def test_offloading_copies_activations_and_no_weights(monkeypatch: pytest.Monkey
         return real(self, source, *rest)
 
     monkeypatch.setattr(torch.Tensor, "copy_", seen)
-    learner.forward(packed, entropy=False, value=False).logp.sum().backward()
+    learner.forward(packed).logp.sum().backward()
     assert len(copied) > 10 and not sizes & set(copied)
 
 

@@ -56,7 +56,7 @@ def learn(learner: HFLearner, steps: int = 3) -> None:
     adam = StageOptimizer(learner.parameters(), Optimizer(lr=0.01, warmup=0))
     for _ in range(steps):
         learner.train_mode(True)
-        learner.forward(packed(3), entropy=False, value=False).logp.sum().neg().backward()
+        learner.forward(packed(3)).logp.sum().neg().backward()
         adam.step()
         learner.train_mode(False)
 
@@ -93,7 +93,7 @@ def test_the_gradient_is_that_of_the_full_weights_through_the_chain_rule() -> No
     module = learner.policy.module.double()
     full = HFLearner(replace(learner.policy.plain(), lora=None))
     for one in (learner, full):
-        one.forward(packed(4), entropy=False, value=False).logp.sum().backward()
+        one.forward(packed(4)).logp.sum().backward()
     whole: dict[str, Tensor] = {n: p.grad for n, p in full.policy.module.named_parameters() if p.grad is not None}
     for name, layer in adapter_modules.layers(module).items():
         parts: Any = layer

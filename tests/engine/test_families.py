@@ -79,7 +79,7 @@ def gap(policy: Policy, **learner: Any) -> float:
     segments = say(policy, Sampling(max_tokens=20, stop_ids=()))
     trains = HFLearner(policy, **learner)
     trains.train_mode(True)
-    logp = trains.forward(Packed.of(segments), entropy=False, value=False).logp.detach().numpy()
+    logp = trains.forward(Packed.of(segments)).logp.detach().numpy()
     return float(np.abs(logp - np.concatenate([s.logp[s.mask] for s in segments])).max())
 
 
@@ -161,7 +161,7 @@ def test_checkpointing_changes_no_gradient(family: str, tmp_path: Path) -> None:
     for saving in ("none", "selective", "full"):
         learner = HFLearner(load(tmp_path), gradient_checkpointing=saving)
         learner.train_mode(True)
-        losses = [learner.forward(p, entropy=False, value=False).logp.sum() for p in packed]
+        losses = [learner.forward(p).logp.sum() for p in packed]
         for loss in losses:
             loss.backward()
         grads.append(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from posttrain.config.run import Checkpointing, Optimizer
 from posttrain.core.batch import Packed
+from posttrain.core.exchange.scores import Reads
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import SCORED, Scoring
 from posttrain.engine.layers import packed_attention
@@ -48,7 +49,7 @@ def separately(p: Policy, batch: Packed, temperature: float = 1.0) -> np.ndarray
 def gradients(learner: HFLearner, parts: list[Packed]) -> dict[str, Tensor]:
     """Of a loss that reads log-probs, entropies and values, summed over parts."""
     for part in parts:
-        scores = learner.forward(part, entropy=True, value=True)
+        scores = learner.forward(part, Reads(entropy=True, value=True))
         (
             scores.logp * torch.from_numpy(np.sin(part.target_M.astype(float))) + 0.3 * scores.entropy + scores.value**2
         ).sum().backward()
@@ -87,7 +88,7 @@ def test_packed_equals_separate_in_bfloat16(arch: str) -> None:
 def test_temperature_and_forward_agree_with_score() -> None:
     p, batch = policy(), packed(5, sampling=Sampling(temperature=0.6))
     learner = HFLearner(p)
-    scores = learner.forward(batch, entropy=True, value=True)
+    scores = learner.forward(batch, Reads(entropy=True, value=True))
     assert np.abs(learner.score(batch) - separately(p, batch, 0.6)).max() < 1e-5
     assert np.array_equal(scores.logp.detach().numpy(), learner.score(batch))
     assert (
@@ -124,9 +125,9 @@ def test_checkpointing_changes_no_gradient_and_scoring_leaves_no_trace() -> None
     saving.train_mode(True)
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(1) or t, lambda t: t):
-        saving.forward(batch, entropy=False, value=False)
+        saving.forward(batch)
         less = len(kept)
-        plain.forward(batch, entropy=False, value=False)
+        plain.forward(batch)
     assert less < len(kept) - less
     assert furthest(gradients(plain, [batch]), gradients(saving, [batch])) < 1e-12
     saving.score(batch)
@@ -199,7 +200,7 @@ def test_a_frozen_scorer_stays_where_it_was_born() -> None:
     learner, reference = HFLearner(p), FrozenScorer(p)
     assert np.array_equal(reference.score(batch), learner.score(batch)) and reference.digest == learner.fingerprint()
     adam = StageOptimizer(learner.parameters(), Optimizer(warmup=0))
-    learner.forward(batch, entropy=False, value=False).logp.sum().backward()
+    learner.forward(batch).logp.sum().backward()
     adam.step()
     assert reference.fingerprint() == reference.digest != learner.fingerprint()
     assert not np.allclose(reference.score(batch), learner.score(batch))

@@ -222,7 +222,7 @@ def test_exact_log_probs_keep_their_own_gradient() -> None:
     plain, exact = HFLearner(p), HFLearner(p, sampled=SamplerReplay(p, 8).values)
     found: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     for learner in (plain, exact):
-        logp = learner.forward(batch, entropy=False, value=False).logp
+        logp = learner.forward(batch).logp
         found.append((logp.detach(), list(torch.autograd.grad(logp.sum(), list(p.module.parameters())))))
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
     assert 0 < float((found[0][0] - found[1][0]).abs().max()) < 1e-5

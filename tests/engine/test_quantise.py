@@ -133,7 +133,7 @@ def test_only_the_adapter_trains_and_its_gradient_is_that_over_float_weights(dty
     other = HFLearner(learner.policy.clone())
     make_float(other.policy.module, torch.float32)
     for one in (learner, other):
-        one.forward(packed(4), entropy=False, value=False).logp.sum().backward()
+        one.forward(packed(4)).logp.sum().backward()
     for name in own:
         torch.testing.assert_close(
             learner.parameters()[name].grad, other.parameters()[name].grad, rtol=1e-3, atol=2e-5, msg=name
@@ -177,7 +177,7 @@ def test_memory_in_training_is_that_of_the_codes(kind: str, share: float) -> Non
     assert one.policy.size == two.policy.size and held[0] < share * held[1]
 
     def work(learner: HFLearner) -> None:
-        learner.forward(packed(2), entropy=False, value=False).logp.sum().backward()
+        learner.forward(packed(2)).logp.sum().backward()
 
     for learner in (one, two):
         work(learner)  # its gradients and caches are there afterwards

@@ -39,7 +39,7 @@ def learn(learner: HFLearner, steps: int = 3) -> None:
     adam = StageOptimizer(learner.parameters(), Optimizer(lr=0.03, warmup=0))
     for _ in range(steps):
         learner.train_mode(True)
-        learner.forward(packed(3), entropy=False, value=False).logp.sum().neg().backward()
+        learner.forward(packed(3)).logp.sum().neg().backward()
         adam.step()
         learner.train_mode(False)
 
@@ -76,7 +76,7 @@ def test_with_its_adapter_off_a_learner_scores_like_a_copy_of_its_base_bit_for_b
     for _ in range(3):
         watching.score(batch)
         other.train_mode(True)
-        other.forward(packed(3), entropy=False, value=False).logp.sum().neg().backward()
+        other.forward(packed(3)).logp.sum().neg().backward()
         assert np.array_equal(watching.score(batch), copy.score(batch)), "also between backward and step"
         adam.step()
         other.train_mode(False)

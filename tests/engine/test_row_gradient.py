@@ -18,6 +18,7 @@ from posttrain.checks.learning.gradient_and_update_checks import StepGradients
 from posttrain.config.run import Optimizer
 from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.core.exchange.row_gradient import held, joined, number, place, whole
+from posttrain.core.exchange.scores import Reads
 from posttrain.engine.head.value_heads import RewardHead
 from posttrain.engine.layers import embedding_gradient
 from posttrain.engine.learner.learner import HFLearner
@@ -132,20 +133,20 @@ def test_a_score_gives_rows_and_a_log_prob_gives_all(arch: str, monkeypatch: pyt
     one = rewarded(arch=arch)
     weight: Any = embedding(one).weight
     for _ in range(2):
-        scores: Any = one.forward(packed(4), entropy=False, value=False, rewards=True, logp=False)
+        scores: Any = one.forward(packed(4), Reads(rewards=True, logp=False))
         scores.rewards.score.square().sum().backward()
     found = weight.grad
     assert found is not None and found.is_sparse
     weight.grad = None
     monkeypatch.setattr(embedding_gradient, "WORTH", 1 << 40)
     for _ in range(2):
-        scores = one.forward(packed(4), entropy=False, value=False, rewards=True, logp=False)
+        scores = one.forward(packed(4), Reads(rewards=True, logp=False))
         scores.rewards.score.square().sum().backward()
     assert weight.grad is not None and not weight.grad.is_sparse
     torch.testing.assert_close(found.to_dense(), weight.grad, rtol=1e-6, atol=1e-7)
     monkeypatch.setattr(embedding_gradient, "WORTH", 0)
     weight.grad = None
-    scores = one.forward(packed(4), entropy=False, value=False, rewards=True)
+    scores = one.forward(packed(4), Reads(rewards=True))
     (scores.logp.sum() + scores.rewards.score.sum()).backward()
     assert weight.grad is not None and not weight.grad.is_sparse
 
@@ -158,9 +159,7 @@ def test_no_tensor_of_the_weights_size_is_made_by_an_update(monkeypatch: pytest.
     optimizer = StageOptimizer(one.parameters(), Optimizer(warmup=0, clip=1e-3))
     made: list[int] = []
     for _ in range(2):
-        scores: Any = one.forward(
-            packed(2, vocabulary=4, longest=5), entropy=False, value=False, rewards=True, logp=False
-        )
+        scores: Any = one.forward(packed(2, vocabulary=4, longest=5), Reads(rewards=True, logp=False))
         with Sizes(tuple(embedding(one).weight.shape)) as sizes:
             scores.rewards.score.sum().backward()
             assert embedding(one).weight.grad.is_sparse

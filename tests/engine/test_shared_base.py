@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from posttrain.build.build_run import probe_ids
 from posttrain.config.model_settings import Lora
 from posttrain.config.run import Optimizer
+from posttrain.core.exchange.scores import Reads
 from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner.frozen_reference import freeze
@@ -51,7 +52,7 @@ def together(*loras: Lora, dtype: str = "float32") -> list[Policy]:
 def learn(learner: HFLearner, adam: StageOptimizer, seed: int) -> None:
     """One step that raises the log-probs of random tokens, and fits the value head to them."""
     learner.train_mode(True)
-    scores = learner.forward(packed(3, seed=seed), entropy=False, value=True)
+    scores = learner.forward(packed(3, seed=seed), Reads(value=True))
     assert scores.value is not None
     (scores.value.sub(1).square().sum() - scores.logp.sum()).backward()
     adam.step()

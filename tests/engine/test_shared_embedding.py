@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.core.batch import Packed
+from posttrain.core.exchange.scores import Reads
 from posttrain.engine.layers.embedding_gradient import LookUp
 from posttrain.engine.learner.learner import HFLearner
 from tests.engine.engine_parts import packed, policy
@@ -54,7 +55,7 @@ def learner(arch: str, dtype: torch.dtype, padding: bool = False) -> HFLearner:
 
 def gradients(learner: HFLearner, batch: Packed, head: bool = True) -> dict[str, Tensor]:
     if head:
-        scores: Any = learner.forward(batch, entropy=True, value=True)
+        scores: Any = learner.forward(batch, Reads(entropy=True, value=True))
         by = torch.from_numpy(batch.target_M.astype(float)).sin()
         loss = (scores.logp * by + 0.3 * scores.entropy + scores.value**2).sum()
     else:
@@ -85,7 +86,7 @@ def test_the_gradient_has_the_same_numbers(
 def test_one_tensor_of_that_size_is_made_and_not_three(monkeypatch: pytest.MonkeyPatch) -> None:
     def made() -> int:
         one = learner("qwen3", torch.float32)
-        scores: Any = one.forward(packed(6, vocabulary=9), entropy=False, value=False)  # not every row
+        scores: Any = one.forward(packed(6, vocabulary=9))  # not every row
         with Sizes(tuple(embedding(one).weight.shape)) as sizes:
             scores.logp.sum().backward()
         return sizes.made
@@ -101,9 +102,9 @@ def test_passes_that_read_the_head_late_or_not_at_all_lose_nothing(monkeypatch: 
 
     def found() -> list[Tensor]:
         one = learner("qwen3", torch.float64)
-        first: Any = one.forward(packed(4), entropy=False, value=True)
+        first: Any = one.forward(packed(4), Reads(value=True))
         second = one._reader.hidden(packed(3, seed=1))
-        third: Any = one.forward(packed(2, seed=2), entropy=False, value=False)
+        third: Any = one.forward(packed(2, seed=2))
         total = first.logp.sum() + (first.value**2).sum() + second.square().sum() + 2 * third.logp.sum()
         parameters = list(one.parameters().values())
         once = torch.autograd.grad(total, parameters, retain_graph=True)
@@ -121,7 +122,7 @@ def test_passes_that_read_the_head_late_or_not_at_all_lose_nothing(monkeypatch: 
 def test_frozen_or_separate_weights_are_looked_up_as_they_are() -> None:
     frozen = learner("qwen3", torch.float32)
     embedding(frozen).weight.requires_grad_(False)
-    scores: Any = frozen.forward(packed(3), entropy=False, value=False)
+    scores: Any = frozen.forward(packed(3))
     scores.logp.sum().backward()
     assert embedding(frozen).weight.grad is None
     module: Any = policy("llama").module

@@ -16,6 +16,7 @@ import posttrain
 from posttrain.config.engines import VLLM
 from posttrain.config.run import Model
 from posttrain.core.batch import Packed
+from posttrain.core.exchange.scores import Reads
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment
 from posttrain.engine.embedded import EmbeddedEngine
@@ -52,7 +53,7 @@ def loaded(folder: Path, family: str) -> Policy:
 
 def learned(learner: HFLearner, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs, and the gradient of a loss that reads them and the entropies."""
-    scores = learner.forward(batch, entropy=True, value=False)
+    scores = learner.forward(batch, Reads(entropy=True))
     weights = torch.from_numpy(np.sin(batch.target_M.astype(float)))
     assert scores.entropy is not None
     (scores.logp * weights + 0.3 * scores.entropy).sum().backward()

@@ -225,7 +225,7 @@ def model(arch: str) -> Any:
 
 
 def loss(learner: HFLearner, seed: int = 0) -> Tensor:
-    found = learner.forward(packed(seed=seed), entropy=False, value=False).logp
+    found = learner.forward(packed(seed=seed)).logp
     assert found is not None
     return found.sum()
 

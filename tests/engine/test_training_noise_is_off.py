@@ -52,7 +52,7 @@ def test_the_learner_stays_what_it_is_whatever_the_generators(name: str, tmp_pat
         torch.manual_seed(seed)
         learner = HFLearner(one)
         learner.train_mode(True)
-        logp = learner.forward(batch, entropy=False, value=False).logp
+        logp = learner.forward(batch).logp
         np.testing.assert_allclose(logp.detach().numpy(), frozen, atol=2e-5)
         one.module.zero_grad()
         logp.sum().backward()
@@ -125,9 +125,7 @@ def test_every_generator_is_watched(draw: str) -> None:
     learner.train_mode(True)
     assert not built.module.model.layers[1].mlp.training and built.module.model.layers[1].mlp.inner.training
     batch = packed(3)
-    np.testing.assert_allclose(
-        learner.forward(batch, entropy=False, value=False).logp.detach().numpy(), learner.score(batch), atol=1e-5
-    )
+    np.testing.assert_allclose(learner.forward(batch).logp.detach().numpy(), learner.score(batch), atol=1e-5)
 
 
 def test_noise_of_a_part_that_asks_its_child_is_silenced_with_the_child() -> None:

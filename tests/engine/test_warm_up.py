@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import posttrain
-from posttrain.algorithm.loss.losses import Reads
 from posttrain.config.run import Reinforce, Supervised
 from posttrain.config.stages.stage import Optimizer
+from posttrain.core.exchange.scores import Reads
 from posttrain.core.sampling import Sampling
 from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.engine.learner.learner import HFLearner

@@ -19,6 +19,7 @@ from posttrain.algorithm.loss.losses import PolicyLoss
 from posttrain.api import main
 from posttrain.config.run import Reinforce
 from posttrain.core.batch import Batch, Packed
+from posttrain.core.exchange.scores import Reads
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment
 from posttrain.engine.learner.learner import HFLearner
@@ -66,8 +67,8 @@ def test_it_is_scored_as_the_model_alone_would_say_it(arch: str) -> None:
     batch = Packed.of(segments(24, longest=20, sampling=Sampling(temperature=0.7)))
     heard = batch.heard()
     assert heard.spoken > 3
-    scores = learner.forward(batch, entropy=False, value=False, heard=True)
-    plain = learner.forward(batch, entropy=False, value=False)
+    scores = learner.forward(batch, Reads(heard=True))
+    plain = learner.forward(batch)
     assert scores.heard is not None and plain.heard is None and torch.equal(scores.logp, plain.logp)
     other, total = HFLearner(learner.policy.clone()), torch.zeros((), dtype=torch.float64)
     module = other.policy.module
@@ -114,14 +115,14 @@ def minibatch(turns: list[list[list[int]]]) -> Batch:
 
 
 def loss(a: Any, learner: HFLearner, parts: list[Batch]) -> Tensor:
-    terms = [PolicyLoss(a).terms(p, learner.forward(p, entropy=False, value=False, heard=a.hears)) for p in parts]
+    terms = [PolicyLoss(a).terms(p, learner.forward(p, Reads(heard=a.hears))) for p in parts]
     return torch.stack([t.loss for t in terms]).sum()
 
 
 def test_the_term_is_a_mean_over_the_minibatch_whatever_is_split() -> None:
     """ECHO less prime_rl is -.1 times the mean log-prob of what was heard, in one part and in many."""
     learner, batch = HFLearner(policy(dtype=torch.float64)), minibatch([[[2, 1, 3]], [[1, 2]], [[4]], [[2], [1, 1]]])
-    heard = learner.forward(batch, entropy=False, value=False, heard=True).heard
+    heard = learner.forward(batch, Reads(heard=True)).heard
     assert heard is not None and len(heard) == 2 * 4, "two tokens before each later turn of a segment"
     right = gradients(learner, loss(PRIME_RL, learner, [batch]) - COEF * heard.mean())
     for parts in ([batch], batch.split(1), batch.split(12)):

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.algorithm.loss.losses import STEP_SHARE, Reads
+from posttrain.algorithm.loss.losses import STEP_SHARE
 from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.config.run import Optimizer
 from posttrain.core.batch import Batch
-from posttrain.core.exchange.scores import TokenScores
+from posttrain.core.exchange.scores import Reads, TokenScores
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.streams import WEIGHT
 from posttrain.engine.learner.learner import HFLearner

@@ -148,14 +148,14 @@ def test_the_gradient_with_given_choices_is_that_of_a_plain_mixture(arch: str, s
     learner = HFLearner(made, replays=True)
     other = copy.deepcopy(made.module)
     plain_norms(other)
-    logp = learner.forward(replace(packed, routed_N=given), entropy=False, value=False).logp
+    logp = learner.forward(replace(packed, routed_N=given)).logp
     by = torch.from_numpy(np.random.default_rng(seed).normal(size=packed.spoken))
     (logp * by).sum().backward()
     for r, layer in enumerate(other.model.layers):
         fixed = torch.from_numpy(given[:, r].astype(int))
         mask_NE = torch.zeros(len(given), 6, dtype=torch.float64).scatter_(1, fixed, 1)
         layer.mlp = PlainMixture(layer.mlp, mask_NE)
-    theirs = HFLearner(replace(made, module=other)).forward(packed, entropy=False, value=False).logp
+    theirs = HFLearner(replace(made, module=other)).forward(packed).logp
     (theirs * by).sum().backward()
     assert logp.dtype == torch.float64
     assert float((logp - theirs).detach().abs().max()) <= 1e-12
@@ -312,7 +312,7 @@ def test_layers_that_are_computed_again_follow_the_same_choices(how: Any) -> Non
         learner.train_mode(True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            learner.forward(given, entropy=False, value=False).logp.sum().backward()
+            learner.forward(given).logp.sum().backward()
         grads.append([p.grad for p in learner.parameters().values() if p.grad is not None])
     assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-5) for a, b in zip(*grads, strict=True))
 
@@ -364,7 +364,7 @@ def plain_balance(module: Any, packed: Packed, experts: int, active: int) -> Ten
         for layer, k in zip(module.model.layers, kept, strict=True)
     ]
     for s in range(len(packed.lengths_S)):
-        learner.forward(packed.select([s]), entropy=False, value=False)
+        learner.forward(packed.select([s]))
     for hook in hooks:
         hook.remove()
     found = load_balancing_loss_func(tuple(torch.cat(k) for k in kept), experts, active)
@@ -391,7 +391,7 @@ def test_the_load_balance_loss_is_that_of_transformers_however_the_batch_is_cut(
         made.module.zero_grad(set_to_none=True)
         learner, total = HFLearner(made, replays=True), 0.0
         for part in cut:
-            value = learner.forward(batch.select(part), entropy=False, value=False).balance
+            value = learner.forward(batch.select(part)).balance
             value.backward()
             total += float(value.detach())
         assert abs(total - float(theirs.detach())) <= 1e-6 * float(theirs.detach())
@@ -418,7 +418,7 @@ def test_shared_beginnings_count_as_often_as_they_stand_in_the_batch() -> None:
     found = list[float]()
     for share in (True, False):
         learner = HFLearner(replace(made, share_prefixes=share), replays=True)
-        found.append(float(learner.forward(batch, entropy=False, value=False).balance.detach()))
+        found.append(float(learner.forward(batch).balance.detach()))
         assert (learner._reader.computed < len(packed.ids_N)) == share
     assert abs(found[0] - found[1]) <= 1e-5 * found[1]
 
@@ -427,7 +427,7 @@ def test_the_loss_with_it_is_the_loss_and_its_weight_times_it() -> None:
     made = policy(seed=4)
     packed = Packed.of(segments(engine_of(made), prompts(5)))
     batch, learner = to_balance(batch_of(packed), 6), HFLearner(made, replays=True)
-    scores = learner.forward(batch, entropy=False, value=False)
+    scores = learner.forward(batch)
     inner = Likelihood()
     both = BalancedLoss(inner, 0.5)
     assert float(both.terms(batch, scores).loss.detach()) == pytest.approx(

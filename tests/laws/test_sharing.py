@@ -18,6 +18,7 @@ from posttrain.algorithm.preference.preference_minibatch import prepared
 from posttrain.config.engines import KernelChoice
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.exchange.micro_batches import LEAST
+from posttrain.core.exchange.scores import Reads
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import REFERENCE, SIDE
 from posttrain.core.types import Segment
@@ -155,7 +156,7 @@ def test_attention_alone_is_exact(window: int | None, softcap: float | None, was
 
 def test_a_learner_scores_and_learns_the_same() -> None:
     data, learners = batch(forest(3)), [HFLearner(policy(share_prefixes=on)) for on in (True, False)]
-    scores = [learner.forward(data, entropy=True, value=True) for learner in learners]
+    scores = [learner.forward(data, Reads(entropy=True, value=True)) for learner in learners]
     for name in ("logp", "entropy", "value"):
         torch.testing.assert_close(getattr(scores[0], name), getattr(scores[1], name), rtol=1e-4, atol=1e-5)
     for score in scores:
@@ -176,7 +177,7 @@ def test_with_recomputed_layers_the_gradient_is_the_same(kernels: KernelChoice) 
         made = policy("qwen3", kernels=kernels)  # layers that are computed again are the plain ones
         learner = HFLearner(made, gradient_checkpointing=again)
         learner.train_mode(True)
-        learner.forward(data, entropy=False, value=False).logp.sum().backward()
+        learner.forward(data).logp.sum().backward()
         grads.append([p.grad for p in learner.parameters().values() if p.grad is not None])
     for one, *others in zip(*grads, strict=True):
         for two in others:
@@ -300,7 +301,7 @@ def test_a_pair_has_the_same_gradient_whether_its_prompt_is_computed_once_or_twi
     for share in (True, False):
         model = policy(arch, share_prefixes=share)
         learner = HFLearner(replace(model, module=model.module.double()))
-        scores = learner.forward(pairs, entropy=False, value=False)
+        scores = learner.forward(pairs)
         loss = PreferenceLoss(DPO).terms(pairs, scores).loss
         loss.backward()
         gradient = {n: p.grad.clone() for n, p in learner.parameters().items() if p.grad is not None}

@@ -106,7 +106,7 @@ def test_an_average_scores_as_its_weights_do_and_moves_none(tmp_path: Path) -> N
     packed = Packed.of([segment])
     seen = [snapshot(learner)]
     for _ in range(2):
-        (-learner.forward(packed, entropy=False, value=False).logp.sum()).backward()
+        (-learner.forward(packed).logp.sum()).backward()
         optimizer.gather()
         optimizer.step()
         seen.append(snapshot(learner))

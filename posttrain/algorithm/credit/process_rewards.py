@@ -17,11 +17,10 @@ from torch.nn.functional import softplus
 
 from posttrain.algorithm.credit.judged_sample import Sample, joined
 from posttrain.algorithm.credit.reward_spread import Array
-from posttrain.algorithm.loss.losses import Reads
 from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.core.batch import Batch
-from posttrain.core.exchange.scores import TokenScores
+from posttrain.core.exchange.scores import Reads, TokenScores
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.streams import IMPLICIT, OUTCOME, REFERENCE, WEIGHT
 

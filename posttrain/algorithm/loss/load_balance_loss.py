@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from posttrain.algorithm.loss.losses import Loss, Reads
+from posttrain.algorithm.loss.losses import Loss
 from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.expert_choices import known_rows
-from posttrain.core.exchange.scores import TokenScores
+from posttrain.core.exchange.scores import Reads, TokenScores
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.system.errors import InvariantError
 

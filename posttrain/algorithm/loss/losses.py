@@ -7,35 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from posttrain.algorithm.loss.policy_loss import Terms, objective, supervised
 from posttrain.algorithm.loss.step_scale import step_share
 from posttrain.algorithm.loss.torch_streams import streams
 from posttrain.core.batch import Batch
-from posttrain.core.exchange.scores import TokenScores
+from posttrain.core.exchange.scores import Reads, TokenScores
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.streams import TOP_IDS, WEIGHT
 from posttrain.ladder.algorithm import Algorithm
 
 STEP_SHARE = "optim/share"
 """The gauge by which a loss sets the share of the learning rate of its optimizer step."""
-
-
-@dataclass(frozen=True, eq=False)
-class Reads:
-    """The outputs that a loss needs from a forward pass (`Learner.forward`)."""
-
-    entropy: bool = False
-    value: bool = False
-    candidates_MK: np.ndarray | None = None
-    head_only: bool = False
-    rewards: bool = False
-    logp: bool = True
-    """The log-probs of the spoken tokens."""
-    heard: bool = False
-    """The log-probs of the tokens that the policy was told (`Packed.heard`)."""
 
 
 class Loss(Protocol):

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.algorithm.loss.losses import Reads
 from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.algorithm.loss.torch_streams import Streams, streams
 from posttrain.algorithm.preference.preference_link import (
@@ -32,7 +31,7 @@ from posttrain.algorithm.preference.preference_link import (
 )
 from posttrain.algorithm.preference.preference_minibatch import LIKELIHOOD, MATCH, OWN, SHIFT, layout, sides_of
 from posttrain.core.batch import Batch
-from posttrain.core.exchange.scores import TokenScores
+from posttrain.core.exchange.scores import Reads, TokenScores
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.streams import MARGIN, OPPONENT, REFERENCE, SIDE, WEIGHT
 from posttrain.ladder.pieces.link import Nash

@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid, softplus
 
-from posttrain.algorithm.loss.losses import Reads
 from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.config.stages.reward_model_settings import HeadShape, Regulariser
 from posttrain.core.batch import Batch
-from posttrain.core.exchange.scores import Rewards, TokenScores
+from posttrain.core.exchange.scores import Reads, Rewards, TokenScores
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.streams import MARGIN, RATING, REFERENCE, SIDE, STEP, WEIGHT, Stream
 from posttrain.system.errors import InvariantError

@@ -16,7 +16,7 @@ from posttrain.config.run import Optimizer
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.ranks import ALONE, Ranks, joint_norm, of_every, of_one_copy
 from posttrain.core.exchange.row_gradient import held, number, place, square_sum
-from posttrain.core.exchange.scores import ExpectedUpdate
+from posttrain.core.exchange.scores import ExpectedUpdate, Reads
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Learner
 from posttrain.core.streams import ADVANTAGE
@@ -69,7 +69,7 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
     elif isinstance(learner, TensorLearner):
         silent = silent_in_parts(learner, packed, parameters, head)
     else:
-        scores = learner.forward(packed, entropy=False, value=bool(head))
+        scores = learner.forward(packed, Reads(value=bool(head)))
         if head:
             _reaches_head(scores.value, head)
         found = torch.autograd.grad(scores.logp, list(parameters.values()), cotangent(scores.logp), allow_unused=True)

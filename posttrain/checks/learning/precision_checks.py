@@ -10,6 +10,7 @@ import torch
 
 from posttrain.core.exchange.ranks import joint_norm, of_one_copy
 from posttrain.core.exchange.row_gradient import held, square_sum
+from posttrain.core.exchange.scores import Reads
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.ports import Learner
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
@@ -31,7 +32,7 @@ def gradient_of(learner: Learner, passes: Passes, names: list[str]) -> float:
     learner.train_mode(True)
     for i, micro in enumerate(passes.micros):
         read = bool(passes.entropy_grad)
-        scores = learner.forward(micro, entropy=read, value=False)
+        scores = learner.forward(micro, Reads(entropy=read))
         outputs, cotangents = [scores.logp], [passes.logp_grad[i]]
         if read:
             outputs, cotangents = [*outputs, scores.entropy], [*cotangents, passes.entropy_grad[i]]
@@ -58,7 +59,7 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
         i = i if mine else begin
         for p in parameters.values():
             p.grad = None
-        scores = learner.forward(passes.micros[i], entropy=bool(passes.entropy_grad), value=False)
+        scores = learner.forward(passes.micros[i], Reads(entropy=bool(passes.entropy_grad)))
         sums = [(torch.as_tensor(passes.logp_grad[i] * passes.scale * mine).to(scores.logp) * scores.logp).sum()]
         if passes.entropy_grad and scores.entropy is not None:
             given = torch.as_tensor(passes.entropy_grad[i] * passes.scale * mine).to(scores.entropy)

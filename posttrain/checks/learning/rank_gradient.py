@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.ranks import joint_norm, of_one_copy
 from posttrain.core.exchange.row_gradient import square_sum
+from posttrain.core.exchange.scores import Reads
 from posttrain.engine.parallel.shard_modules import first_row
 from posttrain.engine.parallel.sharded_learner import NARROW, ShardedLearner
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
@@ -56,7 +57,7 @@ def silent_on_all_ranks(
     if by_layer:
         learner.score(packed)  # a first pass has passes of its own, which compare what is shared
     with products(learner, parameters if by_layer else {}) as wanted:
-        scores = learner.forward(packed, entropy=False, value=bool(head))
+        scores = learner.forward(packed, Reads(value=bool(head)))
         total = (scores.logp * cotangent(scores.logp)).sum()
         total = total if scores.value is None else total + scores.value.sum()
         (total / learner.ranks.world).backward()
@@ -83,10 +84,10 @@ def silent_in_parts(
     computes all tokens, and calls it with the same ones. Raises InvariantError: the value head gets no gradient, or the
     gradients of all parts are not that of the log-probs."""
     learner, packed = _as_chosen(learner, packed)
-    scores = learner.forward(packed, entropy=False, value=False)
+    scores = learner.forward(packed)
     (scores.logp * cotangent(scores.logp)).sum().backward()
     found = _taken(parameters)
-    value = learner.forward(packed, entropy=False, value=True).value if head else None  # layers are recomputed once
+    value = learner.forward(packed, Reads(value=True)).value if head else None  # layers are recomputed once
     if value is not None:
         value.sum().backward()
         heads = _taken(head)
@@ -121,7 +122,7 @@ def _taken(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
 def _of_logp(
     learner: ShardedLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    scores = learner.forward(packed, entropy=False, value=False)
+    scores = learner.forward(packed)
     ((scores.logp * cotangent(scores.logp)).sum() / learner.ranks.world).backward()
     found = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
     for p in (*parameters.values(), *head.values()):

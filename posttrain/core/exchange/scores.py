@@ -22,6 +22,24 @@ class Rewards:
     """[S, K]: the numbers that the score is made of; [M, 1] of every spoken token where the head reads each."""
 
 
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """The outputs that a loss needs from a forward pass (`Learner.forward`)."""
+
+    entropy: bool = False
+    value: bool = False
+    candidates_MK: np.ndarray | None = None
+    """int [M, K]: tokens whose log-probs are wanted too."""
+    head_only: bool = False
+    """Stop the gradient of the value at its head."""
+    rewards: bool = False
+    """The reward head's scores of the segments."""
+    logp: bool = True
+    """The log-probs of the spoken tokens. Without them the language-model head does not run."""
+    heard: bool = False
+    """The log-probs of the tokens that the policy was told (`Packed.heard`)."""
+
+
 @dataclass(frozen=True)
 class TokenScores:
     """Results of one differentiable forward pass for the M spoken tokens: torch tensors, float32 [M], on the model's

@@ -69,6 +69,8 @@ class EmbeddedEngine:
         EngineError: the architecture keeps state outside of keys and values, or the sizes do not fit.
     """
 
+    keeps_sets = True
+
     def __init__(
         self,
         module: PreTrainedModel,
@@ -99,7 +101,7 @@ class EmbeddedEngine:
             else MixedModel(module, mixture, context, device=device, rows=self._rows, kernels=kernels)
         )
         self._module, self._pool = self._served.module, self._served.pool
-        self._context, self._slots = context, slots
+        self.context, self._slots = context, slots
         self._most = cache_bytes // (BLOCK * self._pool.row_bytes)
         if self._most < 2:
             raise EngineError(
@@ -162,17 +164,9 @@ class EmbeddedEngine:
         return self._version
 
     @property
-    def keeps_sets(self) -> bool:
-        return True
-
-    @property
     def draws_by_place(self) -> bool:
         """False with a draft model: accepting and replacing its drafts uses random numbers of their own."""
         return not isinstance(self._proposer, DraftModel)
-
-    @property
-    def context(self) -> int:
-        return self._context
 
     async def generate(
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
@@ -322,7 +316,7 @@ class EmbeddedEngine:
             )
         if isinstance(speculate, Lookup):
             return PromptLookup(speculate)
-        return DraftModel(speculate, self._context, self._served.vocabulary, self._slots, device, self._served.kernels)
+        return DraftModel(speculate, self.context, self._served.vocabulary, self._slots, device, self._served.kernels)
 
     def _mark(self, request: GenerateCall, phase: str | None) -> None:
         if self.timeline is not None:
@@ -382,7 +376,7 @@ class EmbeddedEngine:
             blocks.grow(self._pool.rows // BLOCK)
         scheduler = Scheduler(
             self._slots,
-            self._context,
+            self.context,
             blocks,
             self._grow,
             rows=self._rows,

@@ -24,21 +24,11 @@ class EndpointSampler:
             evaluation: episodes with a truncating contract must hold kept sets, and an endpoint returns none.
     """
 
+    version, draws_by_place, keeps_sets = 0, False, False
+
     def __init__(self, endpoint: Endpoint, look: RemoteModel, *, cut: Sampling | None = None) -> None:
         self.endpoint, self.look, self.cut = endpoint, look, cut
         self._requests, self._tokens, self._retried = 0, 0, 0
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    @property
-    def draws_by_place(self) -> bool:
-        return False
-
-    @property
-    def keeps_sets(self) -> bool:
-        return False
 
     @property
     def context(self) -> int:

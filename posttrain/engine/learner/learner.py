@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from posttrain.config.run import Checkpointing
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.exchange.scores import AdapterTrial, Odds, TokenScores
+from posttrain.core.exchange.scores import AdapterTrial, Odds, Reads, TokenScores
 from posttrain.core.exchange.shards import Shard
 from posttrain.core.streams import MU
 from posttrain.core.types import Top
@@ -94,45 +94,38 @@ class HFLearner:
         """True where a beginning that several segments of a pass share is computed once."""
         return self._reader.computes_once
 
-    def forward(
-        self,
-        packed: Packed,
-        *,
-        entropy: bool,
-        value: bool,
-        candidates_MK: np.ndarray | None = None,
-        head_only: bool = False,
-        rewards: bool = False,
-        logp: bool = True,
-        heard: bool = False,
-    ) -> TokenScores:
+    def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
-        before, head, told = self._reader.computed, self._head() if rewards else None, packed.heard() if heard else None
+        # Whatever is asked for is read from one pass of the layers: they are run once for the positions of all readers,
+        # back to back, and each reader then takes its part. So a loss that wants scores, values and the words of others
+        # costs what a loss that wants scores costs, and shared beginnings are shared by all of them.
+        before, reader = self._reader.computed, self._reader
+        head, told = self._head() if reads.rewards else None, packed.heard() if reads.heard else None
         places = np.zeros(0, np.int64) if head is None else head.places(packed)
         more = np.zeros(0, np.int64) if told is None else told.source_M
-        headless = self._reader.out.headless() if self.row_gradients and not logp and told is None else nullcontext()
+        # Only where no head reads the states at all may the embedding's gradient be one of rows (`embedding_gradient`).
+        headless = reader.out.headless() if self.row_gradients and not reads.logp and told is None else nullcontext()
         with kept_on_the_cpu() if self._offload else nullcontext(), headless:
-            found = self._reader.hidden(packed, np.concatenate([packed.source_M, places, more]))
+            found = reader.hidden(packed, np.concatenate([packed.source_M, places, more]))
         hidden, read, listened = found.split([packed.spoken, len(places), len(more)])
         given = None if head is None else head.read(packed, read)
-        routing = self._reader.routing
-        balance = None if packed.balance_E is None or routing is None else routing.balance(packed)
-        if not logp:
-            return TokenScores(
-                None, None, None, rewards=given, computed=self._reader.computed - before, balance=balance
-            )
-        logp_M, spread = self._reader.head(packed, hidden, entropy)
+        balance = None if packed.balance_E is None or reader.routing is None else reader.routing.balance(packed)
+        computed = reader.computed - before
+        if not reads.logp:
+            return TokenScores(None, None, None, rewards=given, computed=computed, balance=balance)
+        logp_M, spread = reader.head(packed, hidden, reads.entropy)
         if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
-            logp_M = logp_M - logp_M.detach() + self._sampled(packed)  # 0 + x is x
-        ids_MK = None if candidates_MK is None else device_ids(candidates_MK, hidden.device)
+            # under `exact` the value is the sampler's, bit for bit, and the gradient is this pass's: 0 + x is x
+            logp_M = logp_M - logp_M.detach() + self._sampled(packed)
+        ids_MK = None if reads.candidates_MK is None else device_ids(reads.candidates_MK, hidden.device)
         return TokenScores(
             logp_M,
             spread,
-            self._values(hidden.detach() if head_only else hidden) if value else None,
-            None if ids_MK is None else self._reader.candidates(packed, hidden, ids_MK),
+            self._values(hidden.detach() if reads.head_only else hidden) if reads.value else None,
+            None if ids_MK is None else reader.candidates(packed, hidden, ids_MK),
             given,
             None if told is None else self._heard(told, listened, logp_M),
-            self._reader.computed - before,
+            computed,
             balance,
         )
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from posttrain.config.run import Checkpointing
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.ranks import check_same
-from posttrain.core.exchange.scores import Odds, TokenScores
+from posttrain.core.exchange.scores import Odds, Reads, TokenScores
 from posttrain.core.exchange.shards import Shard
 from posttrain.core.types import Top
 from posttrain.engine.adapters.quantise import is_quantised
@@ -124,11 +124,11 @@ class ShardedLearner(HFLearner):
 
     # --- with gradient ------------------------------------------------------------------------------------------------
 
-    def forward(self, packed: Packed, **asked: Any) -> TokenScores:
+    def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
         """Differentiable scores of one micro-batch of this rank. All ranks call it together, each with its own, and
         then backward()."""
         self._prove_sharing()
-        return self.inside(lambda: super(ShardedLearner, self).forward(packed, **asked))
+        return self.inside(lambda: super(ShardedLearner, self).forward(packed, reads))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's own part of every trainable parameter: rows of it, which may be none."""

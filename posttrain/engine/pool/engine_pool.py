@@ -79,6 +79,8 @@ class EnginePool:
                 host.close()
             raise
         self._facts, self._version = facts[0], facts[0].version
+        self.keeps_sets, self.draws_by_place = facts[0].keeps_sets, facts[0].draws_by_place
+        self.context = facts[0].context
         self._engines = [PooledEngine(f"engine {i}", host, self._version) for i, (host, _) in enumerate(begun)]
         self._parcel: Parcel | None = None
         self._probe: np.ndarray | None = None
@@ -92,18 +94,6 @@ class EnginePool:
     @property
     def version(self) -> int:
         return self._version
-
-    @property
-    def keeps_sets(self) -> bool:
-        return self._facts.keeps_sets
-
-    @property
-    def draws_by_place(self) -> bool:
-        return self._facts.draws_by_place
-
-    @property
-    def context(self) -> int:
-        return self._facts.context
 
     @property
     def engines(self) -> tuple[PooledEngine, ...]:

@@ -72,6 +72,8 @@ class VLLMEngine:
         ConfigError: vllm is not installed. EngineError: it does not start with this model.
     """
 
+    draws_by_place, keeps_sets = False, True
+
     def __init__(
         self,
         policy: Policy,
@@ -111,14 +113,6 @@ class VLLMEngine:
     @property
     def version(self) -> int:
         return self._version
-
-    @property
-    def draws_by_place(self) -> bool:
-        return False
-
-    @property
-    def keeps_sets(self) -> bool:
-        return True
 
     @property
     def context(self) -> int:

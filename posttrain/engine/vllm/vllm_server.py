@@ -65,6 +65,8 @@ class VLLMServer:
         workers: of the server (`VLLM.workers`).
     """
 
+    draws_by_place, keeps_sets = False, True
+
     def __init__(
         self,
         policy: Policy,
@@ -97,14 +99,6 @@ class VLLMServer:
     @property
     def version(self) -> int:
         return self._version
-
-    @property
-    def draws_by_place(self) -> bool:
-        return False
-
-    @property
-    def keeps_sets(self) -> bool:
-        return True
 
     @property
     def context(self) -> int:

@@ -19,7 +19,7 @@ from posttrain.config.run import Run
 from posttrain.config.stages.stage import starts
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.exchange.row_gradient import whole
-from posttrain.core.exchange.scores import ExpectedUpdate, TokenScores
+from posttrain.core.exchange.scores import ExpectedUpdate, Reads, TokenScores
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Examiner, Learner
 from posttrain.core.types import Top
@@ -183,8 +183,8 @@ class _CountingLearner:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self.inner.parameters()
 
-    def forward(self, packed: Packed, **how: Any) -> TokenScores:
-        scores = self.inner.forward(packed, **how)
+    def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
+        scores = self.inner.forward(packed, reads)
         scores.logp.register_hook(self._count)
         return scores
 

@@ -14,6 +14,7 @@ import torch
 from posttrain.config.env import Reward
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.batch import Batch, Packed
+from posttrain.core.exchange.scores import Reads
 from posttrain.core.judgements import Judgement, StepLabels
 from posttrain.core.measure.answer_steps import aggregated, joined, progress, step_ends
 from posttrain.core.types import Episode, Segment
@@ -29,9 +30,7 @@ SCORE_TOKENS = 4096
 class TokenScorer(Protocol):
     """A model with a reward head that reads every token."""
 
-    def forward(
-        self, packed: Packed, *, entropy: bool, value: bool, rewards: bool = False, logp: bool = True
-    ) -> Any: ...
+    def forward(self, packed: Packed, reads: Reads = Reads()) -> Any: ...
 
     def train_mode(self, on: bool) -> None: ...
 
@@ -43,7 +42,7 @@ def step_scores(learner: TokenScorer, packed: Packed) -> np.ndarray:
     out: list[np.ndarray] = []
     with torch.no_grad():
         for part in packed.split(SCORE_TOKENS):
-            given = learner.forward(part, entropy=False, value=False, rewards=True, logp=False).rewards
+            given = learner.forward(part, Reads(rewards=True, logp=False)).rewards
             out.append(torch.sigmoid(given.outputs[:, 0].double()).cpu().numpy())
     return np.concatenate(out)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.expert_choices import RoutedPass
-from posttrain.core.exchange.scores import AdapterTrial, Odds, TokenScores
+from posttrain.core.exchange.scores import AdapterTrial, Odds, Reads, TokenScores
 from posttrain.core.exchange.shards import Shard
 from posttrain.core.types import Top
 from posttrain.engine.learner.learner import HFLearner
@@ -40,13 +40,13 @@ class OrderedLearner(HFLearner):
     _ask: Callable[..., Any] = staticmethod(together.ask_learner)
     """Function that each rank runs for an ordered method."""
 
-    def forward(self, packed: Packed, **asked: Any) -> TokenScores:
+    def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
         if not (self._lead.busy or self._lead.stepping):
             raise InvariantError(
                 "a forward pass of one rank alone would wait for the others for ever: what differentiates outside a"
                 " step of the trainer is not built over ranks"
             )
-        return super().forward(packed, **asked)
+        return super().forward(packed, reads)
 
     def _do(self, method: str, *given: Any) -> Any:
         """A method on all ranks: ordered, or called here while all do the same."""

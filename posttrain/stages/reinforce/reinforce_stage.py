@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState
-from posttrain.algorithm.loss.losses import Reads
 from posttrain.checks.learning.gradient_by_definition import computed_once
 from posttrain.config.run import Reinforce
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.experience import Experience
+from posttrain.core.exchange.scores import Reads
 from posttrain.core.gauge import Step
 from posttrain.core.measure.interval import number_text
 from posttrain.core.ports import Reference

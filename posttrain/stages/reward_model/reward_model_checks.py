@@ -20,6 +20,7 @@ from posttrain.checks.stage_history import due
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.row_gradient import held
+from posttrain.core.exchange.scores import Reads
 from posttrain.core.gauge import Step
 from posttrain.core.judgements import Judgement, Label, Pair
 from posttrain.core.ports import Learner
@@ -52,7 +53,7 @@ def score_reaches(learner: Learner, ids: np.ndarray) -> None:
     """
     learner.train_mode(True)
     text = packed_text(ids, prompt=len(ids) // 2)
-    rewards = learner.forward(text, entropy=False, value=False, rewards=True, logp=False).rewards
+    rewards = learner.forward(text, Reads(rewards=True, logp=False)).rewards
     assert rewards is not None
     score: torch.Tensor = rewards.score
     parameters = dict(learner.parameters())

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from posttrain.algorithm.loss.losses import Reads
 from posttrain.config.env import Env
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.batch import Packed
+from posttrain.core.exchange.scores import Reads
 from posttrain.core.gauge import Step
 from posttrain.core.ports import Environment
 from posttrain.core.streams import REFERENCE

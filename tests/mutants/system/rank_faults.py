@@ -99,8 +99,8 @@ def _(real: Real) -> Real:
     needs="ranks",
 )
 def _(real: Real) -> Real:
-    def forward(self: Any, packed: Any, **asked: Any) -> Any:
-        scores = real(self, packed, **asked)
+    def forward(self: Any, packed: Any, *asked: Any) -> Any:
+        scores = real(self, packed, *asked)
         if not _last(self.ranks) or scores.logp is None:
             return scores
         return replace(scores, logp=scores.logp.detach() + 0 * scores.logp)
