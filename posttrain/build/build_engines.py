@@ -26,9 +26,8 @@ from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.sampling_parameters import check
 from posttrain.engine.vllm.spawn_server import SpawnedServer
-from posttrain.engine.vllm.start_vllm import folder_for_weights, limits
+from posttrain.engine.vllm.start_vllm import folder_for_weights, limits, refuse_few, refuse_split
 from posttrain.engine.vllm.vllm_server import ROLE, VLLMServer
-from posttrain.engine.vllm.worker_refusals import refuse_few, refuse_split
 from posttrain.system import files
 from posttrain.system.errors import ConfigError
 from posttrain.verifier.http_client import Endpoint, Patience

@@ -60,7 +60,7 @@ async def remote_rollout(
         EndpointError: its answer is not valid.
     """
     from posttrain.engine.endpoint import TextSampler, TextVocabulary, TokenSampler, discover
-    from posttrain.engine.endpoint.request_fields import check
+    from posttrain.engine.endpoint.endpoint_sampler import check
 
     async with Endpoint(
         url, "rollout", key_env=how.key_env, patience=how.patience, connections=connections

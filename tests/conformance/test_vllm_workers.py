@@ -119,7 +119,7 @@ def test_weights_come_in_buckets(two: Subject, monkeypatch: pytest.MonkeyPatch) 
     """Several files, none larger than the bound unless it is one tensor; what is served is the same."""
     sizes = list[int]()
     module = (
-        "posttrain.engine.vllm.staged_weights"
+        "posttrain.engine.vllm.worker_parts"
         if isinstance(two.sampler, VLLMServer)
         else "posttrain.engine.vllm.weight_updates"
     )

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from posttrain.engine.cpu import compile_native
-from posttrain.engine.head import native_tiles, tiles
+from posttrain.engine.head import tiles
 from posttrain.engine.head.kernel_table import kernel
 from posttrain.engine.head.logprob import logprobs
-from posttrain.engine.head.native_tiles import BOUND, NATIVE
+from posttrain.engine.head.tiles import NATIVE, NATIVE_BOUND
 from posttrain.system.errors import EngineError
 from tests.engine.test_logprob import CASES, Case, inputs, plain, targets
 
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.skipif(bool(compile_native.missing()), reason=compile_n
 
 @pytest.fixture
 def unproved() -> Iterator[None]:
-    native_tiles.proved.cache_clear()
+    tiles.native.cache_clear()
     yield
-    native_tiles.proved.cache_clear()
+    tiles.native.cache_clear()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -54,7 +54,7 @@ def test_the_compiled_head_equals_plain_log_softmax(case: Case, block: int) -> N
 @given(width=st.integers(5, 200))
 def test_both_operations_agree_with_torch_at_any_width(width: int) -> None:
     """Also where the last vector of a row is not full."""
-    assert tiles.largest_gap(NATIVE, CPU, torch.float32, width) <= BOUND / 10
+    assert tiles.largest_gap(NATIVE, CPU, torch.float32, width) <= NATIVE_BOUND / 10
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -108,6 +108,6 @@ def _overwrites(z: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 )
 def test_code_that_computes_something_else_is_refused(wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its first use, with the way out in the message."""
-    monkeypatch.setattr(native_tiles, "NATIVE", replace(NATIVE, **wrong))
+    monkeypatch.setattr(tiles, "NATIVE", replace(NATIVE, **wrong))
     with pytest.raises(EngineError, match=r"differs from torch's operations by .*model\.kernels=torch"):
-        native_tiles.proved()
+        tiles.native()

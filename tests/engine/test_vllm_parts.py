@@ -15,10 +15,9 @@ from torch import Tensor
 from posttrain.config.engines import VLLM
 from posttrain.config.placement import Local, Processes, Ray, placement_refusals
 from posttrain.engine.files.fingerprint import digest_of, fingerprints
-from posttrain.engine.vllm import worker_parts, worker_refusals
+from posttrain.engine.vllm import start_vllm, worker_parts
 from posttrain.engine.vllm.sampler_requests import ExpectedTensors
-from posttrain.engine.vllm.staged_weights import StagedTensors
-from posttrain.engine.vllm.worker_parts import WorkerPart, buckets, fingerprint_served, served
+from posttrain.engine.vllm.worker_parts import StagedTensors, WorkerPart, buckets, fingerprint_served, served
 from posttrain.system.errors import ConfigError, EngineError
 
 WHOLE = {
@@ -130,25 +129,25 @@ def shape(heads: int, kv_heads: int | None, inner: int | None) -> Any:
 )
 def test_a_model_that_cannot_be_cut_is_refused(workers: int, model: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        worker_refusals.refuse_split(workers, model)
+        start_vllm.refuse_split(workers, model)
 
 
 def test_a_model_that_can_be_cut_is_not() -> None:
     for workers, model in ((1, shape(3, 3, 7)), (2, shape(4, 1, 96)), (2, shape(4, 4, None)), (4, shape(4, 2, 96))):
-        worker_refusals.refuse_split(workers, model)
+        start_vllm.refuse_split(workers, model)
 
 
 def test_each_worker_wants_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_refusals, "cores", lambda: 2)
+    monkeypatch.setattr(start_vllm, "cores", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for how in (VLLM(workers=2), VLLM(workers=2, server=True), VLLM(workers=8, url="http://10.0.0.7:8000")):
-        worker_refusals.refuse_few(how, Local())
-    worker_refusals.refuse_few(VLLM(workers=2), Processes(engines=2))
-    worker_refusals.refuse_few(VLLM(workers=2), Processes(cores=2))
+        start_vllm.refuse_few(how, Local())
+    start_vllm.refuse_few(VLLM(workers=2), Processes(engines=2))
+    start_vllm.refuse_few(VLLM(workers=2), Processes(cores=2))
     with pytest.raises(ConfigError, match=r"engine.workers=3 need a core each.*this process may use 2: lower"):
-        worker_refusals.refuse_few(VLLM(workers=3), Local())
+        start_vllm.refuse_few(VLLM(workers=3), Local())
     with pytest.raises(ConfigError, match=r"placement.cores=1 gives an engine 1: lower engine.workers, or raise"):
-        worker_refusals.refuse_few(VLLM(workers=2), Processes(cores=1))
+        start_vllm.refuse_few(VLLM(workers=2), Processes(cores=1))
 
 
 def test_what_else_is_refused_by_name() -> None:

@@ -23,7 +23,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import OUTSIDE, Message, SampledTurn, Stop, Top
 from posttrain.engine.endpoint import RemoteModel, TextSampler, TextVocabulary, TokenSampler, discover
-from posttrain.engine.endpoint.request_fields import fields
+from posttrain.engine.endpoint.endpoint_sampler import fields
 from posttrain.evaluation.evaluate_endpoint import EndpointOptions, remote_rollout, remote_run
 from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.role.heldout_evaluation import evaluate as measure

@@ -12,7 +12,7 @@ Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens and B ids 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -39,6 +39,18 @@ CHUNK_IDS = 16384
 TILE = {"cpu": (256, 4096), "accelerator": (8192, 16384)}
 """Tokens, and most ids, of a tile where the vocabulary is several blocks. On a CPU with 1 MiB of second-level cache,
 tiles of 4 MiB were the fastest at 151,936 ids."""
+
+
+class HeadContract(TypedDict, total=False):
+    """What shapes the distribution of each token: the contract it was drawn under, and the architecture's own steps."""
+
+    sampling: Required[Sampling]
+    kept: TruncationSets | None
+    """One set per token, exactly where `sampling.truncated`."""
+    rules: LogitRules | None
+    """Exactly where `sampling.rules`."""
+    softcap: float | None
+    scale: float
 
 
 def logprobs(
@@ -95,18 +107,11 @@ def candidates(
     weight: Tensor,
     bias: Tensor | None,
     ids_MK: Tensor,
-    *,
-    sampling: Sampling,
-    kept: TruncationSets | None = None,
-    rules: LogitRules | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
+    **contract: Unpack[HeadContract],
 ) -> Tensor:
     """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable. The backward computes each tile's
     logits again. A token of probability 0 gets the lowest finite number of the dtype."""
-    transform = LogitTransform(
-        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
-    )
+    transform = _transform(hidden.device, **contract)
     tile = _tile(hidden, weight, transform)
     logp, _ = TiledHead.apply(hidden, weight, bias, ids_MK.long(), transform, False, tile, TORCH)
     return logp.clamp_min(torch.finfo(logp.dtype).min)
@@ -118,18 +123,11 @@ def most_probable(
     weight: Tensor,
     bias: Tensor | None,
     k: int,
-    *,
-    sampling: Sampling,
-    kept: TruncationSets | None = None,
-    rules: LogitRules | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
+    **contract: Unpack[HeadContract],
 ) -> Any:
     """(values, indices) [M, K] of the most probable tokens, in descending order of log-prob. k = 0
     takes the whole vocabulary."""
-    transform = LogitTransform(
-        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
-    )
+    transform = _transform(hidden.device, **contract)
     single = _ids(weight) == weight.shape[0]
     k = k or weight.shape[0]
     values: list[Tensor] = []
@@ -154,18 +152,11 @@ def energies(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor | None,
-    *,
-    sampling: Sampling,
-    kept: TruncationSets | None = None,
-    rules: LogitRules | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
+    **contract: Unpack[HeadContract],
 ) -> Tensor:
     """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract. z is the input of the softmax.
     Without targets |p|^2, the probability that two draws are the same."""
-    transform = LogitTransform(
-        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
-    )
+    transform = _transform(hidden.device, **contract)
     single = _ids(weight) == weight.shape[0]
     out = [hidden.new_zeros(0, dtype=logit_dtype(weight.dtype))]
     for rows, blocks in _scored(hidden, weight, bias, transform):
@@ -186,20 +177,13 @@ def odds(
     bias: Tensor | None,
     targets: Tensor,
     temperatures: Sequence[float],
-    *,
-    sampling: Sampling,
-    kept: TruncationSets | None = None,
-    rules: LogitRules | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
+    **contract: Unpack[HeadContract],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the place of each target in the distribution p that it was drawn from, as four float64 tensors: the mass
     of the ids below it [M], the mass of the ids up to and with it [M], and for each q proportional to p^(1 /
     temperature) its log q - log p [M, K] and the total variation between q and p [M, K].
     """
-    transform = LogitTransform(
-        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
-    )
+    transform = _transform(hidden.device, **contract)
     single = _ids(weight) == weight.shape[0]
     none = hidden.new_zeros((0, len(temperatures)), dtype=torch.float64)
     out = [[none.new_zeros(0)], [none.new_zeros(0)], [none], [none]]
@@ -222,6 +206,18 @@ def odds(
             part.append(x)
     below, upto, ratio, apart = (torch.cat(part) for part in out)
     return below, upto, ratio, apart
+
+
+def _transform(
+    device: torch.device,
+    sampling: Sampling,
+    kept: TruncationSets | None = None,
+    rules: LogitRules | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> LogitTransform:
+    mask = None if kept is None else KeptMask(kept, device)
+    return LogitTransform(1 / sampling.temperature, softcap, scale, rules, mask)
 
 
 # --- tiles ------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from posttrain.engine.head import native_tiles, reference_ops
+from posttrain.engine.head import reference_ops
 from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c
 from posttrain.engine.head.logit_transform import LogitSlope, LogitTransform, logit_dtype
-from posttrain.engine.head.tiles import TORCH, RunningSoftmax, Tile, TileForm, within
+from posttrain.engine.head.tiles import NATIVE_BOUND, TORCH, RunningSoftmax, Tile, TileForm, native, within
 
 
 def block_of(
@@ -121,7 +121,7 @@ def _torch_head(*given: Any) -> tuple[Tensor, Tensor]:
 def _native_head(*given: Any) -> tuple[Tensor, Tensor]:
     """The same tiles, with compiled code in place of torch's operations. EngineError where it does not agree with
     torch's; they are compared before they are first used."""
-    return TiledHead.apply(*given, native_tiles.proved())  # pyright: ignore[reportReturnType]
+    return TiledHead.apply(*given, native())  # pyright: ignore[reportReturnType]
 
 
 def _triton_head(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ def _no_triton() -> str:
 _BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
 add_forms(
     "head",
-    in_c(_native_head, native_tiles.BOUND),
+    in_c(_native_head, NATIVE_BOUND),
     Kernel("compiled", _triton_head, devices=("cuda",), bounds=_BOUNDS, missing=_no_triton),
     Kernel("torch", _torch_head, bounds=_BOUNDS),
     Kernel("reference", reference_ops.head),

@@ -15,7 +15,7 @@ from posttrain.core.exchange.micro_batches import WORTH
 from posttrain.core.exchange.row_gradient import square_sum, whole
 from posttrain.engine.head.readout import ReadOut
 from posttrain.engine.layers.attention import PackedLayout
-from posttrain.engine.layers.packed_routing import PackedRouting, PassRouting
+from posttrain.engine.layers.expert_routing import PackedRouting, PassRouting
 from posttrain.engine.layers.prefix_tree_attention import SharedTree, TreeLayout
 from posttrain.system.errors import InvariantError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,32 +64,29 @@ class AdapterOff:
 
     def score(self, packed: Packed) -> np.ndarray:
         """float32 [M] log-probs under `packed.sampling`. The sampler's own pass would compute with the adapter."""
-        with switched_off(self._learner.policy.module):
-            return self._learner.packed_score(_own_experts(packed))
+        return self._off(self._learner.packed_score, packed)
 
     def entropy(self, packed: Packed) -> np.ndarray:
         """float32 [M] entropies."""
-        with switched_off(self._learner.policy.module):
-            return self._learner.entropy(_own_experts(packed))
+        return self._off(self._learner.entropy, packed)
 
     def energy(self, packed: Packed) -> np.ndarray:
         """float32 [M]: |d log pi / d logits|^2 of each spoken token."""
-        with switched_off(self._learner.policy.module):
-            return self._learner.energy(_own_experts(packed))
+        return self._off(self._learner.energy, packed)
 
     def top(self, packed: Packed, k: int) -> Top:
         """The `k` most probable tokens at each spoken position; 0: all of them."""
-        with switched_off(self._learner.policy.module):
-            return self._learner.top(_own_experts(packed), k)
+        return self._off(self._learner.top, packed, k)
+
+    def _off(self, method: Callable[..., Any], packed: Packed, *given: Any) -> Any:
+        # the routers choose by themselves here: the choices of a batch are those of the policy's own sampler
+        own = packed if packed.routed_N is None else replace(packed, routed_N=None)
+        with switched_off(self.module):
+            return method(own, *given)
 
     def fingerprint(self) -> str:
         held = named_tensors(self._learner.policy.module)
         return fingerprint((n, self._learner.whole(t)) for n, t in held if not t.requires_grad)
-
-
-def _own_experts(packed: Packed) -> Packed:
-    """The same tokens, for a model whose routers choose by themselves: the sampler's choices are the policy's."""
-    return packed if packed.routed_N is None else replace(packed, routed_N=None)
 
 
 def begins(policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute()) -> bool:

@@ -291,7 +291,29 @@ class HFLearner:
         return self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
 
 
-class FrozenScorer:
+class FrozenScores:
+    """The scores of a frozen model, by what computes them."""
+
+    _scorer: PackedReader | HFLearner
+
+    def score(self, packed: Packed) -> np.ndarray:
+        """float32 [M] log-probs under `packed.sampling`."""
+        return self._scorer.score(packed)
+
+    def entropy(self, packed: Packed) -> np.ndarray:
+        """float32 [M] entropies."""
+        return self._scorer.entropy(packed)
+
+    def energy(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: |d log pi / d logits|^2 of each spoken token."""
+        return self._scorer.energy(packed)
+
+    def top(self, packed: Packed, k: int) -> Top:
+        """The `k` most probable tokens at each spoken position; 0: all of them."""
+        return self._scorer.top(packed, k)
+
+
+class FrozenScorer(FrozenScores):
     """A reference: a copy of a policy's weights as they are now. Nothing changes them. Weights that never train are
     shared with the policy.
 
@@ -301,24 +323,8 @@ class FrozenScorer:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy.twin()
         self.policy.module.requires_grad_(False).eval()
-        self._reader = PackedReader(self.policy)
+        self._scorer = PackedReader(self.policy)
         self.digest = self.fingerprint()
-
-    def score(self, packed: Packed) -> np.ndarray:
-        """float32 [M] log-probs under `packed.sampling`."""
-        return self._reader.score(packed)
-
-    def entropy(self, packed: Packed) -> np.ndarray:
-        """float32 [M] entropies."""
-        return self._reader.entropy(packed)
-
-    def energy(self, packed: Packed) -> np.ndarray:
-        """float32 [M]: |d log pi / d logits|^2 of each spoken token."""
-        return self._reader.energy(packed)
-
-    def top(self, packed: Packed, k: int) -> Top:
-        """The `k` most probable tokens at each spoken position; 0: all of them."""
-        return self._reader.top(packed, k)
 
     def fingerprint(self) -> str:
         return fingerprint(named_tensors(self.policy.module))

@@ -13,8 +13,7 @@ from posttrain.config.stages.stage import Stage
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.expert_choices import RoutedPass
 from posttrain.core.ports import Learner
-from posttrain.engine.layers.expert_routing import RouterModules, why_not
-from posttrain.engine.layers.packed_routing import PackedRouting
+from posttrain.engine.layers.expert_routing import PackedRouting, RouterModules, why_not
 from posttrain.engine.learner.packed_reader import SCORE_TOKENS, PackedReader, forward_only
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.system.errors import ConfigError

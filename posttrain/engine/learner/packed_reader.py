@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +18,9 @@ from posttrain.core.exchange.scores import Odds
 from posttrain.core.types import Top
 from posttrain.engine.head.float32_head import prove_logprobs
 from posttrain.engine.head.logit_rules import LogitRules
-from posttrain.engine.head.logprob import candidates, energies, logprobs, most_probable, odds
-from posttrain.engine.layers.expert_routing import routers_of
+from posttrain.engine.head.logprob import HeadContract, candidates, energies, logprobs, most_probable, odds
+from posttrain.engine.layers.expert_routing import PackedRouting, routers_of
 from posttrain.engine.layers.fused_layers import training_read_out
-from posttrain.engine.layers.packed_routing import PackedRouting
 from posttrain.engine.layers.shared_prefixes import Sharing
 from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.model.recurrent_state import SeparateRows, is_stateful
@@ -168,17 +166,12 @@ class PackedReader:
                 parts.append(Top(found.indices.int().cpu().numpy(), found.values.float().cpu().numpy()))
         return Top.join(parts, parts[0].ids.shape[1])
 
-    def _contract(self, packed: Packed) -> dict[str, Any]:
-        """The arguments of the head's functions that shape the distribution of each spoken token."""
+    def _contract(self, packed: Packed) -> HeadContract:
         out = self.out
         rules = LogitRules.of(packed, out.weight.shape[0], out.weight.device)
-        return {
-            "sampling": packed.sampling,
-            "kept": packed.kept,
-            "rules": rules,
-            "softcap": out.softcap,
-            "scale": out.scale,
-        }
+        return HeadContract(
+            sampling=packed.sampling, kept=packed.kept, rules=rules, softcap=out.softcap, scale=out.scale
+        )
 
 
 def device_ids(x: np.ndarray, device: torch.device) -> Tensor:

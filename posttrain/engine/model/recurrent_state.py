@@ -20,7 +20,7 @@ from posttrain.core.batch import Packed
 from posttrain.engine.head.kernel_table import kernel
 from posttrain.engine.head.readout import ReadOut
 from posttrain.engine.layers.attention import WASTE, AttentionCall, CollectRows, buckets
-from posttrain.engine.layers.packed_routing import PackedRouting
+from posttrain.engine.layers.expert_routing import PackedRouting
 from posttrain.engine.model.architecture_kinds import keeps_state
 
 BATCH = 16384

@@ -15,7 +15,7 @@ which share memory with the model, and the gradient of a pass is put into them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor
 from posttrain.config.run import Checkpointing
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.ranks import check_same
-from posttrain.core.exchange.scores import Odds, Reads, TokenScores
+from posttrain.core.exchange.scores import Reads, TokenScores
 from posttrain.core.exchange.shards import Shard
-from posttrain.core.types import Top
 from posttrain.engine.adapters.quantise import is_quantised
 from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.engine.head.value_heads import NAME
@@ -40,9 +39,8 @@ from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.shard_modules import OutermostModule, cut, first_row, rows_of, shard_of, with_memory
-from posttrain.engine.parallel.sharded_fused_proof import prove_layers
+from posttrain.engine.parallel.sharded_proofs import prove_layers, prove_sharing
 from posttrain.engine.parallel.sharded_scoring import divided
-from posttrain.engine.parallel.sharded_sharing import prove
 from posttrain.system.errors import ConfigError
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -50,6 +48,19 @@ NARROW = (torch.bfloat16, torch.float16)
 
 T = TypeVar("T")
 Filler = Callable[[Any, str, Tensor, int, torch.dtype], None]
+
+
+def _shared(method: Callable[..., Any], per: Literal["token", "segment"] = "token") -> Any:
+    """A method without gradient, by all ranks together: each computes a share of the tokens, and is told the rest."""
+
+    def scored(self: ShardedLearner, packed: Packed, *given: Any) -> Any:
+        self._prove_sharing()
+        with torch.no_grad():
+            return divided(
+                packed, self.ranks, SCORE_TOKENS, lambda part: self.inside(lambda: method(self, part, *given)), per
+            )
+
+    return scored
 
 
 class ShardedLearner(HFLearner):
@@ -144,41 +155,14 @@ class ShardedLearner(HFLearner):
         """At the first pass, where shared beginnings are computed once."""
         rows, width = self._reader._rows, self._reader.out.weight.shape[0]
         if isinstance(rows, Sharing) and rows.on and not rows.proved:
-            prove(rows, self.inside, self._own, self.ranks, width, self.policy.context)
+            prove_sharing(rows, self.inside, self._own, self.ranks, width, self.policy.context)
 
     # --- without ------------------------------------------------------------------------------------------------------
 
-    def _divided(self, packed: Packed, compute: Callable[[Packed], T], per: Literal["token", "segment"] = "token") -> T:
-        self._prove_sharing()
-        with torch.no_grad():
-            return divided(packed, self.ranks, SCORE_TOKENS, lambda part: self.inside(lambda: compute(part)), per)
-
-    def score(self, packed: Packed) -> np.ndarray:
-        return self._divided(packed, super().score)
-
-    def packed_score(self, packed: Packed) -> np.ndarray:
-        return self._divided(packed, super().packed_score)
-
-    def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
-        return self._divided(packed, lambda part: super(ShardedLearner, self).examine(part, names))
-
-    def rewards(self, packed: Packed) -> np.ndarray:
-        return self._divided(packed, super().rewards, "segment")
-
-    def entropy(self, packed: Packed) -> np.ndarray:
-        return self._divided(packed, super().entropy)
-
-    def energy(self, packed: Packed) -> np.ndarray:
-        return self._divided(packed, super().energy)
-
-    def collision(self, packed: Packed) -> np.ndarray:
-        return self._divided(packed, super().collision)
-
-    def top(self, packed: Packed, k: int) -> Top:
-        return self._divided(packed, lambda part: super(ShardedLearner, self).top(part, k))
-
-    def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
-        return self._divided(packed, lambda part: super(ShardedLearner, self).odds(part, temperatures))
+    score, packed_score = _shared(HFLearner.score), _shared(HFLearner.packed_score)
+    entropy, energy, collision = _shared(HFLearner.entropy), _shared(HFLearner.energy), _shared(HFLearner.collision)
+    examine, top, odds = _shared(HFLearner.examine), _shared(HFLearner.top), _shared(HFLearner.odds)
+    rewards = _shared(HFLearner.rewards, "segment")
 
     def exact(self, packed: Packed) -> np.ndarray | None:
         """Returns None: no rank makes a whole copy of the weights."""

@@ -7,20 +7,18 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from posttrain.core.batch import Packed
 from posttrain.core.ports import Reference
-from posttrain.core.types import Top
 from posttrain.engine.learner.frozen_reference import AdapterOff, begins
-from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.learner.learner import FrozenScores, HFLearner
 from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
-from posttrain.engine.parallel.shard_modules import rows_of
+from posttrain.engine.parallel.shard_modules import remade, rows_of
 from posttrain.engine.parallel.sharded_learner import Filler, ShardedLearner
+from posttrain.engine.parallel.tensor_parallel import TensorLearner
 
 
 class EmptyModule:
@@ -48,30 +46,18 @@ def rows_now(learner: ShardedLearner) -> Filler:
     return fill
 
 
-class ShardedReference:
+class ShardedReference(FrozenScores):
     """`core.ports.Reference` of one rank. Every rank calls the same methods with the same tokens."""
 
-    _held: HFLearner
+    _scorer: HFLearner
 
     def __init__(self, learner: ShardedLearner, mould: EmptyModule, ranks: ProcessRanks) -> None:
-        self._held = ShardedLearner(mould.blank(), ranks, fill=rows_now(learner))
-        self._held.policy.module.eval()
+        self._scorer = ShardedLearner(mould.blank(), ranks, fill=rows_now(learner))
+        self._scorer.policy.module.eval()
         self.digest = self.fingerprint()
 
-    def score(self, packed: Packed) -> np.ndarray:
-        return self._held.score(packed)
-
-    def entropy(self, packed: Packed) -> np.ndarray:
-        return self._held.entropy(packed)
-
-    def energy(self, packed: Packed) -> np.ndarray:
-        return self._held.energy(packed)
-
-    def top(self, packed: Packed, k: int) -> Top:
-        return self._held.top(packed, k)
-
     def fingerprint(self) -> str:
-        return self._held.fingerprint()
+        return self._scorer.fingerprint()
 
 
 def frozen_rows(learner: ShardedLearner, mould: EmptyModule, ranks: ProcessRanks) -> Reference:
@@ -79,3 +65,17 @@ def frozen_rows(learner: ShardedLearner, mould: EmptyModule, ranks: ProcessRanks
     if learner.policy.lora is not None and begins(learner.policy, learner.inside):
         return AdapterOff(learner)
     return ShardedReference(learner, mould, ranks)
+
+
+class TensorReference(ShardedReference):
+    """`core.ports.Reference` of one rank. Every rank calls it, and has all of the copy until it is cut."""
+
+    def __init__(self, learner: TensorLearner, mould: EmptyModule) -> None:
+        policy, held = mould.blank(), dict(named_tensors(learner.policy.module))
+        remade(policy.module, lambda p: nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=False))
+        with torch.no_grad():
+            for name, tensor in named_tensors(policy.module):
+                tensor.copy_(learner.whole(held[name]))
+        self._scorer = learner.beside(policy)
+        self._scorer.policy.module.eval()
+        self.digest = self.fingerprint()

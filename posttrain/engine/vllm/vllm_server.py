@@ -36,8 +36,8 @@ from posttrain.engine.vllm.sampler_requests import (
     newer,
 )
 from posttrain.engine.vllm.sampling_parameters import Answer, fields, said
-from posttrain.engine.vllm.staged_weights import StagedTensors
 from posttrain.engine.vllm.start_vllm import limits
+from posttrain.engine.vllm.worker_parts import StagedTensors
 from posttrain.system.errors import ConfigError, EndpointError, EngineError
 from posttrain.verifier.http_client import Endpoint
 

@@ -29,9 +29,8 @@ from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.shard_modules import first_row
 from posttrain.engine.parallel.sharded_adapter_probe import loud_rows, put_rows
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
-from posttrain.engine.parallel.sharded_reference import EmptyModule, frozen_rows
+from posttrain.engine.parallel.sharded_reference import EmptyModule, TensorReference, frozen_rows
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
-from posttrain.engine.parallel.tensor_reference import TensorReference
 from posttrain.role.events import Event, Observer
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights.saved_weights import OPTIMIZER, REWARD_HEAD, WEIGHTS, SavedTensors, write_part

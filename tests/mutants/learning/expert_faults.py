@@ -167,7 +167,7 @@ BALANCED = ("rl.router_aux_loss_coef=0.01", "rl.micro_tokens=64")
 
 @fault(
     "balance_over_unknown_tokens",
-    seam="posttrain.engine.layers.packed_routing:PackedRouting.balance",
+    seam="posttrain.engine.layers.expert_routing:PackedRouting.balance",
     what="the load-balance loss also counts tokens that no sampler chose experts for, as padding would be",
     harm="routers are moved by tokens that are not there, the more the shorter answers are",
     source="pain 23",
@@ -180,7 +180,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "balance_of_each_micro_batch",
-    seam="posttrain.engine.layers.packed_routing:PackedRouting.balance",
+    seam="posttrain.engine.layers.expert_routing:PackedRouting.balance",
     what="each micro-batch balances its own shares of choices",
     harm="the loss depends on how the minibatch is cut, and asks each few tokens to use all experts",
     source="pain 10",
@@ -198,7 +198,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "balance_never_learned",
-    seam="posttrain.engine.layers.packed_routing:PackedRouting.balance",
+    seam="posttrain.engine.layers.expert_routing:PackedRouting.balance",
     what="the load-balance loss is added to the loss as a number",
     harm="it is in every log, and experts are given up all the same",
     source="pain 23",

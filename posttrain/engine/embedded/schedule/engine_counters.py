@@ -19,13 +19,32 @@ are not needed. Seconds are in `EngineCounters.clock` instead, because no digest
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.engine.embedded.cache.forward_plan import Plan
 from posttrain.engine.embedded.schedule.scheduler import Scheduler
-from posttrain.engine.embedded.schedule.scheduler_counts import SchedulerCounts
 from posttrain.engine.layers.attention import PackedLayout
+
+
+@dataclass
+class SchedulerCounts:
+    """Sums since the gauges were last read.
+
+    A type apart from `EngineCounters`, because a scheduler is replaced after a failure, and its counts end with it.
+    """
+
+    shared: int = 0
+    """Prompt tokens that were not computed, because another request of the same prompt had computed them."""
+    found: int = 0
+    """Prompt tokens found in the prefix tree."""
+    asked: int = 0
+    """Prompt tokens looked up in the prefix tree. A resumed request's tokens count again."""
+    again: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(from, to): ranges of positions that are computed again, because their cache was freed."""
+    preempted: int = 0
 
 
 class EngineCounters:

@@ -19,7 +19,7 @@ from torch import Tensor
 from posttrain.engine.embedded.cache.cache_blocks import BLOCK, Blocks, blocks_for, rows_of
 from posttrain.engine.embedded.cache.forward_plan import SHORT, Drafts, Plan, PrefillPieces, make_plan, room_in_lanes
 from posttrain.engine.embedded.cache.prefix_tree import EVICT_BLOCKS, PrefixTree, take_blocks
-from posttrain.engine.embedded.schedule.scheduler_counts import SchedulerCounts
+from posttrain.engine.embedded.schedule.engine_counters import SchedulerCounts
 from posttrain.engine.embedded.schedule.slots import GenerateCall, Prompt, Slots
 
 

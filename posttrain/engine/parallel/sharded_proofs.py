@@ -1,0 +1,169 @@
+"""The proofs that a learner over ranks makes of what one process proves of a whole model: that fused layers, and shared
+beginnings, compute what the plain ones do.
+
+Weights come together in a pass that all ranks make at once. So a proof is made by all of them, of the same tokens,
+whether a rank's own minibatch would need it or not; and each rank compares the gradients of its own rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from posttrain.core.batch import Packed
+from posttrain.core.exchange.ranks import Ranks
+from posttrain.core.exchange.row_gradient import square_sum
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Segment
+from posttrain.engine.head.readout import ReadOut, read_out
+from posttrain.engine.layers.attention import PackedLayout, using
+from posttrain.engine.layers.fused_layers import BOUND, CANARY, FusedReadOut, sample_states
+from posttrain.engine.layers.shared_prefixes import BOUNDS, SCALES, Sharing, refusal
+from posttrain.system.errors import EngineError, InvariantError
+
+
+def prove_layers(
+    module: PreTrainedModel,
+    out: ReadOut,
+    inside: Callable[[Callable[[], Any]], Any],
+    own: dict[str, nn.Parameter],
+    ranks: Ranks,
+) -> None:
+    """Compare hidden states, and gradients of the first layer, of fused layers with those of the model's own. Every
+    rank calls it. Leaves no gradient.
+
+    Args:
+        inside: runs a function where weights are whole.
+        own: the rank's part of every trainable parameter.
+
+    Raises:
+        EngineError: they differ by more than rounding, on every rank.
+    """
+    if not isinstance(out, FusedReadOut):
+        return
+    asked = dict[str, Any]()
+    hook = out.layers[0].register_forward_pre_hook(
+        lambda layer, given, named: asked.update(given=given, named=named), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            found = [[inside(lambda read=read: sample_states(read))] for read in (out, read_out(module))]
+    finally:
+        hook.remove()
+    for parts, replaced in zip(found, (True, False), strict=True):
+        parts += _gradients(out, inside, own, asked, replaced)
+    apart = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(*found, strict=True)]
+    size = [float(b.abs().max()) if len(b) else 0.0 for b in found[1]]
+    table = ranks.every((apart[0], size[0], max(apart[1:], default=0.0), max(size[1:], default=0.0)))
+    far, states, off, gradients = (max(column, key=_badness) for column in zip(*table, strict=True))
+    states = max(states, 1e-30)
+    gap = max(far / states, off / max(gradients, 1e-6 * states), key=_badness)
+    if not gap <= BOUND:
+        raise EngineError(
+            f"fused layers of {type(module).__name__} differ from its own by {gap:.3g} (bound {BOUND}): report it, and"
+            " set model.kernels=reference meanwhile"
+        )
+
+
+def _badness(x: float) -> float:
+    return x if math.isfinite(x) else math.inf
+
+
+def _gradients(
+    out: FusedReadOut, inside: Callable[..., Any], own: dict[str, nn.Parameter], asked: dict[str, Any], replaced: bool
+) -> list[Tensor]:
+    """Returns the output of the first layer for the input that it was given, and the gradients of one weighted sum of
+    this output: this rank's parts. A pass of all layers would need the gradients of all."""
+
+    def layer() -> Tensor:
+        with using(PackedLayout([CANARY])), out.replaced() if replaced else nullcontext():
+            made = out.layers[0](*asked["given"], **asked["named"])
+        return made[0] if isinstance(made, tuple) else made
+
+    with torch.enable_grad():
+        made = inside(layer)
+        if made.requires_grad:
+            by = torch.arange(made.numel(), dtype=made.dtype).sin().view_as(made)
+            (made * by).sum().backward()
+    return [made.detach(), *_taken(own)]
+
+
+def _taken(own: dict[str, nn.Parameter]) -> list[Tensor]:
+    """The gradients of this rank's parts, which then have none."""
+    found = [torch.zeros(0) if p.grad is None else p.grad for p in own.values()]
+    for p in own.values():
+        p.grad = None
+    return found
+
+
+# --- shared beginnings ------------------------------------------------------------------------------------------------
+
+SHARED, OWN = 12, 4
+"""Tokens of the beginning, and behind it in each of the two segments."""
+
+
+def prove_sharing(
+    rows: Sharing,
+    inside: Callable[[Callable[[], Any]], Any],
+    own: dict[str, nn.Parameter],
+    ranks: Ranks,
+    vocabulary: int,
+    context: int,
+) -> None:
+    """Compare hidden states and gradients with those of the same segments without sharing. Leaves no gradient.
+
+    Args:
+        rows: computes hidden states.
+        inside: runs a function where weights are whole.
+        own: the rank's part of every trainable parameter.
+
+    Raises:
+        InvariantError: they differ by more than rounding, on every rank.
+    """
+    packed = _made_up(vocabulary, context)
+    gap, dtype = float("inf"), torch.float32
+    for scale in SCALES:
+        found = [_computed(rows, inside, own, packed, shared, scale) for shared in (True, False)]
+        apart = [square_sum(a - b) for a, b in zip(*found, strict=True)]
+        size = [square_sum(b) for b in found[1]]
+        table = ranks.every((apart[0], size[0], sum(apart[1:]), sum(size[1:])))
+        gap = max(*(_ratio(t[0], t[1]) for t in table), _ratio(sum(t[2] for t in table), sum(t[3] for t in table)))
+        dtype = found[1][0].dtype
+        if all(math.isfinite(t[3]) for t in table):
+            break
+    rows.proved = True
+    bound = BOUNDS.get(dtype, 0.1)
+    if not gap <= bound:
+        raise InvariantError(refusal(gap, bound))
+
+
+def _made_up(vocabulary: int, context: int) -> Packed:
+    shared = min(SHARED, context - OWN)
+    ids = [np.arange(shared + OWN) * 7919 + (np.arange(shared + OWN) >= shared) * s for s in (0, 1)]
+    mask = np.arange(shared + OWN) >= shared
+    logp, versions = np.where(mask, 0.0, np.nan).astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
+    return Packed.of([Segment((x % vocabulary).astype(np.int32), mask, logp, versions, Sampling()) for x in ids])
+
+
+def _computed(
+    rows: Sharing, inside: Callable[..., Any], own: dict[str, nn.Parameter], packed: Packed, shared: bool, scale: float
+) -> list[Tensor]:
+    """Hidden states, and the gradients of one weighted sum of them: this rank's parts."""
+    with torch.enable_grad():
+        hidden = inside(lambda: rows.either(packed, shared))
+        weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
+        if hidden.requires_grad:
+            (hidden * (weights * scale)).sum().backward()
+    return [hidden.detach(), *_taken(own)]
+
+
+def _ratio(apart: float, size: float) -> float:
+    gap = (apart / max(size, 1e-60)) ** 0.5
+    return gap if gap == gap else float("inf")
