@@ -20,13 +20,16 @@ are not needed. Seconds are in `EngineCounters.clock` instead, because no digest
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.engine.embedded.cache.forward_plan import Plan
-from posttrain.engine.embedded.schedule.scheduler import Scheduler
 from posttrain.engine.layers.attention import PackedLayout
+
+if TYPE_CHECKING:
+    from posttrain.engine.embedded.cache.forward_plan import Plan
+    from posttrain.engine.embedded.schedule.scheduler import Scheduler
 
 
 @dataclass
