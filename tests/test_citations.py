@@ -8,12 +8,12 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
 
 from tests import public
-from tests.test_architecture import FLOORS
 
 ROOT = public.ROOT
 DOCS = ROOT / "docs"
@@ -113,7 +113,11 @@ def test_notebooks_may_cite() -> None:
     assert {p.name for p in (ROOT / "notebooks").glob("*.ipynb")} <= there and len(there) >= 6
 
 
-STEP = re.compile(r"^\| (?P<what>[^|]+) \| `(?P<file>[\w/.]+)` \| `(?P<name>[\w.]+)` \|$", re.M)
+STEP = re.compile(
+    r"^\| (?P<stay>\d+) (?P<room>\w+) \| [^|]+ \| `posttrain/(?P<file>[\w/.]+)` \| `(?P<name>[\w.]+)` \|"
+    r" [^|]+ \| [^|]+ \|$",
+    re.M,
+)
 
 
 def names(path: Path) -> set[str]:
@@ -128,28 +132,26 @@ def names(path: Path) -> set[str]:
     return out
 
 
-@pytest.mark.parametrize("walk", ["token", "reward", "override", "weight"])
+WALKS = {"a token": 10, "a reward": 7, "an override": 8, "a weight": 6, "a judged pair": 6}
+"""Each walk, and how many stays it makes: how often it comes into a room."""
+
+
+@pytest.mark.parametrize("walk", WALKS)
 def test_a_walk_goes_through_functions_that_are_there(walk: str) -> None:
-    text = (DOCS / "design/architecture.md").read_text()
-    section = text.partition(f"## The walk of a{'n' * (walk == 'override')} {walk}\n")[2].partition("\n## ")[0]
+    """Each row is a step in the room that it names, and a stay is numbered anew where the room is another one."""
+    section = (
+        (DOCS / "design/architecture.md").read_text().partition(f"## The walk of {walk}\n")[2].partition("\n## ")[0]
+    )
     steps = [m.groupdict() for m in STEP.finditer(section)]
-    assert len(steps) >= 8 and len(steps) == section.count("\n| ") - 1, "a step is a row: what, `file`, `function`"
-    gone = [f"{s['file']}: {s['name']}" for s in steps if s["name"] not in names(ROOT / s["file"])]
+    assert len(steps) >= 8 and len(steps) == section.count("\n| ") - 1, (
+        "a step: stay, what, `file`, `function`, in, out"
+    )
+    gone = [f"{s['file']}: {s['name']}" for s in steps if s["name"] not in names(ROOT / "posttrain" / s["file"])]
     assert not gone, gone
-
-
-def test_the_picture_of_the_floors_is_the_table() -> None:
-    """Every room that exists stands on its floor in the picture, and no other room."""
-    picture = (DOCS / "design/architecture.md").read_text().partition("```text\n")[2].partition("```")[0]
-    drawn: dict[int, set[str]] = {}
-    floor = -1
-    rooms = {r for rooms in FLOORS for r in rooms}
-    for line in picture.splitlines():
-        if found := re.match(r"floor (\d+)", line):
-            floor = int(found[1])
-        drawn.setdefault(floor, set()).update(w for w in re.findall(r"(?:^|  )(\w+)(?=  )", line[10:]) if w in rooms)
-    there = {n: {r for r in rooms if (ROOT / "posttrain" / r).is_dir()} for n, rooms in enumerate(FLOORS)}
-    assert drawn == there
+    rooms = [s["file"].partition("/")[0] for s in steps]
+    stays = list(accumulate((a != b for a, b in pairwise(rooms)), initial=1))
+    assert [(s["stay"], s["room"]) for s in steps] == [(str(n), r) for n, r in zip(stays, rooms, strict=True)]
+    assert stays[-1] <= WALKS[walk], "the walk comes into more rooms than it did"
 
 
 def test_a_pain_says_what_holds_it() -> None:
