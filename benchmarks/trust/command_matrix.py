@@ -218,9 +218,10 @@ def exported(made: Made, *more: str) -> tuple[Ran, str]:
 
 
 def summary(made: Made, *more: str) -> tuple[Ran, str]:
-    """Its last stage is named with a number: a score, or how it orders pairs."""
+    """Its last stage is named with a number, a score or how it orders pairs; or it says that they order nothing."""
     done = call("summary", str(made.folder), *more)
     told = re.search(rf"{made.last}\W.*\d\.\d", done.out.replace("\\", ""))
+    told = told or "its held-out judgements order nothing" in " ".join(done.out.split())
     return done, "" if told else f"nothing is measured of {made.last}"
 
 

@@ -13,6 +13,8 @@ OTHERS: dict[str, str] = {
     "reward_weights": "env.rewards.0.weight (from Python rewards=[(function, 0.5)])",
     "peft_config": "model.lora.rank",
     "lora_r": "model.lora.rank",
+    "r": "model.lora.rank",
+    "lora_dropout": "model.lora, which is trained without dropout",
     "lora_alpha": "model.lora.alpha",
     "target_modules": "model.lora.targets",
     "load_in_4bit": "model.quantize=nf4",

@@ -190,24 +190,27 @@ def _to_tell(c: Case) -> Iterator[Advice]:
         yield Advice("give rewards", TELL, f"give {path}.rewards, which judge what the model samples")
     if not stage.eval:
         yield Advice("measure it", TELL, f"measure it: {stage.name}.eval=true")
-    if not c.run.record_episodes:
+    if not c.run.record_episodes and stage.leaves_policy:
         yield Advice("record the answers", TELL, "record the answers: record_episodes=true")
+    if not stage.leaves_policy and c.s.done and stage.eval and env.heldout:
+        yield Advice("hold judgements out", TELL, f"hold more judgements out, until some differ: {path}.heldout")
     if cut_short and not c.s.done:
         again = command_line("run", "--resume", c.folder)
         yield Advice("go on", TELL, f"{again}  # goes on from the last checkpoint, and measures at the end")
     measured = stage.eval and env.heldout and env.judges and c.run.record_episodes
-    if cut_short and measured and not stage.eval_every:
+    if cut_short and measured and stage.leaves_policy and not stage.eval_every:
         often = f"measure on the way too: {stage.name}.eval_every={max(1, stage.steps // 5)}"
         yield Advice("measure on the way", "on the way", often)
-    if c.s.start is None and c.s.began == "start":
+    if c.s.start is None and c.s.began == "start" and stage.leaves_policy:
         text = "the model began with random weights, so its score before is that of guessing"
         if path := c.run.model.path:
             text = (
                 f"{command_line('eval', path)}  # with this run's env.* settings: the score before, to compare by hand"
             )
         yield Advice("the score before", TELL, text)
-    said = f"{c.show('--eval')}  # what was said, and what the rewards said of it"
-    yield Advice("what was said there", TELL, said)
+    if stage.leaves_policy:
+        said = f"{c.show('--eval')}  # what was said, and what the rewards said of it"
+        yield Advice("what was said there", TELL, said)
 
 
 def _paid(c: Case) -> Iterator[Advice]:

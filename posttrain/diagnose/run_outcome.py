@@ -28,6 +28,8 @@ Curve = tuple[tuple[int, float], ...]
 """(step of the stage, value), in order."""
 
 
+NOTHING_ORDERED = "its held-out judgements order nothing: all of them say the same"
+"""Why a reward model that measured itself at its end has no figure."""
 LOSSES = ("sft/loss", "preference/loss", "ranking/loss")
 """Gauges of the loss of stages that learn from data."""
 
@@ -197,6 +199,8 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
     share = dict(_curve(steps, "heldout/agreement")) | {i: x for i, x in ends.items() if x is not None}
     rows = {i: x for i, x in reading.losses(stage).items() if i <= taken}
     unpaired = _unpaired(run, stage, taken, start, end)
+    if done and stage.eval and not stage.leaves_policy and run.env_of(stage).heldout and agreement is None:
+        unpaired = NOTHING_ORDERED
     both = (start, end) if start is not None and end is not None and not unpaired else None
     return StageOutcome(
         stage=stage,

@@ -227,7 +227,7 @@ def test_the_check_refuses_what_cannot_be_set() -> None:
 def test_a_name_of_another_library_leads_to_ours(tmp_path: Path) -> None:
     paths = [p for name in ("grpo", "sft", "dpo") for p, _ in surface(recipe(name))]
     fields = {f for names in recorded().values() if isinstance(names, list) for f in names}
-    of_peft = ("lora_r", "lora_alpha", "target_modules", "load_in_4bit", "load_in_8bit")
+    of_peft = ("r", "lora_r", "lora_alpha", "lora_dropout", "target_modules", "load_in_4bit", "load_in_8bit")
     arguments = ("train_dataset", "eval_dataset", "dataset_name", "reward_funcs", "peft_config", "callbacks")
     gone = ("model_name_or_path", "max_prompt_length")
     assert not {*OTHERS} - fields - {*of_peft, *arguments, *gone, "warmup_ratio", "fp16", "optim"}

@@ -18,6 +18,7 @@ from posttrain.config.env import Env, Reward
 from posttrain.config.overrides import apply
 from posttrain.config.run import Model, Reinforce, Run
 from posttrain.config.stages.preference_settings import Preference
+from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.measure.interval import Gain, Score
 from posttrain.core.measure.right import Grades, Right, right_of
 from posttrain.core.verdict import Judged, Verdict
@@ -25,7 +26,7 @@ from posttrain.diagnose.advice import Case, advice, chosen
 from posttrain.diagnose.learning_verdict import stage_learned
 from posttrain.diagnose.measurement import Measurement
 from posttrain.diagnose.next_steps import next_steps
-from posttrain.diagnose.run_outcome import StageOutcome
+from posttrain.diagnose.run_outcome import NOTHING_ORDERED, StageOutcome
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.recipe.recipes import recipe
 from posttrain.record.run_folder import RunFolder
@@ -34,6 +35,7 @@ from posttrain.record.step_format import verdict_from_plain
 
 RL = Reinforce(name="rl", algorithm=LADDER["grpo"], steps=40, eval_every=0)
 PAIRS = Preference(name="dpo", steps=40)
+RANKS = RewardModel(name="prm", steps=40)
 EXACT = (Reward(function="exact"),)
 
 
@@ -106,6 +108,7 @@ EASY = gain(0.95, 0.95)
 TABLE: dict[str, tuple[Case, Case]] = {
     "hold prompts out": (blind(at=run(env={"heldout": 0})), blind()),
     "give rewards": (blind(at=run(env={"rewards": ()})), blind(at=run(env={"name": "arithmetic", "rewards": ()}))),
+    "hold judgements out": (blind(of={"stage": RANKS}), blind(of={"end": measured(0.4, 40)})),
     "measure it": (
         blind(at=run(replace(RL, eval=False, eval_every=0)), of={"stage": replace(RL, eval=False, eval_every=0)}),
         blind(),
@@ -176,6 +179,14 @@ def test_a_piece_is_said_where_it_is_right_and_nowhere_else(name: str) -> None:
     right, wrong = ([a.name for a in chosen(c)] for c in TABLE[name])
     assert name in right, right
     assert name not in wrong, wrong
+
+
+def test_a_reward_model_that_could_order_nothing_is_told_why() -> None:
+    """It measures itself at its end, and samples nothing: no evaluation on the way, and no answers to look at."""
+    c = blind(of={"stage": RANKS, "unpaired": NOTHING_ORDERED})
+    told = stage_learned(c.run, c.s, c.folder)
+    assert told.text == f"cannot be told whether prm learned: {NOTHING_ORDERED}"
+    assert told.advice == ("hold more judgements out, until some differ: env.heldout",)
 
 
 def test_words_that_did_harm() -> None:
