@@ -232,7 +232,11 @@ def test_one_step_of_every_environment(env: str, tmp_path: Path) -> None:
     assert len(rl_steps(folder)) == 1 and len(run_reader.read_episodes(run_reader.episode_files(folder)[-1].path)) > 0
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+ALWAYS = ("grpo", "ppo", "dapo", "opd")
+"""One of each way to learn from samples: a group, a critic, groups drawn anew, a teacher. The rest: long suites."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.prove) for n in ALGORITHMS])
 def test_every_algorithm_learns_something_finite(name: str, tmp_path: Path) -> None:
     words = [f"algorithm={name}", "rl.minibatches=2", "rl.epochs=2"]
     if ALGORITHMS[name].learns_values:
