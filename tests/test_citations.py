@@ -114,7 +114,7 @@ def test_notebooks_may_cite() -> None:
 
 
 STEP = re.compile(
-    r"^\| (?P<stay>\d+) (?P<room>\w+) \| [^|]+ \| `posttrain/(?P<file>[\w/.]+)` \| `(?P<name>[\w.]+)` \|"
+    r"^\| (?P<stay>\d+) (?P<room>\w+) \| [^|]+ \| `posttrain/(?P<file>[\w/.]+)` `(?P<name>[\w.]+)` \|"
     r" [^|]+ \| [^|]+ \|$",
     re.M,
 )
@@ -143,9 +143,7 @@ def test_a_walk_goes_through_functions_that_are_there(walk: str) -> None:
         (DOCS / "design/architecture.md").read_text().partition(f"## The walk of {walk}\n")[2].partition("\n## ")[0]
     )
     steps = [m.groupdict() for m in STEP.finditer(section)]
-    assert len(steps) >= 8 and len(steps) == section.count("\n| ") - 1, (
-        "a step: stay, what, `file`, `function`, in, out"
-    )
+    assert len(steps) >= 8 and len(steps) == section.count("\n| ") - 1, "a step: stay, what, `file` `function`, in, out"
     gone = [f"{s['file']}: {s['name']}" for s in steps if s["name"] not in names(ROOT / "posttrain" / s["file"])]
     assert not gone, gone
     rooms = [s["file"].partition("/")[0] for s in steps]
