@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from posttrain.cli.wrap_text import screen_width
+from posttrain.cli.screen_text import screen_width
 from posttrain.system.errors import PosttrainError, RunFolderError
 from posttrain.system.files import full
 from posttrain.system.shell import wrapped

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.cli.colors import number, paint
+from posttrain.cli.screen_text import fold, folded, number, paint, screen_width
 from posttrain.cli.shown_episodes import GRADES, PROMPT_LINES, SAID_LINES, ShowOptions, choose_stage, is_wrong, read_as
-from posttrain.cli.wrap_text import fold, folded, screen_width
 from posttrain.config.run import Run
 from posttrain.config.stages.stage import starts
 from posttrain.core.content import conversation

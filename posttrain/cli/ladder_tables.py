@@ -6,7 +6,7 @@ import re
 import textwrap
 from itertools import zip_longest
 
-from posttrain.cli.wrap_text import fold, screen_width
+from posttrain.cli.screen_text import fold, screen_width
 from posttrain.ladder.algorithm import CHOICES, Algorithm, differences
 from posttrain.ladder.algorithm_cost import anchor, cost, reads
 from posttrain.ladder.both_ladders import AnyAlgorithm, any_named

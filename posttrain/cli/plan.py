@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain.api.plan_against import factors_of
 from posttrain.api.planned import Planned, PlanOptions, planned
-from posttrain.cli.wrap_text import hanging, screen_width
+from posttrain.cli.screen_text import hanging, screen_width
 from posttrain.plan.changes import fixes, largest
 from posttrain.plan.counted import counted
 from posttrain.plan.forces import CELLS, MIDDLE

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from posttrain.cli.colors import coloured, number, paint
 from posttrain.cli.compare_steps import compared
+from posttrain.cli.screen_text import coloured, fold, folded, hanging, number, paint, screen_width
 from posttrain.cli.shown_episodes import GRADES, PROMPT_LINES, SAID_LINES, ShowOptions, choose, is_wrong, named, read_as
 from posttrain.cli.token_view import decoder, episode_lines
-from posttrain.cli.wrap_text import fold, folded, hanging, screen_width
 from posttrain.core.content import conversation
 from posttrain.core.measure.interval import number_text
 from posttrain.core.measure.right import Grades

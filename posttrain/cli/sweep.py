@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from posttrain.api.swept import SweptValue
-from posttrain.cli.wrap_text import hanging, screen_width
+from posttrain.cli.screen_text import hanging, screen_width
 
 WIDTH = 8
 NEAR, LEAST_LOST = 0.98, 0.005

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from posttrain.cli.colors import number, paint
-from posttrain.cli.wrap_text import folded, hanging, screen_width
+from posttrain.cli.screen_text import folded, hanging, number, paint, screen_width
 from posttrain.core.types import Segment
 from posttrain.record.step_format import Recorded
 from posttrain.system import read_untrusted

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.wrap_text import screen_width
+from posttrain.cli.screen_text import screen_width
 from posttrain.system.shell import command_line, with_reasons
 from posttrain.system.terminal_output import tell
 from posttrain.system.version import VERSION

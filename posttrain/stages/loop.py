@@ -32,9 +32,8 @@ from posttrain.stages.interrupt import Interrupted, Stopper
 from posttrain.stages.measure_heldout_loss import HeldoutDemonstrations
 from posttrain.stages.preference.judged_batches import AgreementReport
 from posttrain.stages.progress import Progress, Reopening, StageResult, StageState, state_fingerprint
-from posttrain.stages.run_parts import MeasuredReport, RunParts
+from posttrain.stages.run_parts import MeasuredReport, RunParts, keep, load_kept
 from posttrain.stages.stage_result import agreed, is_recorded, measured_words, refuse_unjudged, result_of, waited_out
-from posttrain.stages.start_weights import keep, load_kept
 from posttrain.stages.warm_up import largest, warm_up
 from posttrain.system.errors import ConfigError
 from posttrain.system.machine import during_steps

@@ -11,7 +11,7 @@ from posttrain.role.events import RestoredEvent
 from posttrain.role.prompt_order import RevisitingTasks
 from posttrain.role.weights.saved_weights import restore, snapshot
 from posttrain.stages.loop import Driver
-from posttrain.stages.start_weights import load_kept
+from posttrain.stages.run_parts import load_kept
 
 MANY = 20
 """More passes over the same rows are told as too many: 1 to 3 are usual."""

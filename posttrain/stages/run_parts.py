@@ -16,13 +16,16 @@ from posttrain.core.gauge import Step
 from posttrain.core.ports import Environment, EpisodeJudge, Learner, PairRenderer, Reference, Sampler, Tracker
 from posttrain.core.sampling import Sampling, Spell
 from posttrain.record.run_folder import RunFolder
-from posttrain.role.events import Observers
+from posttrain.role.events import Observers, RestoredEvent
 from posttrain.role.group_queue import GroupQueue
 from posttrain.role.heldout_evaluation import EvaluationReport, evaluate
 from posttrain.role.learning.reference_opponent import Opponent
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 from posttrain.role.trainer import Trainer, WeightOptimizer
+from posttrain.role.weights.saved_weights import load_weights, save_weights
+from posttrain.stages.progress import Progress
+from posttrain.system.errors import InvariantError
 
 
 def nothing_sleeps() -> None:
@@ -190,3 +193,28 @@ class RunParts:
 
     def trainer(self, config: OptimizerConfig, micro_tokens: int) -> Trainer:
         return self.make_trainer(self.learner, self.optimize(config), micro_tokens, self.version)
+
+
+def keep(parts: RunParts, progress: Progress, name: str) -> None:
+    """Keep the learner's weights for the whole run under a name. Every checkpoint has their fingerprint, which is
+    compared when they are read again.
+
+    Raises:
+        InvariantError: other weights have this name already.
+    """
+    now = parts.learner.fingerprint()
+    if (then := progress.kept.get(name, now)) != now:
+        raise InvariantError(
+            f"the weights kept as {name!r} have fingerprint {then}, and others ({now}) would take their place: what is"
+            " compared with the start of a stage would be compared with the policy of today. Go on from an older"
+            " checkpoint"
+        )
+    progress.kept = {**progress.kept, name: now}
+    parts.book.keep(name, lambda folder: save_weights(folder, parts.learner))
+
+
+def load_kept(parts: RunParts, progress: Progress, name: str) -> None:
+    """Load the weights that were kept under a name into the learner, and compare them with their fingerprint."""
+    load_weights(parts.book.kept(name), parts.learner)
+    then = progress.kept.get(name, "")  # an older version wrote none
+    parts.watch.emit(RestoredEvent(f"weights kept as {name!r}", then, parts.learner.fingerprint))

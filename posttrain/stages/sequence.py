@@ -12,8 +12,7 @@ from posttrain.role.events import RestoredEvent
 from posttrain.stages.interrupt import Stopper
 from posttrain.stages.loop import DRIVERS, Driver
 from posttrain.stages.progress import Progress
-from posttrain.stages.run_parts import RunParts
-from posttrain.stages.start_weights import keep
+from posttrain.stages.run_parts import RunParts, keep
 from posttrain.system import dataclass_json
 from posttrain.system.errors import ConfigError, InvariantError
 

@@ -21,7 +21,7 @@ def add(sub: Subparsers) -> None:
 
 
 def faults(o: Namespace) -> int:
-    from posttrain.cli.wrap_text import hanging, screen_width
+    from posttrain.cli.screen_text import hanging, screen_width
     from posttrain.faults import FAULTS, find
 
     if o.name is None:

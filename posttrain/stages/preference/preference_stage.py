@@ -36,7 +36,7 @@ from posttrain.stages.preference.judged_batches import (
 )
 from posttrain.stages.progress import StageState
 from posttrain.stages.role_parts import data_parts, say_passes
-from posttrain.stages.start_weights import load_kept
+from posttrain.stages.run_parts import load_kept
 from posttrain.stages.training_step import DataBatch, learn_from
 from posttrain.system.errors import InvariantError
 

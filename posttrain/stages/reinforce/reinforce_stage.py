@@ -37,8 +37,7 @@ from posttrain.stages.loop import Driver
 from posttrain.stages.progress import StageState
 from posttrain.stages.reinforce.teacher_average import AveragePolicy
 from posttrain.stages.role_parts import frozen_start, same_reference, stage_parts
-from posttrain.stages.run_parts import nothing_waits
-from posttrain.stages.start_weights import keep
+from posttrain.stages.run_parts import keep, nothing_waits
 from posttrain.stages.training_step import ask, learn
 
 IMPLICIT = "implicit"

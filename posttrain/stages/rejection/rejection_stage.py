@@ -49,7 +49,7 @@ from posttrain.stages.loop import Driver
 from posttrain.stages.progress import StageState
 from posttrain.stages.reinforce.reinforce_stage import productive_band
 from posttrain.stages.role_parts import data_parts
-from posttrain.stages.start_weights import load_kept
+from posttrain.stages.run_parts import load_kept
 from posttrain.stages.training_step import DataBatch, learn_from
 from posttrain.system.concurrency import together
 from posttrain.system.errors import ConfigError

@@ -1,10 +1,13 @@
-"""Long text in few columns: lines are wrapped, never cut. Wide characters count as two columns."""
+"""Text on a screen: lines that are wrapped and never cut (wide characters are two columns), colours, numbers."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from collections.abc import Iterator
 
+from posttrain.core.measure.interval import number_text
 from posttrain.system.terminal_output import visible
 
 NARROWEST = 40
@@ -85,3 +88,20 @@ def hanging(lead: str, text: str, width: int) -> Iterator[str]:
     room = max(NARROWEST // 2, width - cells(lead))
     for i, line in enumerate(folded(text, room)):
         yield (lead if i == 0 else " " * cells(lead)) + line
+
+
+_CODES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+
+
+def coloured() -> bool:
+    """True where standard output shows colours (https://no-color.org is respected)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str, colour: str, on: bool) -> str:
+    return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if on and colour else text
+
+
+def number(x: float | None) -> str:
+    """With three decimals, where it is of an ordinary size; - where there is none."""
+    return "-" if x is None else number_text(x)
