@@ -1,4 +1,4 @@
 """C code for the CPU: compiled once per machine by its own compiler, and called through ctypes.
 
-`compile_native` says when it is used, how it is switched off, and what happens without a compiler.
+docs/design/compiled-code.md says what it gains, how it is switched off, and what happens without a compiler.
 """

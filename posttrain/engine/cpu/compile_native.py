@@ -148,6 +148,8 @@ class Kernels:
         adjacent last elements, and are read at each call."""
         assert all(x.stride(-1) == 1 and x.dtype == torch.float32 for x in (key, value, query))
         heads, count, width = query.shape
+        # Everything that is the same in all layers of a pass is bound once: at these sizes, turning a dozen arguments
+        # into C numbers in every layer costs as much as the attention.
         fixed = (
             *(key.data_ptr(), key.stride(1), key.stride(0)),
             *(value.data_ptr(), value.stride(1), value.stride(0)),
@@ -196,6 +198,8 @@ def library() -> Kernels:
 @functools.cache
 def find() -> Kernels | str:
     """The kernels of this machine, compiled first if needed; or the reason why there are none."""
+    # A reason is returned and not raised, and the answer is cached: where there is no compiler every operation asks
+    # again, and each then takes its next form.
     try:
         compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     except ValueError as error:
@@ -204,6 +208,8 @@ def find() -> Kernels | str:
         return f"no C compiler {compiler[0]!r}: install gcc or clang, or set CC"
     try:
         told = _output([*compiler, "--version"])
+        # The processor is a part of the key because a home folder may be shared by machines: code that was compiled for
+        # another one (-march=native) may be an illegal instruction here.
         text = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
         key = "\n".join([*text, *compiler, told.stdout, *FLAGS, _processor()])
         name, cache = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so", own_cache()
@@ -243,7 +249,9 @@ def _kept(library: Path) -> Kernels | None:
 
 def _keep(fresh: Path, library: Path) -> Kernels | None:
     """Put a library into the cache, with its digest, for the processes that come; None where that fails."""
-    with suppress(OSError), tempfile.TemporaryDirectory(dir=library.parent) as own:  # other processes may do the same
+    # Other processes may do the same at this moment. Each writes beside the name and renames, the digest last: a reader
+    # sees a whole library without a digest, which it does not load, or with the right one.
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=library.parent) as own:
         data = fresh.read_bytes()
         for path, content in ((library, data), (library.with_suffix(".sha256"), _digest(data))):
             part = Path(own) / path.name

@@ -48,6 +48,8 @@ class TiledHead(torch.autograd.Function):
         form: TileForm,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs of the named ids, [M] or [M, K] as they are, and the entropy [M]."""
+        # The vocabulary is the outer loop. A block of a bfloat16 head is converted once and serves all tokens, and the
+        # running softmax of M tokens is three numbers each. With tokens outside, every chunk would convert all of it.
         dtype, scores = logit_dtype(weight.dtype), list[Tensor]()
         named_MK = named if named.ndim == 2 else named[:, None]
         said = torch.zeros(named_MK.shape, dtype=dtype, device=hidden.device)
@@ -79,6 +81,8 @@ class TiledHead(torch.autograd.Function):
         grad_hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
         grad_weight = torch.empty_like(weight) if need_weight else None
         grad_bias = torch.empty_like(bias) if bias is not None and need_bias else None
+        # The same tiles in the same order, so that scores kept by the forward pass come as they are needed. Where none
+        # are kept, the gradient is written over the scores (`to`): a tile is all the memory there is.
         for first in range(0, weight.shape[0], tile.ids):
             w, b = block_of(weight, bias, first, tile.ids, dtype)
             sum_w = None if grad_weight is None else _sum_for(grad_weight, first, tile.ids, dtype)
@@ -90,6 +94,7 @@ class TiledHead(torch.autograd.Function):
                 by = by_logp[rows], None if of_entropy is None else of_entropy[rows], entropy[rows]
                 to = torch.empty_like(z) if tile.kept else z
                 d = ctx.form.cotangent(z, norm[rows], named_MK[rows] - first, *by, transform.masked, to)
+                # the chain rule through what made z, from the softmax back to the product: penalties, then the soft-cap
                 for slope in reversed(slopes):
                     slope.times(d)
                 if factor != 1:

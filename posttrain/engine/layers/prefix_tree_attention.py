@@ -59,6 +59,9 @@ class SharedTree:
     @staticmethod
     def of(ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree:
         """The tree of these segments. The order of the segments changes only the order of the unique positions."""
+        # Sorted as byte strings of their ids, segments with a common beginning are neighbours, and what a segment
+        # shares with any one before it, it shares with the one just before. So one comparison per segment finds the
+        # tree.
         ends = np.cumsum(lengths_S)
         starts = ends - lengths_S
         parts = [ids_N[a:b] for a, b in zip(starts, ends, strict=True)]
@@ -106,6 +109,8 @@ def _rounded(parts: Sequence[np.ndarray]) -> list[int]:
 def _clustered(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
     """Lengths that differ by less than `SLACK` become the smallest of them, so that one call computes them. A segment
     that is the one before it, whole, stays so."""
+    # Siblings share a prompt to the token, but some also begin alike by chance: 40, 41 or 43 tokens. Each length would
+    # be a call of attention of its own, which costs more than computing up to `SLACK` tokens twice.
     begin: dict[int, int] = {}
     for shared in sorted(set(tree)):
         least = next((b for b in begin.values() if shared - b < SLACK), shared)
@@ -200,6 +205,8 @@ class _Padded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # First every position gets the gradient of its own run, which writes all of `out`: buckets partition it. Then
+        # the runs below it add theirs.
         out = grads[0].new_empty(ctx.rows, *grads[0].shape[2:])
         for b, grad in zip(ctx.of, grads, strict=True):
             deep = b.deep if ctx.above else 0

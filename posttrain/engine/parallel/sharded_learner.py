@@ -101,12 +101,16 @@ class ShardedLearner(HFLearner):
         heads: dict[str, nn.Module] = {"value_head": self.value_head}
         if self.reward_head is not None:
             heads[NAME] = self.reward_head
+        # What was read by rows is compared by its files (`sharded_load`); a whole copy by its numbers, before it is
+        # cut.
         if fill is None:
             begun = fingerprint(nn.ModuleDict({"policy": policy.module, **heads}).state_dict().items())
             advice = "Load one checkpoint, or build with one seed, on every rank"
             check_same(ranks, begun, "weights at the start", advice)
         self.narrow = policy.dtype if policy.dtype in NARROW and policy.lora is None else None
         """The type that weights are rounded to where they are computed with or sent; None: they are of one type."""
+        # The master copies live in the model itself and are rounded where they are gathered: one process keeps both
+        # beside each other, which here would be a third of a rank's memory.
         if self.narrow is not None:
             for p in policy.module.parameters():
                 p.data = p.data.float()
@@ -114,6 +118,8 @@ class ShardedLearner(HFLearner):
         if fill is not None:
             _filled(self._inside, self.policy, self.narrow or policy.dtype, fill)
         self._sharded: dict[str, DTensor] = {n: p for n, p in super().parameters().items() if isinstance(p, DTensor)}
+        # Plain tensors over the same memory: an optimizer that steps on them has stepped the model, and need not know
+        # of DTensor. torch puts a gradient on its own parameter, from where a hook moves it over.
         self._own = {name: nn.Parameter(rows_of(p)) for name, p in self._sharded.items()}
         for name, p in self._sharded.items():
             p.register_post_accumulate_grad_hook(self._giving(self._own[name]))

@@ -72,6 +72,8 @@ class PrefixTree:
         """The longest cached beginning of int32 `ids`, at most `most` tokens of it."""
         if not self._nodes:
             return Match(np.zeros(0, np.int64))
+        # Whole blocks first, by one look-up each. Then the best partly equal block, whose rows are copied: a block can
+        # be shared only as a whole, since two sequences write behind its rows.
         path, at = self._walk(ids, most // BLOCK)
         done = len(path) * BLOCK
         begun = self._begun(at, ids[done : min(most, done + BLOCK)])
@@ -102,6 +104,8 @@ class PrefixTree:
         Returns int64, like `blocks`: the blocks in which the tree has `ids`. A caller that keeps blocks must keep
         these. A block with a child cannot be evicted, so it must not be spare while a caller holds the child.
         """
+        # Two requests may have computed the same block at once. The tree keeps the first, and the caller takes that one
+        # over and gives its own up (`Scheduler._take_over`): so no spare block lies above one that is in use.
         path, at = self._walk(ids, len(ids) // BLOCK)
         new: list[int] = []
         for i in range(len(path), len(blocks)):
@@ -125,6 +129,8 @@ class PrefixTree:
 
     def evict(self, n: int) -> int:
         """Free up to `n` blocks that only the tree owns, least recently used first. Returns how many."""
+        # `_order` has a child before its parent wherever both were used last together (`_touch`), so one walk frees
+        # whole branches from their leaves: the child's removal has made the parent a leaf by the time it is reached.
         gone: list[_Node] = []
         for node in self._order.values():
             if len(gone) >= n:

@@ -103,6 +103,9 @@ class Scheduler:
         Args:
             begun_only: admit only requests that have already said a token, because new weights wait for these to end.
         """
+        # Order of arrival is kept, also where a later request would fit and the first does not: a long prompt would
+        # wait for ever otherwise. Only new weights change it: what has begun must end before they come, so it goes
+        # first.
         if begun_only:
             self.queue = deque(sorted(self.queue, key=lambda r: r.begun is None))
         admitted: list[GenerateCall] = []
@@ -111,6 +114,8 @@ class Scheduler:
             if begun_only and request.begun is None:
                 break
             if not request.gone:
+                # Siblings of one prompt share its prefill: the first makes the prompt, the others wait at it. One that
+                # was preempted has tokens of its own behind the prompt, and is a prompt of its own.
                 prompt = None if request.begun else self.prompts.get(request.key)
                 if prompt is not None:
                     if not self._room(1, keep=prompt):
@@ -145,6 +150,8 @@ class Scheduler:
         """Allocate blocks for the next position of every generating slot; where there are too few, the
         youngest is preempted. Allocate also for `ahead` more positions each, if no other request loses blocks.
         Returns the generating slots."""
+        # Preempting the youngest until the others fit ends: the oldest keeps its blocks, and a request alone fits the
+        # cache (checked when it was accepted). The youngest has the least to compute again.
         s = self.slots
         while True:
             at = s.generating.nonzero()[0]
@@ -154,6 +161,7 @@ class Scheduler:
             self.counts.preempted += 1
             self.preempt(int(np.argmax(s.number)))
         self._extend(short)
+        # Rows for drafts are a luxury: they are taken only where nobody loses a block for them.
         if ahead:
             wanting = at[(s.held[at] <= s.cached[at] + ahead) & (s.held[at] < s.table.shape[1])]
             if self.blocks.fits(len(wanting)):
@@ -172,6 +180,8 @@ class Scheduler:
         count once they are said."""
         self.slots.cached[plan.generating] += 1
         for (prompt, to), end in zip(plan.pieces, plan.ends, strict=True):
+            # Whole blocks go into the tree as soon as they are computed, not when the prompt ends: another prompt with
+            # the same beginning, which waits in `_pieces`, takes them up in the next pass.
             prompt.done = to
             if full := to // BLOCK:
                 self._take_over(prompt, self.tree.insert(prompt.ids[: full * BLOCK], prompt.blocks[:full]))
@@ -198,6 +208,7 @@ class Scheduler:
         assert request is not None
         if prompt is None:
             held = self.slots.blocks(s)
+            # Keys of older weights must not be found under the new ones, so only a fresh slot leaves its tokens there.
             if self.slots.fresh[s]:
                 self.tree.insert(self.slots.sequence(s), held[: blocks_for(int(self.slots.cached[s]))])
             self.blocks.release(held)
@@ -249,6 +260,9 @@ class Scheduler:
     def _prompt(self, request: GenerateCall) -> Prompt | None:
         """The request's tokens with blocks for all of them, reused from the prefix tree where
         possible; None: too few blocks."""
+        # Of a new prompt the last token is never taken from the cache: its hidden state is what the first token is
+        # drawn from, and the cache has keys and values alone. A preempted request goes on from a token that it has
+        # said.
         ids = request.cached_ids
         resumes = request.begun is not None
         found = self.tree.match(ids, len(ids) if resumes else len(ids) - 1)
@@ -280,6 +294,8 @@ class Scheduler:
         for prompt in self._caching:
             if room <= 0:
                 break
+            # Two prompts that begin alike arrive together at a stage's start. The second one waits a pass for the block
+            # that the first computes now, and then adopts it, where otherwise both would compute it.
             if len(self._caching) > 1 and prompt.done % BLOCK == 0 and len(prompt.ids) - prompt.done > BLOCK:
                 self._adopt(prompt)
                 next_block = prompt.ids[: prompt.done + BLOCK].tobytes()
@@ -318,6 +334,8 @@ class Scheduler:
     def _join(self, prompt: Prompt) -> bool:
         """The first waiting slot begins after `prompt`. It shares the full blocks and copies the partial one; the last
         request of the prompt takes both without a copy. False where there is no block for the copy."""
+        # Slots write behind the prompt from now on, so each needs the partly filled last block for itself. The last one
+        # to begin takes the prompt's own; that no request waits for the prompt any more is what `_users` counts.
         s = prompt.waiting[0]
         request = self.slots.request[s]
         assert request is not None
