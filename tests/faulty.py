@@ -33,9 +33,8 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop, Task
 from posttrain.engine.files.reward_folder import write_reward_model
 from posttrain.engine.head.value_heads import RewardHead
-from posttrain.engine.model.built_tokenizers import characters, raw_bytes
 from posttrain.engine.model.policy_model import prepared
-from posttrain.engine.model.tiny_models import build_module
+from posttrain.engine.model.tiny_models import build_module, characters, raw_bytes
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.make import environment

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.engine.model.built_tokenizers import EOS, PAD, wrap
+from posttrain.engine.model.tiny_models import EOS, PAD, wrap
 
 
 def train_byte_level(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:

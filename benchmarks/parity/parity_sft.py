@@ -24,7 +24,7 @@ from posttrain.algorithm.loss.losses import Likelihood
 from posttrain.config.env import Env
 from posttrain.config.run import Model, Supervised
 from posttrain.engine.learner.learner import HFLearner
-from posttrain.engine.model.built_tokenizers import raw_bytes
+from posttrain.engine.model.tiny_models import raw_bytes
 from posttrain.engine.model.policy_model import load_policy
 from posttrain.engine.model.tiny_models import build_module
 from posttrain.environment.make import environment

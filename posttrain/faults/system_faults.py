@@ -93,7 +93,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "gradient_cut",
-    seam="posttrain.engine.layers.select_rows:SelectRows.backward",
+    seam="posttrain.engine.layers.embedding_gradient:SelectRows.backward",
     what="the gradient stops at the head: hidden states are detached on the way back",
     harm="only the last layer learns",
     source="pain 23",

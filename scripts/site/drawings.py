@@ -204,7 +204,7 @@ def masked(turns: str) -> list[tuple[str, bool]]:
     """A dialogue in runs of text, each with whether it is learned, as an SFT stage with these `turns` makes it."""
     from posttrain.config.env import Env
     from posttrain.config.run import Supervised
-    from posttrain.engine.model.built_tokenizers import raw_bytes
+    from posttrain.engine.model.tiny_models import raw_bytes
     from posttrain.environment.make import environment
     from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
     from posttrain.role.learning.demonstrations import shown

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from posttrain.cli import main
 from posttrain.core.gauge import Step
-from posttrain.engine.model.built_tokenizers import characters
-from posttrain.engine.model.tiny_models import build_module
+from posttrain.engine.model.tiny_models import build_module, characters
 from posttrain.ladder.pieces.baseline import Baseline
 from posttrain.ladder.pieces.link import Link
 from posttrain.ladder.pieces.preference_pieces import Added, LabelNoise, MarginTerm, Statistic

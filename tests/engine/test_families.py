@@ -20,8 +20,8 @@ from posttrain.core.transcript import Transcript
 from posttrain.core.types import Segment
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner.learner import HFLearner
-from posttrain.engine.model.built_tokenizers import characters
 from posttrain.engine.model.policy_model import Policy, load_policy
+from posttrain.engine.model.tiny_models import characters
 from posttrain.system.errors import ConfigError, DataError, EngineError
 from tests import families
 

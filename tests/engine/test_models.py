@@ -27,10 +27,9 @@ from posttrain.config.run import Model
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.files.fingerprint import ROW, Spot, fingerprint, fingerprints
 from posttrain.engine.layers import attention
-from posttrain.engine.model.built_tokenizers import characters, raw_bytes
 from posttrain.engine.model.policy_model import Policy, check_read_out, load_policy, named_tensors, read_out
 from posttrain.engine.model.stop_tokens import resolve_stops
-from posttrain.engine.model.tiny_models import build_module
+from posttrain.engine.model.tiny_models import build_module, characters, raw_bytes
 from posttrain.system.errors import ConfigError, DataError, EngineError, InvariantError
 from tests.engine.engine_parts import ALPHABET, ARCHS, policy, tiny
 from tests.vocabularies import train_bpe, train_byte_level, train_unigram

@@ -23,8 +23,8 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.endpoint import TokenSampler, discover
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.architecture_kinds import IN_VLLM, KNOWN, keeps_state, refuse_vllm
-from posttrain.engine.model.built_tokenizers import characters
 from posttrain.engine.model.policy_model import Policy, load_policy
+from posttrain.engine.model.tiny_models import characters
 from posttrain.record import run_reader
 from posttrain.system.errors import ConfigError, EngineError, InvariantError
 from posttrain.verifier.http_client import Endpoint

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.types import Stop
 from posttrain.engine.embedded.schedule.stop_strings import completes
-from posttrain.engine.model.built_tokenizers import characters, raw_bytes
+from posttrain.engine.model.tiny_models import characters, raw_bytes
 from posttrain.environment.templates.renderer import Renderer
 from posttrain.system.errors import ConfigError, EngineError
 from tests.engine.embedded_parts import V, ask, engine, one_thread, prompts, sampling

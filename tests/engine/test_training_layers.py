@@ -25,9 +25,9 @@ from posttrain.engine.head.readout import read_out
 from posttrain.engine.layers import attention, fused_layers
 from posttrain.engine.layers import layer_products as products
 from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.layers.embedding_gradient import rows_at
 from posttrain.engine.layers.fused_layers import CHUNK, FusedReadOut, Heads, RMSNorm, SwiGLU, fused_read_out
 from posttrain.engine.layers.layer_products import Products
-from posttrain.engine.layers.select_rows import rows_at
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.system.errors import EngineError
 from tests.engine.embedded_parts import module

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.engine.model.built_tokenizers import raw_bytes
+from posttrain.engine.model.tiny_models import raw_bytes
 from posttrain.environment.templates.renderer import History, Renderer
 
 

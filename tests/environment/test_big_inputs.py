@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.engine.model.built_tokenizers import characters, raw_bytes
+from posttrain.engine.model.tiny_models import characters, raw_bytes
 from posttrain.environment.rows import data_files
 from posttrain.environment.rows.data_rows import read
 from posttrain.environment.templates.chat_template import SHIELD

@@ -94,7 +94,7 @@ def test_no_record_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.M
 
 
 def characters_of(ids: list[int]) -> str:
-    from posttrain.engine.model.built_tokenizers import characters
+    from posttrain.engine.model.tiny_models import characters
 
     return str(characters(Leaks(heldout_count=0).alphabet).decode(list(ids)))
 

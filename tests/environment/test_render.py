@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.engine.model.built_tokenizers import characters
+from posttrain.engine.model.tiny_models import characters
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
 from posttrain.system.errors import DataError, InvariantError
 

@@ -22,9 +22,8 @@ from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Message, SampledTurn, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.model.built_tokenizers import raw_bytes
 from posttrain.engine.model.stop_tokens import turn_end
-from posttrain.engine.model.tiny_models import build_module
+from posttrain.engine.model.tiny_models import build_module, raw_bytes
 from posttrain.environment.check import Mark
 from posttrain.environment.rows.row_reader import PromptRow
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer

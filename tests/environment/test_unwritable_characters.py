@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from posttrain.api.main import run
 from posttrain.config.run import Env
 from posttrain.core.types import Message
-from posttrain.engine.model.built_tokenizers import characters, raw_bytes, wrap
+from posttrain.engine.model.tiny_models import characters, raw_bytes, wrap
 from posttrain.environment.encodable_text import Writable
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
 from posttrain.record import run_reader

@@ -71,8 +71,7 @@ def files() -> None:
 def model(folder: str) -> None:
     """A tiny model with random weights that can write any text and has a chat template."""
     from posttrain.config.run import Model
-    from posttrain.engine.model.built_tokenizers import raw_bytes
-    from posttrain.engine.model.tiny_models import build_module
+    from posttrain.engine.model.tiny_models import build_module, raw_bytes
 
     tokenizer = raw_bytes()
     tokenizer.chat_template = TEMPLATE

@@ -39,8 +39,8 @@ from posttrain.engine.head.value_heads import RewardHead
 from posttrain.engine.layers import attention
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model import policy_model
-from posttrain.engine.model.built_tokenizers import characters
 from posttrain.engine.model.policy_model import Policy
+from posttrain.engine.model.tiny_models import characters
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks, joined
 from posttrain.engine.parallel.sharded_learner import ShardedLearner

@@ -21,8 +21,8 @@ from posttrain.config.model_settings import Lora
 from posttrain.config.run import Model, Run
 from posttrain.engine.adapters import adapter_modules
 from posttrain.engine.model import policy_model
-from posttrain.engine.model.built_tokenizers import characters
 from posttrain.engine.model.policy_model import Policy
+from posttrain.engine.model.tiny_models import characters
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.record.certificate import CERTIFICATE, FAILED, verify_certificate
 from posttrain.record.checkpoint import find, scan

@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.types import Task
-from posttrain.engine.pool import engine_load
-from posttrain.engine.pool.engine_load import BusyMeter
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.environment_pool import (
     EnvironmentPlayer,
@@ -26,6 +24,8 @@ from posttrain.engine.pool.environment_pool import (
     EnvironmentProcess,
     PlayedElsewhere,
 )
+from posttrain.engine.pool import pool_turns
+from posttrain.engine.pool.pool_turns import BusyMeter
 from posttrain.record.run_reader import steps
 from posttrain.report.console import PlainConsole
 from posttrain.report.live.live_terminal import Terminal
@@ -45,7 +45,7 @@ def test_a_meter_is_the_sum_over_what_happened(changes: list[tuple[float, int, i
     """Seconds, seconds without a turn, and tokens times seconds, against the plain sum; parts add up to the whole."""
     clock = [100.0]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine_load.time, "monotonic", lambda: clock[0])
+        patched.setattr(pool_turns.time, "monotonic", lambda: clock[0])
         meter, now = BusyMeter(), (0, 0)
         seconds = idle = flight = 0.0
         odd = False

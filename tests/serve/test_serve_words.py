@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.engine.model.built_tokenizers import raw_bytes
+from posttrain.engine.model.tiny_models import raw_bytes
 from posttrain.serve.detokenize import HALF, Decoder, Stops, TokenText
 from tests.engine.run_parts import TOKENIZERS
 

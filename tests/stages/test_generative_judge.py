@@ -26,7 +26,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Episode, Group, SampledTurn, Segment, Stop, Task
 from posttrain.core.verdict import State, Verdict
-from posttrain.engine.model.built_tokenizers import characters
+from posttrain.engine.model.tiny_models import characters
 from posttrain.environment.gallery.judge import Judge
 from posttrain.environment.judged.judge_rules import chosen
 from posttrain.environment.templates.renderer import Renderer

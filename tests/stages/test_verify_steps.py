@@ -24,7 +24,7 @@ from posttrain.core.ports import Attempt
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Episode, SampledTurn, Segment, Stop, Task
 from posttrain.core.verdict import Judged, State, Verdict
-from posttrain.engine.model.built_tokenizers import characters
+from posttrain.engine.model.tiny_models import characters
 from posttrain.environment.gallery.verify import VerifySteps
 from posttrain.environment.judged.verify_rules import FORMATS, chance_of_yes, read_boxed_yes
 from posttrain.environment.make import environment

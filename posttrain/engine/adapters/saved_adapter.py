@@ -143,7 +143,7 @@ def write_adapter(policy: Policy, folder: Path, base: str) -> None:
     from safetensors.torch import save_file
 
     from posttrain.engine.adapters.adapter_modules import NAME, adapter_tensors, target_names
-    from posttrain.engine.model.built_tokenizers import quiet
+    from posttrain.engine.model.tiny_models import quiet
     from posttrain.system.files import share
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,9 +18,9 @@ from posttrain.engine.adapters.adapter_modules import base_tensors
 from posttrain.engine.adapters.quantise import quantise
 from posttrain.engine.files.pretrained_files import read_tokenizer
 from posttrain.engine.layers import attention
-from posttrain.engine.model.built_tokenizers import quiet
 from posttrain.engine.model.policy_model import Policy, named_tensors, prepared, with_adapter
 from posttrain.engine.model.stop_tokens import resolve_stops
+from posttrain.engine.model.tiny_models import quiet
 from posttrain.system import read_untrusted
 from posttrain.system.errors import DataError
 

@@ -21,8 +21,8 @@ from transformers import (
 from posttrain.engine.files.check_folder import examine
 from posttrain.engine.layers import attention
 from posttrain.engine.model.architecture_kinds import WANTED, keeps_state
-from posttrain.engine.model.built_tokenizers import quiet
 from posttrain.engine.model.locate_model import locate
+from posttrain.engine.model.tiny_models import quiet
 from posttrain.system.errors import ConfigError, DataError, EngineError, PosttrainError
 
 

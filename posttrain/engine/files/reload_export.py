@@ -1,22 +1,27 @@
 """Reads an exported model as any user of transformers does: with AutoModelForCausalLM and AutoTokenizer, and PEFT for
-an adapter. Attention, cache and head are those of transformers, and nothing of ours computes in it."""
+an adapter. Attention, cache and head are those of transformers, and nothing of ours computes in it. And compares what
+was read back with what was saved."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from posttrain.engine.model.built_tokenizers import digest, quiet
-from posttrain.engine.model.policy_model import Policy
+from posttrain.engine.files.fingerprint import fingerprints
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.engine.model.stop_tokens import resolve_stops
-from posttrain.system.errors import DataError
+from posttrain.engine.model.tiny_models import digest, quiet
+from posttrain.system.errors import DataError, InvariantError
+
+if TYPE_CHECKING:
+    from posttrain.engine.model.policy_model import Policy
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,3 +113,36 @@ def _listed(config: Any) -> tuple[int, ...]:
     """The ids at which `generate` of transformers ends an answer."""
     found = getattr(config, "eos_token_id", None)
     return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
+
+
+def same_weights(ours: Iterable[tuple[str, Tensor]], again: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    saved, read = fingerprints(ours), fingerprints(again)
+    if wrong := sorted(n for n in saved.keys() | read.keys() if saved.get(n) != read.get(n)):
+        raise InvariantError(
+            f"{folder}: {len(wrong)} tensors were read back differently from what was saved: {', '.join(wrong[:4])}."
+            " The disk or the format failed; do not use this folder"
+        )
+
+
+def same_tokenizer(ours: PreTrainedTokenizerFast, again: PreTrainedTokenizerFast, folder: Path) -> None:
+    vocabulary = ours.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)[:200]
+    texts = [ours.convert_tokens_to_string(tokens), "".join(tokens), ours.decode(list(range(min(200, len(ours)))))]
+    same = (
+        again.get_vocab() == vocabulary
+        and again.eos_token_id == ours.eos_token_id
+        and again.chat_template == ours.chat_template
+    )
+    if not same or any(_ids(ours, text) != _ids(again, text) for text in texts):
+        raise InvariantError(
+            f"{folder}: the tokenizer read back ({type(again).__name__}) encodes differently from the one saved "
+            f"({type(ours).__name__}); do not use this folder"
+        )
+
+
+def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int] | str:
+    """The ids of the text, or the error message (a character tokenizer refuses characters it does not have)."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:
+        return str(error)

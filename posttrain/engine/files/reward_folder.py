@@ -30,9 +30,9 @@ from posttrain.engine.head.logit_transform import logit_dtype
 from posttrain.engine.head.readout import read_out
 from posttrain.engine.head.value_heads import RewardHead
 from posttrain.engine.layers import attention
-from posttrain.engine.model.built_tokenizers import quiet
 from posttrain.engine.model.policy_model import Policy, load_policy, prepared
 from posttrain.engine.model.stop_tokens import resolve_stops
+from posttrain.engine.model.tiny_models import quiet
 from posttrain.system import dataclass_json, read_untrusted
 from posttrain.system.errors import ConfigError, DataError, EngineError, PosttrainError
 from posttrain.system.files import share

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from posttrain.engine.head.logit_transform import logits as head_logits
 from posttrain.engine.layers.attention import AttentionCall, Layout, PackedLayout, using
-from posttrain.engine.layers.embedding_gradient import LookUp
-from posttrain.engine.layers.select_rows import rows_at
+from posttrain.engine.layers.embedding_gradient import LookUp, rows_at
 from posttrain.engine.model.architecture_kinds import WANTED
 from posttrain.system.errors import EngineError
 

@@ -1,4 +1,6 @@
-"""The gradient of the weight that turns tokens into vectors.
+"""Gradients that hold few rows: of hidden states at some positions, and of the weight that turns tokens into vectors.
+
+`SelectRows` costs one pass over the rows that are read.
 
 Autograd makes a gradient of all its V rows, which is zero but for the tokens that were read; at 151,936 ids and 896
 columns it is half a gigabyte. Where the head shares the weight there are even two, which autograd adds. Here the
@@ -13,9 +15,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+
+class SelectRows(torch.autograd.Function):
+    """Select rows [N, H] at positions [M]. The backward writes the first gradient of a row and adds further ones, which
+    are few: only segments that begin alike read a row twice."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, at: Tensor, again: Tensor | None) -> Tensor:
+        """`again` [J]: the indices into `at` that repeat an earlier one; None: there are none."""
+        ctx.save_for_backward(at, again)
+        ctx.rows = rows.shape[0]
+        return rows.index_select(0, at)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        at, again = ctx.saved_tensors
+        grad = grads[0]
+        out = grad.new_zeros(ctx.rows, grad.shape[1])
+        if again is None:
+            return out.index_copy_(0, at, grad), None, None
+        once = torch.ones(len(at), dtype=torch.bool, device=at.device)
+        once[again] = False
+        out.index_copy_(0, at[once], grad[once])
+        return out.index_add_(0, at[again], grad[again]), None, None
+
+
+def rows_at(rows: Tensor, at_M: np.ndarray) -> Tensor:
+    """[M, H]: rows [N, H] at these places, of which some may come again."""
+    _, first = np.unique(at_M, return_index=True)
+    again = np.setdiff1d(np.arange(len(at_M)), first)
+    return SelectRows.apply(
+        rows,
+        torch.from_numpy(at_M.astype(np.int64)).to(rows.device),
+        torch.from_numpy(again).to(rows.device) if len(again) else None,
+    )  # pyright: ignore[reportReturnType]
+
 
 WORTH = 1 << 22
 """Numbers of a weight from which on a gradient of rows alone is made."""

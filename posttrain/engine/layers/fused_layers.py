@@ -33,8 +33,8 @@ from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c, kernel
 from posttrain.engine.head.readout import ReadOut, read_out
 from posttrain.engine.layers import attention
 from posttrain.engine.layers.attention import Layout, PackedLayout
+from posttrain.engine.layers.embedding_gradient import SelectRows, rows_at
 from posttrain.engine.layers.layer_products import added, is_product, linear, products, summed
-from posttrain.engine.layers.select_rows import SelectRows, rows_at
 from posttrain.system.errors import EngineError
 
 CHUNK = 256

@@ -22,16 +22,15 @@ from posttrain.engine.adapters.quantise import is_quantised, quantise, weights_o
 from posttrain.engine.adapters.saved_adapter import load_saved, saved_adapter
 from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.engine.files.pretrained_files import read_pretrained, read_tokenizer
-from posttrain.engine.files.verify_saved_model import same_tokenizer, same_weights
+from posttrain.engine.files.reload_export import same_tokenizer, same_weights
 from posttrain.engine.head.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.head.value_heads import RewardHead
 from posttrain.engine.layers.attention import PackedLayout
-from posttrain.engine.model.built_tokenizers import characters, digest, quiet, raw_bytes
 from posttrain.engine.model.disable_dropout import silence
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.engine.model.stop_tokens import resolve_stops, turn_end
 from posttrain.engine.model.supported_models import accept
-from posttrain.engine.model.tiny_models import build_module
+from posttrain.engine.model.tiny_models import build_module, characters, digest, quiet, raw_bytes
 from posttrain.system.errors import ConfigError, DataError, InvariantError
 from posttrain.system.files import share
 

@@ -25,8 +25,8 @@ from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.engine.files.reward_folder import read_reward_model
 from posttrain.engine.files.reward_form import form_of
 from posttrain.engine.learner.learner import HFLearner
-from posttrain.engine.model.built_tokenizers import quiet
 from posttrain.engine.model.policy_model import Policy, named_tensors
+from posttrain.engine.model.tiny_models import quiet
 from posttrain.record.certificate import ExportCertificate, ExportComparison
 from posttrain.role.learning.logprob_tolerance import READ
 from posttrain.system.errors import DataError

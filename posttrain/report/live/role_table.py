@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from posttrain.core.exchange.role_status import RoleRow
-from posttrain.engine.pool.engine_load import BusyTime
 from posttrain.engine.pool.engine_pool import EnginePool
+from posttrain.engine.pool.pool_turns import BusyTime
 from posttrain.report.console import Group, table
 from posttrain.role.roles import RoleCosts
 from posttrain.stages.run_parts import RunParts

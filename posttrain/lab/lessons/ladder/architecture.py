@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from posttrain.config.run import Model
-from posttrain.engine.model.built_tokenizers import characters
-from posttrain.engine.model.tiny_models import config
+from posttrain.engine.model.tiny_models import characters, config
 from posttrain.lab import lesson as lab
 from posttrain.web.picture import Bars, Matrix
 
