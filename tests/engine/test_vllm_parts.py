@@ -194,13 +194,13 @@ def test_no_more_than_a_bucket_is_in_memory(tmp_path: Path, monkeypatch: pytest.
             del tensor
 
     staged = StagedTensors(tmp_path, "version-1")
-    expected = ExpectedTensors({f"t{i}": ("float32", (100,)) for i in range(40)})
+    expected = ExpectedTensors({f"t{i}": (torch.float32, (100,)) for i in range(40)})
     staged.write((n, t) for n, t in expected.checked(made()))
     assert len(staged.files) == 10 and most <= 5, most
 
 
 def test_a_tensor_that_is_missing_is_found_before_anything_is_served(tmp_path: Path) -> None:
     staged = StagedTensors(tmp_path, "version-1")
-    expected = ExpectedTensors({"a": ("float32", (2,)), "b": ("float32", (2,))})
+    expected = ExpectedTensors({"a": (torch.float32, (2,)), "b": (torch.float32, (2,))})
     with pytest.raises(EngineError, match="1 of 2 tensors are missing: b"):
         staged.write(expected.checked([("a", torch.zeros(2))]))

@@ -107,18 +107,12 @@ def load_saved(policy: Policy, saved: SavedAdapter) -> None:
         DataError: they are missing or damaged, or of other layers.
     """
     import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
     from posttrain.engine.adapters.adapter_modules import adapter_tensors
+    from posttrain.engine.files.safetensors_rows import load_tensors
 
     file = saved.folder / WEIGHTS
-    with read_untrusted.opened(file, DataError):
-        pass
-    try:
-        found = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{file} is damaged ({error}). Copy or download it again") from error
+    found = {n.removeprefix(PREFIX): t for n, t in load_tensors(file, "Copy or download it again").items()}
     own = {written_name(name): tensor for name, tensor in adapter_tensors(policy.module).items()}
     if set(found) != set(own) or any(found[n].shape != own[n].shape for n in own):
         wrong = sorted(set(found) ^ set(own)) or [n for n in own if found[n].shape != own[n].shape]

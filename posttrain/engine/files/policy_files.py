@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
@@ -17,11 +16,11 @@ from posttrain.config.run import Model
 from posttrain.engine.adapters.adapter_modules import base_tensors
 from posttrain.engine.adapters.quantise import quantise
 from posttrain.engine.files.pretrained_files import read_tokenizer
+from posttrain.engine.files.safetensors_rows import load_tensors
 from posttrain.engine.layers import attention
 from posttrain.engine.model.policy_model import Policy, named_tensors, prepared, with_adapter
 from posttrain.engine.model.stop_tokens import resolve_stops
 from posttrain.engine.model.tiny_models import quiet
-from posttrain.system import read_untrusted
 from posttrain.system.errors import DataError
 
 GENERATION = "generation_config.json"
@@ -41,12 +40,7 @@ def write_config(policy: Policy, folder: Path, base: bool = False) -> None:
 
 def _load_base(module: PreTrainedModel, path: Path) -> None:
     """Copy the kept base into the module. DataError where it is missing, damaged, or another model's."""
-    try:
-        with read_untrusted.opened(path, DataError):
-            pass
-        found = load_file(path)
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{path} is damaged ({error}). Copy the whole folder again") from error
+    found = load_tensors(path)
     own = dict(named_tensors(module))
     if set(found) != set(own) or any(found[n].shape != own[n].shape or found[n].dtype != own[n].dtype for n in own):
         raise DataError(f"{path} holds the weights of another model. Copy the whole folder again")

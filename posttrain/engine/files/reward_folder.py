@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -26,6 +25,7 @@ from posttrain.config.run import Model
 from posttrain.config.stages.reward_model_settings import HeadShape
 from posttrain.engine.files.pretrained_files import read_pretrained
 from posttrain.engine.files.reward_form import LARGEST, SHAPE, TENSORS, form_of
+from posttrain.engine.files.safetensors_rows import load_tensors
 from posttrain.engine.head.logit_transform import logit_dtype
 from posttrain.engine.head.readout import read_out
 from posttrain.engine.head.value_heads import RewardHead
@@ -149,10 +149,8 @@ def _with_head(policy: Policy, folder: Path) -> Policy:
     data = read_untrusted.parse_object(read_untrusted.read_bytes(name, LARGEST, DataError), str(name), DataError)
     try:
         shape = dataclass_json.from_plain(HeadShape, data)
-        with read_untrusted.opened(folder / TENSORS, DataError):
-            pass
-        found = load_file(folder / TENSORS)
-    except (PosttrainError, SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        found = load_tensors(folder / TENSORS)
+    except (PosttrainError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}: its reward head is damaged ({error}). Copy the whole folder again") from error
     head = _new_head(policy, shape)
     own = dict(head.named_parameters())

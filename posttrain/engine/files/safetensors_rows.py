@@ -1,4 +1,4 @@
-"""The safetensors files of a model, of which any rows can be read: who holds a part of a weight reads only that."""
+"""Safetensors files: read whole, or any rows of them, so that who holds a part of a weight reads only that."""
 
 from __future__ import annotations
 
@@ -8,13 +8,25 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.engine.files.check_folder import weight_files
+from posttrain.system import read_untrusted
 from posttrain.system.errors import DataError
 
 INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
+
+
+def load_tensors(path: Path, advice: str = "Copy the whole folder again") -> dict[str, Tensor]:
+    """All tensors of a file that may be somebody else's. DataError where it is missing, damaged or no regular file."""
+    with read_untrusted.opened(path, DataError):
+        pass
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"{path} is damaged ({error}). {advice}") from error
 
 
 class RowFiles:

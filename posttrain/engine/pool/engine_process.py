@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from posttrain.engine.pool.parent_side import OpenCalls
+from posttrain.engine.pool.parent_side import CallingHost
 from posttrain.engine.pool.worker_side import EngineEnded, EngineReport, HostStart, WorkerMethods, portable
 from posttrain.system.child_lifetime import begun
 from posttrain.system.terminal_output import tell
@@ -108,7 +108,7 @@ def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, asked: asy
 # --- in the learner's process ----------------------------------------------------------------------------------------
 
 
-class ProcessHost:
+class ProcessHost(CallingHost):
     """`parent_side.EngineHost` over a process. It begins at once; the first answer, to `started`, comes when it can
     sample.
 
@@ -119,8 +119,7 @@ class ProcessHost:
     """
 
     def __init__(self, name: str, start: bytes, *, threads: int, cores: frozenset[int] | None) -> None:
-        self.name = name
-        self._calls = OpenCalls()
+        super().__init__(name)
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-engine-")
         ours, theirs = socket.socketpair()
         with self._log.open("wb") as log:
@@ -145,10 +144,6 @@ class ProcessHost:
             thread.start()
 
     @property
-    def died(self) -> str:
-        return self._calls.died
-
-    @property
     def pid(self) -> int | None:
         return self._process.pid
 
@@ -162,9 +157,6 @@ class ProcessHost:
     def _cancelled(self, number: int) -> None:
         self._calls.drop(number)
         self._out.put(pickle.dumps((0, CANCEL, number)))
-
-    def take_report(self) -> EngineReport:
-        return self._calls.take_report()
 
     def kill(self, why: str) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -226,8 +218,7 @@ class ProcessHost:
         return f"{how}{self._last_words()}"
 
     def _last_words(self) -> str:
-        memory = self._calls.memory
-        read = f"; its memory was {memory / 2**20:,.0f} MiB at the last reading" if memory else ""
+        read = self._calls.memory
         with contextlib.suppress(OSError):
             if lines := self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]:
                 return f"{read}. Its last words:\n" + "\n".join(lines)

@@ -135,5 +135,21 @@ class OpenCalls:
         return taken
 
     @property
-    def memory(self) -> int:
-        return self._report.memory
+    def memory(self) -> str:
+        """Words about the memory of the process, for how it died."""
+        memory = self._report.memory
+        return f"; its memory was {memory / 2**20:,.0f} MiB at the last reading" if memory else ""
+
+
+class CallingHost:
+    """The part that all kinds of `EngineHost` have: the calls that are open, and how the engine died."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self._calls = name, OpenCalls()
+
+    @property
+    def died(self) -> str:
+        return self._calls.died
+
+    def take_report(self) -> EngineReport:
+        return self._calls.take_report()

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
-from posttrain.engine.pool.parent_side import OpenCalls
+from posttrain.engine.pool.parent_side import CallingHost
 from posttrain.engine.pool.pool_waits import in_thread
 from posttrain.engine.pool.worker_side import EngineEnded, EngineFacts, EngineReport, WorkerMethods, portable
 from posttrain.system.errors import ConfigError, EngineError
@@ -185,7 +185,7 @@ def must_answer(address: str, timeout: float) -> None:
         raise no_cluster(address, error) from error
 
 
-class RayHost:
+class RayHost(CallingHost):
     """`parent_side.EngineHost` over an actor. Its first answer, to `started`, comes when it can sample.
 
     Args:
@@ -197,8 +197,8 @@ class RayHost:
 
         if NodeWatch.gone:
             raise EngineError(NodeWatch.gone)
-        self.name, self._ray = name, ray
-        self._calls = OpenCalls()
+        super().__init__(name)
+        self._ray = ray
         how: dict[str, Any] = {
             "num_cpus": 0 if cluster is None else cluster.cpus,
             "max_concurrency": AT_ONCE,
@@ -217,10 +217,6 @@ class RayHost:
         NodeWatch.hosts.add(self)
 
     @property
-    def died(self) -> str:
-        return self._calls.died
-
-    @property
     def pid(self) -> int | None:
         return self._pid
 
@@ -232,15 +228,12 @@ class RayHost:
             ref.future().add_done_callback(lambda done: self._answered(number, done))
         return future
 
-    def take_report(self) -> EngineReport:
-        return self._calls.take_report()
-
     def lost(self, why: str) -> None:
         """Whatever it was asked raises EngineDied."""
         self._calls.die(why)
 
     def kill(self, why: str) -> None:
-        self._calls.die(f"{why}{self._memory()}")
+        self._calls.die(f"{why}{self._calls.memory}")
         within(CLOSE_SECONDS, self._ray.kill, self._actor, no_restart=True)
 
     def close(self) -> None:
@@ -257,7 +250,7 @@ class RayHost:
         except self._ray.exceptions.TaskCancelledError:
             self._calls.drop(number)
         except self._ray.exceptions.RayActorError as error:
-            self._calls.die(f"its actor is lost: {str(error).strip()}{self._memory()}")
+            self._calls.die(f"its actor is lost: {str(error).strip()}{self._calls.memory}")
         except BaseException as error:
             self._calls.end(number, None, EngineError(f"{self.name}, through Ray: {error}"), None)
         else:
@@ -268,7 +261,3 @@ class RayHost:
     def _known(self, started: Future[EngineFacts]) -> None:
         if not started.cancelled() and started.exception() is None:
             self._pid = started.result().pid
-
-    def _memory(self) -> str:
-        memory = self._calls.memory
-        return f"; its memory was {memory / 2**20:,.0f} MiB at the last reading" if memory else ""

@@ -147,7 +147,7 @@ class VLLMEngine:
         Returns the fingerprint of the weights that vLLM's layers multiply with afterwards. Names and shapes are checked
         before anything is sent."""
         newer(version, self._version)
-        given = self._expected.take(tensors)
+        given = list(self._expected.checked(tensors))
         future: Future[str] = Future()
         self._send(lambda: self._updates.append(lambda: self._update(version, given, future)))
         return await self._answer(future, f"loading weights of version {version}")

@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import SampledTurn, Stop
+from posttrain.engine.embedded.load_weights import checked_tensors
 from posttrain.engine.model.policy_model import Policy, served_tensors
 from posttrain.engine.vllm.sampling_parameters import Capabilities, check
-from posttrain.system.errors import DataError, EngineError, nearest
+from posttrain.system.errors import DataError, EngineError
 
 ReadBack = list[tuple[str, str, list[int]]]
 """(name, dtype, shape) of tensors that are read back from an engine."""
@@ -76,43 +78,20 @@ def check_request(ids: np.ndarray, sampling: Sampling, place: int, limits: Capab
 class ExpectedTensors:
     """The tensors that an engine accepts: those of the policy it was started with, or of its adapter."""
 
-    own: dict[str, tuple[str, tuple[int, ...]]]
+    own: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     """Name -> (dtype, shape), in the learner's order."""
 
     @staticmethod
     def of(policy: Policy) -> ExpectedTensors:
-        return ExpectedTensors(
-            {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in served_tensors(policy.module)}
-        )
+        return ExpectedTensors({n: (t.dtype, tuple(t.shape)) for n, t in served_tensors(policy.module)})
 
     def wanted(self) -> ReadBack:
         """[name, dtype, shape] of every tensor, as plain data."""
-        return [(name, dtype, list(shape)) for name, (dtype, shape) in self.own.items()]
-
-    def take(self, tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
-        """All of `checked`, at once."""
-        return list(self.checked(tensors))
+        return [(n, str(dtype).removeprefix("torch."), list(shape)) for n, (dtype, shape) in self.own.items()]
 
     def checked(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-        """The given tensors, one at a time: each expected one exactly once. EngineError names what is wrong, at the
-        latest at the end, so nothing may be served before."""
-        given = set[str]()
-        for name, tensor in tensors:
-            if name not in self.own:
-                raise EngineError(f"unknown tensor {name!r}: {nearest(name, self.own)}")
-            if name in given:
-                raise EngineError(f"tensor {name!r} is listed twice")
-            dtype, shape = self.own[name]
-            if (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != (dtype, shape):
-                raise EngineError(
-                    f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, the engine's is torch.{dtype} {shape}: "
-                    "learner and engine must hold the same architecture and dtype"
-                )
-            given.add(name)
-            yield name, tensor.detach()
-        if missing := [name for name in self.own if name not in given]:
-            names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-            raise EngineError(f"{len(missing)} of {len(self.own)} tensors are missing: {names}")
+        """The given tensors, one at a time; see `checked_tensors`."""
+        return checked_tensors(self.own, tensors)
 
 
 def empty_version(policy: Policy) -> int:
