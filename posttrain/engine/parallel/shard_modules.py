@@ -99,6 +99,18 @@ def with_memory(outermost: OutermostModule) -> set[str]:
     return blank
 
 
+def giving(own: nn.Parameter, local: Callable[[Any], Tensor]) -> Callable[[Any], None]:
+    """Returns a hook that adds a gradient of the model to the rank's own part of it. `local`: this rank's part of a
+    gradient."""
+
+    def give(p: Any) -> None:
+        found = local(p)
+        own.grad = found if own.grad is None else own.grad.add_(found)
+        p.grad = None
+
+    return give
+
+
 def shard_of(name: str, tensor: DTensor) -> Shard:
     """This rank's rows of a weight: ceil(rows / parts) on each rank, fewer or none on the last ones. Of copies only the
     first one counts: ranks of the others give none."""

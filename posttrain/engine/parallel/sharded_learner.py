@@ -38,7 +38,15 @@ from posttrain.engine.model.policy_model import Policy, named_tensors, served_te
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
-from posttrain.engine.parallel.shard_modules import OutermostModule, cut, first_row, rows_of, shard_of, with_memory
+from posttrain.engine.parallel.shard_modules import (
+    OutermostModule,
+    cut,
+    first_row,
+    giving,
+    rows_of,
+    shard_of,
+    with_memory,
+)
 from posttrain.engine.parallel.sharded_proofs import prove_layers, prove_sharing
 from posttrain.engine.parallel.sharded_scoring import divided
 from posttrain.system.errors import ConfigError
@@ -122,22 +130,10 @@ class ShardedLearner(HFLearner):
         # of DTensor. torch puts a gradient on its own parameter, from where a hook moves it over.
         self._own = {name: nn.Parameter(rows_of(p)) for name, p in self._sharded.items()}
         for name, p in self._sharded.items():
-            p.register_post_accumulate_grad_hook(self._giving(self._own[name]))
+            p.register_post_accumulate_grad_hook(giving(self._own[name], lambda p: rows_of(p.grad)))
         if prove is not None:
             self.inside(lambda: prove(self.policy))
             prove_layers(policy.module, self._reader.out, self.inside, self._own, ranks)
-
-    @staticmethod
-    def _giving(own: nn.Parameter) -> Callable[[Tensor], None]:
-        """Returns a function that adds a gradient of the model to the rank's own part of it."""
-
-        def give(p: Tensor) -> None:
-            assert isinstance(p.grad, DTensor)
-            found = rows_of(p.grad)
-            own.grad = found if own.grad is None else own.grad.add_(found)
-            p.grad = None
-
-        return give
 
     # --- with gradient ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
+from posttrain.engine.parallel.shard_modules import giving
 from posttrain.system.errors import ConfigError, InvariantError
 
 WHOLE = ("replicated_with_grad_allreduce",)
@@ -74,7 +75,7 @@ class TensorLearner(HFLearner):
         self._own = {n: nn.Parameter(_local(p)) if isinstance(p, DTensor) else p for n, p in self._held.items()}
         for name, p in self._held.items():
             if isinstance(p, DTensor):
-                p.register_post_accumulate_grad_hook(self._giving(self._own[name]))
+                p.register_post_accumulate_grad_hook(giving(self._own[name], _own_gradient))
 
     def _plan(self, policy: Policy, world: int) -> dict[str, str]:
         """The plan of the decoder's layers."""
@@ -97,17 +98,6 @@ class TensorLearner(HFLearner):
         out = gradient.clone()
         dist.all_reduce(out, group=self.holders.group)
         return out
-
-    @staticmethod
-    def _giving(own: nn.Parameter) -> Callable[[Tensor], None]:
-        """Returns a function that adds a gradient of the model to the rank's own part of it."""
-
-        def give(p: Any) -> None:
-            found = _local(p.grad.redistribute(placements=p.placements))
-            own.grad = found.clone() if own.grad is None else own.grad.add_(found)
-            p.grad = None
-
-        return give
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's own part of every trainable parameter: columns, rows, or all of it."""
@@ -198,6 +188,10 @@ class TensorLearner(HFLearner):
 
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def _own_gradient(p: Any) -> Tensor:
+    return _local(p.grad.redistribute(placements=p.placements)).clone()
 
 
 def _local(tensor: Any) -> Tensor:

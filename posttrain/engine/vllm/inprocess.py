@@ -12,7 +12,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.core.gauge import Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import SampledTurn
 from posttrain.engine.model.policy_model import Policy
@@ -28,10 +27,8 @@ from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.adapter_load import HotLoad
 from posttrain.engine.vllm.sampler_requests import (
     CheckedRequest,
-    ClientCounters,
-    ExpectedTensors,
+    VLLMSampler,
     check_request,
-    empty_version,
     newer,
 )
 from posttrain.engine.vllm.sampling_parameters import Answer, fields, said
@@ -56,7 +53,7 @@ class _Turn:
     """Tokens that the callback `heard` has received."""
 
 
-class VLLMEngine:
+class VLLMEngine(VLLMSampler):
     """Samples from a copy of `policy` in vLLM. It generates nothing before the first `load`.
 
     Args:
@@ -72,8 +69,6 @@ class VLLMEngine:
         ConfigError: vllm is not installed. EngineError: it does not start with this model.
     """
 
-    draws_by_place, keeps_sets = False, True
-
     def __init__(
         self,
         policy: Policy,
@@ -86,11 +81,8 @@ class VLLMEngine:
         workers: int = 1,
     ) -> None:
         installed()
-        self._limits = limits(policy)
-        self._expected = ExpectedTensors.of(policy)
-        self._timeout, self.inflight = timeout, inflight
-        self._version = self._empty = empty_version(policy)
-        self._counters = ClientCounters()
+        super().__init__(policy, limits(policy), workers, inflight)
+        self._timeout = timeout
         self._asked: dict[str, _Turn] = {}
         self._scored: dict[str, Future[np.ndarray]] = {}
         self._names = itertools.count()
@@ -100,7 +92,7 @@ class VLLMEngine:
         self._updates: list[Callable[[], None]] = []
         self._last_activity = time.monotonic()
         self._failure: BaseException | None = None
-        self._eager, self._workers = eager, workers
+        self._eager = eager
         self._thread = threading.Thread(
             target=self._run, args=(policy, slots, cache_bytes, started := Future()), name="vllm", daemon=True
         )
@@ -109,14 +101,6 @@ class VLLMEngine:
             started.result(START)
         except TimeoutError:
             raise EngineError(f"{ROLE} did not start in {START:g} s") from None
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def context(self) -> int:
-        return self._limits.context
 
     async def generate(
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
@@ -151,13 +135,6 @@ class VLLMEngine:
         future: Future[str] = Future()
         self._send(lambda: self._updates.append(lambda: self._update(version, given, future)))
         return await self._answer(future, f"loading weights of version {version}")
-
-    def gauges(self) -> Gauges:
-        return self._counters.take()
-
-    def clock(self) -> Mapping[str, float]:
-        """Seconds since the last call. `engine/step`: in vLLM's steps. `engine/load`: in updates."""
-        return self._counters.clock()
 
     @property
     def busy(self) -> bool:
@@ -320,10 +297,6 @@ class VLLMEngine:
         self._engine.add_request(
             name, tokens_input(ids, cache_salt=self._salt()), params, lora_request=self._weights.adapter
         )
-
-    def _salt(self) -> str:
-        """A string in the key of every cached block, so that blocks of other weights are never found."""
-        return f"version {self._version}"
 
     def _abort(self, asked: _Turn) -> None:
         if asked in self._waiting:

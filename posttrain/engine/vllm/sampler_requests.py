@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +102,38 @@ def empty_version(policy: Policy) -> int:
 def newer(version: int, than: int) -> None:
     if version <= than:
         raise EngineError(f"weights of version {version} after version {than}: versions only increase")
+
+
+class VLLMSampler:
+    """What both samplers over vLLM have: what they accept, their version and their counters."""
+
+    draws_by_place, keeps_sets = False, True
+
+    def __init__(self, policy: Policy, limits: Capabilities, workers: int, inflight: bool) -> None:
+        self._limits, self._expected = limits, ExpectedTensors.of(policy)
+        self._workers, self.inflight = workers, inflight
+        self._version = self._empty = empty_version(policy)
+        self._counters = ClientCounters()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def context(self) -> int:
+        return self._limits.context
+
+    def gauges(self) -> Gauges:
+        return self._counters.take()
+
+    def clock(self) -> Mapping[str, float]:
+        """Seconds since the last call. `engine/load`: in updates. Of the engine in this process `engine/step`: in its
+        steps; of a server `engine/turn`: the sum over all turns."""
+        return self._counters.clock()
+
+    def _salt(self) -> str:
+        """A string in the key of every cached block, so that blocks of other weights are never found."""
+        return f"version {self._version}"
 
 
 class UpdateGate:

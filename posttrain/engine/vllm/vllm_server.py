@@ -21,18 +21,15 @@ from uuid import uuid4
 
 import numpy as np
 
-from posttrain.core.gauge import Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import SampledTurn
 from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.vllm.adapter_load import HotLoad, rank_for
 from posttrain.engine.vllm.sampler_requests import (
-    ClientCounters,
-    ExpectedTensors,
     ReadBack,
     UpdateGate,
+    VLLMSampler,
     check_request,
-    empty_version,
     newer,
 )
 from posttrain.engine.vllm.sampling_parameters import Answer, fields, said
@@ -53,7 +50,7 @@ after their request ends."""
 TokenCallback = Callable[[np.ndarray, np.ndarray], None]
 
 
-class VLLMServer:
+class VLLMServer(VLLMSampler):
     """Samples from a copy of `policy` in a vLLM server. It generates nothing before the first `load`.
 
     Args:
@@ -64,8 +61,6 @@ class VLLMServer:
         inflight: running turns go on under new weights (`VLLM.update`).
         workers: of the server (`VLLM.workers`).
     """
-
-    draws_by_place, keeps_sets = False, True
 
     def __init__(
         self,
@@ -78,31 +73,20 @@ class VLLMServer:
         inflight: bool = False,
         workers: int = 1,
     ) -> None:
-        self._limits = replace(limits(policy), sequences=False)
-        self._expected = ExpectedTensors.of(policy)
+        super().__init__(policy, replace(limits(policy), sequences=False), workers, inflight)
         self._hot = HotLoad.of(policy)
         self._adapter: str | None = None
         """Name under which the server holds the adapter."""
         self._dtype = str(policy.dtype).removeprefix("torch.")
-        self._endpoint, self._share, self.inflight, self._workers = endpoint, share, inflight, workers
+        self._endpoint, self._share = endpoint, share
         self.ended = ended
         """Function that returns the reason why this engine can never answer again; '' while it can. Nothing is known of
         servers of others."""
         self._patience = replace(endpoint.patience, answer=timeout)
-        self._version = self._empty = empty_version(policy)
-        self._counters = ClientCounters()
         self._name = uuid4().hex
         """In the names of what it writes into a folder that others may share."""
         self._gate = UpdateGate()
         self._checked = False
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def context(self) -> int:
-        return self._limits.context
 
     async def generate(
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
@@ -303,20 +287,9 @@ class VLLMServer:
     def _broken(self, why: str) -> EndpointError:
         return EndpointError(f"{ROLE} ({self._endpoint.url}): {why}", ROLE, None)
 
-    def _salt(self) -> str:
-        """A string in the key of every cached block, so that blocks of other weights are never found."""
-        return f"version {self._version}"
-
     def _model(self) -> dict[str, str]:
         """The part of a request that names the adapter."""
         return {} if self._adapter is None else {"model": self._adapter}
-
-    def gauges(self) -> Gauges:
-        return self._counters.take()
-
-    def clock(self) -> Mapping[str, float]:
-        """Seconds since the last call. `engine/turn`: the sum over all turns. `engine/load`: in updates."""
-        return self._counters.clock()
 
     @property
     def busy(self) -> bool:
