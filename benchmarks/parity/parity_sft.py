@@ -24,9 +24,8 @@ from posttrain.algorithm.loss.losses import Likelihood
 from posttrain.config.env import Env
 from posttrain.config.run import Model, Supervised
 from posttrain.engine.learner.learner import HFLearner
-from posttrain.engine.model.tiny_models import raw_bytes
 from posttrain.engine.model.policy_model import load_policy
-from posttrain.engine.model.tiny_models import build_module
+from posttrain.engine.model.tiny_models import build_module, raw_bytes
 from posttrain.environment.make import environment
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
 from posttrain.role.learning.demonstrations import shown, together

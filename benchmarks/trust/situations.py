@@ -25,8 +25,7 @@ from pathlib import Path
 
 import posttrain
 from posttrain.config.run import Model
-from posttrain.engine.model.tiny_models import characters
-from posttrain.engine.model.tiny_models import build_module
+from posttrain.engine.model.tiny_models import build_module, characters
 from posttrain.system.errors import PosttrainError
 
 REWARDS = """

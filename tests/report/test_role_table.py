@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.types import Task
+from posttrain.engine.pool import pool_turns
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.environment_pool import (
     EnvironmentPlayer,
@@ -24,7 +25,6 @@ from posttrain.engine.pool.environment_pool import (
     EnvironmentProcess,
     PlayedElsewhere,
 )
-from posttrain.engine.pool import pool_turns
 from posttrain.engine.pool.pool_turns import BusyMeter
 from posttrain.record.run_reader import steps
 from posttrain.report.console import PlainConsole
