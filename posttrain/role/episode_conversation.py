@@ -77,6 +77,8 @@ class SeatConversation:
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
         ids = self._dialogue.see(content if not self.turns else without_secrets(content), tools)
         if self._dialogue.restarted:
+            # The template wrote earlier turns anew. What was sampled stays as it was in a segment of its own: its
+            # log-probs are those under the old context.
             self._closed.append(self._transcript)
             self._transcript = Transcript(self._sampling)
         self._transcript.see(ids[: max(0, self._sampler.context - len(self._transcript))])
@@ -101,6 +103,8 @@ class SeatConversation:
         """Sample the next turn. Its tokens are reserved meanwhile, so that seats that speak at once stay within the
         limits."""
         spent = self._spent
+        # Two seats may sample at once, each before the other has ended: so the most that the turn may have is taken
+        # now, and what it did not use is given back.
         spent.turns, spent.tokens = spent.turns + 1, spent.tokens + allowed
         try:
             said = await self._sampler.generate(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -108,58 +108,27 @@ class StepGroups:
             engine = {**engine, "engine/tokens": Gauge(metered.tokens, metered.turns)}
         return TakenGroups(played, passed, version, tuple(self.versions), engine)
 
-    async def proceed(self) -> None:
-        return
-
-    async def learned(self) -> None:
-        return
-
+    async def proceed(self) -> None: ...
+    async def learned(self) -> None: ...
+    async def close(self) -> None: ...
     def clock(self) -> Mapping[str, float]:
         return {}
-
-    async def close(self) -> None:
-        return
 
 
 class MeteredSampler:
     """A sampler that counts what it said to one caller. Groups that are played at once share an engine, whose own
-    counters tell of all of them together."""
+    counters tell of all of them together. The rest of `Sampler` is that of `inner`."""
 
     def __init__(self, inner: Sampler, tokens: int = 0, turns: int = 0) -> None:
-        self._inner, self.tokens, self.turns = inner, tokens, turns
+        self.inner, self.tokens, self.turns = inner, tokens, turns
 
-    @property
-    def version(self) -> int:
-        return self._inner.version
-
-    @property
-    def keeps_sets(self) -> bool:
-        return self._inner.keeps_sets
-
-    @property
-    def draws_by_place(self) -> bool:
-        return self._inner.draws_by_place
-
-    @property
-    def context(self) -> int:
-        return self._inner.context
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
-        said = await self._inner.generate(ids, sampling, place)
+        said = await self.inner.generate(ids, sampling, place)
         self.tokens, self.turns = self.tokens + len(said.ids), self.turns + 1
         return said
-
-    async def score(self, ids: np.ndarray) -> np.ndarray:
-        return await self._inner.score(ids)
-
-    async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        return await self._inner.load(version, tensors)
-
-    def gauges(self) -> Gauges:
-        return self._inner.gauges()
-
-    def clock(self) -> Mapping[str, float]:
-        return self._inner.clock()
 
 
 @dataclass(eq=False)
@@ -235,6 +204,8 @@ class GroupQueue:
         while self._taken < request.groups and len(played) < request.most * request.groups:
             if self._error is not None:
                 raise self._error
+            # Always the oldest one, also where later ones have ended: what ends first is short, and to take it first
+            # would choose by length. It stays in the queue while it is waited for, so that a checkpoint holds it.
             asked = self._waiting[0]
             group = await asked.group
             self._waiting.popleft()
@@ -244,6 +215,7 @@ class GroupQueue:
             said, self.cursor = said + asked.said, asked.cursor
             self._taken, self._played = self._taken + passed[-1], len(played)
             self._admit()
+        # An engine in this process gets no time while the learner computes: turns that were begun are said first.
         await self.idle()
         self._last = tuple(played)
         engine = {"engine/tokens": said}
@@ -267,6 +239,7 @@ class GroupQueue:
         if self.deterministic:
             await self.rest()
         elif self.asks_again:
+            # They keep their places in the queue: the same groups are asked again, in the same order.
             self._given_up += [a for a in self._waiting if not a.group.done()]
             for asked in self._given_up:
                 asked.group.cancel()
@@ -283,6 +256,7 @@ class GroupQueue:
 
     async def rest(self) -> None:
         """Wait until every group that was asked has ended. A failure is raised when its step takes it."""
+        # A group that ends may be refused by the filter, which makes room for another one: so admit and wait in turn.
         self._admit()
         while running := [a.group for a in self._waiting if not a.group.done()]:
             await asyncio.wait(running)
@@ -343,6 +317,7 @@ class GroupQueue:
     def _room(self) -> int:
         """Number of groups that may still be asked now. No more are asked for a step than it may play."""
         wanted, most = self.request.groups, self.request.most
+        # Groups that have ended and are refused fill no place of a step, so they do not count as waiting.
         bound = capacity(
             staleness=self.staleness,
             prompts=wanted,

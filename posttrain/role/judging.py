@@ -52,6 +52,7 @@ def attempt_of(
     """The attempt. Where the prompt ends in a tag that opens a thought, each turn begins with it, so that a verifier
     reads the whole thought. `text`: decodes token ids. `upto`: the number of spoken tokens up to a character of the
     last of `turns`."""
+    # The last turn begins at the last spoken token whose predecessor is not spoken.
     mask, ids = (segments[-1].mask, segments[-1].ids) if segments else (np.zeros(0, bool), np.zeros(0, np.int32))
     begin = max(np.flatnonzero(mask & ~np.append(False, mask[:-1])), default=0)
     opened = opening(text(ids[max(0, begin - TAIL) : begin])) if begin else ""
@@ -111,7 +112,7 @@ class SiblingVerdicts:
         name = (attempt.batched, attempt.stop, attempt.turns, *_tokens(segments))
         if name not in self._begun:
             self._begun[name] = asyncio.create_task(judged(self.environment, attempt, self.alone))
-        # one sibling may be cancelled while another waits for the same verdict
+        # One sibling may be cancelled while another waits for the same verdict.
         return await asyncio.shield(self._begun[name])
 
     async def together(self, episodes: Sequence[Episode], at: StepNumber) -> tuple[list[Episode], Gauges]:
@@ -180,6 +181,7 @@ async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tu
         again = [i for i, verdicts in enumerate(out) if _broken(verdicts)]
         if not again:
             break
+        # A verdict of a judge that compares is about the group: asked about some alone it would be another one.
         about = range(len(episodes)) if isinstance(judge, ComparingJudge) and judge.compares else again
         for i, verdicts in zip(about, await _asked(judge, [episodes[i] for i in about]), strict=True):
             if i in again:
@@ -234,8 +236,5 @@ def _tokens(segments: Sequence[Segment]) -> tuple[tuple[bytes, bytes], ...]:
 
 def _stamped(verdict: Verdict) -> Verdict:
     """The verdict with a note that no sandbox contained the policy's programs."""
-    return (
-        verdict
-        if UNCONTAINED in verdict.why
-        else replace(verdict, why="; ".join(filter(None, (verdict.why, UNCONTAINED))))
-    )
+    why = verdict.why if UNCONTAINED in verdict.why else "; ".join(filter(None, (verdict.why, UNCONTAINED)))
+    return replace(verdict, why=why)

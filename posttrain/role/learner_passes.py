@@ -69,6 +69,7 @@ class Passes:
         Raises:
             InvariantError: the parts do not have one value for each of its tokens.
         """
+        # A micro-batch keeps the order that its episodes have in the minibatch, so its tokens' places rise.
         places = [np.flatnonzero(np.isin(batch.sequence_M, chosen)) for chosen in self.episodes]
         place = np.concatenate([np.zeros(0, np.int64), *places])
         if not np.array_equal(np.sort(place), np.arange(batch.spoken)) or [*map(len, places)] != [*map(len, parts)]:

@@ -60,11 +60,9 @@ def pack(
     if not groups:
         return
     for epoch in range(stage.epochs):
-        order = (
-            np.arange(len(groups))
-            if epoch == 0
-            else seeds.generator(seed, "minibatch-order", step, epoch).permutation(len(groups))
-        )
+        order = np.arange(len(groups))
+        if epoch:
+            order = seeds.generator(seed, "minibatch-order", step, epoch).permutation(len(groups))
         parts = [p for p in np.array_split(order, min(stage.minibatches, len(groups))) if len(p)]
         for i, part in enumerate(parts):
             chosen = [groups[j] for j in sorted(part)]
@@ -91,6 +89,8 @@ def _minibatch(
     rng: np.random.Generator,
     now: Callable[[Packed], np.ndarray] | None,
 ) -> Minibatch:
+    # Weights are normalised over all episodes that count, and only then are silent ones left out: the denominator must
+    # not depend on which answers have credit.
     members = [(i, e) for i, g in enumerate(groups) for e in g.episodes if not e.dropped]
     per_token = weigh(a.aggregate, [e.episode.spoken for _, e in members], [i for i, _ in members], max_tokens)
     loud = [
@@ -103,9 +103,8 @@ def _minibatch(
     credits = [e for e, _ in loud]
     batch = _batch(credits, np.array([w for _, w in loud]))
     look = MinibatchContext(a, batch, credits, versions, rng, now)
-    return Minibatch(
-        batch.having({stream: x_M for maker in WHOLE for stream, x_M in maker.make(look).items()}), first, len(members)
-    )
+    made = {stream: x_M for maker in WHOLE for stream, x_M in maker.make(look).items()}
+    return Minibatch(batch.having(made), first, len(members))
 
 
 def _batch(credits: Sequence[EpisodeCredit], weights: np.ndarray) -> Batch:

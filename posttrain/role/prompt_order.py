@@ -72,6 +72,7 @@ class Prompts:
             return self._walk()
         if chosen.drawn:
             return self._draw(chosen)
+        # One epoch at most: after it every task has been weighed, and no other will come.
         for _ in range(self.source.count or 1):
             task, visit = self._walk()
             if chosen.weight(self.rates.get(task.id, 0.0)) > 0:
@@ -87,6 +88,7 @@ class Prompts:
             index = self.cursor
             visit = self.source.visit(index) if isinstance(self.source, RevisitingTasks) else 0
         else:
+            # The cursor alone says where the walk stands, so a checkpoint needs one number and no order.
             visit, place = divmod(self.cursor, count)
             if visit != self._epoch:
                 self._order = seeds.generator(self.seed, "prompt-order", visit).permutation(count).tolist()

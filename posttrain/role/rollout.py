@@ -110,6 +110,8 @@ class Rollout:
         except PosttrainError:
             raise
         except Exception as error:
+            # An environment's code is the user's: what it raises fails this episode, and never stops the run. The
+            # verdict is `failed`, so the answer leaves baseline and batch and does not count as wrong.
             source = DEADLY if isinstance(error, UnanswerableTurn) else "environment"
             why = scrubbed(f"{type(error).__name__}: {error}")
             verdicts: tuple[Judged, ...] = (Judged(source, 1.0, Verdict.failed(source, why)),)
@@ -170,35 +172,22 @@ class Rollout:
         rng = seeds.generator(self.seed, "shown", task.id, visit, sibling)
         texts = abilities.demonstrations(self.environment)
         prompt, completion = texts.write(task, style or texts.styles[-1], rng, 0.0)
-        if not isinstance(completion, str):
-            said = await recited(
-                self.environment, self.renderer, self.dialogue(task.id), task, prompt, completion, sampling
-            )
-            segments, text = (said.transcript.segment(),), "\n".join(said.turns)
-            decode, upto = self.dialogue(task.id).text, said.spoken_upto
-            attempt = attempt_of(task, said.turns, Stop.SAID, segments, decode, upto, said.state)
-            verdicts = (*await judging.judge(attempt, segments, sibling), *said.paid)
-            return Episode(
-                task,
-                visit,
-                sibling,
-                segments,
-                Stop.SAID,
-                verdicts,
-                text,
-                state=scrubbed_data(said.state),
-                right_at=self.right,
-            )
-        seen, ids = self.renderer.pair(prompt, completion, task.id, task.tools)
-        transcript = Transcript(sampling)
-        transcript.see(seen)
-        transcript.show(ids)
-        segment, dialogue = transcript.segment(), self.dialogue(task.id)
-        text = dialogue.text(ids)
-        upto = partial(tokens_upto, dialogue, ids)
-        attempt = attempt_of(task, (text,), Stop.SAID, (segment,), dialogue.text, upto)
-        verdicts = await judging.judge(attempt, (segment,), sibling)
-        return Episode(task, visit, sibling, (segment,), Stop.SAID, verdicts, text, right_at=self.right)
+        dialogue = self.dialogue(task.id)
+        if isinstance(completion, str):
+            seen, ids = self.renderer.pair(prompt, completion, task.id, task.tools)
+            transcript = Transcript(sampling)
+            transcript.see(seen)
+            transcript.show(ids)
+            turns, upto, state, paid = [dialogue.text(ids)], partial(tokens_upto, dialogue, ids), None, list[Judged]()
+        else:
+            played = self.dialogue(task.id), task, prompt, completion, sampling
+            said = await recited(self.environment, self.renderer, *played)
+            transcript, turns, upto, state, paid = said.transcript, said.turns, said.spoken_upto, said.state, said.paid
+        segments, text = (transcript.segment(),), "\n".join(turns)
+        attempt = attempt_of(task, turns, Stop.SAID, segments, dialogue.text, upto, state)
+        verdicts = (*await judging.judge(attempt, segments, sibling), *paid)
+        kept = scrubbed_data(state)
+        return Episode(task, visit, sibling, segments, Stop.SAID, verdicts, text, state=kept, right_at=self.right)
 
     async def group(self, task: Task, visit: int, request: RolloutRequest, sampling: Sampling, stream: str) -> Group:
         """Play all siblings of one prompt concurrently. With `request.shown` the last siblings are demonstrations. With
@@ -207,24 +196,14 @@ class Rollout:
         ended, the rest are aborted. This favours short answers; `Group.aborted` counts how many were lost to it."""
         shown, greedy = request.shown, request.greedy
         own = request.siblings - (shown.siblings if shown else 0)
-        started, talks, judging = (
-            own + request.extra,
-            dict[int, Conversation](),
-            SiblingVerdicts(self.environment, not self.judges),
-        )
+        started, talks = own + request.extra, dict[int, Conversation]()
+        judging = SiblingVerdicts(self.environment, not self.judges)
         said = settled([self.episode(task, visit, i, sampling, stream, talks, judging) for i in range(started)], own)
-        more = (
-            [
-                self.show(task, visit, i, sampling, shown.style, judging)
-                for i in range(started, started + shown.siblings)
-            ]
-            if shown
-            else []
-        )
+        places = range(started, started + shown.siblings) if shown else ()
+        more = [self.show(task, visit, i, sampling, shown.style if shown else None, judging) for i in places]
         if greedy:
-            more.append(
-                self.episode(task, visit, 0, replace(sampling, greedy=True, top=0), f"{stream}/greedy", None, judging)
-            )
+            argmax = replace(sampling, greedy=True, top=0)
+            more.append(self.episode(task, visit, 0, argmax, f"{stream}/greedy", None, judging))
         try:
             ended, others = await together([said, together(more)])
         finally:
@@ -233,8 +212,9 @@ class Rollout:
         aborted = started - len(ended)
         siblings, logged = await judging.together((*ended, *others)[: request.siblings], request.at)
         episodes = await with_judges(self.judges, (*siblings, *others[len(others) - greedy :]))
-        argmax = episodes.pop() if greedy else None
-        return Group(task, visit, tuple(episodes), argmax, aborted, spoken, logged)
+        # The greedy answer was judged with the siblings, in one call, and is none of them from here on.
+        best = episodes.pop() if greedy else None
+        return Group(task, visit, tuple(episodes), best, aborted, spoken, logged)
 
     async def until(
         self,

@@ -48,6 +48,8 @@ def score(
         return ()
     if reroute:
         episodes = at_start(episodes, learner)
+    # All episodes of the step in one packed sequence: each model then scores the step in passes of its own size, and
+    # what several streams need of the policy comes from one of them.
     own = [s for e in episodes for s in e.segments]
     told = _told(groups, a, hints)
     hinted = None if told is None else [s for t in told for s in t.segments]

@@ -63,11 +63,14 @@ class Sync:
             InvariantError: the sampler serves other weights or another version, or computes other log-probs with them,
                 or without the adapter.
         """
+        # Groups that are asked ahead end, are given up or pause first: otherwise a turn would span two versions.
         if self.ready is not None:
             await self.ready()
         if not self.tried:
             await self._try_adapter(self.sampler.version + 1)
             self.tried = True
+        # Two proofs, since each misses what the other finds: equal bytes can be used wrongly (an old cache, another
+        # dtype), and a tensor that these few tokens do not touch can be missing though their scores agree.
         served, ours = await self._send(version)
         await self._scores_alike(version, ours)
         return served
@@ -123,6 +126,7 @@ class Sync:
             ours, scores = self.learner.fingerprint(), self.learner.packed_score(packed_text(self.probe_ids))
             return await sending, ours, scores
         finally:
+            # The learner's half raised: nothing may go on sending weights that nobody will compare.
             if not sending.done():
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)

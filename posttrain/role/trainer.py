@@ -42,10 +42,7 @@ class NonFiniteGradient(InvariantError):
     def told(self, names: Sequence[str], where: str = "") -> str:
         """The error message, with these names for the culprits."""
         if not self.culprits:
-            who = (
-                f"The loss and the gradient of each of its {self.episodes} episodes alone are finite: their sum"
-                " overflows"
-            )
+            who = f"The loss and gradient of each of its {self.episodes} episodes alone are finite: their sum overflows"
             advice = "Lower the learning rate, the weights of the loss's terms, or the size of the rewards"
         elif len(self.culprits) == self.episodes:
             who = (
@@ -58,10 +55,8 @@ class NonFiniteGradient(InvariantError):
             )
         else:
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            who = (
-                f"{len(self.culprits)} of the {self.episodes} episodes of the batch make it:"
-                f" {'; '.join(names[:NAMED])}{more}"
-            )
+            some = "; ".join(names[:NAMED])
+            who = f"{len(self.culprits)} of the {self.episodes} episodes of the batch make it: {some}{more}"
             advice = "Look at their rewards, and for log-probs that are infinite"
         return (
             f"the gradient norm is {self.norm} at optimizer step {self.step}{where}: the weights were left as they"
@@ -204,6 +199,8 @@ class Trainer:
         self.learner.train_mode(True)
         parts, packing = list[Terms](), Packing(self.micro_tokens)
         micros = self._micros(batch)
+        # Ranks may have different numbers of micro-batches, and every pass is one exchange of all of them: a rank with
+        # fewer takes part in the others' passes with a loss of 0, or they would wait for it.
         waiting = max(self.ranks.every(len(micros))) - len(micros)
         with self.frozen():
             for episodes, micro in micros:
@@ -222,6 +219,8 @@ class Trainer:
         seen = loss.gauges(batch, parts)
         share = seen[STEP_SHARE].mean if STEP_SHARE in seen else 1.0
         watch.emit(DifferentiatedEvent(packed, passes, share))
+        # A gradient that is not finite though every loss is can come from the scale of float16 alone: then the step is
+        # left out, and the next scale is smaller. Without a scale it is a fault of the run.
         overflow = scale > 1 and all(bool(torch.isfinite(part.loss)) for part in parts)
         updated = self._update(batch, loss, overflow, share)
         if "optim/overflowed" not in updated:
@@ -298,6 +297,7 @@ class Trainer:
         compute each unit together."""
         out: list[int] = []
         parameters = list(self.learner.parameters().values())
+        # One unit at a time is slow, and it is done once, when the run is about to stop: the user needs names.
         for unit in range(batch.units):
             episodes = batch.members(unit)
             one = batch.select(episodes)

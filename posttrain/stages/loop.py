@@ -74,6 +74,7 @@ class Driver(ABC, Generic[S, T, A]):
         """`checkpoint` holds its optimizer where it was cut in its middle."""
         self.parts, self.progress, self.stage = parts, progress, stage
         self.stopper, self.checkpoint = stopper, checkpoint
+        # The state lives in `progress`, which checkpoints write: a stage that is taken up again finds its own there.
         progress.running = progress.running or self.state_type()
         self.state = cast("T", progress.running)
         self.setting = parts.judged_setting(stage)
@@ -159,17 +160,16 @@ class Driver(ABC, Generic[S, T, A]):
         checkpoint = self.checkpoint
         if checkpoint is None:
             await self._start()
+        # Only now: an optimizer copies the weights that it finds, so those that the stage starts from must be there.
         self.trainer = self.parts.trainer(self.stage.optimizer, self.stage.micro_tokens)
         if isinstance(optimizer := self.trainer.optimizer, StageOptimizer) and (words := optimizer.words()):
             self.parts.say(f"{self.stage.name}: {words}")
         if checkpoint is not None:
             self._load_optimizer(checkpoint, self.trainer)
             self.trainer.skipped = self.state.skipped
-        taken = (
-            []
-            if checkpoint is None
-            else [s for s in run_reader.steps(self.parts.book.folder) if s.stage == self.stage.name]
-        )
+        # Checks and rules compare a step with those before it, so a resumed stage reads its own lines again.
+        lines = [] if checkpoint is None else run_reader.steps(self.parts.book.folder)
+        taken = [s for s in lines if s.stage == self.stage.name]
         self.watch = self.parts.observe(self.stage, taken, self.progress.checks)
         ask, learn = await self.open(checkpoint)
         self._warm_up()
@@ -182,15 +182,20 @@ class Driver(ABC, Generic[S, T, A]):
         last = 0 if self.state.ended else self.stage.steps
         try:
             with during_steps():
+                # The whole loop. Whether samples are played for the step or ahead of it is the kind's own matter
+                # (`ask`), so the same lines run a synchronous and an asynchronous stage.
                 for index in range(self.state.step + 1, last + 1):
                     asked = await ask(index)
+                    # The learner may need the memory of the engine's cache; the next push wakes the engine.
                     self.parts.sleep()
                     if not await self._goes_on(index, self.remember(asked, await learn(asked))):
                         break
         finally:
+            # Also after an error: turns that are on their way would go on in an engine that nobody reads.
             await self.close()
         self.watch.end()
         if self.stage.eval:
+            # The last step may have been measured already; its weights are those of now.
             self.report = self.report or await self.evaluate()
             self.agreed = self.agreed or agreed(self)
             self.heldout_loss = self.heldout_loss or await self.likelihood()
@@ -212,6 +217,8 @@ class Driver(ABC, Generic[S, T, A]):
         start = starts(parts.run.stages, self.stage)
         s.before, s.reward_before = self._known(start)
         if start != come_to(parts.run.stages, self.stage):
+            # Other weights than the run has now: they get a version of their own, so that no engine and no remembered
+            # evaluation takes them for the ones before.
             load_kept(parts, p, start)
             p.version = parts.version = p.version + 1
             if self._of_the_run:
@@ -252,6 +259,8 @@ class Driver(ABC, Generic[S, T, A]):
 
     async def _goes_on(self, index: int, step: Step) -> bool:
         """Runs what follows a step: evaluation when due, the record, the border. Returns whether a step is left."""
+        # The order is a promise: state, measures, the line of the record, and the checkpoint last. So no checkpoint
+        # knows of a step whose line is not written.
         p, s, stage = self.progress, self.state, self.stage
         p.checks = {**p.checks, **self.watch.state()}
         s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
@@ -274,6 +283,7 @@ class Driver(ABC, Generic[S, T, A]):
     def _finish(self, report: EvaluationReport | None) -> None:
         """Write down what came of the stage; its weights are kept, and handed on or put back."""
         p, parts, stage = self.progress, self.parts, self.stage
+        # Taken before the weights are put back and the state is gone: a run that is made longer later goes on from it.
         reopening = self._reopening(report) if stage is parts.run.stages[-1] and stage.hands_on else None
         result = self._result(report)
         p.results = (*p.results, result)
@@ -378,6 +388,7 @@ class Driver(ABC, Generic[S, T, A]):
 
         def write(folder: Path) -> None:
             save_weights(folder, parts.learner)
+            # Between two stages there is no optimizer to keep: the next stage begins with a new one.
             if s is not None or p.reopening is not None:
                 save_optimizer(folder, self.trainer.optimizer)
                 more(folder)

@@ -122,6 +122,7 @@ class GenerativeJudge:
 
     async def _votes(self, episodes: Sequence[Episode], sides: tuple[int, ...]) -> list[Vote]:
         """All votes about one comparison: `votes` in each order."""
+        # Judges prefer the first or the second place: both orders are asked, so that this cancels.
         orders = [sides] if len(sides) == 1 else [sides, sides[::-1]]
         each = [(order, n, k) for n, order in enumerate(orders) for k in range(self.votes)]
         return await together([self._vote(episodes, *one) for one in each])

@@ -80,6 +80,7 @@ async def halved(steps: int, from_step: From) -> tuple[int, dict[int, tuple[Epis
     """(steps before the first wrong one, the completions that were asked) of a wrong answer with so many steps. None:
     at some step no completion could be judged, so nothing is known."""
     asked: dict[int, tuple[Episode, ...]] = {}
+    # Bisection, since from one wrong step on nothing ends right: log2(steps) rounds of completions instead of all.
     low, high = 0, steps  # the first `low` steps can end right, the first `high` ones cannot
     while high - low > 1:
         middle = (low + high) // 2

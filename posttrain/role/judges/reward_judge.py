@@ -118,6 +118,7 @@ class RewardModelJudge:
                 out.append(f"{member.name}: {error}")
         if not read:
             return out
+        # Groups are judged in threads, and a model computes one pass at a time.
         with self._one:
             scores = iter(member.scorer.rewards(Packed.of(read)).astype(np.float64).tolist())
         return [x if isinstance(x, str) else next(scores) for x in out]

@@ -7,6 +7,7 @@ are those of (task, visit, sibling, step, number of the completion), so no neigh
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,14 +59,7 @@ class TokenEnds:
         return self._widths[token]
 
     def _bisected(self, ids: np.ndarray, characters: int) -> int:
-        low, high = 0, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            if len(self.text(ids[:middle])) < characters:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect_left(range(len(ids)), characters, key=lambda n: len(self.text(ids[:n])))
 
 
 @dataclass(frozen=True)
@@ -87,11 +81,8 @@ class ContinuedSampler:
             return replace(begun, stop=Stop.LENGTH)
         rest = replace(sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - len(begun.ids)))
         new = await self.inner.generate(np.concatenate([ids, begun.ids]).astype(np.int32), rest, place)
-        kept = (
-            None
-            if begun.kept is None
-            else TruncationSets.of([*begun.kept.sets(), *(new.kept.sets() if new.kept else [])])
-        )
+        sets = None if begun.kept is None else [*begun.kept.sets(), *(new.kept.sets() if new.kept else [])]
+        kept = None if sets is None else TruncationSets.of(sets)
         return SampledTurn(
             np.concatenate([begun.ids, new.ids]).astype(np.int32),
             np.concatenate([begun.logp, new.logp]).astype(np.float32),

@@ -6,13 +6,11 @@ version OPPOSED. So no check takes it for what the policy's engine sampled, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import OPPOSED, SampledTurn
@@ -21,41 +19,16 @@ from posttrain.role.sync import Sync
 
 @dataclass(frozen=True)
 class OpponentSampler:
-    """A sampler (`core.ports.Sampler`) whose tokens are marked as an opponent's."""
+    """A sampler whose tokens are marked as an opponent's. The rest of `core.ports.Sampler` is that of `engine`."""
 
     engine: Sampler
 
-    @property
-    def version(self) -> int:
-        return self.engine.version
-
-    @property
-    def keeps_sets(self) -> bool:
-        return self.engine.keeps_sets
-
-    @property
-    def draws_by_place(self) -> bool:
-        return self.engine.draws_by_place
-
-    @property
-    def context(self) -> int:
-        return self.engine.context
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         said = await self.engine.generate(ids, sampling, place)
         return replace(said, version=np.full_like(said.version, OPPOSED))
-
-    async def score(self, ids: np.ndarray) -> np.ndarray:
-        return await self.engine.score(ids)
-
-    async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        return await self.engine.load(version, tensors)
-
-    def gauges(self) -> Gauges:
-        return self.engine.gauges()
-
-    def clock(self) -> Mapping[str, float]:
-        return self.engine.clock()
 
 
 @dataclass(frozen=True)
@@ -67,8 +40,8 @@ class Opponent:
     """Pushes the policy's weights to it; None where it holds none of them (the reference alone)."""
 
     @property
-    def sampler(self) -> OpponentSampler:
-        return OpponentSampler(self.engine)
+    def sampler(self) -> Sampler:
+        return cast("Sampler", OpponentSampler(self.engine))
 
     async def follow(self, version: int) -> None:
         """Bring its weights of the policy up to `version`, with the checks of every push."""
