@@ -85,7 +85,6 @@ class RewardModels:
         return tuple(out)
 
     def close(self) -> None:
-        """Stop the threads of generative judges."""
         for judge in self._made:
             judge.close()
 

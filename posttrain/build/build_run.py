@@ -256,7 +256,6 @@ def probe_ids(policy: Policy) -> np.ndarray:
 def _own_rollout(
     run: Run, stage: Stage, models: RewardModels, rollout: Rollout, env: Environment, elsewhere: PlacedEnvironments
 ) -> Rollout:
-    """The rollout of a stage with its own environment."""
     own = run.env_of(stage)
     judges = rollout.judges if own.rewards == run.env.rewards else models.judges(own)
     return replace(

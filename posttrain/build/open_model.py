@@ -220,7 +220,6 @@ def _same_words(folder: Path, policy: Policy) -> None:
 
 
 def own_learner(run: Run, policy: Policy) -> HFLearner:
-    """The learner of a run in one process."""
     return HFLearner(
         policy,
         gradient_checkpointing=run.model.checkpointing,
@@ -231,7 +230,6 @@ def own_learner(run: Run, policy: Policy) -> HFLearner:
 
 
 def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> StageOptimizer:
-    """The optimizer of a stage."""
     home = torch.device("cpu") if model.offload_optimizer else None
     return StageOptimizer(learner.parameters(), config, model.kernels, model.dtype == "float16", home)
 

@@ -55,7 +55,6 @@ async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
 
 
 async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list[str]:
-    """Test the claims of one environment."""
     env = setting.environment
     held, train = (
         [t for t in tasks if len(t.prompt)]  # nothing is asked by a text that is learned whole

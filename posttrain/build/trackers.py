@@ -137,7 +137,6 @@ class Wandb:
         self._run.log({**scalars(step), f"{step.stage}/step": step.index})
 
     def table(self, step: Step, rows: list[list[Any]]) -> None:
-        """A table of W&B for each step."""
         import wandb
 
         table = wandb.Table(columns=list(COLUMNS), data=rows)
@@ -166,7 +165,6 @@ class Trackio:
         self._run.log({**scalars(step), f"{step.stage}/step": step.index})
 
     def table(self, step: Step, rows: list[list[Any]]) -> None:
-        """A table of trackio for each step."""
         import pandas as pd
         import trackio
 
@@ -244,7 +242,6 @@ def check_trackers(run: Run) -> None:
 
 
 def make_trackers(run: Run, folder: Path) -> list[Tracker]:
-    """Start the trackers of the run."""
     check_trackers(run)
     completions = CompletionTables(folder, run.log_completions)
     return [GuardedTracker(name, TRACKERS[name][1](run, folder), completions) for name in run.trackers]

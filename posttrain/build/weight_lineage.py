@@ -298,6 +298,5 @@ def write_lineage(folder: Path, begun_from: str | None = None) -> None:
 
 
 def write_exported(folder: Path, links: Iterable[LineageLink]) -> None:
-    """Write lineage.json beside exported weights."""
     data = json.dumps({"schema": SCHEMA, "links": chain(tuple(links))}, indent=1)
     (folder / LINEAGE).write_text(f"{data}\n", encoding="utf-8")

@@ -49,11 +49,9 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The factor of B A x."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def words(self) -> str:
-        """As a line of a report says it."""
         names = dict.fromkeys(t.rpartition(".")[2] for t in self.targets)
         kind = "DoRA" if self.dora else "rsLoRA" if self.rslora else "LoRA"
         return f"{kind} of rank {self.rank}, scale {self.scale:g}, on {', '.join(names)}"

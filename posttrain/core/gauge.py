@@ -34,7 +34,6 @@ Gauges = dict[str, Gauge]
 
 
 def merge(*parts: Mapping[str, Gauge]) -> Gauges:
-    """Gauges of a whole, from the gauges of its parts."""
     out: Gauges = {}
     for part in parts:
         for name, gauge in part.items():

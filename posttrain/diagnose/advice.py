@@ -168,7 +168,6 @@ def advice(case: Case, most: int = 3) -> tuple[str, ...]:
 
 
 def chosen(case: Case) -> list[Advice]:
-    """The pieces that are right, in order."""
     parts = (_to_tell,) if case.by == "nothing" else (_paid, _heldout, _worse, _flat, _onward, _rows)
     of_topic = dict[str, Advice]()
     for piece in chain.from_iterable(part(case) for part in parts):

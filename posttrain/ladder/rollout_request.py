@@ -61,7 +61,6 @@ class PassRate:
     passed: float = 0.0
 
     def and_then(self, played: float, passed: float) -> PassRate:
-        """The sum of these counts and later ones."""
         return PassRate(self.played + played, self.passed + passed)
 
     def halved(self) -> PassRate:

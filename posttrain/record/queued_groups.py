@@ -40,7 +40,6 @@ class QueuedGroup:
     """Number of turns that the engine said for it."""
 
     def ended(self, group: Group, said: Gauge) -> QueuedGroup:
-        """The same of a group that has ended."""
         return replace(
             self,
             siblings=len(group.episodes),

@@ -214,7 +214,6 @@ class RuntimeObjects:
         return text
 
     def notes(self) -> tuple[ObjectNote, ...]:
-        """Returns the notes of the objects, which run.json records."""
         kinds = (("reward", self.rewards), ("environment", self.environments))
         notes = [ObjectNote.of(name, kind, thing) for kind, things in kinds for name, thing in things.items()]
         return (*notes, *(self._piece_note(name, cls) for name, cls in self.pieces.items()))
@@ -227,7 +226,6 @@ class RuntimeObjects:
         return replace(ObjectNote.of(name, "piece", cls), file=str(imported or ""), files=files)
 
     def write_data(self, folder: Path) -> None:
-        """Write the rows into a folder."""
         for digest, text in self.data.items():
             (folder / f"{digest}.jsonl").write_bytes(text.encode())
 

@@ -206,7 +206,6 @@ class Conversation(SeatConversation):
 
     @property
     def others(self) -> tuple[SeatTurn, ...]:
-        """The turns of the other seats, in order."""
         return tuple(self._spent.others)
 
     @property
@@ -285,7 +284,6 @@ class DemonstrationTalk:
         self.paid.append(Judged(source, 1.0, Verdict.value(score), end=self.spoken, paid=True))
 
     def spoken_upto(self, characters: int) -> int:
-        """Spoken tokens up to this character of the last turn's text, with those of all earlier turns."""
         return self._before + tokens_upto(self._dialogue, self._last, characters)
 
     def leave(self, state: Any) -> None:

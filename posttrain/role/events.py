@@ -237,7 +237,6 @@ class Observers:
         self._roles = None
 
     def emit(self, event: Event) -> None:
-        """Pass the event to every observer, in order."""
         for one in self._all:
             self._add(one.on_event(self._roles, event))
 

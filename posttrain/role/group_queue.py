@@ -267,7 +267,6 @@ class GroupQueue:
 
     @property
     def _ended(self) -> int:
-        """Groups that have ended and wait for their step."""
         return sum(a.group.done() for a in list(self._waiting))
 
     def row(self) -> RoleRow:
@@ -337,7 +336,6 @@ class GroupQueue:
         self._waiting.append(AskedGroup(task, visit, index, cursor, sampler.version, sampler, playing))
 
     def _play(self, task: Task, visit: int) -> tuple[MeteredSampler, asyncio.Future[Group]]:
-        """Begin a group, under the weights of now."""
         sampler = MeteredSampler(self.rollout.sampler)
         at = StepNumber(self.index, self.steps)
         rollout, request = replace(self.rollout, sampler=sampler), replace(self.request, at=at)

@@ -162,7 +162,6 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
 
 
 def _by_task(groups: Sequence[Group], of: Callable[[Group], np.ndarray]) -> list[np.ndarray]:
-    """The numbers of the answers to each task."""
     found: dict[str, list[np.ndarray]] = {}
     for g in groups:
         found.setdefault(g.task.asked, []).append(of(g))
@@ -175,7 +174,6 @@ def figures(group: Group) -> np.ndarray:
 
 
 def grades_of(groups: Sequence[Group]) -> Grades:
-    """Returns how the outcomes of these groups are to be read."""
     return Grades.each((e.figure, e.right) for g in groups for e in g.episodes)
 
 

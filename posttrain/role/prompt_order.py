@@ -59,14 +59,12 @@ class Prompts:
 
     @property
     def index(self) -> int:
-        """Index in the source of the task that was taken last."""
         return self._index
 
     def __iter__(self) -> Iterator[tuple[Task, int]]:
         return self
 
     def __next__(self) -> tuple[Task, int]:
-        """The next task with its visit number."""
         chosen = self.curriculum
         if chosen is None:
             return self._walk()

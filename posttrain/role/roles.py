@@ -99,7 +99,6 @@ class RoleCosts:
         self.peak.reset()
 
     def take(self) -> dict[str, float]:
-        """The seconds measured since the last call."""
         taken, self.seconds = self.seconds, {}
         return taken
 
@@ -217,7 +216,6 @@ class LabelRoles(StageRoles[StepLabeling]):
 
 
 def stream_of(stage: Stage) -> str:
-    """The name of the random stream of a stage's rollouts."""
     return f"train/{stage.name}"
 
 
@@ -249,7 +247,6 @@ class ReinforceRoles(StageRoles[Reinforce]):
 
     @property
     def stream(self) -> str:
-        """The name of the random stream of this stage's rollouts."""
         return stream_of(self.stage)
 
 

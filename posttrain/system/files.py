@@ -41,7 +41,6 @@ FULL = {
 
 
 def sync(path: Path) -> None:
-    """fsync a file or a directory."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -105,7 +104,6 @@ def disk_full_is_reported(what: Path, still_good: Callable[[], str]) -> Generato
 
 
 def digest(path: Path) -> str:
-    """blake2b of a file's bytes."""
     h = hashlib.blake2b(digest_size=32)
     with path.open("rb") as f:
         while block := f.read(1 << 20):

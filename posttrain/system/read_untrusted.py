@@ -85,7 +85,6 @@ def parse(data: bytes | str, place: str, error: type[PosttrainError]) -> Any:
 
 
 def parse_object(data: bytes | str, place: str, error: type[PosttrainError]) -> dict[str, Any]:
-    """JSON that is an object."""
     found = parse(data, place, error)
     if not isinstance(found, dict):
         raise error(f"{place} is damaged: an object is wanted there, and it holds {type(found).__name__}")

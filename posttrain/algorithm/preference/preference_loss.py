@@ -198,7 +198,6 @@ def _(term: Optimism, logp_M: Tensor, batch: Streams) -> Tensor:
 
 
 def completions(micro: Batch, l_M: Tensor) -> Completions:
-    """The completions of a batch, with a number for each token."""
     laid, device = layout(micro), l_M.device
     length_E, shared_E = (torch.as_tensor(x, device=device) for x in (laid.length_E, laid.shared_E))
     sequence_M = torch.as_tensor(micro.sequence_M, dtype=torch.int64, device=device)

@@ -192,13 +192,11 @@ class _Read:
         self.segment_M = torch.as_tensor(batch.segment_M, dtype=torch.int64, device=self.score_S.device)
 
     def first(self, stream: Stream) -> Tensor:
-        """The stream at the first token of each completion."""
         x_S = self.batch[stream][self._first_S]
         dtype = self.score_S.dtype if x_S.dtype.kind == "f" else torch.int64
         return torch.as_tensor(x_S, dtype=dtype, device=self.score_S.device)
 
     def each(self, stream: Stream) -> Tensor:
-        """The stream at every spoken token."""
         return torch.as_tensor(self.batch[stream], dtype=self.score_S.dtype, device=self.score_S.device)
 
     def units(self) -> list[Tensor]:

@@ -128,7 +128,6 @@ def _lines(
 
 
 def _scalar(value: Any) -> str:
-    """A scalar, or a list of scalars, on one line."""
     text = yaml.dump(_finite(value), Dumper=_Dumper, default_flow_style=True, width=math.inf, sort_keys=False)
     return text.removesuffix("...\n").strip()
 
@@ -156,7 +155,6 @@ def from_yaml(text: bytes | str, place: str) -> Run:
 
 
 def read_run(path: Path) -> Run:
-    """The run of a YAML file."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     return from_yaml(read_untrusted.read_bytes(path, LARGEST, ConfigError), str(path))

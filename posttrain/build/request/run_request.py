@@ -150,7 +150,6 @@ def started_again(options: RunOptions) -> bool:
 
 
 def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
-    """A recipe with its overrides."""
     if options.trust and not is_yaml(recipe):
         raise ConfigError(
             "--trust is about the folder or the file of a run that somebody else made: give it with --resume RUN, or"

@@ -145,7 +145,6 @@ class UserObjects:
     one that can have it."""
 
     def place(self, run: Run) -> tuple[Run, RuntimeObjects]:
-        """The run with these objects named in its tree, and the objects."""
         run, given = place(run, self.env, self.rewards, self.algorithm)
         for stage, (_, algorithm) in self.files.items():
             run = _with_algorithm(run, algorithm, stage)

@@ -117,7 +117,6 @@ def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: 
 
 
 def verdict_of(judge: RewardModelJudge, episode: Episode) -> Verdict | None:
-    """Returns the verdict of a judge on an episode; None where it was not asked."""
     return next((j.verdict for j in episode.verdicts if j.source == judge.name), None)
 
 

@@ -34,7 +34,6 @@ Text = Callable[[np.ndarray], str]
 
 
 def said(e: Episode) -> np.ndarray:
-    """The tokens that the policy said in an answer of one turn."""
     return e.segments[-1].ids[e.segments[-1].mask]
 
 

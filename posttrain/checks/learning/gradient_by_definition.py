@@ -53,7 +53,6 @@ Factor = tuple[np.ndarray, np.ndarray]
 
 
 def sums(x: np.ndarray, sequence: np.ndarray) -> np.ndarray:
-    """The sum over each token's episode."""
     return np.bincount(sequence, weights=x)[sequence]
 
 

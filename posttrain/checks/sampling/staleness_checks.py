@@ -202,7 +202,6 @@ def learned_before(replayed: Sequence[Group], learned: Mapping[str, tuple[str, i
 
 
 def name_of(g: Group) -> str:
-    """The name of a group in a stage."""
     return f"{g.task.id}/{g.visit}"
 
 
@@ -315,7 +314,6 @@ class ReplayCheck(Observer):
 
 
 def _ended(roles: ReinforceRoles) -> tuple[Group, ...]:
-    """The groups of the queue that have ended."""
     return roles.groups.queued()[1] if isinstance(roles.groups, GroupQueue) else ()
 
 

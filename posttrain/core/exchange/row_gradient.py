@@ -25,7 +25,6 @@ def joined(gradient: Any) -> Any:
 
 
 def whole(gradient: Any) -> Any:
-    """The gradient with a number for each of the weight's."""
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 

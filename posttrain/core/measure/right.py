@@ -35,7 +35,6 @@ class Right:
     """Whether the weights of the sources sum to 1, so that it may be full marks."""
 
     def of(self, outcome: float | None) -> bool:
-        """Returns whether an outcome is right."""
         return self.at is not None and outcome is not None and outcome >= self.at - SLACK * max(1.0, abs(self.at))
 
     def share(self, outcomes: Sequence[float] | np.ndarray) -> float:
@@ -112,7 +111,6 @@ class Grades:
         return min(0.0, self.low), max(1.0, self.high)
 
     def __or__(self, other: Grades) -> Grades:
-        """Returns the way to read the outcomes of both."""
         right = self.right if self.right.at is None else other.right
         low, high = min(self.low, other.low), max(self.high, other.high)
         return Grades(right, low, high, self.binary and other.binary)

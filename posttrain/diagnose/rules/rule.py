@@ -134,7 +134,6 @@ class Trend:
 
     @property
     def words(self) -> str:
-        """Its ends as text."""
         return f"{reward_text(self.before, self.error)} to {reward_text(self.after, self.error)}"
 
 

@@ -78,7 +78,6 @@ def importance(ratio: Ratio, anchor: str) -> str:
 
 
 def push(a: Algorithm) -> str:
-    """The push with its ratio written out."""
     rho = importance(a.ratio, _NAME[a.anchor])
     return rho if a.clip is None else f"{a.clip.words()};  rho = {rho}"
 

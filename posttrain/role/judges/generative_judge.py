@@ -95,15 +95,12 @@ class GenerativeJudge:
         ]
 
     async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of `work`, which runs in the judge's own thread."""
         return await self._thread.run(work)
 
     def close(self) -> None:
-        """Stop its thread."""
         self._thread.close()
 
     async def verdicts(self, episodes: Sequence[Episode]) -> list[Verdict]:
-        """One verdict about each episode of a group, in order."""
         asked = comparisons(len(episodes), self.judging.sides, self.rivals)
         votes = await together([self._votes(episodes, sides) for sides in asked])
         kept = [self.kept(each) for each in votes]
@@ -194,7 +191,6 @@ class GenerativeJudge:
 
     @staticmethod
     def _values(i: int, votes: Sequence[Vote], kept: Sequence[int]) -> list[float]:
-        """Returns the score that each counted vote gives answer i."""
         return [s for k in kept for side, s in zip(votes[k].sides, votes[k].scores or (), strict=True) if side == i]
 
     def _written(self, episodes: Sequence[Episode], i: int, votes: Sequence[Vote], kept: Sequence[int]) -> str:

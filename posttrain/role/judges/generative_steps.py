@@ -59,7 +59,6 @@ class GenerativeStepJudge:
         return self.verifier.judging.separator
 
     def close(self) -> None:
-        """Stop its thread."""
         self.verifier.close()
 
     async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
@@ -88,7 +87,6 @@ class GenerativeStepJudge:
         return self.ends.upto(said, step_ends(self.ends.text(said), self.separator)) if len(said) else ()
 
     def beginnings(self, e: Episode) -> list[str]:
-        """The answer up to the end of each step."""
         text = self.ends.text(_said(e))
         return [text[:end] for end in step_ends(text, self.separator)]
 

@@ -158,12 +158,10 @@ class Regenerator:
 
 
 def wrong_ones(group: Group) -> list[Episode]:
-    """The answers of a group that were judged wrong."""
     return [e for e in group.episodes if e.figure is not None and not e.right.of(e.figure)]
 
 
 def regenerated_gauges(answers: Sequence[RegeneratedAnswer]) -> Gauges:
-    """Gauges of where the first wrong steps are, what it cost to find them, and how many answers became right."""
     completions = {c for a in answers for own in a.asked.values() for c in own}
     return {
         "reject/right_steps": Gauge(sum(a.kept for a in answers), sum(len(a.ends) for a in answers)),

@@ -131,7 +131,6 @@ class StepJudge:
         return self.ends.upto(said, step_ends(self.ends.text(said), self.separator)) if len(said) else ()
 
     def given(self, ends: Sequence[int], scores: Sequence[float]) -> tuple[Judged, ...]:
-        """The verdicts of an episode from its steps' ends and scores."""
         return step_verdicts(self.name, self.reward, ends, scores, self.resolution)
 
     def _scores(self, read: Sequence[Segment]) -> list[np.ndarray]:
@@ -172,7 +171,6 @@ def step_verdicts(
 
 
 def paid_by(r: Reward) -> str:
-    """Says for people how the scores of steps are used."""
     what = {
         "score": "each step's score, read by algorithms that compare steps",
         "pay": "each step's score, paid at its end",

@@ -56,7 +56,6 @@ class Demonstrated:
 
 
 def together(ones: Sequence[Demonstrated]) -> Batch:
-    """A minibatch of demonstrations."""
     sequence = [i for i, d in enumerate(ones) for _ in d.segments]
     return imitated([s for d in ones for s in d.segments], sequence, np.concatenate([d.weight_M for d in ones]))
 

@@ -87,7 +87,6 @@ class Hints:
         return own
 
     def ids(self, task: Task, prompt: str | Sequence[Message]) -> np.ndarray:
-        """int32: a prompt of this task as tokens."""
         tools = task.tools or (self.rollout.environment.abilities.tools or (lambda _: ()))(task)
         return self.rollout.dialogue(task.id).see(prompt, tools)
 
@@ -102,7 +101,6 @@ def said(dialogue: Dialogue, e: Episode) -> str:
 
 
 def holds(prompt: str | Sequence[Message], text: str) -> bool:
-    """Returns whether a prompt has this text in it."""
     contents = [prompt] if isinstance(prompt, str) else [content_of(m["content"]) for m in prompt]
     return any(text in (c if isinstance(c, str) else "".join(part.text for part in c)) for c in contents)
 

@@ -78,7 +78,6 @@ class ReferenceScores:
         return np.concatenate([np.zeros(0, np.float32), *(x for x in found if x is not None)])
 
     def save(self, folder: Path) -> None:
-        """Write them as one file into a folder."""
         keys = list(self._by_digest)
         arrays = {
             "keys": np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), KEY).copy(),

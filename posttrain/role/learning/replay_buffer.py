@@ -67,7 +67,6 @@ class ReplayBuffer:
         self._gauges["replay/left_by_size"] = Gauge(left["size"], 1)
 
     def gauges(self) -> Gauges:
-        """Gauges of the last step."""
         return dict(self._gauges)
 
     def rows(self) -> tuple[QueuedGroup, ...]:

@@ -113,11 +113,9 @@ class SavedTensors:
         return torch.empty(size) if out is None else out
 
     def whole(self) -> dict[str, Tensor]:
-        """Every tensor."""
         return {name: self.tensor(name) for name in self.shapes}
 
     def tensor(self, name: str) -> Tensor:
-        """All of one tensor."""
         return self.box(name, (0,) * len(self.shapes[name]), self.shapes[name])
 
     def damaged(self, error: Exception) -> RunFolderError:
