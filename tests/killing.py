@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 
 from posttrain.api import main, session
-from posttrain.build.spawn_engines import EngineParts
-from posttrain.build.spawn_environments import EnvironmentParts
+from posttrain.build.spawn_engines import EngineParts, EnvironmentParts
 from posttrain.config.env import Reward
 from posttrain.config.run import Run
 from posttrain.core.ports import Attempt, Sampler

@@ -25,7 +25,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import load_policy
 from posttrain.engine.vllm.inprocess import VLLMEngine
-from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.role.sync import whole_tensors
 from posttrain.system.terminal_output import tell
 
 SIZES = {

@@ -21,8 +21,7 @@ from posttrain.build.distributed_run import lead_learner
 from posttrain.build.open_model import beside, make_optimizer, open_policy, own_learner
 from posttrain.build.request.branch import begun_with, run_source, same_base
 from posttrain.build.request.run_request import check_lengths
-from posttrain.build.spawn_engines import placed_engine
-from posttrain.build.spawn_environments import PlacedEnvironments, placed_environments
+from posttrain.build.spawn_engines import PlacedEnvironments, placed_engine, placed_environments
 from posttrain.config.engines import Embedded
 from posttrain.config.run import Run
 from posttrain.config.stages.stage import Stage, check_patterns
@@ -43,7 +42,7 @@ from posttrain.record.run_reader import run_file
 from posttrain.role.judges.generative_judge import GenerativeJudge
 from posttrain.role.judges.generative_steps import GenerativeStepJudge
 from posttrain.role.learning.logprob_tolerance import packed_text
-from posttrain.role.learning.reference_opponent import Opponent
+from posttrain.role.learning.reference_scores import Opponent
 from posttrain.role.memory_peaks import PeakMemory
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync, nothing_is_kept

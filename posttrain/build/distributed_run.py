@@ -20,8 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from posttrain import faults
 from posttrain.build.request.branch import run_source
 from posttrain.checks.learning.expert_checks import ExpertsCheck
-from posttrain.checks.learning.frozen_parameters import FrozenCheck
-from posttrain.checks.learning.gradient_and_update_checks import UpdateCheck
+from posttrain.checks.learning.gradient_and_update_checks import FrozenCheck, UpdateCheck
 from posttrain.checks.learning.precision_checks import ScaleCheck
 from posttrain.config.engines import VLLM
 from posttrain.config.placement import Local, Ray

@@ -27,8 +27,7 @@ from posttrain.role.judges.regenerate import Regenerator
 from posttrain.role.judges.step_completion import StepLabeler, TokenEnds
 from posttrain.role.learning.hinted_teacher import Hints
 from posttrain.role.learning.implicit_reward_model import ImplicitModel
-from posttrain.role.learning.reference_opponent import Opponent
-from posttrain.role.learning.reference_scores import ReferenceScores
+from posttrain.role.learning.reference_scores import Opponent, ReferenceScores
 from posttrain.role.learning.replay_buffer import ReplayBuffer
 from posttrain.role.memory_peaks import PeakMemory
 from posttrain.role.prompt_order import Prompts

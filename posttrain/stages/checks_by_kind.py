@@ -13,8 +13,7 @@ from posttrain.checks.judging.verdict_checks import EvaluationCheck, VerifierChe
 from posttrain.checks.learning.credit_checks import CreditCheck
 from posttrain.checks.learning.expert_balance_checks import BalanceCheck
 from posttrain.checks.learning.expert_checks import ExpertsCheck
-from posttrain.checks.learning.frozen_parameters import FrozenCheck
-from posttrain.checks.learning.gradient_and_update_checks import UpdateCheck
+from posttrain.checks.learning.gradient_and_update_checks import FrozenCheck, UpdateCheck
 from posttrain.checks.learning.hint_checks import HintCheck
 from posttrain.checks.learning.implicit_reward_checks import ImplicitCheck
 from posttrain.checks.learning.loss_checks import LossCheck
@@ -22,10 +21,9 @@ from posttrain.checks.learning.precision_checks import ScaleCheck, scale_was_che
 from posttrain.checks.live_rules import LiveRules, PhasePeaks
 from posttrain.checks.resume_checks import OptimizerResumeCheck, RestoreCheck, ResumeCheck
 from posttrain.checks.sampling.policy_change import ChangeGauges
-from posttrain.checks.sampling.probe_round import ProbeCheck
 from posttrain.checks.sampling.sampler_checks import SamplerCheck
 from posttrain.checks.sampling.sampler_draws import Bets, DrawsCheck
-from posttrain.checks.sampling.stale_logprobs import FreshCheck
+from posttrain.checks.sampling.stale_logprobs import FreshCheck, ProbeCheck
 from posttrain.checks.sampling.staleness_checks import AheadCheck, ReplayCheck
 from posttrain.checks.stage_history import StageHistory
 from posttrain.config.run import Reinforce, Supervised

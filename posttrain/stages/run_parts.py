@@ -19,7 +19,7 @@ from posttrain.record.run_folder import RunFolder
 from posttrain.role.events import Observers, RestoredEvent
 from posttrain.role.group_queue import GroupQueue
 from posttrain.role.heldout_evaluation import EvaluationReport, evaluate
-from posttrain.role.learning.reference_opponent import Opponent
+from posttrain.role.learning.reference_scores import Opponent
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 from posttrain.role.trainer import Trainer, WeightOptimizer

@@ -17,7 +17,7 @@ import pytest
 from posttrain.core.types import SampledTurn
 from posttrain.engine.vllm.spawn_server import SpawnedServer
 from posttrain.engine.vllm.vllm_server import VLLMServer
-from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.role.sync import whole_tensors
 from posttrain.system.errors import EndpointError, EngineError
 from posttrain.verifier.http_client import Endpoint, Patience
 from tests.conformance import subjects

@@ -13,7 +13,7 @@ import torch
 from posttrain.core.types import SampledTurn, Stop
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.role.learning.logprob_tolerance import LEAST
-from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.role.sync import whole_tensors
 from posttrain.system.errors import EngineError, InvariantError
 from tests.conformance.subjects import Subject, contract, segment
 

@@ -17,7 +17,7 @@ from posttrain.config.engines import VLLM
 from posttrain.config.placement import Processes
 from posttrain.core.types import SampledTurn
 from posttrain.engine.learner.learner import HFLearner
-from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.role.sync import whole_tensors
 from tests.conformance import subjects
 from tests.conformance.test_asked_ahead import ahead
 from tests.conformance.test_server_life import alive, left_in_memory, soon

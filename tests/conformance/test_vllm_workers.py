@@ -31,8 +31,7 @@ from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.vllm_server import VLLMServer
 from posttrain.record.run_reader import steps as read_steps
 from posttrain.role.learning.logprob_tolerance import LEAST, packed_text
-from posttrain.role.sync import Sync
-from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.role.sync import Sync, whole_tensors
 from posttrain.system.errors import EngineError, InvariantError
 from tests.conformance import subjects
 from tests.conformance.subjects import Subject, contract, segment

@@ -24,7 +24,7 @@ from posttrain.engine.learner.learner import FrozenScorer, HFLearner
 from posttrain.engine.model.policy_model import Policy, load_policy
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.ladder.policy_rows import LADDER
-from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.role.sync import whole_tensors
 from posttrain.system.errors import DataError, RunFolderError
 from tests.engine.engine_parts import ARCHS, packed, policy, segments, tiny
 

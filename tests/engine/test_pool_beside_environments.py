@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 from posttrain.build.build_environments import make_environment, own_environments
-from posttrain.build.spawn_environments import _sent, placed_environments
+from posttrain.build.spawn_engines import _sent, placed_environments
 from posttrain.config.env import Env, Reward
 from posttrain.config.placement import Local, Processes
 from posttrain.core.exchange.request_owner import RequestOwner, UnanswerableTurn, asked_for

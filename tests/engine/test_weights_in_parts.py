@@ -22,7 +22,7 @@ from posttrain.core.exchange.shards import Shard
 from posttrain.core.ports import Learner, Sampler
 from posttrain.ladder.policy_rows import GRPO
 from posttrain.record.run_reader import record_digest
-from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.role.sync import whole_tensors
 from posttrain.system.errors import InvariantError
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.checks.sampling import stale_logprobs, staleness_checks
-from posttrain.checks.sampling.probe_round import ProbeCheck
 from posttrain.checks.sampling.sampler_checks import said_by_these_weights
 from posttrain.checks.sampling.sampler_draws import Bets
+from posttrain.checks.sampling.stale_logprobs import ProbeCheck
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Gauge

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState, remember, steered
-from posttrain.checks.sampling.noise_band import noise_band
+from posttrain.checks.sampling.sampler_checks import noise_band
 from posttrain.config.run import Env
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.ports import Attempt

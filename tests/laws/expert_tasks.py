@@ -42,8 +42,8 @@ from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.joined_experts import JoinedExperts
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
+from posttrain.role.sync import whole_tensors
 from posttrain.role.trainer import Trainer
-from posttrain.role.weights.weight_transport import whole_tensors
 from posttrain.system.errors import PosttrainError
 from tests.engine.engine_parts import policy
 

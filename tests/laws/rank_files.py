@@ -20,7 +20,7 @@ from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.engine.parallel.sharded_load import RowFiles, blank_policy, read_rows
-from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.role.sync import whole_tensors
 from posttrain.system.errors import PosttrainError
 from tests.engine.engine_parts import policy
 

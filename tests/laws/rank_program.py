@@ -15,8 +15,8 @@ from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.ranks.process_ranks import joined
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
+from posttrain.role.sync import whole_tensors
 from posttrain.role.trainer import Trainer
-from posttrain.role.weights.weight_transport import whole_tensors
 
 
 def segment(ids: list[int], prompt: int) -> Segment:

@@ -26,8 +26,8 @@ from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.role import trainer as trainers
 from posttrain.role.events import DifferentiatedEvent, Observer, Observers
 from posttrain.role.learner_passes import Needs
+from posttrain.role.sync import whole_tensors
 from posttrain.role.trainer import NonFiniteGradient, Trainer
-from posttrain.role.weights.weight_transport import whole_tensors
 from posttrain.system.errors import InvariantError, PosttrainError
 
 CASE = Case("likelihood", 24)

@@ -37,7 +37,7 @@ from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
-from posttrain.role.weights.weight_transport import whole_tensors
+from posttrain.role.sync import whole_tensors
 from posttrain.system.errors import PosttrainError
 
 LORA, DORA = Lora(rank=4), Lora(rank=4, dora=True)

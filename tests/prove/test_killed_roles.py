@@ -61,7 +61,7 @@ def drawn_seed() -> int:
 
 @pytest.fixture(autouse=True)
 def environments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.build.spawn_environments.EnvironmentParts", CheckedEnvironmentParts)
+    monkeypatch.setattr("posttrain.build.spawn_engines.EnvironmentParts", CheckedEnvironmentParts)
 
 
 def processes(folder: Path, staleness: int, steps: int = 12, **how: Any) -> Run:

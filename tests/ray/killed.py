@@ -81,7 +81,7 @@ def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_bits(
             (started / f"{self.name.partition(' ')[0]}-{self.pid}").touch()
 
     monkeypatch.setattr(RayHost, "_known", tells)
-    monkeypatch.setattr("posttrain.build.spawn_environments.EnvironmentParts", CheckedEnvironmentParts)
+    monkeypatch.setattr("posttrain.build.spawn_engines.EnvironmentParts", CheckedEnvironmentParts)
     how = Ray(engines=2, environments=2, verifiers=True, deaths=KILLS + 2)
     run = checked(placed(how, 2, steps=12), tmp_path / "rewards")
     ended(tmp_path / "whole", replace(run, placement=Local()), NOBODY)

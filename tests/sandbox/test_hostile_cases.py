@@ -356,7 +356,7 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "engine/files/pretrained_files.py",
             "build/request/run_file.py",
             "build/spawn_engines.py",
-            "build/spawn_environments.py",
+            "build/spawn_engines.py",
             "build/distributed_run.py",
             "engine/pool/",
             "engine/parallel/ranks/signed_messages.py",

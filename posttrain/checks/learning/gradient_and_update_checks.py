@@ -12,7 +12,7 @@ import torch
 
 from posttrain.checks.learning.rank_gradient import DEAF, cotangent, silent_in_parts, silent_on_all_ranks
 from posttrain.checks.stage_history import due
-from posttrain.config.run import Optimizer
+from posttrain.config.stages.stage import Optimizer
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.ranks import ALONE, Ranks, joint_norm, of_every, of_one_copy
 from posttrain.core.exchange.row_gradient import held, number, place, square_sum
@@ -20,6 +20,7 @@ from posttrain.core.exchange.scores import ExpectedUpdate, Reads
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Learner
 from posttrain.core.streams import ADVANTAGE
+from posttrain.engine.files.fingerprint import fingerprints
 from posttrain.engine.learner.learner import HEADS
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
@@ -331,3 +332,49 @@ class UpdateCheck(Observer):
 def _carries(packed: PackedEvent) -> bool:
     """Returns whether a minibatch calls for an update: a policy's does if some credit in it is not 0."""
     return ADVANTAGE not in packed.batch or bool(np.any(packed.batch[ADVANTAGE]))
+
+
+def only_frozen_is_left_out(config: Optimizer, parameters: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+    """The optimizer updates every parameter that the settings do not freeze, and no other."""
+    frozen = {n for n in parameters if config.frozen(n)}
+    if moved := sorted(frozen & set(trained)):
+        raise InvariantError(
+            f"{len(moved)} of {len(frozen)} frozen parameters would be trained: {', '.join(moved[:5])}. The optimizer"
+            " was built with other settings than the stage's"
+        )
+    if lost := sorted(set(parameters) - frozen - set(trained)):
+        raise InvariantError(
+            f"{len(lost)} parameters would not be trained, and optimizer.freeze={','.join(config.freeze)} does not name"
+            f" them: {', '.join(lost[:5])}"
+        )
+
+
+def frozen_stays(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    """Frozen parameters have the digests that they had."""
+    if changed := [n for n, digest in before.items() if after.get(n) != digest]:
+        raise InvariantError(
+            f"{len(changed)} of {len(before)} frozen parameters moved: {', '.join(changed[:5])}. Something else than"
+            " the optimizer writes them, or it holds them although they are frozen"
+        )
+
+
+class FrozenCheck(Observer):
+    """Frozen parameters stay as they were at the beginning of the stage, bit for bit."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+
+    async def begin(self, roles: StageRoles[Any]) -> None:
+        if roles.stage.optimizer.freeze:
+            only_frozen_is_left_out(roles.stage.optimizer, roles.learner.parameters(), roles.trainer.trained())
+            self._digests = self._now(roles)
+
+    def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
+        if not self._digests or not isinstance(event, LearnedEvent) or not due(event.packed.index):
+            return None
+        of_every(roles.trainer.ranks, lambda: frozen_stays(self._digests, self._now(roles)))
+        return ObserverReport({"canary/frozen": Gauge(len(self._digests), 1)})
+
+    def _now(self, roles: StageRoles[Any]) -> dict[str, str]:
+        config = roles.stage.optimizer
+        return fingerprints((n, p) for n, p in roles.learner.parameters().items() if config.frozen(n))

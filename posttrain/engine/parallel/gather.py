@@ -42,7 +42,7 @@ def gathered(
 ) -> Iterator[Shard]:
     """The parts of all ranks on rank `to`; nothing on the others, which must read it to its end as well.
 
-    A part is valid until the next one is asked for, so copy what is kept (`role.weights.weight_transport.whole_tensors`
+    A part is valid until the next one is asked for, so copy what is kept (`role.sync.whole_tensors`
     does). A weight that comes in one part stays valid. One that every rank has whole comes once, from rank 0. Of copies
     of the weights the first is sent.
 

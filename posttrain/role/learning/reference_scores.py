@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from posttrain.core.batch import Packed
-from posttrain.core.types import Segment
+from posttrain.core.ports import Sampler
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import OPPOSED, SampledTurn, Segment
+from posttrain.role.sync import Sync
 from posttrain.system import files, read_untrusted
 from posttrain.system.errors import InvariantError, RunFolderError
 
@@ -122,3 +126,35 @@ class ReferenceScores:
             raise RunFolderError(f"{path} does not hold log-probs by digest. Remove {folder}, and --resume computes it")
         parts = np.split(logp, np.cumsum(lengths)[:-1]) if len(lengths) else []
         return ReferenceScores(reference, {k.tobytes(): x for k, x in zip(keys, parts, strict=True)})
+
+
+@dataclass(frozen=True)
+class OpponentSampler:
+    """A sampler whose tokens are marked as an opponent's. The rest of `core.ports.Sampler` is that of `engine`."""
+
+    engine: Sampler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
+        said = await self.engine.generate(ids, sampling, place)
+        return replace(said, version=np.full_like(said.version, OPPOSED))
+
+
+@dataclass(frozen=True)
+class Opponent:
+    """An opponent, and how it follows the policy."""
+
+    engine: Sampler
+    sync: Sync | None
+    """Pushes the policy's weights to it; None where it holds none of them (the reference alone)."""
+
+    @property
+    def sampler(self) -> Sampler:
+        return cast("Sampler", OpponentSampler(self.engine))
+
+    async def follow(self, version: int) -> None:
+        """Bring its weights of the policy up to `version`, with the checks of every push."""
+        if self.sync is not None:
+            await self.sync.follow(version)

@@ -115,7 +115,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "opponent_never_updated",
-    seam="posttrain.role.learning.reference_opponent:Opponent.follow",
+    seam="posttrain.role.learning.reference_scores:Opponent.follow",
     what="the policy in the opponent's mixture is the one that the stage began with",
     harm="the policy plays against its own past, which becomes ever easier",
     source="pain 4: a sync that leaves out the second engine",

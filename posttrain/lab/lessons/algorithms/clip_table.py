@@ -10,7 +10,7 @@ import torch
 from posttrain.algorithm.credit.value_estimates import gae
 from posttrain.algorithm.loss.push_factor import TrustInputs, push
 from posttrain.algorithm.loss.torch_streams import Streams
-from posttrain.checks.sampling.noise_band import noise_band
+from posttrain.checks.sampling.sampler_checks import noise_band
 from posttrain.core.streams import ADVANTAGE
 from posttrain.lab import lesson as lab
 from posttrain.ladder.algorithm import Algorithm
