@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from posttrain.system.errors import ConfigError
+from posttrain.system.errors import ConfigError, at_least
 from posttrain.system.hostile_callers import in_the_clear
 
 GIB = 1 << 30
@@ -94,8 +94,7 @@ class VLLM:
     def __post_init__(self) -> None:
         _positive("cache_gib", self.cache_gib)
         _positive("timeout", self.timeout)
-        if self.workers < 1:
-            raise ConfigError(f"engine.workers={self.workers}: must be >= 1")
+        at_least(self, "engine.", workers=1)
         if self.server and self.url is not None:
             raise ConfigError(
                 f"engine.server=true starts a server, and engine.url={self.url} names one that runs already: keep one"

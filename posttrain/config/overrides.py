@@ -154,31 +154,17 @@ def _env(env: Env | None, word: str) -> Env:
 
 def _model(model: Model, word: str) -> Model:
     """A model that is loaded has its own context; the recipe's `context` belongs to the model it would build."""
-    return (
-        model
-        if word == "none" and model.path is None
-        else replace(model, path=None if word == "none" else word, context=None)
-    )
+    path = None if word == "none" else word
+    return model if path is None and model.path is None else replace(model, path=path, context=None)
 
 
 def _algorithm(now: AnyAlgorithm, word: str) -> AnyAlgorithm:
     return named_algorithm(type(now), word)
 
 
-def _method(_: RejectionMethod, word: str) -> RejectionMethod:
-    return named_method(word)
-
-
-def _lora(_: Lora | None, word: str) -> Lora:
-    return Lora(rank=cast("int", read(int, word, "model.lora")))
-
-
-def _replay(_: Replay | None, word: str) -> Replay:
-    return Replay(size=cast("int", read(int, word, "replay")))
-
-
-def _regenerate(_: Regenerate | None, word: str) -> Regenerate:
-    return Regenerate(completions=cast("int", read(int, word, "method.regenerate")))
+def _number(kind: type, field: str, path: str) -> Callable[[Any, str], Any]:
+    """A group of settings that one whole number makes: that of `field`."""
+    return lambda _, word: kind(**{field: read(int, word, path)})
 
 
 def _optimizer(optimizer: Optimizer, word: str) -> Optimizer:
@@ -190,10 +176,10 @@ SHORT: dict[type, Callable[[Any, str], Any]] = {
     Model: _model,
     Algorithm: _algorithm,
     PreferenceAlgorithm: _algorithm,
-    RejectionMethod: _method,
-    Lora: _lora,
-    Replay: _replay,
-    Regenerate: _regenerate,
+    RejectionMethod: lambda _, word: named_method(word),
+    Lora: _number(Lora, "rank", "model.lora"),
+    Replay: _number(Replay, "size", "replay"),
+    Regenerate: _number(Regenerate, "completions", "method.regenerate"),
     Optimizer: _optimizer,
 }
 """Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`, `method=NAME`, `model.lora=RANK`,
@@ -219,10 +205,8 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
     if isinstance(current, tuple):
         return _elements(declared, cast("tuple[Any, ...]", current), node, path)
     part = next(iter(node.parts))
-    if (
-        current is None
-        and (begun := next((BEGUN[m] for m in dataclass_json.members(declared) if m in BEGUN), None)) is not None
-    ):
+    begun = next((BEGUN[m] for m in dataclass_json.members(declared) if m in BEGUN), None)
+    if current is None and begun is not None:
         return _fields(declared, begun, node, path)
     if current is None and Env in dataclass_json.members(declared):
         raise ConfigError(
@@ -262,11 +246,8 @@ def _fields(declared: Any, current: Any, node: Node, path: str) -> Any:
                 f"{dot}{name}: the recipe decides this; start another recipe, or address a stage by its name"
             )
         if name not in known:
-            others = [
-                tag.lower()
-                for tag, kind in dataclass_json.pieces(declared).items()
-                if name in dataclass_json.hints(kind)
-            ]
+            alternatives = dataclass_json.pieces(declared).items()
+            others = [tag.lower() for tag, kind in alternatives if name in dataclass_json.hints(kind)]
             there = our_name(name) or nearest(name, known)
             if issubclass(cls, Env) and name.endswith("_column"):
                 there = f"columns of your rows are renamed by {dot}args.{name}"
@@ -358,14 +339,8 @@ def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
         item = dataclass_json.tuple_item(declared)
         found = dataclass_json.pieces(declared if item is None else item)
         if short or not found or item is not None or dataclass_json.is_union(declared):
-            yield (
-                here,
-                (
-                    ("text, or none" if type(None) in dataclass_json.members(declared) else "text")
-                    if short
-                    else dataclass_json.describe(declared)
-                ),
-            )
+            text = "text, or none" if type(None) in dataclass_json.members(declared) else "text"
+            yield here, text if short else dataclass_json.describe(declared)
         if dataclass_json.mapping_item(declared) is not None:
             yield f"{here}.NAME", dataclass_json.describe(dataclass_json.mapping_item(declared))
         for piece, sub in found.items():

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from posttrain.config.engines import Embedded, Engine
-from posttrain.system.errors import ConfigError
+from posttrain.system.errors import ConfigError, at_least
 from posttrain.system.machine import cores
 
 
@@ -46,9 +46,7 @@ class Processes:
     learner's verifiers. 0: episodes are played in the learner's process."""
 
     def __post_init__(self) -> None:
-        for name, least in (("engines", 1), ("cores", 0), ("deaths", 1), ("environments", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"placement.{name}={getattr(self, name)}: must be >= {least}")
+        at_least(self, "placement.", engines=1, cores=0, deaths=1, environments=0)
         if self.folder is not None and self.transport != "file":
             raise ConfigError(
                 f"placement.folder={self.folder}: only placement.transport=file writes into a folder. Leave it out"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +26,7 @@ from posttrain.config.stages.reinforce import Reinforce as Reinforce
 from posttrain.config.stages.stage import LearnsRows, Stage, offered, refusals
 from posttrain.config.stages.stage import Optimizer as Optimizer
 from posttrain.core.conversation import Turns
-from posttrain.system.errors import ConfigError
+from posttrain.system.errors import ConfigError, at_least
 
 NAME = re.compile(r"\w[\w-]{0,63}")
 """Pattern of a stage's name."""
@@ -146,9 +147,8 @@ class Model:
                 f"model.router_replay={self.router_replay}, and {self.arch} has no router: set model.arch to"
                 f" {' or '.join(MIXTURES)}, or model.router_replay=none"
             )
-        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "experts", "experts_per_token", "context"):
-            if (size := getattr(self, name)) is not None and size < 1:
-                raise ConfigError(f"model.{name}={size}: must be >= 1")
+        sizes = ("hidden", "layers", "heads", "kv_heads", "ffn", "experts", "experts_per_token", "context")
+        at_least(self, "model.", **dict.fromkeys(sizes, 1))
         if self.hidden % self.heads:
             raise ConfigError(
                 f"model.hidden={self.hidden} cannot be split over model.heads={self.heads}: use a multiple of"
@@ -222,8 +222,7 @@ class Evaluation:
     """Also score one greedy answer per prompt."""
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ConfigError(f"evaluation.samples={self.samples}: must be >= 1")
+        at_least(self, "evaluation.", samples=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,26 +267,13 @@ class Run:
     worthless, so it only starts with --allow-fault. None: no bug."""
 
     def __post_init__(self) -> None:
-        for name, least in (("slots", 1), ("threads", 0), ("keep_checkpoints", 1), ("log_completions", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be >= {least}")
+        at_least(self, "", slots=1, threads=0, keep_checkpoints=1, log_completions=0)
         if self.log_completions and not (self.record_episodes and self.trackers):
             raise ConfigError(
                 f"log_completions={self.log_completions}: they are read from the run's record and go to trackers; set"
                 " trackers=wandb (or another one), and leave record_episodes as it is"
             )
-        ahead = next((s.name for s in self.stages if isinstance(s, Reinforce) and s.staleness), "")
-        for why in engine_refusals(
-            self.engine, self.model.kernels, self.model.lora is not None, self.deterministic, self.exact, ahead
-        ):
-            raise ConfigError(why)
-        if why := placement_refusals(self.placement, self.engine):
-            raise ConfigError(why)
-        for stage in [s.name for s in self.stages if isinstance(s, Reinforce) and s.unfinished == "pause"]:
-            for why in pause_refusals(stage, self.engine, isinstance(self.placement, Local), self.deterministic):
-                raise ConfigError(why)
-        balanced = next((s.name for s in self.stages if isinstance(s, Reinforce) and s.router_aux_loss_coef), "")
-        for why in router_refusals(self.model.router_replay, balanced, isinstance(self.engine, Embedded)):
+        for why in self._refusals():
             raise ConfigError(why)
         if not isinstance(self.engine, Embedded):
             check_served_elsewhere(self.model.lora, self.model.quantize)
@@ -312,6 +298,20 @@ class Run:
             )
         for why in refusals(self.stages):
             raise ConfigError(why)
+
+    def _refusals(self) -> Iterator[str]:
+        """Yields a message about each thing that engine, placement and stages cannot do together."""
+        model, engine = self.model, self.engine
+        rl = [s for s in self.stages if isinstance(s, Reinforce)]
+        ahead = next((s.name for s in rl if s.staleness), "")
+        lora = model.lora is not None
+        yield from engine_refusals(engine, model.kernels, lora, self.deterministic, self.exact, ahead)
+        if why := placement_refusals(self.placement, engine):
+            yield why
+        for stage in [s.name for s in rl if s.unfinished == "pause"]:
+            yield from pause_refusals(stage, engine, isinstance(self.placement, Local), self.deterministic)
+        balanced = next((s.name for s in rl if s.router_aux_loss_coef), "")
+        yield from router_refusals(model.router_replay, balanced, isinstance(engine, Embedded))
 
     def stage(self, name: str) -> Stage:
         return next(s for s in self.stages if s.name == name)

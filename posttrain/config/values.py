@@ -75,13 +75,8 @@ def _scalar(kind: Any, word: str) -> Any:
     if kind in (int, float):
         try:
             number = float(word)
-            whole = (
-                int(word)
-                if word.lstrip("+-").isdigit()
-                else int(number)
-                if number.is_integer() and "e" in word.lower()
-                else None
-            )
+            written = int(number) if number.is_integer() and "e" in word.lower() else None
+            whole = int(word) if word.lstrip("+-").isdigit() else written
         except (ValueError, OverflowError):
             return _NotAValue()
         if kind is int:
@@ -107,11 +102,8 @@ def _piece(pieces: dict[str, type], declared: Any, word: str, path: str) -> Any:
 
 
 def _refuse(declared: Any, word: str, path: str) -> ConfigError:
-    valid = [str(v) for v in dataclass_json.choices(declared)]
-    if valid:
-        return ConfigError(
-            f"{path}={word}: "
-            + nearest(word, valid + (["none"] if type(None) in dataclass_json.members(declared) else []))
-        )
+    if valid := [str(v) for v in dataclass_json.choices(declared)]:
+        none = ["none"] if type(None) in dataclass_json.members(declared) else []
+        return ConfigError(f"{path}={word}: {nearest(word, valid + none)}")
     close = f"; did you mean '{word.lower()}'?" if word.lower() in _BOOLS or word.lower() == "none" else ""
     return ConfigError(f"{path}={word}: expected {dataclass_json.describe(declared)}{close}")

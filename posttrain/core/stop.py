@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from posttrain.system.errors import ConfigError
+from posttrain.system.errors import ConfigError, at_least
 
 
 class Stop(StrEnum):
@@ -64,9 +64,7 @@ class EpisodeLimits:
         for name in ("turns", "tokens", "seconds"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigError(f"env.limits.{name}={value}: must be > 0, or none for no limit")
-        for name, least in (("tool_seconds", 0.001), ("tool_timeouts", 1), ("observation", 20)):
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"env.limits.{name}={getattr(self, name)}: must be >= {least}")
+        at_least(self, "env.limits.", tool_seconds=0.001, tool_timeouts=1, observation=20)
 
 
 @dataclass(frozen=True)

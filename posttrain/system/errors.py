@@ -91,6 +91,14 @@ def closest(name: str, valid: Iterable[str]) -> str | None:
     return by_word[found[0]] if found else None
 
 
+def at_least(owner: object, path: str, **least: float) -> None:
+    """ConfigError for the first of these fields of `owner` whose value is smaller than it may be; None passes. `path`
+    stands before the name in the message."""
+    for name, bound in least.items():
+        if (value := getattr(owner, name)) is not None and not value >= bound:
+            raise ConfigError(f"{path}{name}={value}: must be >= {bound}")
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The end of an 'unknown name' message: the nearest valid name where one is close, then all of them.
 

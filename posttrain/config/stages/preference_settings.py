@@ -9,7 +9,7 @@ from posttrain.config.stages.stage import LearnsRows, Optimizer, Stage
 from posttrain.core.sampling import Sampling
 from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.ladder.preference_rows import DPO, OAIF
-from posttrain.system.errors import ConfigError
+from posttrain.system.errors import ConfigError, at_least
 
 if TYPE_CHECKING:
     from posttrain.core.judgements import Kind
@@ -89,8 +89,7 @@ class OnlinePreference(Stage):
     def __post_init__(self) -> None:
         super().__post_init__()
         a = self.algorithm
-        if self.prompts < 1:
-            raise ConfigError(f"{self.name}.prompts={self.prompts}: must be >= 1")
+        at_least(self, f"{self.name}.", prompts=1)
         if not a.online:
             raise ConfigError(
                 f"{self.name}.algorithm={a.name} learns from given judgements, and this stage samples its own. Set"

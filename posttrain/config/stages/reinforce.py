@@ -9,7 +9,7 @@ from posttrain.config.stages.stage import Optimizer, Stage, offered
 from posttrain.core.sampling import Sampling
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.ladder.policy_rows import GRPO
-from posttrain.system.errors import ConfigError
+from posttrain.system.errors import ConfigError, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +98,7 @@ class Reinforce(Stage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("prompts", "siblings", "minibatches", "epochs", "refill"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{self.name}.{name}={getattr(self, name)}: must be >= 1")
+        at_least(self, f"{self.name}.", prompts=1, siblings=1, minibatches=1, epochs=1, refill=1)
         if self.prompts % self.minibatches:
             raise ConfigError(
                 f"{self.name}: prompts={self.prompts} cannot be cut into minibatches={self.minibatches} of whole"

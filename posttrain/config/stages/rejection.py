@@ -14,7 +14,7 @@ from posttrain.config.stages.keep_rule import Best, Keep, Passing, Rising, TopSh
 from posttrain.config.stages.stage import Optimizer, Stage, offered
 from posttrain.core.conversation import Turns
 from posttrain.core.sampling import Sampling
-from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.errors import ConfigError, at_least, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,7 @@ class Regenerate:
     """The score below which a step is wrong, where scores find it."""
 
     def __post_init__(self) -> None:
-        if self.completions < 1:
-            raise ConfigError(f"method.regenerate.completions={self.completions}: must be >= 1")
+        at_least(self, "method.regenerate.", completions=1)
         if not self.separator:
             raise ConfigError(
                 "method.regenerate.separator is empty: give the text that ends a step, such as ';' or a line's end"
@@ -75,8 +74,7 @@ class RejectionMethod:
     def __post_init__(self) -> None:
         if self.most is not None and self.most < 1:
             raise ConfigError(f"method.most={self.most}: must be >= 1, or none for no limit")
-        if self.improvements < 1:
-            raise ConfigError(f"method.improvements={self.improvements}: must be >= 1")
+        at_least(self, "method.", improvements=1)
         if self.rationalise and not isinstance(self.keep, Passing):
             raise ConfigError(
                 f"method.rationalise=true asks again where no completion reaches a threshold, and"
@@ -164,9 +162,7 @@ class Rejection(Stage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("prompts", "siblings", "batch", "epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{self.name}.{name}={getattr(self, name)}: must be >= 1")
+        at_least(self, f"{self.name}.", prompts=1, siblings=1, batch=1, epochs=1)
         if self.rounds is not None and self.rounds < 1:
             raise ConfigError(f"{self.name}.rounds={self.rounds}: must be >= 1, or none")
         if not 0 <= self.general < 1:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from posttrain.config.env import Env
 from posttrain.core.sampling import Sampling
-from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.errors import ConfigError, at_least, nearest
 from posttrain.system.subclass_registry import Open
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ class Optimizer:
             raise ConfigError("optimizer.freeze: an empty pattern fits nothing; leave it out")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError(f"optimizer.ema={self.ema:g}: a decay in (0, 1), such as 0.99, or none")
-        if self.skips < 0:
-            raise ConfigError(f"optimizer.skips={self.skips}: must be >= 0")
+        at_least(self, "optimizer.", skips=0)
 
     def _check_schedule(self) -> None:
         if self.schedule == "constant" and self.horizon is not None:
@@ -216,9 +215,7 @@ class Stage(Open, begin=True):
     checkpoints of its own: after a kill it starts from its beginning."""
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("micro_tokens", 1), ("eval_every", 0), ("checkpoint_every", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{self.name}.{name}={getattr(self, name)}: must be >= {least}")
+        at_least(self, f"{self.name}.", steps=1, micro_tokens=1, eval_every=0, checkpoint_every=0)
         if self.wall_time is not None and not self.wall_time > 0:
             raise ConfigError(f"{self.name}.wall_time={self.wall_time:g}: must be > 0 seconds, or none")
         if self.wall_time is not None and self.time_of is not None:
@@ -324,8 +321,7 @@ class LearnsRows(Stage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch < 1:
-            raise ConfigError(f"{self.name}.batch={self.batch}: must be >= 1")
+        at_least(self, f"{self.name}.", batch=1)
         if self.epochs is not None and not 0 < self.epochs < math.inf:
             raise ConfigError(f"{self.name}.epochs={self.epochs:g}: must be > 0, or none")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from posttrain.config.stages.stage import Stage
 from posttrain.core.sampling import Sampling
-from posttrain.system.errors import ConfigError
+from posttrain.system.errors import ConfigError, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,7 @@ class StepLabeling(Stage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("completions", "prover", "prompts", "siblings"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{self.name}.{name}={getattr(self, name)}: must be >= 1")
+        at_least(self, f"{self.name}.", completions=1, prover=1, prompts=1, siblings=1)
         if self.prover > self.completions:
             raise ConfigError(
                 f"{self.name}.prover={self.prover}: the best of {self.prover} is told from as many completions at"
