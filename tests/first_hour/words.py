@@ -58,7 +58,7 @@ EXEMPT = (
     Exempt("*", r"torchrun .*\btests/", CHECKOUT),
     Exempt("*", r"torchrun .*--nnodes\b", "needs two machines; tests/prove/test_rank_runs.py has two on loopback"),
     Exempt("*", r".*\bplacement=ray .*placement\.address=", "needs a Ray cluster of several machines"),
-    Exempt("*", r"(python|python3) -m scripts\.site\.", WRITES),
+    Exempt("*", r"(python|python3) -m scripts\.(site|pages)\.", WRITES),
     Exempt("*", r"(python|python3) (-m )?benchmarks[./]", MEASURES),
     Exempt("*", r"(python|python3) -m venv", "the environment is there"),
     Exempt("*", r"(python|python3) -m posttrain\.engine\.vllm\.", "needs vLLM, which has an environment of its own"),
