@@ -150,18 +150,8 @@ def _complete(name: str, cls: type[SingleTurn]) -> None:
         )
 
 
-OPTIONAL = (
-    "knows_gold",
-    "vouches_for_gold",
-    "paraphrases",
-    "pays_parts",
-    "contained",
-    "styles",
-    "demonstrate",
-    "steps",
-    "judgements",
-    "abilities",
-)
+_OPTIONAL = "knows_gold vouches_for_gold paraphrases pays_parts contained styles demonstrate steps judgements abilities"
+OPTIONAL = _OPTIONAL.split()
 """Members that a subclass of `SingleTurn` may define. A misspelt one is an error, as nothing would read it."""
 
 

@@ -1,13 +1,15 @@
-"""Limits on callers of the server: in total, per address, and in time."""
+"""Limits on callers of the server: in total, per address and in time; and on what they can cause in its log."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from posttrain.system.errors import ConfigError, nearest
-from posttrain.system.hostile_callers import loopback
+from posttrain.system.hostile_callers import LogRateLimit, loopback
 
 MIB = 1 << 20
 SPARE_FILES = 128
@@ -108,3 +110,22 @@ def check_address(host: str, token: str | None) -> None:
             f"--host {host} is reached from other machines, and --no-token would serve everybody: leave --no-token out,"
             " or listen on 127.0.0.1"
         )
+
+
+LOG = logging.getLogger("posttrain.serve")
+"""The server's own logger."""
+LOGGERS = (LOG, logging.getLogger("asyncio"), logging.getLogger("aiohttp.server"))
+"""Loggers whose lines callers can cause."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Limit the rate of each of `LOGGERS` inside the block."""
+    kept = [(log, LogRateLimit()) for log in LOGGERS]
+    for log, rate in kept:
+        log.addFilter(rate)
+    try:
+        yield
+    finally:
+        for log, rate in kept:
+            log.removeFilter(rate)

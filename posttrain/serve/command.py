@@ -167,7 +167,7 @@ def make_served(
     from posttrain.environment.templates.renderer import Renderer
     from posttrain.role.weights.saved_weights import load_weights
     from posttrain.serve.detokenize import TokenText
-    from posttrain.serve.served_model import ServedModel
+    from posttrain.serve.intake import ServedModel
 
     use_threads(run.threads)
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))

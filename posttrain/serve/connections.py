@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from posttrain.serve.caller_limits import CallerLimits, most_connections
-from posttrain.serve.limited_log import LOG
+from posttrain.serve.caller_limits import LOG, CallerLimits, most_connections
 from posttrain.serve.refusal import Refusal, answer
 from posttrain.system.hostile_callers import network
 
@@ -248,22 +247,14 @@ class Listener:
             if self._count[address] < self.limits.per_address or self._make_room(address):
                 self._admit(wire, address)
             else:
-                LOG.warning(
-                    "%s has %d connections, all being answered or just begun: a further one was refused",
-                    address,
-                    self._count[address],
-                )
+                said = "%s has %d connections, all being answered or just begun: a further one was refused"
+                LOG.warning(said, address, self._count[address])
                 refuse(wire)
 
     def _admit(self, wire: socket.socket, address: str) -> None:
         wire.setblocking(False)
-        how = {
-            "access_log": None,
-            "keepalive_timeout": self.limits.idle_seconds,
-            "lingering_time": LINGER,
-            "auto_decompress": False,
-        }
-        connection = Connection(self, address, wire, loop=self._loop, **how)
+        how = {"access_log": None, "lingering_time": LINGER, "auto_decompress": False}
+        connection = Connection(self, address, wire, loop=self._loop, keepalive_timeout=self.limits.idle_seconds, **how)
         self._held[connection] = None
         self._count[address] += 1
         self.changed(connection)
@@ -313,12 +304,9 @@ async def bind(host: str, port: int) -> list[socket.socket]:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     failed: OSError | None = None
     for family, kind, proto, _, address in dict.fromkeys(found):
+        chosen = port or (made[0].getsockname()[1] if made else 0)
         try:
-            made.append(
-                _listening(
-                    family, kind, proto, (address[0], port or (made[0].getsockname()[1] if made else 0), *address[2:])
-                )
-            )
+            made.append(_listening(family, kind, proto, (address[0], chosen, *address[2:])))
         except OSError as error:
             failed = error
             if error.errno == errno.EADDRINUSE:

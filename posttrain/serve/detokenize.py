@@ -50,11 +50,7 @@ class TokenText:
             return bytes(_byte_of()[c] for c in piece)
         if self._fallback and (byte := _BYTE.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
-        return (
-            piece.replace(_SPACE, " ").encode()
-            if self._spaces
-            else self._backend.decode([token], skip_special_tokens=False).encode()
-        )
+        return piece.replace(_SPACE, " ").encode() if self._spaces else self.text([token]).encode()
 
 
 @cache
@@ -81,10 +77,7 @@ class Decoder:
     def add(self, token: int) -> str:
         """The text that this token completes; '' while a character is incomplete."""
         self._ids.append(token)
-        before, now = (
-            self._words.text(self._ids[self._window : self._read]),
-            self._words.text(self._ids[self._window :]),
-        )
+        before, now = self._around()
         if now.endswith(HALF) or len(now) <= len(before):
             return ""
         piece = now[len(before) :]
@@ -97,11 +90,13 @@ class Decoder:
         whole = self._words.text(self._ids)
         if whole.startswith(self._said):
             return whole[len(self._said) :]
-        before, now = (
-            self._words.text(self._ids[self._window : self._read]),
-            self._words.text(self._ids[self._window :]),
-        )
+        before, now = self._around()
         return now[len(before) :]
+
+    def _around(self) -> tuple[str, str]:
+        """The text of the window without and with what came last."""
+        window = self._ids[self._window :]
+        return self._words.text(window[: self._read - self._window]), self._words.text(window)
 
 
 class Stops:

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -18,14 +19,35 @@ import numpy as np
 from aiohttp import web
 
 from posttrain.core.content import shown
+from posttrain.core.ports import Sampler
 from posttrain.core.types import Message
 from posttrain.environment.templates.chat_template import WEATHER
+from posttrain.environment.templates.renderer import Renderer
 from posttrain.serve.caller_limits import CallerLimits
+from posttrain.serve.detokenize import TokenText
 from posttrain.serve.protocol import ChatRequest, GenerationRequest, read
 from posttrain.serve.refusal import Refusal
-from posttrain.serve.served_model import ServedModel
 from posttrain.system.errors import PosttrainError
 from posttrain.verifier.calling import FORMATS
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A served model with its engine, tokenizer and token."""
+
+    sampler: Sampler
+    renderer: Renderer
+    words: TokenText
+    vocabulary: int
+    """Number of ids that the model has embeddings for."""
+    name: str
+    root: str
+    """The target that the model was loaded from."""
+    fingerprint: str
+    token: str | None
+    """The token callers must send; None: every caller on this machine is served."""
+    created: int
+
 
 SMALL = 64 << 10
 """Most bytes of a small request; larger ones are parsed one at a time."""
@@ -104,12 +126,8 @@ class Intake:
     def known(self, name: str) -> None:
         """Refuse a model that is not served here."""
         if name != self.served.name:
-            raise Refusal(
-                f"there is no model {name!r} here, only {self.served.name!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+            said = f"there is no model {name!r} here, only {self.served.name!r}"
+            raise Refusal(said, status=404, param="model", code="model_not_found")
 
     async def _body(self, request: web.Request) -> bytes:
         """Read the whole body, within its time limit. Its bytes count as held until `_release`."""
@@ -212,22 +230,15 @@ class Intake:
     def _short(self, size: int, param: str) -> None:
         """Refuse a text that is too long by its bytes, before it is tokenized."""
         if size > self._most:
-            most, context = self._most, self.served.sampler.context
-            raise Refusal(
-                f"{param}: {size:,} bytes leave no room to answer in a context of {context} tokens, which {most:,}"
-                " bytes fill at the least; shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
+            self._full(param, f"{size:,} bytes", f" tokens, which {self._most:,} bytes fill at the least")
 
     def _room(self, length: int, param: str, what: str = "tokens") -> None:
-        context = self.served.sampler.context
-        if length >= context:
-            raise Refusal(
-                f"{param}: {length} {what} leave no room to answer in a context of {context}; shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
+        if length >= self.served.sampler.context:
+            self._full(param, f"{length} {what}")
+
+    def _full(self, param: str, what: str, more: str = "") -> NoReturn:
+        said = f"{param}: {what} leave no room to answer in a context of {self.served.sampler.context}{more}"
+        raise Refusal(f"{said}; shorten it", param=param, code="context_length_exceeded")
 
 
 def _size(message: Message) -> int:

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from posttrain.serve.caller_limits import CallerLimits, check_address, most_connections
+from posttrain.serve.caller_limits import CallerLimits, check_address, most_connections, quiet
 from posttrain.serve.connections import Listener, bind
-from posttrain.serve.limited_log import quiet
+from posttrain.serve.intake import ServedModel
 from posttrain.serve.routes import Server
-from posttrain.serve.served_model import ServedModel
 from posttrain.system.errors import ConfigError
 from posttrain.system.hostile_callers import loopback, raise_file_limit
 
@@ -72,11 +71,10 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
 
 @dataclass
 class Ending:
-    """The first signal that arrived; `again` is set after a second one."""
+    """The first signal that arrived."""
 
     first: asyncio.Event
     number: int = 0
-    again: bool = False
 
 
 @contextmanager
@@ -87,7 +85,6 @@ def signals(cut: Callable[[], None]) -> Iterator[Ending]:
 
     def came(number: int) -> None:
         if ending.number:
-            ending.again = True
             cut()
         ending.number = ending.number or number
         ending.first.set()
@@ -137,12 +134,9 @@ async def serve(
 def capacity(limits: CallerLimits, files: int) -> str:
     """The banner's line about how many callers are served at once."""
     most = most_connections(limits)
-    few = (
-        f"; fewer than --limit connections={limits.connections}, as this process may open {files:,} files"
-        if most < limits.connections
-        else ""
-    )
-    return f"callers: {most:,} connections at once, {min(most, limits.per_address):,} from one address{few}"
+    few = f"; fewer than --limit connections={limits.connections}, as this process may open {files:,} files"
+    said = f"callers: {most:,} connections at once, {min(most, limits.per_address):,} from one address"
+    return said + few * (most < limits.connections)
 
 
 def banner(
@@ -166,11 +160,7 @@ def banner(
             f"note: {host} is reached from other machines, and plain HTTP shows them token and texts; put TLS in front"
             " of it"
         )
-    where = (
-        url
-        if loopback(host) or host not in ("0.0.0.0", "::")
-        else url.replace(host, "127.0.0.1").replace("[127.0.0.1]", "127.0.0.1")
-    )
+    where = url.replace(f"[{host}]", "127.0.0.1").replace(host, "127.0.0.1") if host in ("0.0.0.0", "::") else url
     header = f"'Authorization: Bearer {served.token}'" if token_env is None else f'"Authorization: Bearer ${token_env}"'
     auth = f"-H {header} " if served.token else ""
     what = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}

@@ -10,14 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from posttrain.core.content import Content, content_of, unread
 from posttrain.core.sampling import LARGEST, Sampling
 from posttrain.core.types import Message
 from posttrain.serve.refusal import Refusal
-from posttrain.serve.response_format import ResponseFormat
-from posttrain.serve.tool_fields import MOST_TOOLS, PastCall, ToolRequest, given_fields, past_calls
+from posttrain.serve.response_format import STRICT, ResponseFormat
+from posttrain.serve.served_tools import MOST_TOOLS, PastCall, ToolRequest, given_fields
 from posttrain.system.errors import DataError, nearest
 
 MOST_CHOICES = 1024
@@ -36,7 +36,7 @@ Tokens = list[int]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = STRICT
 
     @model_validator(mode="before")
     @classmethod
@@ -146,11 +146,7 @@ def _prompt(prompt: Any) -> Any:
     """A string, token ids, or a list of either, as a list of prompts."""
     if isinstance(prompt, str) or _ids(prompt):
         return [prompt]
-    if (
-        isinstance(prompt, list)
-        and prompt
-        and (all(isinstance(p, str) for p in prompt) or all(_ids(p) for p in prompt))
-    ):
+    if isinstance(prompt, list) and prompt and (all(isinstance(p, str) for p in prompt) or all(map(_ids, prompt))):
         return prompt
     raise ValueError(
         "prompt must be a string, a list of token ids, or a non-empty list of strings or of lists of token ids"
@@ -218,7 +214,7 @@ class ChatMessage(_Strict):
         if self.name is not None:
             message["name"] = self.name
         if self.tool_calls:
-            message["tool_calls"] = past_calls(self.tool_calls, arguments_as_text)
+            message["tool_calls"] = [c.plain(arguments_as_text) for c in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message
@@ -254,13 +250,7 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "frequency_penalty": ((0,), "the log-prob contract has none"),
     "best_of": ((1,), "ask for n answers and choose among them"),
     "echo": ((False,), "completions ask for the prompt's log-probs with prompt_logprobs=0"),
-    "bad_words": (
-        ([],),
-        (
-            "a word has many spellings in tokens. Ban tokens with logit_bias={id: -100}, or name others in"
-            " allowed_token_ids"
-        ),
-    ),
+    "bad_words": (([],), "a word has many spellings in tokens. Ban tokens with logit_bias={id: -100}"),
     "suffix": (("",), "text is only written at the end"),
     "tools": (([],), "tools belong to /v1/chat/completions"),
     "tool_choice": (("none",), "tools belong to /v1/chat/completions"),

@@ -26,31 +26,16 @@ class Refusal(Exception):
 
     def body(self) -> dict[str, Any]:
         """`{"error": {...}}`."""
-        return {
-            "error": {
-                "message": str(self),
-                "type": _TYPES.get(self.status, _rest(self.status)),
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def bytes(self) -> bytes:
         """The whole HTTP answer; the connection is closed after it."""
         body = json.dumps(self.body()).encode()
-        headers = {
-            **_HEADERS.get(self.status, {}),
-            "Content-Type": "application/json",
-            "Content-Length": len(body),
-            "Connection": "close",
-        }
-        lines = (
-            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}",
-            *(f"{k}: {v}" for k, v in headers.items()),
-            "",
-            "",
-        )
-        return "\r\n".join(lines).encode() + body
+        headers = {**_HEADERS.get(self.status, {}), "Content-Type": "application/json", "Connection": "close"}
+        lines = [f"{k}: {v}" for k, v in {**headers, "Content-Length": len(body)}.items()]
+        first = f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}"
+        return "\r\n".join([first, *lines, "", ""]).encode() + body
 
 
 def answer(refusal: Refusal, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -63,16 +48,10 @@ def answer(refusal: Refusal, headers: Mapping[str, str] | None = None) -> web.Re
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def _rest(status: int) -> str:
-    return "server_error" if status >= 500 else "invalid_request_error"
-
-
 def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def refusal_of(error: PosttrainError) -> Refusal:
     """The refusal for one of our own errors: the request's fault, or the server's."""
-    if isinstance(error, DataError | ConfigError):
-        return Refusal(str(error))
-    return Refusal(str(error), status=500)
+    return Refusal(str(error), status=400 if isinstance(error, DataError | ConfigError) else 500)

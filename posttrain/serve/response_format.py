@@ -97,10 +97,14 @@ def _check(schema: Any, deep: int) -> None:
         _check(part, deep - 1)
 
 
+STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+"""Of the fields of a request: others are refused, and no value is converted."""
+
+
 class AnswerSchema(BaseModel):
     """A JSON schema with its name."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = STRICT
 
     name: str = Field(max_length=64)
     description: str = ""
@@ -111,7 +115,7 @@ class AnswerSchema(BaseModel):
 class ResponseFormat(BaseModel):
     """The form of an answer."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = STRICT
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: AnswerSchema | None = None

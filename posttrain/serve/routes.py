@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,15 @@ from aiohttp import web
 
 from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
-from posttrain.serve.answer_format import Shape
-from posttrain.serve.caller_limits import CallerLimits
+from posttrain.serve.answers import Choice, Shape, TextChunk
+from posttrain.serve.caller_limits import LOG, CallerLimits
 from posttrain.serve.connections import Connection, Phase
-from posttrain.serve.generated_answer import Choice, TextChunk
-from posttrain.serve.intake import Intake, Understood
-from posttrain.serve.limited_log import LOG
+from posttrain.serve.intake import Intake, ServedModel
 from posttrain.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from posttrain.serve.refusal import Refusal, answer, refusal_of
 from posttrain.serve.response_format import DRAWS, ResponseFormat
-from posttrain.serve.served_model import ServedModel
 from posttrain.system.errors import DataError, PosttrainError
+from posttrain.system.hostile_callers import loopback
 
 Told = tuple[Choice, TextChunk | None]
 """(choice, its next text), or None for the text where the choice has ended."""
@@ -62,8 +60,8 @@ class Server:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
-        app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", partial(self._generate, CompletionRequest, "cmpl"))
+        app.router.add_post("/v1/chat/completions", partial(self._generate, ChatRequest, "chatcmpl"))
         return app
 
     def cut(self) -> None:
@@ -112,17 +110,11 @@ class Server:
         own = {"id": s.name, "object": "model", "created": s.created, "owned_by": "posttrain"}
         return own | {"root": s.root, "max_model_len": s.sampler.context}
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, *await self._read(request, CompletionRequest), "cmpl")
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, *await self._read(request, ChatRequest), "chatcmpl")
-
-    async def _read(self, request: web.Request, kind: type[GenerationRequest]) -> Understood:
+    async def _generate(self, kind: type[GenerationRequest], prefix: str, request: web.Request) -> web.StreamResponse:
         self._intake.check(request)
         asked, prompts = await self._intake.read(request, kind)
         waits_for(request, "answer")
-        return asked, prompts
+        return await self._answer(request, asked, prompts, prefix)
 
     def _contract(self, asked: GenerationRequest, length: int) -> Sampling:
         """The contract of one answer to a prompt of `length` tokens."""
@@ -192,7 +184,10 @@ class Server:
                 for at in range(len(choices)):
                     group.create_task(one(at))
         except* PosttrainError as many:
-            raise refusal_of(_first(many)) from None
+            cause: Any = many
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            raise refusal_of(cause) from None
 
     async def _stream(
         self,
@@ -261,19 +256,8 @@ def waits_for(request: web.Request, phase: Phase) -> None:
         connection.now(phase)
 
 
-def _first(many: BaseExceptionGroup[Any]) -> Any:
-    cause: Any = many
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    return cause
-
-
 def _local(host: str) -> bool:
     """True where a Host header names this machine. This guards against web pages whose own name resolves to it (DNS
     rebinding)."""
     name = host.rpartition(":")[0] if host.count(":") == 1 or host.rpartition(":")[0].endswith("]") else host
-    name = name.strip("[]").lower()
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
+    return loopback(name.strip("[]").lower())

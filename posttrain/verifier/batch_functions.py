@@ -86,14 +86,13 @@ class Log:
             raise ValueError(f"log_extra({column!r}) has {len(found)} values for {self.count} completions")
         self.extras[str(column)] = found
 
-    def written(self, index: int, verdict: Verdict) -> Verdict:
-        """A verdict with the extras of its answer in its reason."""
-        said = [f"{name}: {str(values[index])[:200]}" for name, values in self.extras.items()]
-        return replace(verdict, why="; ".join(x for x in (verdict.why, *said) if x)) if said else verdict
-
     def all_written(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
-        """The verdicts on all answers of the call."""
-        return [self.written(i, verdict) for i, verdict in enumerate(verdicts)]
+        """The verdicts on all answers of the call, each with the extras of its answer in its reason."""
+        out: list[Verdict] = []
+        for i, verdict in enumerate(verdicts):
+            said = [f"{name}: {str(values[i])[:200]}" for name, values in self.extras.items()]
+            out.append(replace(verdict, why="; ".join(filter(None, (verdict.why, *said)))))
+        return out
 
 
 def _word(what: str, name: object) -> str:

@@ -210,51 +210,35 @@ class Endpoint:
         except httpx2.RequestError as error:  # includes bytes that cannot be decompressed
             raise _TransientError(f"the connection failed ({type(error).__name__}: {error})") from error
         status = said.status
-        if said.body is None:
-            raise EndpointError(
-                self._message(f"{method} {path}: the answer is longer than {MAX_ANSWER >> 20} MiB"), self.role, status
-            )
-        if status in RETRIED:
+        if status in RETRIED and said.body is not None:
             raise _TransientError(
                 f"status {status}: {_server_message(said)}", status, _seconds(said.headers.get("retry-after"))
             )
-        if not 200 <= status < 300:
-            raise EndpointError(
-                self._message(f"{method} {path}: status {status}: {self._refusal(said)}"), self.role, status
-            )
-        if not said.body:
-            return None
-        if plain:
-            return said.body.decode("utf-8", errors="replace")
-        try:
-            return said.json()
-        except ValueError as error:
-            raise EndpointError(
-                self._message(f"{method} {path}: the answer is no JSON: {_server_message(said)}"), self.role, status
-            ) from error
+        if said.body is None:
+            why = f"the answer is longer than {MAX_ANSWER >> 20} MiB"
+        elif not 200 <= status < 300:
+            why = f"status {status}: {self._refusal(said)}"
+        elif plain or not said.body:
+            return said.body.decode("utf-8", errors="replace") if said.body else None
+        else:
+            try:
+                return said.json()
+            except ValueError:
+                why = f"the answer is no JSON: {_server_message(said)}"
+        raise EndpointError(self._message(f"{method} {path}: {why}"), self.role, status)
 
     def _refusal(self, said: _Answer) -> str:
         if 300 <= said.status < 400:
             return f"it redirects to {said.headers.get('location', '?')[:MAX_QUOTED]}; give that address"
-        if said.status in (401, 403):
-            name = (
-                f"the key in {self.key_env}"
-                if self.key_env
-                else "no key was sent; name an environment variable that holds one"
-            )
-            return f"{_server_message(said)} ({name})"
-        return _server_message(said)
+        none = "no key was sent; name an environment variable that holds one"
+        key = f" (the key in {self.key_env})" if self.key_env else f" ({none})"
+        return _server_message(said) + (key if said.status in (401, 403) else "")
 
     def _open(self) -> httpx2.AsyncClient:
         """The client of the running loop. A client of a closed loop is replaced."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            if (
-                self._loop is not None
-                and self._loop is not loop
-                and not self._loop.is_closed()
-                and self._client is not None
-            ):
+            if self._client is not None and self._loop is not None and not self._loop.is_closed():
                 raise EndpointError(
                     f"{self.role} ({self.url}): in use in another event loop; close it there first", self.role
                 )

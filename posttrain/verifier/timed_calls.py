@@ -69,9 +69,8 @@ def _threaded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             result = context.run(function, *args, **kwargs)
         except BaseException as raised:
             # A future does not accept StopIteration, and SystemExit in the loop would end the run.
-            error = (
-                raised if isinstance(raised, Exception) and not isinstance(raised, StopIteration) else Raised(raised)
-            )
+            plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+            error = raised if plain else Raised(raised)
         try:
             loop.call_soon_threadsafe(finish, result, error)
         except RuntimeError:

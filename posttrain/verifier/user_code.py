@@ -25,11 +25,8 @@ def load(path: Path, attribute: str, what: str = "reward", kind: str = "function
     """
     if not path.is_file():
         beside = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        found = (
-            f"{path.parent} has {', '.join(beside) or 'no Python file'}"
-            if path.parent.is_dir()
-            else f"there is no folder {path.parent}"
-        )
+        has = f"{path.parent} has {', '.join(beside) or 'no Python file'}"
+        found = has if path.parent.is_dir() else f"there is no folder {path.parent}"
         raise ConfigError(f"{what} {path}:{attribute}: no such file; {found}")
     module = user_module(path.resolve(), what)
     found = getattr(module, attribute, None)
@@ -96,11 +93,8 @@ def user_module(path: Path, what: str) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        at = f"{path.name}:{error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ConfigError(
-            f"{what} file {path} cannot be imported: {at or where(error)}"
-            + (f": {error.msg}" if isinstance(error, SyntaxError) else "")
-        ) from error
+        at = f"{path.name}:{error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else where(error)
+        raise ConfigError(f"{what} file {path} cannot be imported: {at}") from error
     return module
 
 
@@ -113,10 +107,6 @@ def where(error: BaseException, function: Any = None) -> str:
         error = error.__cause__
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    own = (
-        getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
-        if function is not None
-        else None
-    )
-    frames = [f for f in frames if f.filename == own] or frames
+    own = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    frames = [f for f in frames if own is not None and f.filename == own.co_filename] or frames
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text

@@ -16,9 +16,9 @@ from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import Policy
 from posttrain.environment.templates.renderer import Renderer
 from posttrain.serve.detokenize import TokenText
+from posttrain.serve.intake import ServedModel
 from posttrain.serve.listen import listening
 from posttrain.serve.routes import Server
-from posttrain.serve.served_model import ServedModel
 from posttrain.system.errors import ConfigError, DataError, EngineError
 from posttrain.verifier.http_client import Endpoint, Patience
 from tests.conformance import subjects, test_contract, test_many

@@ -17,9 +17,9 @@ from posttrain.engine.model.policy_model import load_policy
 from posttrain.engine.model.tiny_models import build_module
 from posttrain.serve.caller_limits import CallerLimits
 from posttrain.serve.command import make_served
+from posttrain.serve.intake import ServedModel
 from posttrain.serve.listen import listening
 from posttrain.serve.routes import Server
-from posttrain.serve.served_model import ServedModel
 from tests.vocabularies import train_byte_level
 
 TOKEN = "a-token-for-the-tests"

@@ -24,8 +24,7 @@ import pytest
 
 from posttrain.core.types import SampledTurn, Stop
 from posttrain.serve import connections, intake, listen
-from posttrain.serve.caller_limits import CallerLimits, most_connections, read_limits
-from posttrain.serve.limited_log import LOG
+from posttrain.serve.caller_limits import LOG, CallerLimits, most_connections, read_limits
 from posttrain.system.errors import ConfigError
 from posttrain.system.hostile_callers import LINES, network, raise_file_limit
 from tests.serve.serve_parts import TOKEN, Up, save_model, up

@@ -18,7 +18,7 @@ import pytest
 
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import SampledTurn, Stop
-from posttrain.serve.tool_answer import ToolAnswer
+from posttrain.serve.served_tools import ToolAnswer
 from tests.serve.serve_parts import TEMPLATE, save_model, up
 
 TOOLS_TEMPLATE = (

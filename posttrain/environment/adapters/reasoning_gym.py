@@ -29,10 +29,7 @@ REFUSED = {
     "game_of_life_halting": "its scorer compares truth values of texts, so that any answer at all scores 1",
 }
 """Tasks not offered, and why."""
-NO_GOLD = {
-    "boxnet": "it has many solutions and gives none",
-    "rush_hour": "it has many solutions and gives none",
-}
+NO_GOLD: Mapping[str, str] = dict.fromkeys(("boxnet", "rush_hour"), "it has many solutions and gives none")
 """Tasks whose data have no correct answer, so that their scorers cannot be tested with one."""
 _GOLD_KEY = {
     "graph_color": "possible_answer",

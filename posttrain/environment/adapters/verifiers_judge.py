@@ -21,36 +21,12 @@ SECONDS = 60.0
 """The most seconds of one function of a rubric. Beyond it the verdict is failed."""
 LONGEST = 20_000
 """The most characters of an entry of a state that a record keeps."""
-OWN = frozenset(
-    [
-        "input",
-        "task",
-        "client",
-        "model",
-        "sampling_args",
-        "is_completed",
-        "is_truncated",
-        "stop_condition",
-        "tool_defs",
-        "trajectory",
-        "completion",
-        "usage",
-        "usage_tracker",
-        "trajectory_id",
-        "reward",
-        "advantage",
-        "metrics",
-        "error",
-        "final_env_response",
-        "timing",
-        "prompt",
-        "answer",
-        "info",
-        "example_id",
-        "prompt_too_long",
-        "timed_out",
-    ]
+_OWN = (
+    "input task client model sampling_args is_completed is_truncated stop_condition tool_defs trajectory "
+    "completion usage usage_tracker trajectory_id reward advantage metrics error final_env_response timing "
+    "prompt answer info example_id prompt_too_long timed_out"
 )
+OWN = frozenset(_OWN.split())
 """The entries that the package's loop itself keeps in a state. All others are the environment's."""
 
 
@@ -65,12 +41,11 @@ def plain(state: Mapping[str, Any]) -> dict[str, Any]:
         try:
             text = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
-            missing.append(name)
-            continue
-        if len(text) > LONGEST:
-            missing.append(name)
-        else:
+            text = ""
+        if 0 < len(text) <= LONGEST:
             kept[name] = json.loads(text)
+        else:
+            missing.append(name)
     said = [dict(from_package(m)) for m in state.get("completion") or ()]
     return {"completion": said, "state": kept, "lost": missing}
 
@@ -93,14 +68,8 @@ async def live(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
     for i, message in enumerate(messages):
         if message.role == "assistant":
             step = {"prompt": [*prompt, *messages[:i]], "completion": [message], "response": None, "tokens": None}
-            more = {
-                "reward": None,
-                "advantage": None,
-                "is_truncated": False,
-                "trajectory_id": state["trajectory_id"],
-                "extras": {},
-            }
-            state["trajectory"].append({**step, **more})
+            more = {"reward": None, "advantage": None, "is_truncated": False, "extras": {}}
+            state["trajectory"].append({**step, **more, "trajectory_id": state["trajectory_id"]})
     state["is_completed"] = True
     return state
 

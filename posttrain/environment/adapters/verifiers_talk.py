@@ -107,17 +107,13 @@ class PolicyClient:
         types: Any = importlib.import_module("verifiers.types")
         parts = parse(said.opened + said.text, self._talk.format or "hermes") if tools else Parsed("", said.text, ())
         calls = [self._call(i, c, tools, types) for i, c in enumerate(parts.calls)] if said.stop.finished else []
-        message: dict[str, Any] = {
-            "content": parts.content,
-            "reasoning_content": parts.reasoning or None,
-            "tool_calls": calls or None,
-        }
+        message: dict[str, Any] = {"content": parts.content, "tool_calls": calls or None}
+        message["reasoning_content"] = parts.reasoning or None
         self._turns += 1
         self._known = [*self._known, from_package(types.AssistantMessage(**message))]
         reason = "tool_calls" if calls else "stop" if said.stop.finished else "length"
-        usage = types.Usage(
-            prompt_tokens=0, reasoning_tokens=0, completion_tokens=said.tokens, total_tokens=said.tokens
-        )
+        n = said.tokens
+        usage = types.Usage(prompt_tokens=0, reasoning_tokens=0, completion_tokens=n, total_tokens=n)
         whole = types.ResponseMessage(**message, finish_reason=reason, is_truncated=not said.stop.finished, tokens=None)
         return types.Response(id=f"turn{self._turns}", created=0, model=MODEL, usage=usage, message=whole)
 
@@ -186,10 +182,8 @@ def _client_class() -> Any:
         async def to_native_prompt(self, messages: Any) -> Any:
             return messages, {}
 
-        async def get_native_response(
-            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any
-        ) -> Any:
-            return await self.get_response(prompt, model, sampling_args, tools, **more)
+        async def get_native_response(self, *args: Any, **more: Any) -> Any:
+            return await self.get_response(*args, **more)
 
         async def raise_from_native_response(self, response: Any) -> None:
             return None

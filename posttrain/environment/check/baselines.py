@@ -24,13 +24,8 @@ CLOSE = 0.9
 def _said(task: Task, rng: random.Random) -> Mapping[str, str]:
     prompt = task.prompt if isinstance(task.prompt, str) else shown(task.prompt[-1]["content"])
     text = "".join(rng.choices(string.ascii_lowercase + " ", k=120))
-    return {
-        "silence": "",
-        "a constant": "42",
-        "random text": text,
-        "an echo of the prompt": prompt,
-        "a template": TEMPLATE,
-    }
+    own = {"silence": "", "a constant": "42", "random text": text}
+    return {**own, "an echo of the prompt": prompt, "a template": TEMPLATE}
 
 
 async def unread(s: Subject) -> Answer:

@@ -6,7 +6,7 @@ does not look there. A reward of length or of form is such a source, and cannot 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.core.types import Task
@@ -61,21 +61,10 @@ def dependences(
     one: Sequence[JudgedAnswer], other: Sequence[JudgedAnswer], changed: Sequence[JudgedAnswer]
 ) -> dict[str, Dependence]:
     """By source, from the verdicts of the three rounds. Empty where nothing could be exchanged."""
-    sources = dict.fromkeys(name for told in one for name in told.scores)
-    return {name: _dependence(name, one, other, changed) for name in sources}
-
-
-def _dependence(
-    name: str, one: Iterable[JudgedAnswer], other: Iterable[JudgedAnswer], changed: Iterable[JudgedAnswer]
-) -> Dependence:
-    rows = [
-        (a.scores.get(name), b.scores.get(name), c.scores.get(name))
-        for a, b, c in zip(one, other, changed, strict=True)
-    ]
-    seen = [x for row in rows for x in row if x is not None]
-    return Dependence(
-        on_task=any(a != b for a, b, _ in rows),
-        on_answer=any(a != c for a, _, c in rows),
-        lowest=min(seen),
-        highest=max(seen),
-    )
+    out: dict[str, Dependence] = {}
+    for name in dict.fromkeys(name for told in one for name in told.scores):
+        rows = [[x.scores.get(name) for x in same] for same in zip(one, other, changed, strict=True)]
+        seen = [x for row in rows for x in row if x is not None]
+        on_task, on_answer = any(a != b for a, b, _ in rows), any(a != c for a, _, c in rows)
+        out[name] = Dependence(on_task, on_answer, min(seen), max(seen))
+    return out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from posttrain.core.abilities import LintFinding
@@ -53,13 +52,8 @@ class CheckReport:
 
     def plain(self) -> Mapping[str, Any]:
         """As a dict for JSON."""
-        return {
-            "env": self.env,
-            "passed": self.passed,
-            "tasks": self.tasks,
-            "sources": list(self.sources),
-            "findings": [asdict(f) for f in self.findings],
-        }
+        own = asdict(self)
+        return {**own, "passed": self.passed, "sources": [*self.sources], "findings": [*own["findings"]]}
 
 
 async def check(
@@ -93,15 +87,11 @@ async def check(
     subject = await Subject.of(env, some, rate, lambda counted: progress(f"gold: {counted}"), earned)
     for probe in PROBES:
         progress(probe.name)
-        subject.counted = partial(_counted, progress, probe.name)
+        subject.counted = lambda counted, name=probe.name: progress(f"{name}: {counted}")
         results.append(await probe(subject))
     own = (env.name,) if env.vouches_for_gold else ()
     sources = dict.fromkeys([*own, *subject.sources, *subject.shaping])
     return CheckReport(env.name, len(some), tuple(sources), tuple(results))
-
-
-def _counted(progress: Callable[[str], None], name: str, counted: str) -> None:
-    progress(f"{name}: {counted}")
 
 
 def _linted(f: LintFinding, means: str) -> ProbeResult:
@@ -110,10 +100,5 @@ def _linted(f: LintFinding, means: str) -> ProbeResult:
 
 
 def _claim(c: Check) -> ProbeResult:
-    return ProbeResult(
-        c.name,
-        Mark.OK if c.passed else Mark.FAIL,
-        c.detail,
-        "what the environment says of itself holds",
-        "" if c.passed else c.advice,
-    )
+    mark, advice = (Mark.OK, "") if c.passed else (Mark.FAIL, c.advice)
+    return ProbeResult(c.name, mark, c.detail, "what the environment says of itself holds", advice)

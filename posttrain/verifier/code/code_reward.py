@@ -221,15 +221,6 @@ class Code:
         except NoValidValue as error:
             return ran, Outcome(error.kind, str(error))
 
-    async def lint(self, tasks: Sequence[Task]) -> list[str]:
-        """One line for each task in which an empty program scores above 0, so that its tests prove nothing."""
-        found: list[str] = []
-        for task in tasks:
-            verdict = await self.verdict(task, "")
-            if verdict.score:
-                found.append(f"task {task.id!r}: an empty program scores {verdict.score:g}")
-        return found
-
     @property
     def contained(self) -> str:
         """Name of the sandbox in which programs run."""
@@ -259,8 +250,10 @@ def _returned(ran: Ran, test: CallTest) -> Outcome:
         said = heard(ran.result)
     except NoValidValue as error:
         return Outcome(error.kind, str(error))
-    right = any(same(said, wanted, test.how) for wanted in (test.wanted, *test.also))
-    return Outcome() if right else _differs(said, test)
+    if any(same(said, wanted, test.how) for wanted in (test.wanted, *test.also)):
+        return Outcome()
+    wanted = f", wanted {shown(encode(test.wanted))}" if test.public else ""
+    return Outcome("wrong", f"returned {shown(said)}{wanted}")
 
 
 def _printed(ran: Ran, test: InputTest, limits: ProgramLimits) -> Outcome:
@@ -307,8 +300,3 @@ def _typed(program: str) -> str:
 def _called(program: str, test: CallTest) -> Call:
     method = test.method and re.search(r"^class Solution\b", program, re.MULTILINE)
     return replace(test.call, function=f"Solution.{test.call.function}") if method else test.call
-
-
-def _differs(said: object, test: CallTest) -> Outcome:
-    wanted = f", wanted {shown(encode(test.wanted))}" if test.public else ""
-    return Outcome("wrong", f"returned {shown(said)}{wanted}")

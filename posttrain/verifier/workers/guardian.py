@@ -42,13 +42,12 @@ def main(parent: int) -> None:
     spec = json.loads(take(requests) or b"{}")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory(spec["memory"])
-    make = functools.partial(_handler, spec["maker"], spec["argument"])
+    make = functools.cache(functools.partial(_handler, spec["maker"], spec["argument"]))
     if spec["preload"]:
         try:
-            made = make()
+            make()  # kept, so that each answering process has it from its beginning
         except Exception as error:
             return give(replies, {"error": f"{type(error).__name__}: {error}"})
-        make = functools.partial(_same, made)
     guardian = os.getpid()
     while True:
         child = os.fork()
@@ -90,10 +89,6 @@ def _answer_all(
 def _handler(maker: str, argument: str) -> Callable[[Any], dict[str, Any]]:
     module, _, name = maker.partition(":")
     return getattr(importlib.import_module(module), name)(argument)
-
-
-def _same(handler: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    return handler
 
 
 def take(pipe: int) -> bytes | None:

@@ -33,14 +33,7 @@ from posttrain.verifier.workers.worker_process import BeginWorker, Spec, Worker,
 
 RETRY_SECONDS = 1.0
 """Seconds after a failed start in which requests get that failure. Then a new start is tried."""
-KINDS = {
-    "cpu": "timeout",
-    "wall": "timeout",
-    "memory": "memory",
-    "crash": "crash",
-    "start": "worker",
-    "lost": "worker",
-}
+KINDS = {"cpu": "timeout", "wall": "timeout", "memory": "memory", "crash": "crash", "start": "worker", "lost": "worker"}
 """How a worker ended -> the kind of verdict."""
 
 

@@ -18,19 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-PASSED = (
-    "PATH",
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "LANG",
-    "LANGUAGE",
-    "TZ",
-    "TMPDIR",
-    "LD_LIBRARY_PATH",
-    "DYLD_LIBRARY_PATH",
-    "VIRTUAL_ENV",
-)
+_PASSED = "PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR LD_LIBRARY_PATH DYLD_LIBRARY_PATH VIRTUAL_ENV"
+PASSED = _PASSED.split()
 """The environment variables that a worker gets, besides `LC_*`. It gets no others, so no keys or tokens."""
 LENGTH = struct.Struct("!Q")
 """Every message is its length, then its bytes."""
@@ -290,13 +279,8 @@ def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a worker: what a program needs to start, the import path, one thread per numeric library."""
     kept = {k: v for k, v in environment.items() if k in PASSED or k.startswith("LC_")}
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-    return {
-        **kept,
-        "PYTHONPATH": path,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
+    own = dict.fromkeys(("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    return {**kept, "PYTHONPATH": path, **own}
 
 
 def confine(cpu: int, spent: float) -> None:

@@ -1,13 +1,21 @@
-"""The fields of a chat request that are about tools: what the caller offers, and the calls in its messages."""
+"""Tools of a chat request: what the caller offers, the calls in its messages, and those in an answer.
+
+In a stream, text is sent until a call may have begun.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from posttrain.verifier.calling import read_data
+from posttrain.serve.response_format import STRICT
+from posttrain.verifier.calling import Malformed, ToolCall, parse, read_data
+from posttrain.verifier.thoughts import THOUGHTS
 
 MOST_TOOLS = 128
 """Most tools of a request, and most calls of a message."""
@@ -16,7 +24,7 @@ NAMED = r"^[A-Za-z_][\w.\-]{0,127}$"
 
 
 class _ToolField(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = STRICT
 
 
 def _not_enforced(strict: Any) -> Any:
@@ -40,19 +48,11 @@ class ToolSpec(_ToolField):
     type: Literal["function"]
     function: FunctionSpec
 
-    def plain(self) -> dict[str, Any]:
-        """In the form that chat templates read."""
-        f = self.function
-        told = {"name": f.name, "description": f.description, "parameters": f.parameters}
-        return {"type": "function", "function": told}
-
 
 def _arguments(text: Any) -> Any:
     """Arguments in JSON, as the model wrote them; an error where they are no object."""
-    if not isinstance(text, str):
-        raise ValueError("arguments are a text with a JSON object")
     try:
-        value = read_data.json_value(text or "{}")
+        value = read_data.json_value(text or "{}") if isinstance(text, str) else None
     except read_data.Unreadable as error:
         raise ValueError(f"arguments are a text with a JSON object: {error}") from None
     if not isinstance(value, dict):
@@ -110,7 +110,9 @@ class ToolRequest(_ToolField):
     @property
     def offered(self) -> list[dict[str, Any]]:
         """The tools that the model is told of."""
-        return [] if self.tool_choice == "none" else [t.plain() for t in self.tools]
+        return (
+            [] if self.tool_choice == "none" else [t.model_dump(exclude={"function": {"strict"}}) for t in self.tools]
+        )
 
 
 def given_fields(message: Any) -> Any:
@@ -124,5 +126,72 @@ def given_fields(message: Any) -> Any:
     return given
 
 
-def past_calls(calls: Sequence[PastCall], as_text: bool) -> list[dict[str, Any]]:
-    return [c.plain(as_text) for c in calls]
+WITHIN = {
+    "hermes": ("<tool_call>",),
+    "glm": ("<tool_call>",),
+    "coder": ("<tool_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    "cohere": ("<|START_ACTION|>",),
+    "llama": ("<|python_tag|>",),
+}
+"""Marks with which a call may begin anywhere in a turn, by format."""
+AT_BEGIN = {
+    "llama": ("{", "<|python_tag|>"),
+    "pythonic": ("[", "<|python_start|>"),
+    "harmony": ("<|channel|>", "<|start|>"),
+}
+"""Marks that mean a call, or other parts of a turn, only at its beginning."""
+
+
+@dataclass
+class ToolAnswer:
+    """One answer in a conversation with tools."""
+
+    format: str
+    text: str = ""
+    sent: int = 0
+    """Characters that were released as text."""
+
+    def add(self, piece: str) -> str:
+        """The text that can be sent now."""
+        self.text += piece
+        end = self._certain()
+        out, self.sent = self.text[self.sent : end], max(self.sent, end)
+        return out
+
+    def finish(self, finish: str) -> tuple[str, list[dict[str, Any]], str]:
+        """(the rest of the text, the calls in the form of OpenAI's API, the reason why the answer ended).
+
+        An answer that was cut off, or in which a call cannot be read, is text.
+        """
+        rest = self.text[self.sent :]
+        calls = parse(self.text, self.format).calls if finish == "stop" else ()
+        if not calls or any(isinstance(c, Malformed) for c in calls):
+            return rest, [], finish
+        outside = parse(rest, self.format).content
+        made = [_call(c) for c in calls if isinstance(c, ToolCall)]
+        return outside, made, "tool_calls"
+
+    def _certain(self) -> int:
+        """Number of characters that are text, whatever follows."""
+        begins = self.text.lstrip()
+        for mark in (*AT_BEGIN.get(self.format, ()), *(dict(THOUGHTS) if self.format in AT_BEGIN else ())):
+            if begins.startswith(mark) or mark.startswith(begins):
+                return self.sent
+        found = [i for m in WITHIN.get(self.format, ()) if (i := self.text.find(m, self.sent)) >= 0]
+        if found:
+            return max(self.sent, min(found))
+        held = max((_begun(self.text, m) for m in WITHIN.get(self.format, ())), default=0)
+        return max(self.sent, len(self.text) - held)
+
+
+def _begun(text: str, mark: str) -> int:
+    """Number of characters at the end of a text that may be the beginning of a mark."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
