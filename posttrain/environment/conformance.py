@@ -37,15 +37,12 @@ async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     env = replace(env, rewards=())
     held, train = (_known(env, tasks) for tasks in (env.heldout, _train(env, 200)))
     most = 1.0 if env.pays_parts else 0.0
+    right, wrong = (lambda r: r == 1.0), (lambda r: r == 0.0 or r < most)
     return (
-        await _scores("gold scores 1", env, held, [env.gold(t) for t in held], lambda r: r == 1.0),
-        await _scores("gold scores 1 in training", env, train, [env.gold(t) for t in train], lambda r: r == 1.0),
-        await _scores(
-            "distractor scores 0", env, held, [env.distractor(t) for t in held], lambda r: r == 0.0 or r < most
-        ),
-        await _scores(
-            "silence scores 0", env, held, [("",) * len(env.gold(t)) for t in held], lambda r: r == 0.0 or r < most
-        ),
+        await _scores("gold scores 1", env, held, [env.gold(t) for t in held], right),
+        await _scores("gold scores 1 in training", env, train, [env.gold(t) for t in train], right),
+        await _scores("distractor scores 0", env, held, [env.distractor(t) for t in held], wrong),
+        await _scores("silence scores 0", env, held, [("",) * len(env.gold(t)) for t in held], wrong),
         await _constant(env, held),
         *await claims(env, samples),
     )
@@ -137,10 +134,9 @@ def as_asked(task: Task) -> str:
 
 def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
     again, other = replace(env), replace(env, seed=env.seed + 1)
-    same = list(again.heldout) == list(held) == list(other.heldout) and [
-        again.train.task(i) for i in range(len(train))
-    ] == list(train)
-    moved = env.train.count is not None or [other.train.task(i) for i in range(len(train))] != list(train)
+    mine, others = ([e.train.task(i) for i in range(len(train))] for e in (again, other))
+    same = list(again.heldout) == list(held) == list(other.heldout) and mine == list(train)
+    moved = env.train.count is not None or others != list(train)
     return Check(
         "tasks are a function of the seed",
         same and moved,
@@ -151,25 +147,12 @@ def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) ->
 
 
 def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
-    written = {
-        c
-        for t in _known(env, tasks)
-        for text in (t.prompt, *env.gold(t), *_false(env, t))
-        if isinstance(text, str)
-        for c in text
-    }
+    false = env.distractor if env.abilities.rows is None else lambda _: ()  # the user's prompts have none
+    texts = [x for t in _known(env, tasks) for x in (t.prompt, *env.gold(t), *false(t)) if isinstance(x, str)]
+    written = {c for text in texts for c in text}
     outside = "".join(sorted(written - set(env.alphabet))) if env.alphabet else ""
-    return Check(
-        "the alphabet covers prompts and answers",
-        not outside,
-        f"outside: {outside!r}",
-        "add these characters to alphabet()",
-    )
-
-
-def _false(env: SingleTurn, task: Task) -> tuple[str, ...]:
-    """The environment's wrong answer, for the alphabet. The user's prompts have none."""
-    return env.distractor(task) if env.abilities.rows is None else ()
+    name, advice = "the alphabet covers prompts and answers", "add these characters to alphabet()"
+    return Check(name, not outside, f"outside: {outside!r}", advice)
 
 
 async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wrong: float) -> Check:

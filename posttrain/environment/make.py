@@ -11,12 +11,11 @@ from typing import Any, get_type_hints
 
 from posttrain.config.env import Scalar
 from posttrain.config.run import Env
-from posttrain.core.measure.equal_numbers import RESOLUTION
 from posttrain.environment.gallery import GALLERY, gallery_class
-from posttrain.environment.single import SingleTurn
+from posttrain.environment.single import SingleTurn, common_settings
 from posttrain.record.runtime_objects import RuntimeObjects, is_inline
 from posttrain.system.errors import ConfigError, nearest
-from posttrain.verifier.configured import measured_names, sources
+from posttrain.verifier.configured import sources
 from posttrain.verifier.user_code import load
 
 
@@ -57,16 +56,7 @@ def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()
                 " env.prompts out"
             )
     judges = sources(config.rewards, where=config.sandbox, given=given)
-    common = {
-        "seed": seed,
-        "heldout_count": config.heldout,
-        "rewards": judges,
-        "measured": config.measured,
-        "measured_rewards": measured_names(config.rewards, judges),
-        "limits": config.limits,
-        "sandbox": config.sandbox,
-        "resolution": RESOLUTION if config.resolution is None else config.resolution,
-    }
+    common = common_settings(config, judges, seed)
     if is_inline(config.name):
         return _handed(config, given.environment(config.name), common)
     if config.name.startswith("gym:"):

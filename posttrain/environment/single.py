@@ -7,10 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from posttrain.config.env import SandboxSettings
+from posttrain.config.env import Env, SandboxSettings
 from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers, Judgements
 from posttrain.core.gauge import Gauges, merge
 from posttrain.core.measure.equal_numbers import RESOLUTION
@@ -20,7 +21,7 @@ from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.judged.judged_texts import judgements_of
 from posttrain.system.errors import ConfigError
-from posttrain.verifier.reward_source import BatchSource, ContainedSource, Source, SourceWithProcesses
+from posttrain.verifier.reward_source import BatchSource, Checked, ContainedSource, Source, SourceWithProcesses
 
 HELDOUT_SEED = 20_240_229
 """Seed of every generated held-out set. It is not the run's seed, so runs of different seeds are evaluated alike."""
@@ -273,6 +274,21 @@ class SingleTurn(ABC):
 
 def _batched(source: Source) -> bool:
     return isinstance(source, BatchSource) and source.batched
+
+
+def common_settings(config: Env, rewards: Sequence[Checked], seed: int) -> dict[str, Any]:
+    """The fields of `SingleTurn`, from a run's configuration and the reward sources made of it."""
+    own = [r for r in config.rewards if not r.by_model]
+    return {
+        "seed": seed,
+        "heldout_count": config.heldout,
+        "rewards": tuple(rewards),
+        "measured": config.measured,
+        "measured_rewards": tuple(s.name for r, s in zip(own, rewards, strict=True) if r.measured),
+        "limits": config.limits,
+        "sandbox": config.sandbox,
+        "resolution": RESOLUTION if config.resolution is None else config.resolution,
+    }
 
 
 def require(condition: bool, name: str, message: str) -> None:

@@ -20,13 +20,13 @@ from aiohttp import web
 
 from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
-from posttrain.serve.answers import Choice, Shape, TextChunk
 from posttrain.serve.caller_limits import LOG, CallerLimits
 from posttrain.serve.connections import Connection, Phase
 from posttrain.serve.intake import Intake, ServedModel
 from posttrain.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from posttrain.serve.refusal import Refusal, answer, refusal_of
 from posttrain.serve.response_format import DRAWS, ResponseFormat
+from posttrain.serve.served_answers import Choice, Shape, TextChunk
 from posttrain.system.errors import DataError, PosttrainError
 from posttrain.system.hostile_callers import loopback
 

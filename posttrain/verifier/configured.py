@@ -49,12 +49,6 @@ def sources(
     return tuple(out)
 
 
-def measured_names(rewards: Sequence[Reward], made: Sequence[Checked]) -> tuple[str, ...]:
-    """The names of those of the `sources` that are measured and not paid."""
-    own = [r for r in rewards if not r.by_model]
-    return tuple(s.name for r, s in zip(own, made, strict=True) if r.measured)
-
-
 def _source(reward: Reward, where: SandboxSettings, given: RuntimeObjects) -> Checked:
     """One configured reward: a verifier by its name, or a function in a thread or in worker processes."""
     if is_inline(reward.function):

@@ -190,14 +190,14 @@ class Subject:
     def sources(self) -> tuple[str, ...]:
         """Sources that tell right from wrong: they score the right answer higher on at least a tenth of the tasks, and
         the wrong one higher on fewer than half as many. One that reads the text alone is none of them."""
-        every = [s for s in dict.fromkeys(s for told in self.gold.values() for s in told.scores) if self.reads_task(s)]
+        every = [
+            s
+            for s in dict.fromkeys(s for told in self.gold.values() for s in told.scores)
+            if s not in self.depends or self.depends[s].on_task
+        ]
         return tuple(
             s for s in every if (wins := self._wins(s, 1)) >= 0.1 * len(self.gold) and wins > 2 * self._wins(s, -1)
         )
-
-    def reads_task(self, source: str) -> bool:
-        """Returns whether the source looks at more than the text, as far as it is known."""
-        return source not in self.depends or self.depends[source].on_task
 
     def _wins(self, source: str, sign: int) -> int:
         """The number of tasks on which a source scores the right answer higher (sign 1), or the wrong one (sign -1)."""

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.abilities import Abilities, Judgements, Judging
-from posttrain.core.gauge import Gauges
 from posttrain.core.judgements import Label, Pair
 from posttrain.core.ports import Attempt, Talk
 from posttrain.core.seeds import generator
-from posttrain.core.types import Group, Stop, Task
+from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.judged.judge_bias import biases
@@ -103,15 +102,9 @@ class Judge(GeneratedTasks):
     @property
     def alphabet(self) -> str:
         ends = "".join(self.form.ends)
-        return "".join(
-            dict.fromkeys(
-                self.judged_world.alphabet + "AB:\n =;,." + string.digits + self.instruction + self._letters + ends
-            )
-        )
-
-    @property
-    def _letters(self) -> str:
-        return "".join(_initials(self._features(self._inner(0), "")).values())
+        letters = "".join(_initials(self._features(self._inner(0), "")).values())
+        own = "AB:\n =;,." + string.digits + self.instruction + letters + ends
+        return "".join(dict.fromkeys(self.judged_world.alphabet + own))
 
     def _inner(self, index: int) -> Task:
         source = self.judged_world.train
@@ -136,34 +129,25 @@ class Judge(GeneratedTasks):
             wanted = bool(rng.random() < 0.5)
             label = self._offered.draw(inner, "label", rng)
             assert isinstance(label, Label)
-            return (
-                self._task(name, index, (label.completion,), int(wanted), int(wanted)) if label.good == wanted else None
-            )
+            good = int(wanted)
+            return self._task(name, index, (label.completion,), good, good) if label.good == wanted else None
         pair = self._offered.draw(inner, "pair", rng)
         assert isinstance(pair, Pair)
         value = self._utility(inner, pair.chosen) - self._utility(inner, pair.rejected)
         if abs(value) < self.gap:
             return None
-        texts, gold = self._ordered(pair, rng)
+        gold = int(rng.random() >= 0.5)  # the place of the chosen side
+        texts = (pair.rejected, pair.chosen) if gold else (pair.chosen, pair.rejected)
         return self._task(name, index, texts, gold, gold if value > 0 else 1 - gold)
-
-    def _ordered(self, pair: Pair, rng: np.random.Generator) -> tuple[tuple[str, str], int]:
-        """The two sides in an order drawn at random, and the place of the chosen one."""
-        if rng.random() < 0.5:
-            return (pair.chosen, pair.rejected), 0
-        return (pair.rejected, pair.chosen), 1
 
     def _task(self, name: str, index: int, texts: tuple[str, ...], gold: int, best: int) -> Task:
         """A task. `gold` is the side that was judged better, and `best` the one that truly is; neither is shown."""
         return Task(
             id=name,
-            prompt=self._prompt(index, texts, gold),
+            prompt=self.asked(conversation_text(self._inner(index)), texts),
             answer=self.form.ends[gold if self.form.sides == 2 else 1 - gold],
             info={"pair": name, "index": index, "completions": list(texts), "gold": gold, "best": best},
         )
-
-    def _prompt(self, index: int, texts: tuple[str, ...], gold: int) -> str:
-        return self.asked(conversation_text(self._inner(index)), texts)
 
     def asked(self, question: str, texts: Sequence[str]) -> str:
         """Returns the prompt that a judge is shown."""
@@ -255,12 +239,9 @@ class Judge(GeneratedTasks):
         return replace(
             super()._abilities,
             judging=judging,
-            measures=self._measured_biases if form.sides == 2 else None,
+            measures=(lambda groups: biases(groups, form.read)) if form.sides == 2 else None,
             seats=(lambda task: {OTHER_ORDER: self.gold(self.exchanged(task, task.id))}) if form.consistency else None,
         )
-
-    def _measured_biases(self, groups: Sequence[Group]) -> Gauges:
-        return biases(groups, self.form.read)
 
     # --- texts -------------------------------------------------------------------------------------------------------
 
@@ -287,23 +268,17 @@ class Judge(GeneratedTasks):
         scores = tuple(float(_scored(self._utility(inner, t))) for t in texts)
         sides = [f"{_answered(inner, t)}{self._levels(inner, t)}={s:.0f}" for t, s in zip(texts, scores, strict=True)]
         solved = [] if inner.answer is None else [str(inner.answer)]
-        begins = [self._principles(inner)] if self.form.principles else []
-        said: Scores = scores if len(scores) == 2 else (float(self._is_good(inner, texts[0])),)
+        weighed = "".join(_initials(self._features(inner, "")).values()) + ";"  # in the order of looking at them
+        begins = [weighed] if self.form.principles else []
+        said: Scores = scores if len(scores) == 2 else (float(self._utility(inner, texts[0]) >= self._offered.good),)
         if false:
             said = said[::-1] if len(said) == 2 else (1 - said[0],)
         return " ".join([*begins, *solved, *sides, self.form.verdict(said)])
-
-    def _is_good(self, inner: Task, text: str) -> bool:
-        return self._utility(inner, text) >= self._offered.good
 
     def _levels(self, inner: Task, text: str) -> str:
         found = self._features(inner, text)
         initials = _initials(found)
         return "".join(f"{initials[name]}{round(LEVELS * value)}" for name, value in found.items())
-
-    def _principles(self, inner: Task) -> str:
-        """Returns the features that are weighed, in the order in which they are looked at."""
-        return "".join(_initials(self._features(inner, "")).values()) + ";"
 
 
 def _answered(task: Task, text: str) -> str:

@@ -128,13 +128,10 @@ class VerifySteps(GeneratedTasks):
         """A task. `good` is 1 where all steps are right, and is not shown."""
         return Task(
             id=name,
-            prompt=self._prompt(index, beginning, good),
+            prompt=self.asked(conversation_text(self._inner(index)), (beginning,)),
             answer=self.form.ends[1 - good],
             info={"index": index, "beginning": beginning, "good": good},
         )
-
-    def _prompt(self, index: int, beginning: str, good: int) -> str:
-        return self.asked(conversation_text(self._inner(index)), (beginning,))
 
     def asked(self, question: str, texts: Sequence[str]) -> str:
         """Returns the prompt that a verifier is shown."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.types import Episode, Group
+from posttrain.core.types import Group
 from posttrain.environment.judged.judge_rules import Scores, chosen
 
 
@@ -20,7 +20,7 @@ def biases(groups: Sequence[Group], read: Callable[[str], Scores | None]) -> Gau
     for group in groups:
         info = group.task.info
         lengths, best = [len(t) for t in info["completions"]], int(info["best"])
-        said = [_named(e, read) for e in group.episodes if not e.shown]
+        said = [chosen(read(e.text)) for e in group.episodes if not e.shown]
         orders[str(info["pair"])].append([side == best for side in said])
         for side in said:
             unread.append(float(side is None))
@@ -38,7 +38,3 @@ def biases(groups: Sequence[Group], read: Callable[[str], Scores | None]) -> Gau
         "eval/unread": Gauge(sum(unread), len(unread)),
     }
     return {name: gauge for name, gauge in gauges.items() if gauge.count}
-
-
-def _named(episode: Episode, read: Callable[[str], Scores | None]) -> int | None:
-    return chosen(read(episode.text))

@@ -15,7 +15,6 @@ from posttrain.core.abilities import Abilities, Judgements, LintFinding
 from posttrain.core.content import ContentPart
 from posttrain.core.conversation import LearnedConversation
 from posttrain.core.gauge import Gauges, merge
-from posttrain.core.measure.equal_numbers import RESOLUTION
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
@@ -25,12 +24,12 @@ from posttrain.environment.rows.columns import JudgedColumns
 from posttrain.environment.rows.data_rows import read_all
 from posttrain.environment.rows.mixed_data import MixedTasks
 from posttrain.environment.rows.row_reader import PromptRow, answer_text, digest, texts_of
-from posttrain.environment.single import Listed, SingleTurn
+from posttrain.environment.single import Listed, SingleTurn, common_settings
 from posttrain.environment.tools.offered import OfferedTools
 from posttrain.environment.tools.tool_loop import Loop
 from posttrain.record.runtime_objects import RuntimeObjects
 from posttrain.system.errors import ConfigError, DataError, nearest
-from posttrain.verifier.configured import measured_names, sources
+from posttrain.verifier.configured import sources
 from posttrain.verifier.reward_source import Checked
 
 HELDOUT_SHARE = 5
@@ -322,11 +321,8 @@ def read_tasks(
     rewards = sources(config.rewards, where=config.sandbox, given=given)
     for source in rewards:
         _check(source, data.rows)
-    own = {"seed": seed, "heldout_count": config.heldout, "limits": config.limits, "sandbox": config.sandbox}
-    own["measured_rewards"] = measured_names(config.rewards, rewards)
-    own["mixed"] = data.mixed
-    own |= {"measured": config.measured, "resolution": RESOLUTION if config.resolution is None else config.resolution}
-    return cls(**args, **own, rewards=rewards, rows=data.rows, without=data.without)
+    common = common_settings(config, rewards, seed)
+    return cls(**args, **common, rows=data.rows, without=data.without, mixed=data.mixed)
 
 
 def _check(source: Checked, rows: Sequence[PromptRow]) -> None:

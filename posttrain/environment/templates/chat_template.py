@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from posttrain.core.content import content_of, text_of
 from posttrain.core.types import Message
+from posttrain.environment.encodable_text import Tokenizer
 from posttrain.environment.templates import message_parts as parts
 from posttrain.environment.templates import template_process
 from posttrain.environment.templates.rendering_differences import REWRITES, common, differs, opening, squeezed
@@ -37,31 +38,14 @@ REASONED = {
     "<|channel|>analysis": "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>ok",
 }
 """Text that occurs in a template with support for reasoning -> a turn with reasoning in its form."""
+_CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "where"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {
     "type": "function",
-    "function": {
-        "name": "probe_tool",
-        "description": "Looks something up.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "description": "where"}},
-            "required": ["city"],
-        },
-    },
+    "function": {"name": "probe_tool", "description": "Looks something up.", "parameters": _CITY},
 }
 """A tool for probing templates."""
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, as chat templates take them."""
-
-
-class TemplateTokenizer(Protocol):
-    """The part of a transformers tokenizer that renders messages."""
-
-    chat_template: Any
-
-    def apply_chat_template(
-        self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool, **more: Any
-    ) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +72,7 @@ class Chat:
         stops: texts of the tokens that end a turn.
     """
 
-    def __init__(self, tokenizer: TemplateTokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self.stops = tuple(stops)
         self._specials = sorted(
@@ -121,9 +105,8 @@ class Chat:
         except PosttrainError:
             raise
         except Exception as error:
-            told = (
-                str(error) if isinstance(error, template_process.RefusedError) else f"{type(error).__name__}: {error}"
-            )
+            own = isinstance(error, template_process.RefusedError)
+            told = str(error) if own else f"{type(error).__name__}: {error}"
             raise DataError(
                 f"the chat template refused messages with roles {[m['role'] for m in messages]}: {told}"
             ) from error
@@ -188,11 +171,8 @@ class Chat:
         before = self.render(history, generate=True, tools=tools)
         problems: list[DataError] = []
         for calls in _call_counts(new):
-            for turn in (
-                [self._turn(said, calls, new)]
-                if calls
-                else [Message(role="assistant", content=said), self._structured(said)]
-            ):
+            turns = [self._turn(said, calls, new)]
+            for turn in turns if calls else [*turns, self._structured(said)]:
                 try:
                     text = self._suffix(history, before, new, calls, tools)
                     whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
@@ -251,15 +231,11 @@ class Chat:
             if at >= 0 and whole.startswith(before) and whole.startswith(alone[:at]):
                 return whole[at:]
             if at < 0:
-                problem = (
-                    problem
-                    or "the chat template ends an assistant's turn with none of the stop tokens"
-                    f" {', '.join(self.stops)}"
-                )
+                stops = ", ".join(self.stops)
+                why = f"the chat template ends an assistant's turn with none of the stop tokens {stops}"
             else:
-                problem = problem or (
-                    differs(alone[:at], whole) if whole.startswith(before) else differs(before, whole)
-                )
+                why = differs(alone[:at], whole) if whole.startswith(before) else differs(before, whole)
+            problem = problem or why
         raise DataError(problem)
 
     def _keeps(self, before: str, whole: str, said: str, calls: int, new: Sequence[Message]) -> None:
@@ -268,12 +244,8 @@ class Chat:
         if not whole.startswith(before):
             raise DataError(differs(before, whole))
         rest = squeezed(whole[len(before) :])
-        kept = (
-            rest.startswith(squeezed(said))
-            if not calls
-            else not self._reasoned or squeezed(self._parsed(said).reasoning) in rest
-        )
-        if not kept:
+        thought = not self._reasoned or squeezed(self._parsed(said).reasoning) in rest
+        if not (thought if calls else rest.startswith(squeezed(said))):
             follow = new[0]["role"] if new else "nothing"
             raise DataError(
                 f"{REWRITES} (a turn that said {said[:60]!r} is written as {whole[len(before) :][:60]!r} once a"
@@ -338,11 +310,8 @@ class Chat:
         before = self.render(history, generate=True, tools=tools)
         alone = self.render([*history, Message(role="assistant", content=PROBE)], generate=False, tools=tools)
         at = max((alone.rfind(s, len(common(before, alone))) for s in self.stops), default=-1)
-        return (
-            alone[len(before) : at].strip()
-            if alone.startswith(before) and PROBE in alone[len(before) : max(at, 0)]
-            else PROBE
-        )
+        own = alone[len(before) : max(at, 0)]
+        return own.strip() if alone.startswith(before) and PROBE in own else PROBE
 
     @property
     def format(self) -> str | None:

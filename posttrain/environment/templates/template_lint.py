@@ -87,7 +87,7 @@ def left_out(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> list
     return [
         f"the {m['role']} message {_words(m)[-1][:60]!r} ({i} of {len(messages)})"
         for i, (m, marked) in enumerate(zip(messages, tried, strict=True), 1)
-        if not all(any(squeezed(form) in text for form in _forms(words)) for words in _words(marked))
+        if not all(any(squeezed(form) in text for form in (w, *_as_json(w))) for w in _words(marked))
     ]
 
 
@@ -110,9 +110,8 @@ def _words(message: Message) -> list[str]:
     return [text.strip()]
 
 
-def _forms(words: str) -> tuple[str, ...]:
-    """A text as it is, and as JSON."""
-    return words, json.dumps(words)[1:-1], json.dumps(words, ensure_ascii=False)[1:-1]
+def _as_json(words: str) -> tuple[str, ...]:
+    return json.dumps(words)[1:-1], json.dumps(words, ensure_ascii=False)[1:-1]
 
 
 def _lost_after_a_turn(chat: Chat, role: str) -> list[str]:
