@@ -19,18 +19,9 @@ from posttrain.sandbox.sandbox_types import MIB, ProgramLimits, SandboxUnavailab
 CELL = Path(__file__).parent / "cell"
 SCRATCH_BYTES, SCRATCH_FILES = 32 * MIB, 4096
 ALLOW = "ALLOW_UNSANDBOXED_CODE"
-ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin",
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-    "PYTHONUTF8": "1",
-    "PYTHONHASHSEED": "0",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "MALLOC_ARENA_MAX": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
+_ONE = "PYTHONUTF8 PYTHONDONTWRITEBYTECODE MALLOC_ARENA_MAX OPENBLAS_NUM_THREADS OMP_NUM_THREADS MKL_NUM_THREADS"
+_OWN = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+ENVIRONMENT = {**_OWN, **dict.fromkeys(_ONE.split(), "1")}
 """The zygote's whole environment; nothing of ours is inherited. It has one malloc arena, because every thread's arena
 would take 64 MiB of the address-space limit."""
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
@@ -68,18 +59,9 @@ class Backend(Protocol):
 
 def settings(mode: str, control: int, uid: int | None, packages: tuple[str, ...], processes: int) -> dict[str, Any]:
     """The settings that every zygote gets."""
-    return {
-        "mode": mode,
-        "control": control,
-        "uid": uid,
-        "packages": list(packages),
-        "processes": processes,
-        "tasks": None,
-        "scratch": "",
-        "scratch_bytes": SCRATCH_BYTES,
-        "scratch_files": SCRATCH_FILES,
-        "readable": [],
-    }
+    told = {"mode": mode, "control": control, "uid": uid, "packages": list(packages), "processes": processes}
+    scratch = {"scratch": "", "scratch_bytes": SCRATCH_BYTES, "scratch_files": SCRATCH_FILES}
+    return {**told, **scratch, "tasks": None, "readable": []}
 
 
 def unused_uid() -> int | None:
@@ -124,16 +106,8 @@ class Namespaces:
 
 def spaces(unprivileged: bool) -> list[str]:
     """Options that isolate the zygote: every namespace, and only the capabilities root needs to change its user."""
-    out = [
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-        "--hostname",
-        "sandbox",
-    ]
-    out += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    out = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    out += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     if unprivileged:
         return [*out, "--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
     return [*out, *(x for cap in ("SETUID", "SETGID", "SYS_ADMIN") for x in ("--cap-add", f"CAP_{cap}"))]
@@ -203,15 +177,8 @@ def in_place(
     own = python(interpreter)
     folders = [p for name in packages for p in package(name)]
     where = {"home": str(cell.parent), "package_path": os.path.dirname(folders[0]) if folders else ""}
-    readable = [
-        own.library,
-        own.platform_library,
-        *SYSTEM,
-        *([own.shared] if own.shared else []),
-        *folders,
-        "/dev/null",
-        "/dev/urandom",
-    ]
+    readable = [own.library, own.platform_library, *SYSTEM, *folders, "/dev/null", "/dev/urandom"]
+    readable += [own.shared] if own.shared else []
     return (own.executable, *FLAGS), where, readable
 
 

@@ -31,10 +31,7 @@ every tool but python.
 Fix: sandbox=https://HOST, an executor on a Linux machine (python -m posttrain.sandbox.reference_server is one)"""
 
 Make = Callable[[tuple[str, ...], str | None], Backend]
-ORDER: dict[str, Make] = {
-    "namespaces": lambda packages, interpreter: Namespaces(packages, interpreter),
-    "landlock": lambda packages, interpreter: Landlock(packages, interpreter),
-}
+ORDER: dict[str, Make] = {"namespaces": Namespaces, "landlock": Landlock}
 """Backends that `auto` tries, best first."""
 
 

@@ -67,7 +67,9 @@ class LocalConversation:
         readers = {fd: PipeReader(name, self.limits.output) for name, fd in self._ends.items()}
         try:
             status, stopped = self._exchange(piece, readers, start)
-            account = self._ended or self._pause()
+            if (account := self._ended) is None:  # stop it: the account is of the piece, or of a process that has ended
+                self._send(REST)
+                account = self._read_reply()
             for fd, reader in readers.items():
                 reader.read(fd)
         except BaseException:
@@ -138,11 +140,6 @@ class LocalConversation:
             self.worker.control.send(what)
         except OSError as error:
             raise SandboxBroken(f"{self.worker.backend.name}: the sandbox is gone ({error})") from error
-
-    def _pause(self) -> dict[str, Any]:
-        """Stop the process. Returns the zygote's account of the piece, or of the whole process if it has ended."""
-        self._send(REST)
-        return self._read_reply()
 
     def _read_reply(self) -> dict[str, Any]:
         self.worker.control.settimeout(GRACE)

@@ -222,9 +222,8 @@ class Sessions:
             s.waiting.append(talk)
             more = len(s.waiting) > s.spare and len(s.threads) < s.most
             if more:
-                thread = threading.Thread(
-                    target=_SessionThread(s), name=f"sandbox session {len(s.threads)}", daemon=True
-                )
+                name = f"sandbox session {len(s.threads)}"
+                thread = threading.Thread(target=_SessionThread(s), name=name, daemon=True)
                 s.threads.add(thread)
                 thread.start()
             s.changed.notify()
@@ -328,11 +327,8 @@ class _SessionThread:
                 try:
                     ran = self._answer(talk, piece.code)
                 except Exception as error:
-                    lost = (
-                        error
-                        if isinstance(error, SandboxBroken | SandboxUnavailableError)
-                        else SandboxBroken(f"{error!r}")
-                    )
+                    ours = isinstance(error, SandboxBroken | SandboxUnavailableError)
+                    lost = error if ours else SandboxBroken(f"{error!r}")
                     talk.end(f"this session was lost: {error}")
                     settle(piece.answer.set_exception, lost)
                 else:

@@ -131,11 +131,8 @@ class Executor(ThreadingHTTPServer):
     def verify_request(self, request: Any, client_address: Any) -> bool:
         if self.callers.enter(request, client_address[0]):
             return True
-        LOG.warning(
-            "%s has %d connections, all being answered: a further one was closed",
-            client_address[0],
-            self.callers.per_address,
-        )
+        said = "%s has %d connections, all being answered: a further one was closed"
+        LOG.warning(said, client_address[0], self.callers.per_address)
         return False
 
     def shutdown_request(self, request: Any) -> None:
@@ -201,16 +198,9 @@ class Handler(BaseHTTPRequestHandler):
             body = self._body(held)
             self.server.callers.now(self.connection, "answer")
             self._say(200, self._done(method, self.path.removeprefix(f"/v{VERSION}/").split("/"), body))
-        except BadRequest as error:
-            self.close_connection = True
-            self._say(400, {"error": str(error)})
-        except ConfigError as error:
-            self._say(400, {"error": str(error)})
-        except Busy as error:
-            self.close_connection = True
-            self._say(503, {"error": str(error)})
-        except (SandboxBroken, PosttrainError) as error:
-            self._say(503, {"error": str(error)})
+        except (BadRequest, Busy, PosttrainError) as error:
+            self.close_connection |= not isinstance(error, PosttrainError)
+            self._say(400 if isinstance(error, BadRequest | ConfigError) else 503, {"error": str(error)})
         finally:
             self.server.hold(-held)
             self.server.callers.now(self.connection, "idle")
@@ -243,15 +233,8 @@ class Handler(BaseHTTPRequestHandler):
             case "GET", ["about"]:
                 return {"version": VERSION, "sandbox": box.name}
             case "POST", ["run"]:
-                call = unpacked(body, "call")
-                return told(
-                    box.run_sync(
-                        unpacked(body, "program"),
-                        stdin=unpacked(body, "stdin"),
-                        call=call or None,
-                        limits=limits_of(body),
-                    )
-                )
+                program, stdin, call = (unpacked(body, name) for name in ("program", "stdin", "call"))
+                return told(box.run_sync(program, stdin=stdin, call=call or None, limits=limits_of(body)))
             case "POST", ["session"]:
                 return {"session": self.server.new_session(limits_of(body))}
             case "POST", ["session", name]:
@@ -297,12 +280,8 @@ def limits_of(body: dict[str, Any]) -> ProgramLimits:
     ):
         raise BadRequest(f"'limits' is an object of numbers named {', '.join(sorted(names))}")
     limits = ProgramLimits(**{k: v if k in ("cpu", "wall") else int(v) for k, v in asked.items()})
-    if (
-        limits.wall > MOST_WALL
-        or limits.memory > MOST_MEMORY
-        or limits.processes > 64
-        or max(limits.output, limits.result) > MOST_SAID
-    ):
+    large = limits.wall > MOST_WALL or limits.memory > MOST_MEMORY or max(limits.output, limits.result) > MOST_SAID
+    if large or limits.processes > 64:
         raise BadRequest(
             f"limits beyond what is given here: wall {MOST_WALL:g} s, memory {MOST_MEMORY} B, 64 processes, output"
             " 4 MiB"

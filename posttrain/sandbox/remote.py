@@ -50,13 +50,8 @@ class RemoteExecutor:
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
-        if (
-            parts.scheme not in ("http", "https")
-            or not parts.hostname
-            or parts.query
-            or parts.fragment
-            or parts.username
-        ):
+        more = parts.query or parts.fragment or parts.username
+        if parts.scheme not in ("http", "https") or not parts.hostname or more:
             raise ConfigError(f"sandbox: {self.url!r} is no address of an executor; wanted https://HOST[:PORT][/PATH]")
         if in_the_clear(self.url):
             raise ConfigError(
@@ -93,12 +88,9 @@ class RemoteWorker(SandboxWorker):
         parts = urlsplit(backend.url)
         self._path = parts.path.rstrip("/")
         host, port = parts.hostname or "", parts.port
-        if parts.scheme == "https":
-            self._wire = http.client.HTTPSConnection(
-                host, port, timeout=START_SECONDS, context=ssl.create_default_context()
-            )
-        else:
-            self._wire = http.client.HTTPConnection(host, port, timeout=START_SECONDS)
+        safe = {"context": ssl.create_default_context()} if parts.scheme == "https" else {}
+        kind: Any = http.client.HTTPSConnection if safe else http.client.HTTPConnection
+        self._wire: http.client.HTTPConnection = kind(host, port, timeout=START_SECONDS, **safe)
         try:
             self.notes = self.ask("GET", "/about", None, START_SECONDS)
         except SandboxBroken as error:
@@ -149,16 +141,15 @@ class RemoteWorker(SandboxWorker):
 
     def run(self, job: Job) -> Ran:
         self.jobs += 1
-        body = {
-            "program": packed(job.program),
-            "stdin": packed(job.stdin),
-            "call": packed(job.call),
-            "limits": job.limits.plain(),
-        }
+        texts = {"program": packed(job.program), "stdin": packed(job.stdin), "call": packed(job.call)}
+        return self.asked("/run", {**texts, "limits": job.limits.plain()}, job.limits)
+
+    def asked(self, path: str, body: dict[str, Any], limits: ProgramLimits) -> Ran:
+        """The outcome of a program that is run there; `stop` ends the wait for it."""
         with self.lock:
             self.busy = True
         try:
-            return self.heard(self.ask("POST", "/run", body, job.limits.wall + PATIENCE), job.limits)
+            return self.heard(self.ask("POST", path, body, limits.wall + PATIENCE), limits)
         finally:
             with self.lock:
                 self.busy = False
@@ -176,40 +167,18 @@ class RemoteWorker(SandboxWorker):
         try:
             texts = {k: base64.b64decode(told[k], validate=True) for k in ("stdout", "stderr", "result")}
             numbers = {k: float(told[k]) for k in ("seconds", "cpu")}
-            good = (
-                told["why"] in get_args(Why)
-                and told["sandbox"] not in ("", "none")
-                and isinstance(told["sandbox"], str)
-            )
-            good &= (
-                type(told["exit"]) is int
-                and type(told["peak"]) is int
-                and type(told["cut"]) is bool
-                and type(told["lost"]) is bool
-            )
-            good &= told["network"] is None or (type(told["network"]) is int and told["network"] >= 0)
-            good &= all(
-                len(texts[k]) <= most
-                for k, most in (("stdout", limits.output), ("stderr", limits.output), ("result", limits.result))
-            )
+            plain = {k: told[k] for k in ("exit", "peak", "cut", "lost", "network")}
+            most = {"stdout": limits.output, "stderr": limits.output, "result": limits.result}
+            good = told["why"] in get_args(Why) and isinstance(told["sandbox"], str)
+            good &= told["sandbox"] not in ("", "none")
+            good &= [type(plain[k]) for k in ("exit", "peak", "cut", "lost")] == [int, int, bool, bool]
+            good &= plain["network"] is None or (type(plain["network"]) is int and plain["network"] >= 0)
+            good &= all(len(texts[k]) <= most[k] for k in texts)
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise SandboxBroken(f"{self.backend.url}: the reply is not what a program did: {error!r}") from error
         if not good:
             raise SandboxBroken(f"{self.backend.url}: the reply is not what a program did: {str(told)[:200]}")
-        return Ran(
-            why=told["why"],
-            exit=told["exit"],
-            stdout=texts["stdout"],
-            stderr=texts["stderr"],
-            cut=told["cut"],
-            result=texts["result"],
-            seconds=numbers["seconds"],
-            cpu=numbers["cpu"],
-            peak=told["peak"],
-            sandbox=f"remote:{told['sandbox'][:40]}",
-            lost=told["lost"],
-            network=told["network"],
-        )
+        return Ran(why=told["why"], sandbox=f"remote:{told['sandbox'][:40]}", **texts, **numbers, **plain)
 
     def stop(self) -> None:
         """Close the connection while a program runs. On the executor it ends by its own limits."""
@@ -246,19 +215,11 @@ class RemoteConversation:
     def answer(self, piece: bytes) -> Ran:
         """Run one piece. A process that has ended is started anew on the executor."""
         self.answered += 1
-        with self.worker.lock:
-            self.worker.busy = True
         try:
-            told = self.worker.ask(
-                "POST", f"/session/{self.session}", {"code": packed(piece)}, self.limits.wall + PATIENCE
-            )
-            return self.worker.heard(told, self.limits)
+            return self.worker.asked(f"/session/{self.session}", {"code": packed(piece)}, self.limits)
         except BaseException:
             self.abandon()
             raise
-        finally:
-            with self.worker.lock:
-                self.worker.busy = False
 
     def end(self) -> None:
         """End the session. If the executor cannot be reached, its idle time ends it."""

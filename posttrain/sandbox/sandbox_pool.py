@@ -190,9 +190,8 @@ def _end(asked: queue.SimpleQueue[_Waiting | None], threads: list[threading.Thre
         while True:
             left = asked.get_nowait()
             if left is not None:
-                settle(
-                    left.answer.set_exception, SandboxBroken("the sandbox was closed before this program had its turn")
-                )
+                why = "the sandbox was closed before this program had its turn"
+                settle(left.answer.set_exception, SandboxBroken(why))
     for _ in threads:
         asked.put(None)
     for thread in threads:

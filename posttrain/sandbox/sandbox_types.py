@@ -53,10 +53,9 @@ class ProgramLimits:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not (value >= 0 if name == "processes" else value > 0):
-                raise ConfigError(
-                    f"sandbox limit {name}={value!r} must be {'0 or more' if name == 'processes' else 'more than 0'}"
-                )
+            if not (value > 0 or (name == "processes" and value == 0)):
+                least = "0 or more" if name == "processes" else "more than 0"
+                raise ConfigError(f"sandbox limit {name}={value!r} must be {least}")
 
     def plain(self) -> dict[str, Any]:
         """The limits as the process inside reads them."""

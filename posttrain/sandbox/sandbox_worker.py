@@ -155,11 +155,8 @@ class SandboxWorker:
             given = [sealed(job.program, held), sealed(job.stdin, held) if job.stdin else silent(held)]
             readers = {}
             ends = []
-            for name, kept in (
-                ("stdout", job.limits.output),
-                ("stderr", job.limits.output),
-                ("result", job.limits.result),
-            ):
+            most = {"stdout": job.limits.output, "stderr": job.limits.output, "result": job.limits.result}
+            for name, kept in most.items():
                 reader, writer = os.pipe()
                 os.set_blocking(reader, False)
                 held.callback(os.close, reader)

@@ -15,18 +15,8 @@ EPERM, ENOSYS, ENOTSUP = 1, 38, 95
 
 LOAD, EQUAL, SET, AT_LEAST, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 
-CLONE, KILL_CALL, FCNTL, IOCTL, PRCTL, TGKILL, PRLIMIT, SENDTO, SOCKETPAIR, CLONE3 = (
-    56,
-    62,
-    72,
-    16,
-    157,
-    234,
-    302,
-    44,
-    53,
-    435,
-)
+CLONE, KILL_CALL, FCNTL, IOCTL, PRCTL = 56, 62, 72, 16, 157
+TGKILL, PRLIMIT, SENDTO, SOCKETPAIR, CLONE3 = 234, 302, 44, 53, 435
 OPEN, OPENAT = 2, 257
 SOCKET, UNIX, NETLINK = 41, 1, 16
 
@@ -119,16 +109,8 @@ def among(index: int, values: tuple[int, ...]) -> bytes:
 
 def null(index: int) -> bytes:
     """Allow where a pointer is null, both halves of it."""
-    refuse = op(RETURN, ERRNO | EPERM)
-    return (
-        arg(index)
-        + op(EQUAL, 0, 1, 0)
-        + refuse
-        + arg(index, high=True)
-        + op(EQUAL, 0, 1, 0)
-        + refuse
-        + op(RETURN, ALLOW)
-    )
+    zero = op(EQUAL, 0, 1, 0) + op(RETURN, ERRNO | EPERM)
+    return arg(index) + zero + arg(index, high=True) + zero + op(RETURN, ALLOW)
 
 
 def other_than(index: int, values: tuple[int, ...]) -> bytes:

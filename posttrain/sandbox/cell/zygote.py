@@ -69,9 +69,8 @@ def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
     for name in (*PRELOAD.split(), *(m for p in settings["packages"] for m in (p, *LAZY.get(p, ())))):
         importlib.import_module(name)
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(
-            0
-        )  # here, once: nothing here draws from it, and in a job it would cost three quarters of a millisecond
+        # here, once: nothing here draws from it, and in a job it would cost three quarters of a millisecond
+        sys.modules["numpy.random"].seed(0)
     for name in ("exit", "quit"):
         setattr(builtins, name, _sitebuiltins.Quitter(name, "end of file"))
     os.environ.pop("PYTHONPATH", None)
@@ -131,16 +130,9 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None, a
             took = time.monotonic() - start
             ran = os.read(confined, 1) == DONE
             os.close(confined)
-            cpu = usage.ru_utime + usage.ru_stime
-            reply = {
-                "ran": ran,
-                "status": status,
-                "seconds": took,
-                "cpu": cpu,
-                "peak": usage.ru_maxrss * 1024,
-                "spent": spent,
-            }
-            control.send(json.dumps(reply | {"network": taken(attempts)}).encode())
+            used = {"cpu": usage.ru_utime + usage.ru_stime, "peak": usage.ru_maxrss * 1024, "network": taken(attempts)}
+            reply = {"ran": ran, "status": status, "seconds": took, "spent": spent}
+            control.send(json.dumps(reply | used).encode())
             if settings["scratch"]:
                 clean(settings["scratch"])
             control.send(CLEAN)
