@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -118,8 +119,9 @@ async def test_nothing_that_is_shown_depends_on_the_verdict(name: str) -> None:
 
 
 class Tells(Judge):
-    def _prompt(self, index: int, texts: tuple[str, ...], gold: int) -> str:
-        return super()._prompt(index, texts, gold) + "AB"[gold]
+    def _task(self, name: str, index: int, texts: tuple[str, ...], gold: int, best: int) -> Task:
+        made = super()._task(name, index, texts, gold, best)
+        return replace(made, prompt=f"{made.prompt}{'AB'[gold]}")
 
 
 async def test_a_prompt_with_the_verdict_is_told() -> None:
