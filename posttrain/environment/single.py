@@ -19,7 +19,7 @@ from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.stop import EpisodeLimits, StepNumber
 from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.judged.judged_texts import judgements_of
+from posttrain.environment.judged.synthetic_preferences import judgements_of
 from posttrain.system.errors import ConfigError
 from posttrain.verifier.reward_source import BatchSource, Checked, ContainedSource, Source, SourceWithProcesses
 

@@ -46,18 +46,14 @@ def worth_is(scores: Sequence[float], how: Aggregate, found: float, task: str) -
         )
 
 
-def tree_adds_up(root: TreeNode, task: str) -> None:
+def tree_adds_up(node: TreeNode, task: str) -> tuple[int, float]:
     """Every node has the number and the sum of all that was found at it and below it, counted again from the leaves up.
+    Returns (visits, total) of this one.
 
     Raises:
         InvariantError: what was found somewhere did not reach a node above it.
     """
-    _counted(root, task)
-
-
-def _counted(node: TreeNode, task: str) -> tuple[int, float]:
-    """(visits, total) of a node by the values that were found at it and below it."""
-    below = [_counted(c, task) for c in node.children]
+    below = [tree_adds_up(c, task) for c in node.children]
     visits = len(node.found) + sum(n for n, _ in below)
     total = math.fsum([*node.found, *(t for _, t in below)])
     if node.visits != visits or not math.isclose(node.total, total, rel_tol=APART, abs_tol=APART):

@@ -149,7 +149,7 @@ def make_served(
     checkpoint: str = "last",
     trust: bool = False,
 ) -> tuple[Any, tuple[str, ...]]:
-    """(the `serve.served_model.ServedModel`, lines about it for the banner)."""
+    """(the `serve.intake.ServedModel`, lines about it for the banner)."""
     target, checkpoint = run_and_checkpoint(target, checkpoint)
     stored = _stored(target, checkpoint, overrides)
     how = served_by(dotted.apply(stored, list(overrides)), overrides)

@@ -29,7 +29,7 @@ from posttrain.core.ports import Attempt
 from posttrain.core.stop import StepNumber
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, State, Verdict
-from posttrain.verifier.returned_value import as_verdict
+from posttrain.verifier.reward_source import as_verdict
 
 ALWAYS = ("prompts", "completions")
 LISTS = (*ALWAYS, "completion_ids", "state")

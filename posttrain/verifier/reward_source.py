@@ -1,9 +1,13 @@
-"""The protocols of reward sources: a source gives one verdict about one attempt. Some sources offer more."""
+"""The protocols of reward sources: a source gives one verdict about one attempt. Some sources offer more.
+
+Also the verdict for what a reward function returned.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt
@@ -80,3 +84,34 @@ class ContainedSource(Protocol):
 def graded(right: bool, said: object, wanted: object, *, kind: str = "wrong") -> Verdict:
     """1 if right, else 0 with the text that was said and the text that was wanted."""
     return Verdict.value(1.0) if right else Verdict.value(0.0, kind, f"said {said}, wanted {wanted}")
+
+
+def as_verdict(value: Any) -> Verdict:
+    """The verdict for a value that a reward function returned. Numbers of any library are accepted. Text and truth
+    values are not numbers here."""
+    if value is None:
+        return Verdict.abstain()
+    if isinstance(value, Verdict):
+        return value
+    if not hasattr(value, "__float__"):
+        return Verdict.failed(
+            "type", f"returned {type(value).__name__} {value!r:.80}, wanted a number, a Verdict or None"
+        )
+    if _truth(value):
+        return Verdict.failed(
+            "type",
+            f"returned the truth value {value!r:.80}, wanted a number: return float(...) of it, or None to abstain",
+        )
+    try:
+        score = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        return Verdict.failed("type", f"returned {type(value).__name__}, which is not one number: {error}")
+    if not math.isfinite(score):
+        return Verdict.failed("nan", f"returned {score}")
+    return Verdict.value(score)
+
+
+def _truth(value: Any) -> bool:
+    """Returns whether a value is a truth value of Python, NumPy or torch: the result of a comparison and not a
+    score."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")

@@ -29,7 +29,7 @@ from posttrain.verifier import batch_functions
 from posttrain.verifier.batch_functions import columns
 from posttrain.verifier.builtin import ANSWERED, BUILTIN
 from posttrain.verifier.format_rewards import gold_calls
-from posttrain.verifier.returned_value import as_verdict
+from posttrain.verifier.reward_source import as_verdict
 from posttrain.verifier.timed_calls import TimedOut, call
 from posttrain.verifier.user_code import where
 

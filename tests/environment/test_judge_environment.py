@@ -21,6 +21,7 @@ from posttrain.core.seeds import generator
 from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict, outcome, truth
 from posttrain.environment.gallery.judge import OTHER_ORDER, Judge
+from posttrain.environment.judged.judge_bias import surface_baselines
 from posttrain.environment.judged.judge_rules import (
     FORMATS,
     best_half,
@@ -33,7 +34,6 @@ from posttrain.environment.judged.judge_rules import (
     right_or_minus_one,
     summed,
 )
-from posttrain.environment.judged.length_bias import surface_baselines
 from posttrain.environment.make import environment
 from posttrain.environment.scripted_policy import ScriptedPolicy
 from posttrain.system.errors import ConfigError, InvariantError

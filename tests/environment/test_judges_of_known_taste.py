@@ -15,9 +15,9 @@ from posttrain.core.ports import Attempt
 from posttrain.core.seeds import generator
 from posttrain.core.types import Stop, Task
 from posttrain.environment.check import Mark, Subject
-from posttrain.environment.check.pair_probe import surface
+from posttrain.environment.check.baselines import surface
 from posttrain.environment.gallery.replies import POLITE, Replies, best_reply, features
-from posttrain.environment.judged.length_bias import SurfaceFeature, surface_baselines, surface_features
+from posttrain.environment.judged.judge_bias import SurfaceFeature, surface_baselines, surface_features
 from posttrain.environment.judged.synthetic_preferences import KINDS, Taste
 from posttrain.environment.single import SingleTurn
 from posttrain.system.errors import ConfigError

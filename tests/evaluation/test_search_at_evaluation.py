@@ -31,9 +31,8 @@ from posttrain.evaluation.evaluate_search import SearchReport, evaluate_searches
 from posttrain.evaluation.search_words import asks_search, kinds_of, search_request
 from posttrain.report.console import lines_of
 from posttrain.report.plots import search_plot
-from posttrain.search.beam import beam
 from posttrain.search.curves import SearchPoint, frontier, leading, search_point
-from posttrain.search.play_search import ANSWERS, play
+from posttrain.search.play_search import ANSWERS, beam, best, play, vote
 from posttrain.search.puct import TreeNode, tree_search
 from posttrain.search.search_checks import said_by_one_version, tree_adds_up, worth_is
 from posttrain.search.search_kinds import (
@@ -47,7 +46,6 @@ from posttrain.search.search_kinds import (
     TreeSearch,
 )
 from posttrain.search.step_sampling import Beginning, StepSearch
-from posttrain.search.votes import best, vote
 from posttrain.system.errors import ConfigError, InvariantError, PosttrainError
 from tests.role.process_parts import process_run
 from tests.tiny import only_rl, tiny_run

@@ -18,7 +18,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import Task
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.cache.cache_blocks import blocks_for
-from posttrain.search.beam import beam
+from posttrain.search.play_search import beam
 from posttrain.search.puct import tree_search
 from posttrain.search.step_sampling import Beginning, StepSearch
 from tests.engine.embedded_parts import engine

@@ -25,7 +25,7 @@ from posttrain.sandbox.sandbox_worker import Job, SandboxWorker
 from posttrain.sandbox.selftest import attacks, bait
 from posttrain.system.errors import ConfigError, DataError
 from posttrain.verifier.builtin import BUILTIN
-from posttrain.verifier.returned_value import as_verdict
+from posttrain.verifier.reward_source import as_verdict
 from tests.sandbox.sandbox_parts import backend, gone, living, ran
 
 ROOT = Path(__file__).parents[2]

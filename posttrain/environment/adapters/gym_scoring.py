@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from posttrain.core.verdict import State, Verdict
-from posttrain.verifier.returned_value import as_verdict
+from posttrain.verifier.reward_source import as_verdict
 from posttrain.verifier.user_code import where
 from posttrain.verifier.workers.worker_pool import WorkerPool, reply_of
 from posttrain.verifier.workers.worker_process import Spec

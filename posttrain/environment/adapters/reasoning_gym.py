@@ -116,12 +116,8 @@ class Gym(SingleTurn):
 
     def _task(self, name: str, side: str, chunk: int, item: int) -> Task:
         entry = self._entry(side, chunk, item)
-        return Task(
-            id=name,
-            prompt=entry["question"],
-            answer=self._gold(entry),
-            info={"side": side, "chunk": chunk, "item": item},
-        )
+        info = {"side": side, "chunk": chunk, "item": item}
+        return Task(id=name, prompt=entry["question"], answer=self._gold(entry), info=info)
 
     def _gold(self, entry: Mapping[str, Any]) -> str | None:
         gold = entry["metadata"].get(_GOLD_KEY[self.task]) if self.task in _GOLD_KEY else entry["answer"]

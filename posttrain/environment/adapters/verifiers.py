@@ -98,13 +98,9 @@ class Verifiers(SingleTurn):
                 f"{self.name}: its prompts are plain text (message_type='completion'), which the package gave up; use"
                 " messages"
             )
-        answer = row.get("answer")
-        return Task(
-            id=f"{self.env_id}-{side}-{index}",
-            prompt=tuple(from_package(m) for m in row["prompt"]),
-            answer=None if answer in (None, "") else answer,
-            info={"side": side, "row": index, "key": _digest(row)},
-        )
+        answer = None if row.get("answer") == "" else row.get("answer")
+        prompt, info = tuple(map(from_package, row["prompt"])), {"side": side, "row": index, "key": _digest(row)}
+        return Task(id=f"{self.env_id}-{side}-{index}", prompt=prompt, answer=answer, info=info)
 
     @cached_property
     def heldout(self) -> tuple[Task, ...]:

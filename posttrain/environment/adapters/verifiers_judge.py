@@ -13,7 +13,7 @@ from posttrain.core.redact_secrets import redacted
 from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.environment.adapters.verifiers_talk import MODEL, PolicyClient, from_package
 from posttrain.environment.scripted_policy import ScriptedPolicy
-from posttrain.verifier.returned_value import as_verdict
+from posttrain.verifier.reward_source import as_verdict
 from posttrain.verifier.timed_calls import TimedOut, call
 from posttrain.verifier.user_code import where
 

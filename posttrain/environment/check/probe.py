@@ -1,11 +1,18 @@
-"""A probe and its result."""
+"""A probe and its result; the answers it gave and their verdicts; and what the verdicts of a source depend on.
+
+The same text is judged for another task, and for the same task with another answer. Where nothing changes, the source
+does not look there. A reward of length or of form is such a source, and cannot tell right from wrong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
+
+from posttrain.core.types import Task
+from posttrain.core.verdict import Judged, State, outcome
 
 if TYPE_CHECKING:
     from posttrain.environment.check.subject import Subject
@@ -48,3 +55,94 @@ class Probe:
     async def __call__(self, subject: Subject) -> ProbeResult:
         mark, detail = await self.ask(subject)
         return ProbeResult(self.name, mark, detail, self.means, self.advice if mark in (Mark.WARN, Mark.FAIL) else "")
+
+
+@dataclass(frozen=True)
+class JudgedAnswer:
+    """One answer and its verdicts."""
+
+    task: Task
+    turns: tuple[str, ...]
+    judged: tuple[Judged, ...]
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        """Scores by source, without weights. Only those that enter the outcome."""
+        out: dict[str, float] = {}
+        for j in self.judged:
+            if j.counts and j.verdict.score is not None:
+                out[j.source] = out.get(j.source, 0.0) + j.verdict.score
+        return out
+
+    @property
+    def outcome(self) -> float | None:
+        return outcome(self.judged)
+
+    @property
+    def failed(self) -> Judged | None:
+        """The first `failed` verdict, if any."""
+        return next((j for j in self.judged if j.verdict.state is State.FAILED), None)
+
+    @property
+    def said(self) -> str:
+        """The last turn, for messages."""
+        text = self.turns[-1] if self.turns else ""
+        return repr(text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}")
+
+
+PAIRS = 8
+"""The number of pairs of tasks on which texts are exchanged."""
+TEXTS = (
+    "",
+    "a",
+    "7",
+    "I do not know. " * 30,
+    "<think>\nLet me see.\n</think>\n\nseven",
+    "<think>Let me see.</think><answer>seven</answer>",
+    "**Step 1.** Look.\n\n- one\n- two\n\n```python\nprint(7)\n```\n",
+    '{"answer": 7}',
+)
+"""Texts of different length and form, on which a reward of the text alone differs."""
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """One source's scores over the texts that were tried."""
+
+    on_task: bool
+    """Whether a text earns something else with another task."""
+    on_answer: bool
+    """Whether a text earns something else when only the task's answer is another."""
+    lowest: float
+    highest: float
+
+    @property
+    def constant(self) -> bool:
+        return not self.on_task and self.lowest == self.highest
+
+
+Round = list[tuple[Task, tuple[str, ...]]]
+
+
+def questions(pairs: Sequence[tuple[Task, Task, Sequence[tuple[str, ...]]]]) -> tuple[Round, Round, Round]:
+    """Three rounds of the same texts: for a task, for another one, and for the task with the answer of the other. Each
+    pair comes with right answers, as turns, that are tried beside `TEXTS`."""
+    texts = [(a, b, text) for a, b, right in pairs[:PAIRS] for text in (*right, *((t,) for t in TEXTS))]
+    return (
+        [(a, text) for a, _, text in texts],
+        [(b, text) for _, b, text in texts],
+        [(replace(a, answer=b.answer), text) for a, b, text in texts],
+    )
+
+
+def dependences(
+    one: Sequence[JudgedAnswer], other: Sequence[JudgedAnswer], changed: Sequence[JudgedAnswer]
+) -> dict[str, Dependence]:
+    """By source, from the verdicts of the three rounds. Empty where nothing could be exchanged."""
+    out: dict[str, Dependence] = {}
+    for name in dict.fromkeys(name for told in one for name in told.scores):
+        rows = [[x.scores.get(name) for x in same] for same in zip(one, other, changed, strict=True)]
+        seen = [x for row in rows for x in row if x is not None]
+        on_task, on_answer = any(a != b for a, b, _ in rows), any(a != c for a, _, c in rows)
+        out[name] = Dependence(on_task, on_answer, min(seen), max(seen))
+    return out

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from posttrain.core.abilities import LintFinding
-from posttrain.environment.check.baselines import BASELINES
-from posttrain.environment.check.pair_probe import PREFERENCES
+from posttrain.environment.check.baselines import BASELINES, PREFERENCES
 from posttrain.environment.check.probe import Mark, Probe, ProbeResult
 from posttrain.environment.check.reward_probes import PAYMENT
 from posttrain.environment.check.subject import Subject

@@ -59,25 +59,14 @@ async def gold(s: Subject) -> Answer:
             f"{told.said} is right for {prompt_words(told.task.prompt)}, and the environment pays"
             f" {told.scores.get(s.env.name)}, not 1"
         )
-    lost = [
-        (t, source)
-        for t in s.gold.values()
-        for source in s.sources
-        if source in t.scores and source not in s.deciding(t.task)
-    ]
-    if lost:
+    told = [(t, source) for t in s.gold.values() for source in s.sources if source in t.scores]
+    if lost := [(t, source) for t, source in told if source not in s.deciding(t.task)]:
         told, source = lost[0]
         return Mark.FAIL, (
             f"{source} pays {len(lost)} of {len(s.gold)} right answers no more than a wrong one, such as"
             f" {told.said} to {prompt_words(told.task.prompt)} ({told.scores[source]:g})"
         )
-    form = (
-        ""
-        if s.shape == "bare"
-        else ", as the completions are written"
-        if s.shape == WRITTEN
-        else f", written {s.shaped('X')!r}"
-    )
+    form = {"bare": "", WRITTEN: ", as the completions are written"}.get(s.shape, f", written {s.shaped('X')!r}")
     aside = f"; do not look at the answer: {', '.join(s.shaping)}" if s.shaping else ""
     return Mark.OK, f"{len(s.gold)} right answers paid by {', '.join(s.sources)}{form}{aside}"
 
@@ -231,9 +220,8 @@ def _found(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
 async def silence(s: Subject) -> Answer:
     if not s.known:
         return _nothing_paid(s)
-    return _found(
-        s, await s.attack(lambda _: {repr(x): x for x in SILENCE}, s.known), f"{len(SILENCE)} ways to say nothing"
-    )
+    found = await s.attack(lambda _: {repr(x): x for x in SILENCE}, s.known)
+    return _found(s, found, f"{len(SILENCE)} ways to say nothing")
 
 
 async def constant(s: Subject) -> Answer:
@@ -250,9 +238,8 @@ async def random_strings(s: Subject) -> Answer:
     rng = s.random("noise")
 
     def say(_: Task) -> dict[str, str]:
-        out = {
-            f"a random string of {len(x)} characters ({i // 4})": x for i, x in enumerate(noise(rng, s.env.alphabet))
-        }
+        texts = enumerate(noise(rng, s.env.alphabet))
+        out = {f"a random string of {len(x)} characters ({i // 4})": x for i, x in texts}
         return {**out, **{f"{kind}, as an answer": s.shaped(x) for kind, x in out.items() if s.shape != "bare"}}
 
     return _found(s, await s.attack(say, s.known[:TASKS_EACH]), "random strings")
@@ -264,14 +251,9 @@ async def templates(s: Subject) -> Answer:
 
     def say(task: Task) -> dict[str, str]:
         prompt = task.prompt if isinstance(task.prompt, str) else shown(task.prompt[-1]["content"])
-        empty = {f"an empty {name}": form.format("") for name, form in SHAPES.items() if name != "bare"}
-        echo = {"the prompt": prompt, "the prompt as the answer": s.shaped(prompt)}
-        return {
-            **{repr(x): x for x in PHRASES},
-            **{f"{x!r} as the answer": s.shaped(x) for x in PHRASES},
-            **empty,
-            **echo,
-        }
+        out = {repr(x): x for x in PHRASES} | {f"{x!r} as the answer": s.shaped(x) for x in PHRASES}
+        out |= {f"an empty {name}": form.format("") for name, form in SHAPES.items() if name != "bare"}
+        return {**out, "the prompt": prompt, "the prompt as the answer": s.shaped(prompt)}
 
     return _found(s, await s.attack(say, s.known[:TASKS_EACH]), "templates, empty forms and the prompt itself")
 
@@ -285,13 +267,11 @@ async def several(s: Subject) -> Answer:
     if (answer := _found(s, found, "lists of all answers"))[0] is not Mark.OK:
         return answer
     tasks = [t for t in s.known if s.near(t)[-1] not in s.right(t)[-1] and s.right(t)[-1] not in s.near(t)[-1]]
-    hedged = {
-        order: await s.judge_all(
-            [(t, s.last(t, "\n".join([x[-1] for x in (s.right(t), s.near(t))][::step]))) for t in tasks]
-        )
-        for order, step in (("first", 1), ("last", -1))
-    }
-    both = [a for a, b in zip(hedged["first"], hedged["last"], strict=True) if set(s.paid(a)) & set(s.paid(b))]
+    pairs = [(t, (s.right(t)[-1], s.near(t)[-1])) for t in tasks]
+    first, last = [
+        await s.judge_all([(t, s.last(t, "\n".join(texts[::step]))) for t, texts in pairs]) for step in (1, -1)
+    ]
+    both = [a for a, b in zip(first, last, strict=True) if set(s.paid(a)) & set(s.paid(b))]
     if both:
         few = len(both) / len(tasks) <= s.chance(len(tasks))  # answers that hold each other, under a graded reward
         return Mark.WARN if few else Mark.FAIL, (

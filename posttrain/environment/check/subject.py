@@ -17,8 +17,7 @@ from typing import Any
 from posttrain.core.content import prompt_words
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
-from posttrain.environment.check.dependence import Dependence, dependences, questions
-from posttrain.environment.check.judged_answer import JudgedAnswer
+from posttrain.environment.check.probe import Dependence, JudgedAnswer, dependences, questions
 from posttrain.environment.check.probe_answers import SHAPES
 from posttrain.environment.rows.row_reader import answer_text
 from posttrain.environment.scripted_policy import ScriptedPolicy

@@ -14,9 +14,7 @@ from posttrain.core.ports import Attempt
 from posttrain.core.stop import StepNumber
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State
-from posttrain.environment.check.dependence import TEXTS
-from posttrain.environment.check.judged_answer import JudgedAnswer
-from posttrain.environment.check.probe import Answer, Mark, Probe
+from posttrain.environment.check.probe import TEXTS, Answer, JudgedAnswer, Mark, Probe
 from posttrain.environment.check.probe_answers import ODD
 from posttrain.environment.check.subject import Subject
 from posttrain.environment.tools.offered import OfferedTools

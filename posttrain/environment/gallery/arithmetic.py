@@ -183,11 +183,8 @@ class Arithmetic(SingleTurn):
         if rng.random() < 0.5:
             total = _running(terms)[-1]
             return f"{_expression(terms)}={total + (self._error(rng, total) if false else 0)}"
-        start, step, length = (
-            int(rng.integers(0, self.max_operand + 1)),
-            int(rng.integers(1, 4)),
-            int(rng.integers(3, 8)),
-        )
+        start = int(rng.integers(0, self.max_operand + 1))
+        step, length = int(rng.integers(1, 4)), int(rng.integers(3, 8))
         values = [start + step * i for i in range(length)]
         if false:
             values[int(rng.integers(1, length))] += int(rng.integers(1, 4))
@@ -200,12 +197,8 @@ def _expression(terms: Signed) -> str:
 
 
 def _task(name: str, terms: Signed) -> Task:
-    return Task(
-        id=name,
-        prompt=f"<{_expression(terms)}>",
-        answer=str(_running(terms)[-1]),
-        info={"terms": [[s, o] for s, o in terms]},
-    )
+    answer, info = str(_running(terms)[-1]), {"terms": [[s, o] for s, o in terms]}
+    return Task(id=name, prompt=f"<{_expression(terms)}>", answer=answer, info=info)
 
 
 def _terms(task: Task) -> Signed:
@@ -218,11 +211,8 @@ def _multiset(terms: Signed) -> Signed:
 
 def _chain(terms: Signed, sums: list[int] | None = None) -> list[str]:
     """3+4+5 gives `3+4=7` and `7+5=12`. With `sums` given, the chain shows those instead."""
-    sums = _running(terms) if sums is None else sums
-    return [
-        f"{before}{sign}{operand}={after}"
-        for (before, after), (sign, operand) in zip(pairwise(sums), terms[1:], strict=True)
-    ]
+    steps = zip(pairwise(_running(terms) if sums is None else sums), terms[1:], strict=True)
+    return [f"{before}{sign}{operand}={after}" for (before, after), (sign, operand) in steps]
 
 
 def _running(terms: Signed) -> list[int]:

@@ -62,10 +62,8 @@ class Countdown(GeneratedTasks):
 
     def _combine(self, rng: np.random.Generator, numbers: list[int]) -> tuple[int, str]:
         """(value, text) of a random expression over at least two numbers; (-1, "") if a partial result is negative."""
-        parts = [
-            (numbers[i], str(numbers[i]))
-            for i in rng.permutation(len(numbers))[: int(rng.integers(2, len(numbers) + 1))]
-        ]
+        order = rng.permutation(len(numbers))
+        parts = [(numbers[i], str(numbers[i])) for i in order[: int(rng.integers(2, len(numbers) + 1))]]
         while len(parts) > 1:
             i, j = (int(k) for k in rng.permutation(len(parts))[:2])
             (a, left), (b, right) = parts[i], parts[j]
@@ -73,9 +71,8 @@ class Countdown(GeneratedTasks):
             op = self.ops[int(rng.integers(len(self.ops)))]
             if values[op] < 0:
                 return -1, ""
-            parts = [p for k, p in enumerate(parts) if k not in (i, j)] + [
-                (values[op], f"{_wrapped(left)}{op}{_wrapped(right)}")
-            ]
+            joined = (values[op], f"{_wrapped(left)}{op}{_wrapped(right)}")
+            parts = [*(p for k, p in enumerate(parts) if k not in (i, j)), joined]
         return parts[0]
 
     def verify(self, attempt: Attempt) -> Verdict:
@@ -89,9 +86,8 @@ class Countdown(GeneratedTasks):
         except ExpressionError as error:
             return Verdict.value(0.0, "unparsable", f"{said[:80]!r}: {error}")
         if extra := Counter(expression.numbers) - Counter(numbers):
-            return Verdict.value(
-                0.0, "numbers", f"uses {sorted(extra.elements())}, which are not (or not so often) in {numbers}"
-            )
+            why = f"uses {sorted(extra.elements())}, which are not (or not so often) in {numbers}"
+            return Verdict.value(0.0, "numbers", why)
         return graded(expression.value == target, expression.value, target)
 
     def key(self, task: Task) -> Key:

@@ -79,9 +79,8 @@ class Programs(GeneratedTasks):
         prompt = "<" + "".join(f"{op}{n}" for op, n in steps) + ">"
         a, b = line(steps)
         test = {"function": "f", "args": [list(INPUTS)], "expected": [a * x + b for x in INPUTS]}
-        return Task(
-            id=name, prompt=prompt, answer=written(steps), info={"steps": [list(s) for s in steps], "tests": [test]}
-        )
+        info = {"steps": [list(s) for s in steps], "tests": [test]}
+        return Task(id=name, prompt=prompt, answer=written(steps), info=info)
 
     def _drawn(self, rng: np.random.Generator) -> Steps:
         count = int(rng.integers(self.min_steps, self.max_steps + 1))

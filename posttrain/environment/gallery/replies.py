@@ -108,15 +108,8 @@ class Replies(GeneratedTasks):
     @cached_property
     def taste(self) -> Taste:
         """The judges: what they want, and their errors."""
-        return Taste(
-            features=features,
-            weights=WEIGHTS,
-            noise=self.noise,
-            temperature=self.temperature,
-            annotators=self.annotators,
-            ranked=self.ranked,
-            margins=self.margins,
-        )
+        own = {name: getattr(self, name) for name in ("noise", "temperature", "annotators", "ranked", "margins")}
+        return Taste(features=features, weights=WEIGHTS, **own)
 
     @property
     def judgements(self) -> Judgements:

@@ -93,11 +93,8 @@ class Shop(GeneratedTasks, ToolWorld):
         wrong = [k for k in self.kinds.split(",") if k not in KINDS]
         require(not wrong, self.name, f"kinds={self.kinds!r}: {nearest(wrong[0], KINDS) if wrong else ''}")
         require(2 <= self.turns <= 16, self.name, f"turns={self.turns}: must lie in 2..16")
-        rooms = {
-            "buy": len(ITEMS) * MOST,
-            "book": len(ERRANDS) * len(DAYS),
-            "both": len(ITEMS) * MOST * len(ERRANDS) * len(DAYS),
-        }
+        rooms = {"buy": len(ITEMS) * MOST, "book": len(ERRANDS) * len(DAYS)}
+        rooms["both"] = rooms["buy"] * rooms["book"]
         room = min(rooms[k] for k in self._kinds) // 3 * len(self._kinds)
         require(
             self.heldout_count <= room,

@@ -83,13 +83,9 @@ class JudgedData:
             return Ranking(task=task, place=place, completions=tuple(found.completions[i] for i in order))
         if kind == "rating":
             return Rating(task=task, place=place, completion=found.completions[0], ratings=found.ratings)
+        steps, separator = found.completions, self.columns.separator
         return StepLabels(
-            task=task,
-            place=place,
-            steps=found.completions,
-            labels=found.labels,
-            values=found.chances,
-            separator=self.columns.separator,
+            task=task, place=place, steps=steps, labels=found.labels, values=found.chances, separator=separator
         )
 
     # --- pairs ------------------------------------------------------------------------------------------------------
@@ -97,28 +93,18 @@ class JudgedData:
     def _pair(self, row: PromptRow, found: JudgedRow, rng: np.random.Generator) -> Pair:
         if found.kind == "pair":
             chosen, rejected = found.completions
-            return Pair(
-                task=row.task,
-                place=row.place,
-                chosen=chosen,
-                rejected=rejected,
-                margin=found.margin,
-                weight=found.weight,
-            )
+            own = {"margin": found.margin, "weight": found.weight}
+            return Pair(task=row.task, place=row.place, chosen=chosen, rejected=rejected, **own)
         group = self._groups[self._group_of(row)]
         values = [w.value for w in group]
         over = range(len(group)) if self.columns.pairs == "any" else _at(values, max(values))
         under = _at(values, min(values)) if self.columns.pairs == "ends" else range(len(group))
         pairs = [(i, j) for i in over for j in under if values[i] > values[j]]
         i, j = pairs[int(rng.integers(len(pairs)))]
-        places = dict.fromkeys((group[i].row.place, group[j].row.place))
-        return Pair(
-            task=row.task,
-            place=" and ".join(places),
-            chosen=group[i].completion,
-            rejected=group[j].completion,
-            margin=values[i] - values[j] if found.scored else None,
-        )
+        place = " and ".join(dict.fromkeys((group[i].row.place, group[j].row.place)))
+        chosen, rejected = group[i].completion, group[j].completion
+        margin = values[i] - values[j] if found.scored else None
+        return Pair(task=row.task, place=place, chosen=chosen, rejected=rejected, margin=margin)
 
     @cached_property
     def _groups(self) -> Mapping[str, Sequence[WorthRow]]:

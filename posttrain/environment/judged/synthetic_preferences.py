@@ -1,5 +1,7 @@
 """Judges whose taste is known: completions are judged by a weighted sum of features, with the errors that people make.
 
+Also judgements made of demonstrations: the right text of a task is preferred to a false one.
+
 Real judgements do not say what the judge wanted. These do (`Taste.utility`), so what a preference loss or a reward
 model learned can be compared with the truth.
 """
@@ -12,11 +14,11 @@ from functools import cached_property
 
 import numpy as np
 
-from posttrain.core.abilities import Judgements
+from posttrain.core.abilities import Judgements, Write
 from posttrain.core.judgements import Judgement, Kind, Label, Pair, Ranking, Rating
 from posttrain.core.seeds import generator
 from posttrain.core.types import Task
-from posttrain.system.errors import ConfigError
+from posttrain.system.errors import ConfigError, DataError, InvariantError
 
 Features = Callable[[Task, str], Mapping[str, float]]
 """The features of a completion by name, each in 0..1."""
@@ -81,24 +83,19 @@ class Taste:
 
     def utility(self, task: Task, text: str) -> float:
         """The true value of a completion, in 0..1."""
-        found = self.features(task, text)
-        return float(sum(weight * found[name] for name, weight in self.weights.items()))
+        return self._value(task, text, self.weights)
 
     @cached_property
     def annotator_weights(self) -> tuple[Mapping[str, float], ...]:
         """The weights of each annotator. Each sums to 1, none is negative, and their mean is the truth."""
         truth = np.array(list(self.weights.values()))
-        drawn = np.array(
-            [
-                generator(ANNOTATORS_SEED, "taste/annotators", k).dirichlet(np.full(len(truth), 2.0))
-                for k in range(self.annotators)
-            ]
-        )
+        each = (generator(ANNOTATORS_SEED, "taste/annotators", k) for k in range(self.annotators))
+        drawn = np.array([rng.dirichlet(np.full(len(truth), 2.0)) for rng in each])
         away = drawn - drawn.mean(0)
         least = np.minimum(truth, LEAST)
         room = (truth - least)[None] / np.maximum(-away, 1e-12)
-        each = truth + min(1.0, float(room.min())) * away
-        return tuple(dict(zip(self.weights, (float(w) for w in row), strict=True)) for row in each)
+        own = truth + min(1.0, float(room.min())) * away
+        return tuple(dict(zip(self.weights, (float(w) for w in row), strict=True)) for row in own)
 
     # --- the judgements ----------------------------------------------------------------------------------------------
 
@@ -180,3 +177,37 @@ class Taste:
             rated = float(np.clip(np.rint(SCALE * (value + self.temperature * rng.normal())), 0, SCALE))
             out[name] = SCALE - rated if flipped else rated
         return out
+
+
+DEMONSTRATED: tuple[Kind, ...] = ("pair", "label")
+
+
+def judgements_of(write: Write, style: str) -> Judgements:
+    """Pairs of a right and a false demonstration of one style, and single ones with the label of what they are.
+
+    Both texts of a pair are written with the same random numbers, so that they differ by the error alone.
+    """
+
+    def draw(task: Task, kind: Kind, rng: np.random.Generator) -> Judgement:
+        if kind not in DEMONSTRATED:
+            raise ConfigError(f"demonstrations give judgements of kind {' and '.join(DEMONSTRATED)}, and not {kind!r}")
+        seed = int(rng.integers(1 << 62))
+        right, false = (_text(write, task, style, seed, wrong) for wrong in (0.0, 1.0))
+        if kind == "label":
+            good = bool(rng.random() < 0.5)
+            return Label(task=task, completion=right if good else false, good=good)
+        if right == false:
+            raise DataError(f"the right and the false demonstration of task {task.id!r} are the same text: {right!r}")
+        return Pair(task=task, chosen=right, rejected=false)
+
+    return Judgements(kinds=DEMONSTRATED, draw=draw)
+
+
+def _text(write: Write, task: Task, style: str, seed: int, wrong: float) -> str:
+    _, completion = write(task, style, np.random.default_rng(seed), wrong)
+    if not isinstance(completion, str):
+        raise InvariantError(
+            f"style {style!r} writes episodes of several turns, and a judgement is about one completion: set the"
+            " environment's judged_style to a style of one turn, or to ''"
+        )
+    return completion

@@ -114,17 +114,11 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         """Every character of prompts, answers and completions. Empty where a row is a chat: its template adds more."""
         if any(r.conversation is not None or not isinstance(r.task.prompt, str) for r in self.rows):
             return ""
-        texts = [
-            text
-            for r in self.rows
-            for text in (
-                *texts_of(r.task.prompt),
-                str(r.task.answer or ""),
-                r.completion or "",
-                *(r.judged.completions if r.judged is not None else ()),
-            )
-        ]
-        return "".join(sorted(set("".join((*texts, *self.hint.split("{answer}"))))))
+        texts = self.hint.split("{answer}")
+        for r in self.rows:
+            texts += [*texts_of(r.task.prompt), str(r.task.answer or ""), r.completion or ""]
+            texts += r.judged.completions if r.judged is not None else ()
+        return "".join(sorted(set("".join(texts))))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,26 +35,11 @@ _LIMITS = {
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,
     sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH: 10,
 }
-_ALLOWED = frozenset(
-    (
-        *(sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE, sqlite3.SQLITE_FUNCTION),
-        *(sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE),
-        *(
-            sqlite3.SQLITE_TRANSACTION,
-            sqlite3.SQLITE_SAVEPOINT,
-            sqlite3.SQLITE_ANALYZE,
-            sqlite3.SQLITE_REINDEX,
-            sqlite3.SQLITE_ALTER_TABLE,
-        ),
-        *(
-            sqlite3.SQLITE_CREATE_TABLE,
-            sqlite3.SQLITE_CREATE_INDEX,
-            sqlite3.SQLITE_CREATE_VIEW,
-            sqlite3.SQLITE_CREATE_TRIGGER,
-        ),
-        *(sqlite3.SQLITE_DROP_TABLE, sqlite3.SQLITE_DROP_INDEX, sqlite3.SQLITE_DROP_VIEW, sqlite3.SQLITE_DROP_TRIGGER),
-    )
+_ACTIONS = (
+    "SELECT READ RECURSIVE FUNCTION INSERT UPDATE DELETE TRANSACTION SAVEPOINT ANALYZE REINDEX ALTER_TABLE "
+    "CREATE_TABLE CREATE_INDEX CREATE_VIEW CREATE_TRIGGER DROP_TABLE DROP_INDEX DROP_VIEW DROP_TRIGGER"
 )
+_ALLOWED = frozenset(getattr(sqlite3, f"SQLITE_{name}") for name in _ACTIONS.split())
 _FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"})
 """Functions that are refused by name."""
 

@@ -78,14 +78,9 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """The form that chat templates take: a function with a JSON schema of its arguments."""
-        return {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": self.description,
-                "parameters": _without_titles(self.arguments.model_json_schema()),
-            },
-        }
+        parameters = _without_titles(self.arguments.model_json_schema())
+        about = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": about}
 
 
 @dataclass(frozen=True)
@@ -105,12 +100,8 @@ class Toolbox:
     @functools.cached_property
     def tools(self) -> Mapping[str, Tool]:
         """The tools by name, in the order of their definition."""
-        found = [
-            name
-            for cls in reversed(type(self).__mro__)
-            for name, f in vars(cls).items()
-            if getattr(f, "is_tool", False)
-        ]
+        every = [item for cls in reversed(type(self).__mro__) for item in vars(cls).items()]
+        found = [name for name, f in every if getattr(f, "is_tool", False)]
         return {name: _tool(name, getattr(self, name)) for name in dict.fromkeys(found)}
 
     def state(self) -> Any:
@@ -234,18 +225,13 @@ def _tool(name: str, method: Callable[..., Any]) -> Tool:
     hints = get_type_hints(method, include_extras=True)
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(method).parameters.values():
-        if (
-            parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY)
-            or parameter.name not in hints
-        ):
+        unnamed = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY)
+        if parameter.kind in unnamed or parameter.name not in hints:
             raise ConfigError(f"{where}: parameter {parameter.name!r} needs a type, and to be given by name")
-        fields[parameter.name] = (
-            _described(hints[parameter.name]),
-            ... if parameter.default is parameter.empty else parameter.default,
-        )
-    return Tool(
-        name, description, create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields), method
-    )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (_described(hints[parameter.name]), default)
+    arguments = create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
+    return Tool(name, description, arguments, method)
 
 
 def _described(hint: Any) -> Any:
@@ -258,10 +244,8 @@ def _described(hint: Any) -> Any:
 
 def _wrong(error: ValidationError) -> str:
     """The first three problems with their places, in one line."""
-    told = [
-        f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}"
-        for e in error.errors(include_url=False, include_input=False)
-    ]
+    every = error.errors(include_url=False, include_input=False)
+    told = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in every]
     return "; ".join(told[:3]) + (f"; and {len(told) - 3} more" if len(told) > 3 else "")
 
 

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from posttrain.verifier.math.answer_boxes import DIGITS, Box, boxes_of
 from posttrain.verifier.math.units import SCALES, changing, unit
-from posttrain.verifier.math.visible_text import seen
+from posttrain.verifier.math.visible_text import DIGITS, Box, boxes_of, seen
 
 LONGEST_LINE = 300
 """The number of characters that are searched after a phrase such as `the answer is`."""

@@ -21,9 +21,18 @@ from posttrain.verifier.math.answer_values import (
     WordAnswer,
     parts,
 )
-from posttrain.verifier.math.equation_chains import contradicts, exact, roundings, sides
-from posttrain.verifier.math.number_words import worded
-from posttrain.verifier.math.numerals import based, clock, constant, number, vast
+from posttrain.verifier.math.numerals import (
+    based,
+    clock,
+    constant,
+    contradicts,
+    exact,
+    number,
+    roundings,
+    sides,
+    vast,
+    worded,
+)
 from posttrain.verifier.math.spelling import closing
 from posttrain.verifier.math.units import changing, tail
 

@@ -12,10 +12,9 @@ import numpy as np
 from posttrain.core.stop import Stop
 from posttrain.core.types import Task
 from posttrain.lab import lesson as lab
-from posttrain.search.beam import beam
+from posttrain.search.play_search import beam, best
 from posttrain.search.puct import TreeNode
 from posttrain.search.step_sampling import Beginning
-from posttrain.search.votes import best
 from posttrain.web.picture import Bars, Branch, Tree
 
 TASK = Task("a", "?")
@@ -170,6 +169,7 @@ LESSON = lab.Lesson(
                       ("As much as with a right one", "As much as one answer", "Nothing"), 1,
                       why="It chooses at random."),
     ),
-    code=("posttrain.search.beam.beam", "posttrain.search.puct.TreeNode.chosen", "posttrain.search.votes.best"),
+    code=("posttrain.search.play_search.beam", "posttrain.search.puct.TreeNode.chosen",
+          "posttrain.search.play_search.best"),
     docs="guides/search.md", command="posttrain eval runs/mine search=beam.width=2,expand=2", grid=("prm", "N"),
 )  # fmt: skip
