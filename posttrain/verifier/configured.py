@@ -17,7 +17,7 @@ from posttrain.verifier.code.code_reward import Code
 from posttrain.verifier.math.math_reward import math_source
 from posttrain.verifier.reward_source import Checked
 from posttrain.verifier.user_code import load
-from posttrain.verifier.user_functions import TIMEOUT, FunctionSource, source
+from posttrain.verifier.user_functions import TIMEOUT, FunctionSource, RewardFunction, source
 from posttrain.verifier.workers.worker_functions import pooled
 
 
@@ -75,11 +75,14 @@ def _source(reward: Reward, where: SandboxSettings, given: RuntimeObjects) -> Ch
     if ":" not in name:
         raise ConfigError(f"reward {name!r} is neither path.py:function nor a built-in: {nearest(name, NAMES)}")
     path, _, attribute = name.rpartition(":")
-    local = source(load(Path(path), attribute), name=attribute, weight=reward.weight, timeout=timeout)
-    local = local if reward.resolution is None else replace(local, resolution=reward.resolution)
-    if not reward.workers:
-        return local
-    return pooled(local, Path(path), attribute, reward.workers, timeout)
+    local = _local(load(Path(path), attribute), attribute, reward)
+    return pooled(local, Path(path), attribute, reward.workers, timeout) if reward.workers else local
+
+
+def _local(function: RewardFunction, name: str, reward: Reward) -> FunctionSource:
+    """A function in a thread of this process."""
+    made = source(function, name=name, weight=reward.weight, timeout=reward.timeout or TIMEOUT)
+    return made if reward.resolution is None else replace(made, resolution=reward.resolution)
 
 
 def _handed(reward: Reward, given: RuntimeObjects) -> FunctionSource:
@@ -91,5 +94,4 @@ def _handed(reward: Reward, given: RuntimeObjects) -> FunctionSource:
             f"reward {name!r} was handed as a Python object, which cannot go to a worker process: it runs in this"
             " process (workers=0). For worker processes put it into a file and name it path.py:function"
         )
-    local = source(function, name=name, weight=reward.weight, timeout=reward.timeout or TIMEOUT)
-    return local if reward.resolution is None else replace(local, resolution=reward.resolution)
+    return _local(function, name, reward)

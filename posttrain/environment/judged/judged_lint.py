@@ -60,15 +60,13 @@ def length_bias(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
         shares.setdefault(row.key, []).append(longer)
     score = Score.of([sum(x) / len(x) for x in shares.values()])
     warns = len(shares) >= FEW and not score.low <= 0.5 <= score.high
-    return LintFinding(
-        "length bias",
-        f"the chosen side is the longer one in {score} of {len(pairs)} pairs ({len(shares)} prompts)",
-        warns=warns,
-        advice=f"a model can learn {'length' if score.mean > 0.5 else 'brevity'} in place of quality: compare held-out"
-        " pairs of equal length too, or use a loss that takes the mean over tokens"
-        if warns
-        else "",
+    said = f"the chosen side is the longer one in {score} of {len(pairs)} pairs ({len(shares)} prompts)"
+    learned = "length" if score.mean > 0.5 else "brevity"
+    advice = (
+        f"a model can learn {learned} in place of quality: compare held-out pairs of equal length too, or use a loss"
+        " that takes the mean over tokens"
     )
+    return LintFinding("length bias", said, warns=warns, advice=advice if warns else "")
 
 
 def alike(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
@@ -120,14 +118,9 @@ def one_class(rows: Sequence[PromptRow]) -> list[LintFinding]:
     if not labels:
         return []
     share, warns = sum(labels) / len(labels), len(set(labels)) == 1
-    return [
-        LintFinding(
-            "labels",
-            f"{share:.1%} of {len(labels)} completions are labelled good",
-            warns=warns,
-            advice="all labels are equal, so that nothing tells good from bad: add the other kind" if warns else "",
-        )
-    ]
+    said = f"{share:.1%} of {len(labels)} completions are labelled good"
+    advice = "all labels are equal, so that nothing tells good from bad: add the other kind" if warns else ""
+    return [LintFinding("labels", said, warns=warns, advice=advice)]
 
 
 def one_side_cut(pairs: Sequence[tuple[PromptRow, str, str]], length: Length, context: int) -> list[LintFinding]:

@@ -327,20 +327,9 @@ def without_halves(place: Place, column: str, value: str) -> str:
 
 def kind_words(value: Any) -> str:
     """Returns the kind of a value, in the words of messages."""
-    names = {
-        type(None): "missing",
-        str: "text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-        dict: "an object",
-    }
-    return (
-        f"empty {names[type(value)]}"
-        if value in ("", []) and not isinstance(value, bool)
-        else names.get(type(value), type(value).__name__)
-    )
+    words = {int: "a number", float: "a number", bool: "true or false", type(None): "missing"}
+    words |= {str: "text", list: "a list", dict: "an object"}
+    return "empty " * (value in ("", [])) + words.get(type(value), type(value).__name__)
 
 
 def texts_of(prompt: str | Sequence[Message]) -> Iterable[str]:

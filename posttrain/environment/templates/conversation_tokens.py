@@ -8,7 +8,6 @@ as in a rollout.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -124,18 +123,14 @@ def _written(chat: Chat, whole: str, before: str, message: Message, last: bool) 
             " model.history=rewrite where it is lost only once messages follow; turns=last learns the completion as"
             " it is given"
         )
-    calls = [ToolCall(c["function"]["name"], _object(c)) for c in message.get("tool_calls", ())]
+    plain = [plain_call(c) for c in message.get("tool_calls", ())]
+    calls = [ToolCall(c["name"], c["arguments"]) for c in plain]
     if calls and (chat.format is None or parse(turn.said, chat.format).calls != tuple(calls)):
         return (
             f"the chat template writes a turn with tool calls as {turn.said!r:.120}, in which its calls are not found"
             " again: write the calls into the content as the model says them"
         )
     return turn
-
-
-def _object(call: Mapping[str, Any]) -> Any:
-    given = call["function"]["arguments"]
-    return json.loads(given) if isinstance(given, str) else given
 
 
 def _sequence(render: Renderer, whole: str, turns: Sequence[tuple[int, WrittenTurn]], weights: Any) -> Weighed:

@@ -72,11 +72,8 @@ class Renderer:
                 messages and there is no template. The error names the task.
         """
         try:
-            ids = (
-                self.text_ids(prompt)
-                if isinstance(prompt, str)
-                else self.encode(self.chat(prompt, generate=True, tools=tools))
-            )
+            text = isinstance(prompt, str)
+            ids = self.text_ids(prompt) if text else self.encode(self.chat(prompt, generate=True, tools=tools))
         except DataError as error:
             raise DataError(f"{_named(task)}: {error}") from error
         return self.fits(ids, task)
@@ -354,12 +351,8 @@ class RenderedDialogue:
         else:
             found = self._rewritten(history, render.text(said), new)
         self._history, self._said = [*history, found.turn, *new], None
-        if (
-            not self.restarted
-            and said
-            and said[-1] in render.stop_ids
-            and found.text.lstrip().startswith(render.decode(said[-1:]))
-        ):
+        ended = not self.restarted and said and said[-1] in render.stop_ids
+        if ended and found.text.lstrip().startswith(render.decode(said[-1:])):
             return render.encode(found.text.lstrip())[1:]
         return render.encode(found.text)
 

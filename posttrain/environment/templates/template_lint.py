@@ -52,19 +52,13 @@ def template_findings(
     begins = _begins_otherwise(chat)
     said = [(r.task, r.completion) for r in rows if learns and r.completion is not None]
     whole = [r for r in rows if learns and r.judged is not None and r.judged.kind != "steps"]
+    written = f"the chat template leaves out {lost[0]}" if lost else "the chat template writes every message"
+    see = "the policy never sees it: correct the template, or write it into another message"
+    prompt = begins or "the prompt ends where the policy's turn begins"
+    begin = "let the template begin an assistant's turn where add_generation_prompt is set"
     return [
-        LintFinding(
-            "template: messages",
-            f"the chat template leaves out {lost[0]}" if lost else "the chat template writes every message",
-            warns=bool(lost),
-            advice="the policy never sees it: correct the template, or write it into another message",
-        ),
-        LintFinding(
-            "template: generation prompt",
-            begins or "the prompt ends where the policy's turn begins",
-            warns=bool(begins),
-            advice="let the template begin an assistant's turn where add_generation_prompt is set",
-        ),
+        LintFinding("template: messages", written, warns=bool(lost), advice=see),
+        LintFinding("template: generation prompt", prompt, warns=bool(begins), advice=begin),
         *_opened(render, chats, [*said, *((r.task, text) for r in whole for text in r.judged.completions)]),
     ]
 

@@ -117,15 +117,6 @@ def _in_tags(text: str, begin: str, end: str, how: Callable[[str], list[tuple[st
     return "".join(content), calls
 
 
-def _hermes(text: str) -> Found:
-    return _in_tags(
-        text,
-        "<tool_call>",
-        "</tool_call>",
-        lambda t: [read_data.object_call(read_data.json_value(t), "name", "arguments")],
-    )
-
-
 def _llama(text: str) -> Found:
     """JSON calls, alone in the turn or after the token that announces them. JSON without a tool is an answer."""
     announced = "<|python_tag|>" in text
@@ -187,10 +178,15 @@ def _mistral_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     if marked:
         name = name.partition("[CALL_ID]")[0]
         return [(read_data.name_of(name.strip()), read_data.arguments_of(read_data.json_value(arguments)))]
+    return _listed(text, "name", "arguments")
+
+
+def _listed(text: str, name: str, arguments: str) -> list[tuple[str, dict[str, Any]]]:
+    """The calls of a JSON list of objects with these keys."""
     listed = read_data.json_value(text)
     if not isinstance(listed, list):
         raise Unreadable("calls are a JSON list")
-    return [read_data.object_call(x, "name", "arguments") for x in listed]
+    return [read_data.object_call(x, name, arguments) for x in listed]
 
 
 _BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -214,13 +210,9 @@ def _deepseek_call(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _cohere(text: str) -> Found:
-    def calls(inside: str) -> list[tuple[str, dict[str, Any]]]:
-        listed = read_data.json_value(inside)
-        if not isinstance(listed, list):
-            raise Unreadable("actions are a JSON list")
-        return [read_data.object_call(x, "tool_name", "parameters") for x in listed]
-
-    content, found = _in_tags(text, "<|START_ACTION|>", "<|END_ACTION|>", calls)
+    content, found = _in_tags(
+        text, "<|START_ACTION|>", "<|END_ACTION|>", lambda t: _listed(t, "tool_name", "parameters")
+    )
     for mark in ("<|START_RESPONSE|>", "<|END_RESPONSE|>"):
         content = content.replace(mark, "")
     return content, found
@@ -254,16 +246,12 @@ def _marked_up(
     return [(read_data.name_of(found["name"].strip()), out)]
 
 
-def _glm(text: str) -> Found:
-    shape = "NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
-    return _in_tags(text, "<tool_call>", "</tool_call>", lambda t: _marked_up(t, _GLM, _GLM_ARG, shape))
+def _called(how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Callable[[str], Found]:
+    return lambda text: _in_tags(text, "<tool_call>", "</tool_call>", how)
 
 
-def _coder(text: str) -> Found:
-    shape = "<function=NAME><parameter=KEY>VALUE</parameter></function>"
-    return _in_tags(text, "<tool_call>", "</tool_call>", lambda t: _marked_up(t, _CODER, _CODER_ARG, shape))
-
-
+_GLM_SHAPE = "NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
+_CODER_SHAPE = "<function=NAME><parameter=KEY>VALUE</parameter></function>"
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 _TO = re.compile(r"to=functions\.(\S+?)(?=\s|<|$)")
 
@@ -291,14 +279,14 @@ def _harmony(text: str) -> Parsed:
 
 
 FORMATS: dict[str, Callable[[str], Found]] = {
-    "hermes": _hermes,
+    "hermes": _called(lambda t: [read_data.object_call(read_data.json_value(t), "name", "arguments")]),
     "llama": _llama,
     "pythonic": _pythonic,
     "mistral": _mistral,
     "deepseek": _deepseek,
     "cohere": _cohere,
-    "glm": _glm,
-    "coder": _coder,
+    "glm": _called(lambda t: _marked_up(t, _GLM, _GLM_ARG, _GLM_SHAPE)),
+    "coder": _called(lambda t: _marked_up(t, _CODER, _CODER_ARG, _CODER_SHAPE)),
     "harmony": lambda text: (lambda p: (p.content, list(p.calls)))(_harmony(text)),
 }
 """Formats by name: text without thoughts -> (text outside the calls, calls)."""

@@ -115,11 +115,8 @@ class Code:
     def gauges(self) -> Gauges:
         """Since the last call: seconds to judge a response, overall and by kind of verdict; tests that wait for the
         sandbox at each new test; and attempts of a program to reach a network, all refused."""
-        taken, self._taken = self._taken, {}
-        return {
-            f"verifier/{self.name}/{name}": gauge
-            for name, gauge in merge(taken, {"network": Gauge(*self.sandbox.network.take())}).items()
-        }
+        taken, self._taken = merge(self._taken, {"network": Gauge(*self.sandbox.network.take())}), {}
+        return {f"verifier/{self.name}/{name}": gauge for name, gauge in taken.items()}
 
     async def verdict(self, task: Task, text: str) -> Verdict:
         """The verdict about one response. If the sandbox is lost, the verdict is `failed`."""
@@ -142,18 +139,11 @@ class Code:
             return only.body
         if len(text) > LONGEST:
             return last_of(blocks)
-        asked = {
-            "blocks": [(b.python, b.body) for b in blocks[-MOST_BLOCKS:]],
-            "bare": only.kind == "bare",
-            "wanted": sorted(wanted_names(tests)),
-        }
+        asked = {"bare": only.kind == "bare", "wanted": sorted(wanted_names(tests))}
+        asked["blocks"] = [(b.python, b.body) for b in blocks[-MOST_BLOCKS:]]
         own = self.sandbox.limits
-        limits = replace(
-            own,
-            cpu=min(own.cpu, MOST_SECONDS),
-            wall=min(own.wall, MOST_SECONDS),
-            output=min(MOST_SAID, SPARE + 8 * len(text)),
-        )
+        cpu, wall = min(own.cpu, MOST_SECONDS), min(own.wall, MOST_SECONDS)
+        limits = replace(own, cpu=cpu, wall=wall, output=min(MOST_SAID, SPARE + 8 * len(text)))
         ran = await self.sandbox.run(ASSEMBLE, stdin=json.dumps(asked), limits=limits)
         try:
             found = json.loads(ran.stdout) if ran.why == "ok" else None
@@ -179,11 +169,8 @@ class Code:
 
     def _score(self, tests: Sequence[Test], outcomes: Sequence[Outcome]) -> Verdict:
         notes = [f"sandbox={self.sandbox.name}"] if self.sandbox.name == "none" else []
-        notes += (
-            [f"{sum(isinstance(t, WeakTest) for t in tests)} weak tests"]
-            if any(isinstance(t, WeakTest) for t in tests)
-            else []
-        )
+        weak = sum(isinstance(t, WeakTest) for t in tests)
+        notes += [f"{weak} weak tests"] if weak else []
         bad = next(((i, o) for i, o in enumerate(outcomes) if o.kind), None)
         if bad is None:
             return Verdict.value(1.0, why="; ".join(notes))

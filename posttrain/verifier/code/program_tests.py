@@ -275,20 +275,13 @@ def _from_assert(statement: ast.stmt) -> CallTest | None:
 
 def _from_difference(left: ast.expr, right: ast.expr, *, less: bool) -> CallTest | None:
     """A test from `abs(f(x) - literal) < bound`. With `<` the tolerance is the next smaller float."""
-    bound = _literal(right)
-    if not (
-        isinstance(left, ast.Call) and isinstance(left.func, ast.Name) and left.func.id == "abs" and len(left.args) == 1
-    ):
+    match left:
+        case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=said, op=ast.Sub(), right=value)]):
+            made, wanted, bound = _call(said), _literal(value), _literal(right)
+        case _:
+            return None
+    if bound is None or not isinstance(bound[0], float) or bound[0] <= 0:
         return None
-    inner = left.args[0]
-    if (
-        not (isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub))
-        or bound is None
-        or not isinstance(bound[0], float)
-        or bound[0] <= 0
-    ):
-        return None
-    made, wanted = _call(inner.left), _literal(inner.right)
     if made is None or wanted is None or not isinstance(wanted[0], int | float):
         return None
     within = math.nextafter(bound[0], 0.0) if less else bound[0]
@@ -308,16 +301,11 @@ def _call(node: ast.expr) -> Call | None:
 
 def _name(node: ast.expr) -> str:
     """`f`, or `Solution.f` for `Solution().f`; '' for anything else, and for built-ins that only wrap the real call."""
-    if isinstance(node, ast.Name):
-        return "" if hasattr(builtins, node.id) else node.id
-    if (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Call)
-        and not node.value.args
-        and not node.value.keywords
-    ):
-        owner = _name(node.value.func)
-        return f"{owner}.{node.attr}" if owner else ""
+    match node:
+        case ast.Name(id=name):
+            return "" if hasattr(builtins, name) else name
+        case ast.Attribute(value=ast.Call(func=func, args=[], keywords=[]), attr=method):
+            return f"{owner}.{method}" if (owner := _name(func)) else ""
     return ""
 
 

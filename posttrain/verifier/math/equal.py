@@ -197,7 +197,8 @@ def _items(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     if brackets <= {"", "{}"}:
         return _matched(gold.items, said.items, algebra)
     if len(brackets) == 1 or brackets in ({"", "()"}, {"", "[]"}):
-        return _all(equal(g, s, algebra) for g, s in zip(gold.items, said.items, strict=True))
+        told = [equal(g, s, algebra) for g, s in zip(gold.items, said.items, strict=True)]
+        return False if False in told else None if None in told else True
     return False
 
 
@@ -226,11 +227,6 @@ def _matched(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | No
         else:
             return False
     return None if open_ else True
-
-
-def _all(answers: Sequence[bool | None] | object) -> bool | None:
-    listed = list(answers)  # type: ignore[call-overload]
-    return False if False in listed else None if None in listed else True
 
 
 def _text(value: Value) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -103,11 +104,10 @@ def _answers(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | No
     out: list[bool | None] = []
     for ask in (None, algebra) if algebra else (None,):
         out = []
-        for g in gold:
-            for s in said:
-                out.append(equal(g, s, ask))
-                if out[-1]:
-                    return out
+        for g, s in itertools.product(gold, said):
+            out.append(equal(g, s, ask))
+            if out[-1]:
+                return out
     return out
 
 
