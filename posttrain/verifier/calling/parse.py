@@ -181,11 +181,11 @@ def _mistral_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     return _listed(text, "name", "arguments")
 
 
-def _listed(text: str, name: str, arguments: str) -> list[tuple[str, dict[str, Any]]]:
+def _listed(text: str, name: str, arguments: str, what: str = "calls") -> list[tuple[str, dict[str, Any]]]:
     """The calls of a JSON list of objects with these keys."""
     listed = read_data.json_value(text)
     if not isinstance(listed, list):
-        raise Unreadable("calls are a JSON list")
+        raise Unreadable(f"{what} are a JSON list")
     return [read_data.object_call(x, name, arguments) for x in listed]
 
 
@@ -211,7 +211,7 @@ def _deepseek_call(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 def _cohere(text: str) -> Found:
     content, found = _in_tags(
-        text, "<|START_ACTION|>", "<|END_ACTION|>", lambda t: _listed(t, "tool_name", "parameters")
+        text, "<|START_ACTION|>", "<|END_ACTION|>", lambda t: _listed(t, "tool_name", "parameters", "actions")
     )
     for mark in ("<|START_RESPONSE|>", "<|END_RESPONSE|>"):
         content = content.replace(mark, "")
