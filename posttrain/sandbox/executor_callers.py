@@ -79,11 +79,8 @@ class Callers:
                 hang_up(wire)
 
     def _displace(self, address: str | None) -> bool:
-        silent = (
-            (since, w)
-            for w, (a, phase, since) in self._held.items()
-            if phase in ("headers", "idle") and address in (None, a)
-        )
+        own = ((since, w, phase) for w, (a, phase, since) in self._held.items() if address in (None, a))
+        silent = ((since, w) for since, w, phase in own if phase in ("headers", "idle"))
         since, wire = min(silent, key=lambda found: found[0], default=(0.0, None))
         if wire is None or time.monotonic() - since < YOUNG:
             return False

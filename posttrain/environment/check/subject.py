@@ -78,10 +78,9 @@ class Subject:
         known = [t for t in tasks if subject.knows(t)]
         if not env.vouches_for_gold:
             subject.shape = await subject._find_shape(known[:SHAPED])
-        for task, told in zip(known, await subject.judge_all([(t, subject.right(t)) for t in known]), strict=True):
-            subject.gold[task.id] = told
-        for task, told in zip(known, await subject.judge_all([(t, subject.near(t)) for t in known]), strict=True):
-            subject.wrong[task.id] = told
+        for turns, into in ((subject.right, subject.gold), (subject.near, subject.wrong)):
+            told = await subject.judge_all([(t, turns(t)) for t in known])
+            into.update({t.id: x for t, x in zip(known, told, strict=True)})
         if not env.vouches_for_gold:
             subject.depends = await subject._dependences()
         return subject
@@ -189,14 +188,14 @@ class Subject:
     def sources(self) -> tuple[str, ...]:
         """Sources that tell right from wrong: they score the right answer higher on at least a tenth of the tasks, and
         the wrong one higher on fewer than half as many. One that reads the text alone is none of them."""
-        every = [
-            s
-            for s in dict.fromkeys(s for told in self.gold.values() for s in told.scores)
-            if s not in self.depends or self.depends[s].on_task
-        ]
-        return tuple(
-            s for s in every if (wins := self._wins(s, 1)) >= 0.1 * len(self.gold) and wins > 2 * self._wins(s, -1)
-        )
+        every = [s for s in self._scored if s not in self.depends or self.depends[s].on_task]
+        wins = [(s, self._wins(s, 1), self._wins(s, -1)) for s in every]
+        return tuple(s for s, won, lost in wins if won >= 0.1 * len(self.gold) and won > 2 * lost)
+
+    @property
+    def _scored(self) -> list[str]:
+        """All sources that gave a right answer a score."""
+        return list(dict.fromkeys(s for told in self.gold.values() for s in told.scores))
 
     def _wins(self, source: str, sign: int) -> int:
         """The number of tasks on which a source scores the right answer higher (sign 1), or the wrong one (sign -1)."""
@@ -206,8 +205,7 @@ class Subject:
     @property
     def shaping(self) -> tuple[str, ...]:
         """Sources that do not look at the answer."""
-        every = dict.fromkeys(s for told in self.gold.values() for s in told.scores)
-        return tuple(s for s in every if s not in self.sources)
+        return tuple(s for s in self._scored if s not in self.sources)
 
     def deciding(self, task: Task) -> tuple[str, ...]:
         """Sources that score the right answer to this task higher than the wrong one."""
@@ -221,12 +219,8 @@ class Subject:
 
     def part_paid(self, told: JudgedAnswer) -> tuple[str, ...]:
         """Sources that score this answer higher than the wrong one: right in part, as a graded reward may say."""
-        wrong = self.wrong[told.task.id].scores
-        return tuple(
-            s
-            for s in self.deciding(told.task)
-            if s in told.scores and s in wrong and told.scores[s] > max(wrong[s], 0.0)
-        )
+        wrong, said = self.wrong[told.task.id].scores, told.scores
+        return tuple(s for s in self.deciding(told.task) if s in said and s in wrong and said[s] > max(wrong[s], 0.0))
 
     def chance(self, count: int) -> float:
         """The largest share of `count` tasks that an answer may get right by chance: the share of the most common

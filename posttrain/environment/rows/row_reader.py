@@ -85,11 +85,9 @@ def placed(place: Place) -> Iterator[None]:
 
 def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """16 hex digits that depend on the prompt and the tools that it offers alone, so equal ones have equal digests."""
-    text = (
-        prompt
-        if isinstance(prompt, str)
-        else json.dumps([[m["role"], shown(m["content"]), *m.get("tool_calls", ())] for m in prompt], ensure_ascii=True)
-    )
+    text = prompt if isinstance(prompt, str) else ""
+    if not isinstance(prompt, str):
+        text = json.dumps([[m["role"], shown(m["content"]), *m.get("tool_calls", ())] for m in prompt])
     text += json.dumps(list(tools), sort_keys=True) if tools else ""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

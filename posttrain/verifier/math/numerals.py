@@ -286,12 +286,10 @@ def exact(pieces: list[str]) -> str | None:
     last = number(pieces[-1])
     if not isinstance(last, Number) or last.decimals is None:
         return None
-    found = [
-        piece
-        for piece in pieces
-        if isinstance(n := number(piece), Number) and n.decimals is None and n.value != last.value
-    ]
-    return found[-1] if found else None
+    for piece in reversed(pieces):
+        if isinstance(n := number(piece), Number) and n.decimals is None and n.value != last.value:
+            return piece
+    return None
 
 
 def roundings(text: str) -> list[str]:

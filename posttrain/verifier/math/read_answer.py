@@ -284,11 +284,9 @@ def _point(text: str, depth: int) -> Named | None:
         return Named(member[0], True, inside[0]) if bracketed else None
     name, equals, said = text.partition("=")
     values = read(said, depth + 1) if equals and re.fullmatch(r"[A-Za-z] ?", name) else ()
-    return (
-        Named(name.strip(), True, Items("{", "}", (values[0],)))
-        if values and not isinstance(values[0], Items)
-        else None
-    )
+    if not values or isinstance(values[0], Items):
+        return None
+    return Named(name.strip(), True, Items("{", "}", (values[0],)))
 
 
 def _union(text: str, depth: int) -> Union | None:

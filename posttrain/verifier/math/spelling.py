@@ -183,11 +183,8 @@ def _stripped(text: str) -> str:
     before = None
     while before != text:
         before = text
-        text = (
-            text.strip().rstrip(".,;:").strip()
-            if not text.rstrip().endswith((r"\,", r"\;", r"\:"))
-            else text.rstrip()[:-2]
-        )
+        spaced = text.rstrip().endswith((r"\,", r"\;", r"\:"))
+        text = text.rstrip()[:-2] if spaced else text.strip().rstrip(".,;:").strip()
         for left, right in _DELIMITERS:
             if len(text) > len(left) + len(right) - 1 and text.startswith(left) and text.endswith(right):
                 inner = text[len(left) : len(text) - len(right)]
