@@ -85,6 +85,7 @@ _ORDINAL = re.compile(
     r"(?<!\d)(\d+)\s?(?:\^\s?\{\s?\\text\{\s?(st|nd|rd|th)\s?\}\s?\}"
     r"|\^?\\text\{\s?(st|nd|rd|th)\s?\}|\^\{(st|nd|rd|th)\}|(st|nd|rd|th)(?![A-Za-z]))"
 )
+_POWER = re.compile(r"([\^_])\s*\{\s*([^{}\s])\s*\}")
 
 
 def spelled(text: str) -> str:
@@ -110,6 +111,7 @@ def spelled(text: str) -> str:
         text = _INFIX.sub(lambda m: rf"{{\{_PREFIX[m[2]]}{{{m[1]}}}{{{m[3]}}}}}", f"{{{text}}}")
     text = _SHORT_FRACTION.sub(lambda m: rf"\{m[1]}{_braced(m[2], m[3])}{_braced(m[4], m[5])}", text)
     text = _SHORT_ROOT.sub(r"\\\1{\2}", text)
+    text = _POWER.sub(r"\1\2", text)
     text = re.sub(r"\\text\{\s*([^{}]*?)\s*\}", r"\\text{\1}", text)
     text = re.sub(r"\s+", " ", text)
     text = re.sub(r"\s*([-+*/^_=<>(){}\[\],;:|!])\s*", r"\1", text)
