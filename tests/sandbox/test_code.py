@@ -313,7 +313,11 @@ def test_tests_that_prove_nothing_are_refused_before_the_run(tests: tuple[Any, .
         read_tests(Task("t", "", info={"tests": {"inputs": ["1", "2"], "outputs": ["1"]}}))
 
 
-def test_an_unknown_scoring_is_refused(sandbox: Sandbox) -> None:
+def test_the_lint_finds_tests_that_an_empty_program_passes(sandbox: Sandbox) -> None:
+    """V-16."""
+    code = Code(sandbox, weak=True)
+    good, bad = task(*ADD), Task("bad", "", info={"tests": "x = 1\nassert x\nprint(x)"})
+    assert asyncio.run(code.lint([good, bad])) == ["task 'bad': an empty program scores 1"]
     with pytest.raises(ConfigError, match="neither all nor fraction"):
         Code(sandbox, scoring="some")  # type: ignore[arg-type]
 

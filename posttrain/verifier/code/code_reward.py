@@ -208,6 +208,11 @@ class Code:
         except NoValidValue as error:
             return ran, Outcome(error.kind, str(error))
 
+    async def lint(self, tasks: Sequence[Task]) -> list[str]:
+        """One line for each task in which an empty program scores above 0, so that its tests prove nothing."""
+        found = [(task, (await self.verdict(task, "")).score) for task in tasks]
+        return [f"task {task.id!r}: an empty program scores {score:g}" for task, score in found if score]
+
     @property
     def contained(self) -> str:
         """Name of the sandbox in which programs run."""
