@@ -16,9 +16,10 @@ import transformers
 
 from posttrain.build.build_engines import keep_timeline, make_opponent
 from posttrain.build.build_environments import distinct
+from posttrain.build.build_optimizers import beside, make_optimizer, own_learner
 from posttrain.build.build_reward_models import ModelJudge, RewardModels, with_reward_head
 from posttrain.build.distributed_run import lead_learner
-from posttrain.build.open_model import beside, make_optimizer, open_policy, own_learner
+from posttrain.build.open_model import open_policy
 from posttrain.build.request.branch import begun_with, run_source, same_base
 from posttrain.build.request.run_request import check_lengths
 from posttrain.build.spawn_engines import PlacedEnvironments, placed_engine, placed_environments

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from posttrain.build.request.branch import (
     MODEL,
     TOKENIZER,
@@ -22,13 +20,9 @@ from posttrain.build.request.defaults import for_model, given_paths
 from posttrain.build.request.input_digests import changed_files
 from posttrain.build.request.trust_prompt import admitted, edit_notes, to_stderr
 from posttrain.config import overrides as dotted
-from posttrain.config.run import Env, Model, Optimizer, Reinforce, Run
+from posttrain.config.run import Env, Model, Reinforce, Run
 from posttrain.engine.adapters.saved_adapter import saved_adapter
-from posttrain.engine.embedded.exact_replay import SamplerReplay
-from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.locate_model import check_source
-from posttrain.engine.model.policy_model import Policy
-from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.record.checkpoint import find, refuse_damage_beside
 from posttrain.record.run_folder import RunFolder
 from posttrain.record.run_reader import folder_of, is_run, run_file
@@ -217,29 +211,3 @@ def _same_words(folder: Path, policy: Policy) -> None:
                 f"{folder / TOKENIZER} is not the {name} the run was made with ({then}; now {now}): {means}. Copy the"
                 " folder again"
             )
-
-
-def own_learner(run: Run, policy: Policy) -> HFLearner:
-    return HFLearner(
-        policy,
-        gradient_checkpointing=run.model.checkpointing,
-        offload_activations=run.model.offload_activations,
-        sampled=SamplerReplay(policy, run.slots).values if run.exact else None,
-        replays=run.model.router_replay != "none",
-    )
-
-
-def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> StageOptimizer:
-    home = torch.device("cpu") if model.offload_optimizer else None
-    return StageOptimizer(learner.parameters(), config, model.kernels, model.dtype == "float16", home)
-
-
-def beside(run: Run, learner: HFLearner, config: Optimizer) -> tuple[HFLearner, StageOptimizer]:
-    """A second model that trains, with its optimizer: a copy of the learner as it is now. Weights that never train are
-    shared."""
-    policy = learner.policy.twin()
-    policy.module.zero_grad(set_to_none=True)
-    second = HFLearner(
-        policy, gradient_checkpointing=run.model.checkpointing, offload_activations=run.model.offload_activations
-    )
-    return second, make_optimizer(run.model, second, config)

@@ -12,7 +12,7 @@ from posttrain.cli.shown_episodes import GRADES, PROMPT_LINES, SAID_LINES, ShowO
 from posttrain.config.run import Run
 from posttrain.config.stages.stage import starts
 from posttrain.core.content import conversation
-from posttrain.core.measure.interval import number_text
+from posttrain.core.measure.number_text import number_text
 from posttrain.core.types import Task
 from posttrain.record.run_reader import EpisodeFile, read_episodes
 from posttrain.record.step_format import Recorded

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 
-from posttrain.core.measure.interval import number_text
+from posttrain.core.measure.number_text import number_text
 from posttrain.system.terminal_output import visible
 
 NARROWEST = 40

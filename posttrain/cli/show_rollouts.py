@@ -14,7 +14,7 @@ from posttrain.cli.screen_text import coloured, fold, folded, hanging, number, p
 from posttrain.cli.shown_episodes import GRADES, PROMPT_LINES, SAID_LINES, ShowOptions, choose, is_wrong, named, read_as
 from posttrain.cli.token_view import decoder, episode_lines
 from posttrain.core.content import conversation
-from posttrain.core.measure.interval import number_text
+from posttrain.core.measure.number_text import number_text
 from posttrain.core.measure.right import Grades
 from posttrain.core.types import Episode
 from posttrain.core.verdict import State

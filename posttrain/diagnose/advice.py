@@ -16,7 +16,8 @@ import numpy as np
 from posttrain.config.env import Env
 from posttrain.config.run import Reinforce, Run
 from posttrain.config.stages.rejection import Rejection
-from posttrain.core.measure.interval import Gain, number_text
+from posttrain.core.measure.interval import Gain
+from posttrain.core.measure.number_text import number_text
 from posttrain.diagnose.run_outcome import Curve, StageOutcome
 from posttrain.ladder.pieces.pull import KL
 from posttrain.system.shell import command_line

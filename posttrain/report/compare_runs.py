@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from posttrain.core.measure.interval import Score, interval, number_text
+from posttrain.core.measure.interval import Score, interval
+from posttrain.core.measure.number_text import number_text
 from posttrain.diagnose.run_comparison import SAME_LOSS, ComparedRun, GroupGain, RunComparison, RunGroup, compare_runs
 from posttrain.report.console import Group, PlainConsole, table
 from posttrain.report.run_summary import WIDTH, short

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.config.run import Run
 from posttrain.core.content import shown
-from posttrain.core.measure.interval import interval, number_text
+from posttrain.core.measure.interval import interval
+from posttrain.core.measure.number_text import number_text
 from posttrain.core.verdict import Judged
 from posttrain.core.verdict import failed as broken
 from posttrain.record import run_reader

@@ -16,7 +16,8 @@ from posttrain.build.weight_lineage import write_lineage
 from posttrain.config.run import Run
 from posttrain.core.gauge import Gauge, merge
 from posttrain.core.measure.heldout_loss import perplexity
-from posttrain.core.measure.interval import Gain, Score, number_text
+from posttrain.core.measure.interval import Gain, Score
+from posttrain.core.measure.number_text import number_text
 from posttrain.diagnose.gauges.rollout_gauges import unjudged_words
 from posttrain.diagnose.learning_verdict import Learning, learned
 from posttrain.diagnose.next_steps import next_steps

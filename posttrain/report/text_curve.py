@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.core.measure.interval import number_text
+from posttrain.core.measure.number_text import number_text
 from posttrain.diagnose.run_outcome import Curve, StageOutcome
 
 WIDTH, HEIGHT = 60, 9

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.checks.judging.verdict_checks import enough_judged
 from posttrain.config.stages.stage import starts
 from posttrain.core.measure.heldout_loss import HeldoutLoss, agreement_words, loss_words
-from posttrain.core.measure.interval import number_text
+from posttrain.core.measure.number_text import number_text
 from posttrain.role.heldout_evaluation import EvaluationReport
 from posttrain.stages.preference.judged_batches import AgreementReport
 from posttrain.stages.progress import StageResult

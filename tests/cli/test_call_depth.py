@@ -42,7 +42,7 @@ def test_from_the_command_line_to_the_loss(tmp_path: Path, monkeypatch: pytest.M
     real = losses.PolicyLoss.terms
 
     def terms(self: losses.PolicyLoss, micro: Any, scores: Any) -> Any:
-        if not seen and "synthetic" not in sys._getframe(1).f_globals["__name__"]:
+        if not seen and not any("synthetic" in f.f_code.co_name for f in ours(sys._getframe(1))):
             codes = [f.f_code for f in ours(sys._getframe(1))] + [real.__code__]
             seen.extend((code.co_qualname, len(inspect.getsourcelines(code)[0])) for code in codes)
         return real(self, micro, scores)

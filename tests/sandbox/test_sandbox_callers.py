@@ -25,7 +25,7 @@ from posttrain.system.hostile_callers import LINES
 from tests.sandbox.sandbox_parts import made
 
 SECRET = "a-token-of-some-length"
-CALLERS = Path(__file__).with_name("hostile_callers.py")
+CALLERS = Path(__file__).parents[1] / "serve/hostile_callers.py"
 AUTH = b"Authorization: Bearer " + SECRET.encode() + b"\r\n"
 ABOUT = b"GET /v1/about HTTP/1.1\r\nConnection: close\r\n" + AUTH + b"\r\n"
 

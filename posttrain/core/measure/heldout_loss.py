@@ -7,7 +7,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.measure.interval import Gain, Score, number_text
+from posttrain.core.measure.interval import Gain, Score
+from posttrain.core.measure.number_text import number_text
 
 Rows = Mapping[str, tuple[float, float]]
 """By the digest of a demonstration's tokens: the sum of their negative log-probs, each times its weight, and the sum of

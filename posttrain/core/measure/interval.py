@@ -9,25 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from posttrain.core.gauge import Gauge
+from posttrain.core.measure.number_text import number_text
 
 Z95 = 1.959963984540054
-
-
-def number_text(x: float, usual: str = ".3f", size: float | None = None) -> str:
-    """A number as text: as `usual` where it is of an ordinary size; large and tiny ones with the decimals that say
-    something. `size` is the smallest difference that matters, such as half an interval; None: the number itself.
-
-    >>> number_text(0.5), number_text(510833.333), number_text(-2508.162, "+.3f", 4912.0), number_text(-3e-5, "+.3f")
-    ('0.500', '510,833.33', '-2,508', '-3e-05')
-    """
-    least = abs(x) if size is None else abs(size)
-    large = abs(x) >= 1e4 or (size is not None and least >= 100)
-    if not math.isfinite(x) or not math.isfinite(least) or not (large or 0 < least < 1e-3):
-        return f"{x:{usual}}"
-    sign = "+" if usual.startswith("+") else ""
-    if size is None or least == 0:
-        return f"{x:{sign},.{max(0, 7 - math.floor(math.log10(abs(x))))}f}" if abs(x) >= 1e4 else f"{x:{sign}.3g}"
-    return f"{x:{sign},.{min(12, max(0, 2 - math.floor(math.log10(least))))}f}"
 
 
 def interval(mean: float, low: float, high: float, sign: str = "") -> str:

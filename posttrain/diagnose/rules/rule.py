@@ -10,7 +10,7 @@ from posttrain.config.run import Reinforce
 from posttrain.config.stages.rejection import Rejection
 from posttrain.config.stages.stage import Stage
 from posttrain.core.gauge import Step
-from posttrain.core.measure.interval import number_text
+from posttrain.core.measure.number_text import number_text
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 from posttrain.config.run import Run
 from posttrain.core.gauge import Step
 from posttrain.core.measure.heldout_loss import agreement_words, loss_words
-from posttrain.core.measure.interval import number_text
+from posttrain.core.measure.number_text import number_text
 from posttrain.diagnose.rules.notes_once import RULE, SaidOnce
 from posttrain.diagnose.run_outcome import LOSSES
 from posttrain.report.console import PlainConsole

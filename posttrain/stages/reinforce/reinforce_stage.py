@@ -17,7 +17,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.exchange.scores import Reads
 from posttrain.core.gauge import Step
-from posttrain.core.measure.interval import number_text
+from posttrain.core.measure.number_text import number_text
 from posttrain.core.ports import Reference
 from posttrain.core.sampling import Sampling
 from posttrain.ladder.pieces.implicit import ImplicitOthers
