@@ -46,8 +46,10 @@ class ServedSampler:
 
 
 def check_engine(run: Run) -> None:
-    """ConfigError where the run's engine is not installed, or its compiled kernels cannot be built. Called before the
-    run folder is made, so that such a run leaves no folder."""
+    """ConfigError where the run's engine is not installed, or its compiled kernels cannot be built.
+
+    Called before the run folder is made, so that such a run leaves no folder.
+    """
     if not isinstance(run.engine, Embedded):
         for stage in run.stages:
             if isinstance(stage, OnlinePreference) and stage.share is not None:
@@ -66,9 +68,16 @@ def check_engine(run: Run) -> None:
 
 def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own: bool = False) -> ServedSampler:
     """The engine of the run in this process, with its own copy of the weights. `placed_engine` also makes those
-    elsewhere. `text`: decodes token ids, special tokens included; stop strings are searched in the result. `own`: the
-    policy's weights are the engine's alone, so the embedded engine takes no copy. Raises ConfigError: it cannot keep a
-    stage's sampling contract, or is not installed. Raises EngineError: it does not start."""
+    elsewhere.
+
+    Args:
+        text: decodes token ids, special tokens included; stop strings are searched in the result.
+        own: the policy's weights are the engine's alone, so the embedded engine takes no copy.
+
+    Raises:
+        ConfigError: it cannot keep a stage's sampling contract, or is not installed.
+        EngineError: it does not start.
+    """
     if isinstance(run.engine, Embedded):
         served = policy if own else policy.twin()
         return keeping_contracts(run, ServedSampler(embedded_engine(run, run.engine, served, text), lambda: None))
@@ -76,7 +85,11 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own
 
 
 def keeping_contracts(run: Run, serving: ServedSampler) -> ServedSampler:
-    """The same, where it can keep every stage's sampling contract; else it is closed. Raises ConfigError: it cannot."""
+    """The same, where it can keep every stage's sampling contract; else it is closed.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     try:
         for stage in run.stages:
             if stage.contract is not None:
@@ -91,8 +104,11 @@ def make_opponent(
     run: Run, policy: Policy, reference: PreTrainedModel, share: float, text: Callable[[np.ndarray], str]
 ) -> EmbeddedEngine:
     """An engine that samples from pi^(1 - share) ref^share. It has its own copy of the policy's weights, which are
-    pushed to it like to the first one; with share=1 it holds the reference alone. Raises ConfigError: the run's engine
-    is another one, which samples one model only."""
+    pushed to it like to the first one; with share=1 it holds the reference alone.
+
+    Raises:
+        ConfigError: the run's engine is another one, which samples one model only.
+    """
     if not isinstance(run.engine, Embedded):
         raise ConfigError(_ONE_MODEL)
     how = replace(run.engine, lookup=0, draft=None, timeline=False)
@@ -123,8 +139,11 @@ def embedded_engine(
     mixture: Mixture | None = None,
     version: int | None = None,
 ) -> EmbeddedEngine:
-    """The embedded engine with the run's settings, over the policy's own module. `version`: of the weights it begins
-    with; None: 0, or that before the trial of an adapter."""
+    """The embedded engine with the run's settings, over the policy's own module.
+
+    Args:
+        version: of the weights it begins with; None: 0, or that before the trial of an adapter.
+    """
     begun = 0 if policy.lora is None else BEFORE_TRIAL
     return EmbeddedEngine(
         policy.module,

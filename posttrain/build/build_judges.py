@@ -36,10 +36,16 @@ SLOTS = 256
 def generative_judge(
     run: Run, reward: Reward, resolution: float, member: Callable[[Run, str, Policy], JudgeMember]
 ) -> GenerativeJudge:
-    """The judge of a reward, with the weights of its run's last checkpoint. `run`: the run that it pays. `resolution`:
-    relative noise of a probability that it computes. `member`: loads a reward model, and says whether it reads the
-    tokens of this policy. Raises ConfigError: the run did not learn to judge; or the meta reward model has another
-    tokenizer."""
+    """The judge of a reward, with the weights of its run's last checkpoint.
+
+    Args:
+        run: the run that it pays.
+        resolution: relative noise of a probability that it computes.
+        member: loads a reward model, and says whether it reads the tokens of this policy.
+
+    Raises:
+        ConfigError: the run did not learn to judge; or the meta reward model has another tokenizer.
+    """
     folder = Path(reward.judge_run).expanduser()
     own = admitted(folder, parts=("env", "model"), allow=False)
     judging, sampling = _judging(own, reward.judge_run), _sampling(own)
@@ -68,9 +74,14 @@ def generative_judge(
 
 
 def by_its_form(judge: GenerativeJudge, reward: Reward, ends: TokenEnds) -> GenerativeJudge | GenerativeStepJudge:
-    """The judge itself, where it judges whole answers. One that judges steps, as a process reward model. `ends`: of the
-    policy's tokenizer, whose tokens steps end at. Raises ConfigError: steps are asked of a judge of whole answers, or
-    single steps are measured."""
+    """The judge itself, where it judges whole answers. One that judges steps, as a process reward model.
+
+    Args:
+        ends: of the policy's tokenizer, whose tokens steps end at.
+
+    Raises:
+        ConfigError: steps are asked of a judge of whole answers, or single steps are measured.
+    """
     if not judge.judging.separator:
         if (reward.steps, reward.progress) != ("score", False):
             raise ConfigError(

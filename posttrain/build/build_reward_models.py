@@ -60,8 +60,11 @@ def reward_policy(folder: Path, checkpoint: str = "last", trust: bool = False, e
 
 
 class RewardModels:
-    """The reward models of a run's settings, each loaded once. `folder`: the run folder, with the reward models that
-    its own stages trained. None: there is none."""
+    """The reward models of a run's settings, each loaded once.
+
+    Args:
+        folder: the run folder, with the reward models that its own stages trained. None: there is none.
+    """
 
     def __init__(self, run: Run, policy: Policy, folder: Path | None = None) -> None:
         self._run, self._policy, self._folder = run, policy, folder
@@ -69,9 +72,15 @@ class RewardModels:
         self._made: list[GenerativeJudge | GenerativeStepJudge] = []
 
     def judges(self, env: Env, trained: Collection[str] | None = None) -> tuple[ModelJudge, ...]:
-        """The judges of an environment's rewards that are models, in order. `trained`: None: those that no stage of the
-        run trains. Else those that some stage trains, all of whose stages are among these. Raises ConfigError: a path
-        is no reward model, or one whose context is too short."""
+        """The judges of an environment's rewards that are models, in order.
+
+        Args:
+            trained: None: those that no stage of the run trains. Else those that some stage trains, all of whose stages
+                are among these.
+
+        Raises:
+            ConfigError: a path is no reward model, or one whose context is too short.
+        """
         asked = [r for r in env.rewards if r.by_model and bool(r.stages) is (trained is not None)]
         out: list[ModelJudge] = [
             self._generative(r) if r.judge_run else self._judge(r) for r in asked if set(r.stages) <= set(trained or ())
@@ -123,8 +132,11 @@ class RewardModels:
         )
 
     def _step_judge(self, name: str, reward: Reward, members: Sequence[JudgeMember]) -> StepJudge:
-        """The judge of a process reward model. Raises ConfigError: it is one of several, has another tokenizer than the
-        policy, or single steps are measured."""
+        """The judge of a process reward model.
+
+        Raises:
+            ConfigError: it is one of several, has another tokenizer than the policy, or single steps are measured.
+        """
         member = members[0]
         if len(members) > 1:
             raise ConfigError(f"reward model {name}: one of them scores steps, and those are not combined; give one")
@@ -206,9 +218,12 @@ def judges_of(run: Run, policy: Policy, folder: Path | None) -> tuple[ModelJudge
 
 
 def stage_policy(folder: Path, stage: str, trust: bool = False, beside: Policy | None = None) -> Policy:
-    """The reward model that a stage of a run trained, from what the run keeps under its name. `beside`: the policy of
-    the same run. Where it has an adapter, the reward model is another one over its frozen weights, which are in memory
-    once."""
+    """The reward model that a stage of a run trained, from what the run keeps under its name.
+
+    Args:
+        beside: the policy of the same run. Where it has an adapter, the reward model is another one over its frozen
+            weights, which are in memory once.
+    """
     run = run_file(folder).run
     if beside is not None and beside.lora is not None:
         found = beside.beside(beside.lora, run.seed)

@@ -122,10 +122,16 @@ def make_policy(
     own: Path | None = None,
     blank: Policy | None = None,
 ) -> Policy:
-    """The policy of a run. `env`: the environment of all stages but those named in `others` (`own_environments`).
-    `written`: tokenizer files in a run folder. Without them, a tokenizer that is built has the characters of all
-    environments. `own`: the run's folder, where there is one. A branched run keeps there what it began with, and its
-    weights are not loaded. `blank`: the policy, where its model is not loaded in this process."""
+    """The policy of a run.
+
+    Args:
+        env: the environment of all stages but those named in `others` (`own_environments`).
+        written: tokenizer files in a run folder. Without them, a tokenizer that is built has the characters of all
+            environments.
+        own: the run's folder, where there is one. A branched run keeps there what it began with, and its weights are
+            not loaded.
+        blank: the policy, where its model is not loaded in this process.
+    """
     others = others or {}
     alphabets: list[str | None] = [declared(e).alphabet for e in (env, *others.values())]
     known = alphabets[0]
@@ -212,10 +218,13 @@ def make_roles(
     say: Callable[[str], None] = lambda line: None,
     lead: RankLead | None = None,
 ) -> PolicyRoles:
-    """The learner, the engine (with its own copy of the weights) and the rollout of one policy. `judges`: the reward
-    models that judge. None: those of the run's rewards that it did not train itself. `say`: tells the user what happens
-    to engines elsewhere. `lead`: of a run over ranks, whose learner cuts the weights of the policy, or leaves them to
-    the engine."""
+    """The learner, the engine (with its own copy of the weights) and the rollout of one policy.
+
+    Args:
+        judges: the reward models that judge. None: those of the run's rewards that it did not train itself.
+        say: tells the user what happens to engines elsewhere.
+        lead: of a run over ranks, whose learner cuts the weights of the policy, or leaves them to the engine.
+    """
     refuse_balance(run.stages, policy.module)
     if run.model.router_replay != "none":
         refuse_replay(policy.module)
@@ -315,8 +324,12 @@ def make_parts(
     say: Callable[[str], None] = lambda line: None,
     lead: RankLead | None = None,
 ) -> RunParts:
-    """The parts that all stages of a run share. `others`: see `make_policy`. `say`: tells the user of what takes
-    long."""
+    """The parts that all stages of a run share.
+
+    Args:
+        others: see `make_policy`.
+        say: tells the user of what takes long.
+    """
     models, sleepers, others = RewardModels(run, policy, book.folder), SleepingEngines(run), others or {}
     roles = make_roles(run, policy, env, models.judges(run.env), say, lead)
     learner, elsewhere = roles.learner, placed_environments(run, env, others, roles.engine, say, roles.close)

@@ -248,9 +248,12 @@ def refuse_policy(policy: Policy, lead: RankLead, blank: bool) -> None:
 
 
 def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
-    """A learner on every rank. It cuts the weights of the policy in place, or each rank reads its rows of them. Raises
-    EngineError: the model cannot be sent to another process. Raises InvariantError: the rows that ranks have read are
-    not those of the policy."""
+    """A learner on every rank. It cuts the weights of the policy in place, or each rank reads its rows of them.
+
+    Raises:
+        EngineError: the model cannot be sent to another process.
+        InvariantError: the rows that ranks have read are not those of the policy.
+    """
     how: dict[str, Any] = {"gradient_checkpointing": run.model.checkpointing}
     if run.model.router_replay != "none":
         how["replays"] = True

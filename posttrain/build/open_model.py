@@ -42,9 +42,12 @@ def target_run(
     change: Callable[[Run], Run] = lambda run: run,
     say: Callable[[str], None] = to_stderr,
 ) -> tuple[Run, Path | None]:
-    """(the run of a target with overrides applied, the weights to load into its policy or None). `parts, allow,
-    change`: see `trust_prompt.admitted`. A model directory or hub id needs no permission: the user. `named it. say`:
-    gets a line for each setting that is chosen for a model directory or hub id."""
+    """(the run of a target with overrides applied, the weights to load into its policy or None).
+
+    Args:
+        parts, allow, change: see `trust_prompt.admitted`. A model directory or hub id needs no permission: the user
+        named it. say: gets a line for each setting that is chosen for a model directory or hub id.
+    """
     if is_run(target):
         run = admitted(target, *overrides, parts=parts, allow=allow, change=change)
         for line in (*edit_notes(Path(target)), *_changed(Path(target), run)):
@@ -60,8 +63,11 @@ def target_run(
 
 
 def _changed(folder: Path, run: Run) -> Iterator[str]:
-    """Lines about files that the run reads and that are not as they were when it began. Raises RunFolderError: the
-    model that it began with is such a file, and the weights are read over it."""
+    """Lines about files that the run reads and that are not as they were when it began.
+
+    Raises:
+        RunFolderError: the model that it began with is such a file, and the weights are read over it.
+    """
     for c in changed_files(folder, run):
         if c.path == "model.path":
             raise RunFolderError(
@@ -72,8 +78,11 @@ def _changed(folder: Path, run: Run) -> Iterator[str]:
 
 
 def run_and_checkpoint(target: str | Path, checkpoint: str) -> tuple[str | Path, str]:
-    """A target that is a checkpoint inside a run (`RUN/checkpoints/NAME`) as that run and the checkpoint's name. Raises
-    ConfigError: another checkpoint is named beside it."""
+    """A target that is a checkpoint inside a run (`RUN/checkpoints/NAME`) as that run and the checkpoint's name.
+
+    Raises:
+        ConfigError: another checkpoint is named beside it.
+    """
     source = run_source(target)
     if source is None or is_run(target):
         return target, checkpoint
@@ -83,9 +92,12 @@ def run_and_checkpoint(target: str | Path, checkpoint: str) -> tuple[str | Path,
 
 
 def check_target(target: str | Path, checkpoint: str) -> None:
-    """Refuse a target that is not there, before anything is imported or chosen for it. Raises RunFolderError: a run
-    folder without such a checkpoint, or whose weights there are a reward model's. Raises ConfigError, DataError: no
-    model can be read from there."""
+    """Refuse a target that is not there, before anything is imported or chosen for it.
+
+    Raises:
+        RunFolderError: a run folder without such a checkpoint, or whose weights there are a reward model's.
+        ConfigError, DataError: no model can be read from there.
+    """
     if is_run(target):
         refuse_reward_model(
             Path(target),
@@ -120,8 +132,11 @@ def keep_policy(book: RunFolder, policy: Policy) -> None:
 
 def kept_policy(folder: Path, allow: bool) -> Policy:
     """The policy of a run folder, built from the folder alone where that is enough. Its weights are not loaded yet.
-    Raises RunFolderError: its tokenizer is not the one the run was made with. Raises UntrustedError: building its model
-    needs what `model.*` names, and that is not allowed."""
+
+    Raises:
+        RunFolderError: its tokenizer is not the one the run was made with.
+        UntrustedError: building its model needs what `model.*` names, and that is not allowed.
+    """
     from posttrain.engine.files.policy_files import kept
     from posttrain.engine.model.policy_model import load_policy
 
@@ -157,8 +172,11 @@ def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:
 
 
 def adapter_base(folder: Path) -> str:
-    """The model beneath the adapter that a run trained, by the name with which PEFT finds it. Raises ConfigError: it
-    trained no adapter, or over weights that are nowhere but in the run folder."""
+    """The model beneath the adapter that a run trained, by the name with which PEFT finds it.
+
+    Raises:
+        ConfigError: it trained no adapter, or over weights that are nowhere but in the run folder.
+    """
     model = run_file(folder).run.model
     if model.lora is None:
         raise ConfigError(f"{folder} trained all weights, so there is no adapter to write: leave --adapter out")
@@ -178,8 +196,10 @@ def adapter_base(folder: Path) -> str:
 
 
 def built_policy(folder: Path, run: Run) -> Policy:
-    """The policy of a run folder, as `run.model` describes it. A model that was built by the run gets its tokenizer
-    from the folder, so no environment is needed for its alphabet."""
+    """The policy of a run folder, as `run.model` describes it.
+
+    A model that was built by the run gets its tokenizer from the folder, so no environment is needed for its alphabet.
+    """
     from posttrain.engine.model.policy_model import load_policy
 
     refuse_damage_beside(folder)

@@ -44,8 +44,12 @@ LEAKS, SECONDS = 500, 0.3
 
 
 async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
-    """Test every claim; the first that does not hold raises. Returns notes for the user. Raises InvariantError:
-    prompts, verifier or split are not what they claim to be. Raises DataError: the data cannot be read."""
+    """Test every claim; the first that does not hold raises. Returns notes for the user.
+
+    Raises:
+        InvariantError: prompts, verifier or split are not what they claim to be.
+        DataError: the data cannot be read.
+    """
     settings = {id(s.environment): s for s in map(parts.setting, parts.run.stages)}
     notes = [note for s in settings.values() for note in await _prove(parts, s, tokenizer)]
     pairs = [(parts.setting(s).environment, parts.other_environments(s)) for s in parts.run.stages]
@@ -93,8 +97,11 @@ def lint_notes(parts: RunParts, env: Environment) -> list[str]:
 
 
 def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:
-    """The tokenizer can encode every observation; characters it lacks are replaced, and a note says so. Raises
-    DataError: it has no replacement either. The message names the environment."""
+    """The tokenizer can encode every observation; characters it lacks are replaced, and a note says so.
+
+    Raises:
+        DataError: it has no replacement either. The message names the environment.
+    """
     writable = cast("Renderer", parts.renderer).writable
     try:
         writable.check()
@@ -155,8 +162,10 @@ async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
 
 
 async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
-    """The environment's own verifier gives a wrong answer that looks right, and an empty one, a score of 0. A verifier
-    with partial credit must give less than 1."""
+    """The environment's own verifier gives a wrong answer that looks right, and an empty one, a score of 0.
+
+    A verifier with partial credit must give less than 1.
+    """
     gold = env.abilities.gold
     if gold is None or gold.verdict is None:
         return
@@ -218,8 +227,11 @@ async def _won_without_answers(
 async def _own_verdict(
     env: Environment, verdict: Callable[[Attempt], Awaitable[Verdict]], task: Task, turns: Sequence[str]
 ) -> Verdict:
-    """The verdict on a scripted episode. While the verifier fails it is asked again, as often as in a rollout. Raises
-    InvariantError: it fails each time, which says nothing about the answer."""
+    """The verdict on a scripted episode. While the verifier fails it is asked again, as often as in a rollout.
+
+    Raises:
+        InvariantError: it fails each time, which says nothing about the answer.
+    """
     played = await _play(env, task, turns)
     own = await verdict(played)
     for _ in range(JUDGE_RETRIES):
@@ -247,8 +259,12 @@ async def _play(env: Environment, task: Task, turns: Sequence[str]) -> Attempt:
 
 async def conversations_append(parts: RunParts, setting: StageSetting, task: Task) -> bool:
     """Play one scripted episode with the policy's own chat template, to see that each turn appends to one sequence.
-    Returns whether the environment may send the policy observations. Raises DataError: the template rewrites earlier
-    messages, or refuses them. The message names the place and the setting."""
+
+    Returns whether the environment may send the policy observations.
+
+    Raises:
+        DataError: the template rewrites earlier messages, or refuses them. The message names the place and the setting.
+    """
     render: Any = parts.renderer
     if render.history == "rewrite":
         return True
@@ -320,8 +336,10 @@ class _ScriptedTalk(DemonstrationTalk):
 
 def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> list[str]:
     """Among the first training tasks, none is a held-out task of `env` or of the `others` that the run is measured on.
-    Tasks of different environments are the same when their prompts are written alike. Later training tasks are compared
-    when a step asks for them. A note where the environment's key tells tasks apart that are the same."""
+
+    Tasks of different environments are the same when their prompts are written alike. Later training tasks are
+    compared when a step asks for them. A note where the environment's key tells tasks apart that are the same.
+    """
     same = sameness(env)
     held = {same(t): t.id for t in env.heldout}
     elsewhere = {as_written(t): t.id for other in others for t in other.heldout}

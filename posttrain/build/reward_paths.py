@@ -17,7 +17,11 @@ from posttrain.system.errors import ConfigError
 
 def check_reward_models(run: Run) -> None:
     """Refuse a path that is no reward model, and a stage that trains none or too late. Needs no torch; a hub id is
-    looked at when it is loaded. Raises ConfigError, DataError: as said."""
+    looked at when it is loaded.
+
+    Raises:
+        ConfigError, DataError: as said.
+    """
     for prefix, env in _environments(run):
         for i, reward in enumerate(env.rewards):
             for name in reward.stages:
@@ -83,8 +87,11 @@ def check_reward_path(setting: str, path: str) -> None:
 
 
 def trained_model(folder: Path, checkpoint: str = "last") -> tuple[RewardModel, Checkpoint]:
-    """The stage whose reward model a checkpoint of a run holds, and the checkpoint. Raises ConfigError: its weights are
-    a policy's."""
+    """The stage whose reward model a checkpoint of a run holds, and the checkpoint.
+
+    Raises:
+        ConfigError: its weights are a policy's.
+    """
     found, run = find(folder, checkpoint), run_file(folder).run
     stage = trained_at(run.stages, found.state)
     if stage is None:

@@ -89,10 +89,17 @@ def placed_engine(
     say: Callable[[str], None] = lambda line: None,
     own: bool = False,
 ) -> ServedSampler:
-    """The engine of the run where `Run.placement` says: here, or several elsewhere as one. `text`: decodes token ids,
-    special tokens included; stop strings are searched in the result. `say`: tells the user what happens to engines
-    elsewhere. `own`: the policy's weights are the engine's alone. Raises ConfigError: it cannot keep a stage's sampling
-    contract, or is not installed. Raises EngineError: it does not start."""
+    """The engine of the run where `Run.placement` says: here, or several elsewhere as one.
+
+    Args:
+        text: decodes token ids, special tokens included; stop strings are searched in the result.
+        say: tells the user what happens to engines elsewhere.
+        own: the policy's weights are the engine's alone.
+
+    Raises:
+        ConfigError: it cannot keep a stage's sampling contract, or is not installed.
+        EngineError: it does not start.
+    """
     if isinstance(run.placement, Local):
         return make_engine(run, policy, text, own)
     if not isinstance(run.engine, Embedded):
@@ -102,9 +109,12 @@ def placed_engine(
 
 
 def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[str], None]) -> EnginePool:
-    """The engines of the run, each in a process of its own, as one sampler. Raises ConfigError: this machine, or the
-    cluster, lacks what they need. EngineError: the model cannot be sent to another process, or an engine does not
-    start."""
+    """The engines of the run, each in a process of its own, as one sampler.
+
+    Raises:
+        ConfigError: this machine, or the cluster, lacks what they need. EngineError: the model cannot be sent to
+            another process, or an engine does not start.
+    """
     check_machine(placement)
     threads, fault = placement.cores or torch.get_num_threads(), faults.named(run.fault)
     if isinstance(policy, BlankPolicy):
@@ -250,10 +260,13 @@ def placed_environments(
 ) -> PlacedEnvironments:
     """The processes of `placement.environments`, which have all environments of the run. The engines are there by now.
 
-    `others`: environments of stages that have their own, by the stage's name. `engine`: the engines of the run. Where
-    they have cores of their own, so do the environments: the same. `close`: ends the engines. It is called with
-    `PlacedEnvironments.close`, and where a process does not start. Raises ConfigError: an environment cannot be sent to
-    another process. EngineError: a process does not start.
+    Args:
+        others: environments of stages that have their own, by the stage's name.
+        engine: the engines of the run. Where they have cores of their own, so do the environments: the same.
+        close: ends the engines. It is called with `PlacedEnvironments.close`, and where a process does not start.
+
+    Raises:
+        ConfigError: an environment cannot be sent to another process. EngineError: a process does not start.
     """
     placement = run.placement
     if isinstance(placement, Local) or not placement.environments:
@@ -302,7 +315,11 @@ def engine_cores(engine: Sampler) -> frozenset[int] | None:
 
 def _sent(config: Env, env: Environment) -> Env | Environment:
     """Returns the object that the process needs to make the environment. Verifiers stay with the learner, so rewards
-    are left out. Raises ConfigError: it cannot be sent."""
+    are left out.
+
+    Raises:
+        ConfigError: it cannot be sent.
+    """
     if not is_inline(config.name) and not is_inline(config.prompts):
         return replace(config, rewards=(), measured=False)
     try:

@@ -73,8 +73,11 @@ MOST_SESSIONS = 1000
 
 
 def parents(run: Run) -> tuple[LineageLink, ...]:
-    """The links of the model that a run begins with: of a run folder, or of a directory with a lineage record. Raises
-    RunFolderError, DataError: the record there is damaged, or its links do not fit each other."""
+    """The links of the model that a run begins with: of a run folder, or of a directory with a lineage record.
+
+    Raises:
+        RunFolderError, DataError: the record there is damaged, or its links do not fit each other.
+    """
     if run.model.path is None:
         return ()
     source = run_source(run.model.path)
@@ -82,8 +85,14 @@ def parents(run: Run) -> tuple[LineageLink, ...]:
 
 
 def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]) -> dict[str, Any]:
-    """Returns the facts that run.json records of the beginning of a run. `environments`: by the names of the stages.
-    Raises DataError: the model is not the one that its record is about."""
+    """Returns the facts that run.json records of the beginning of a run.
+
+    Args:
+        environments: by the names of the stages.
+
+    Raises:
+        DataError: the model is not the one that its record is about.
+    """
     from posttrain.engine.files.fingerprint import fingerprint
     from posttrain.engine.model.policy_model import base_digest, named_tensors
 
@@ -173,8 +182,11 @@ def code_digests(env: Env) -> dict[str, str]:
 
 
 def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[LineageLink, ...]:
-    """The line up to a checkpoint of a run (None: up to the run itself, which has none yet), verified. Raises
-    RunFolderError: run.json or lineage.json were changed, a parent is not what it was, or links do not fit."""
+    """The line up to a checkpoint of a run (None: up to the run itself, which has none yet), verified.
+
+    Raises:
+        RunFolderError: run.json or lineage.json were changed, a parent is not what it was, or links do not fit.
+    """
     found = run_file(folder)
     facts = object_of(found.facts.get(BEGAN))
     if BEGAN in found.edited:
@@ -255,7 +267,9 @@ def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
 
 def _parent_is_there(folder: Path, found: RunFile) -> None:
     """RunFolderError where the run that this one began with is still there, and the checkpoint has other weights now.
-    Only for a run that this user made here, because the other folder is outside this one."""
+
+    Only for a run that this user made here, because the other folder is outside this one.
+    """
     origin = object_of(found.facts.get("branched_from"))
     if not origin or provenance.recall(found.identity) is None or not is_run(str(origin.get("run"))):
         return
@@ -287,8 +301,11 @@ def sessions(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_lineage(folder: Path, begun_from: str | None = None) -> None:
-    """Write lineage.json of a run folder anew, up to its last checkpoint. `begun_from`: a session begins here: the
-    checkpoint it goes on from, '' where there is none."""
+    """Write lineage.json of a run folder anew, up to its last checkpoint.
+
+    Args:
+        begun_from: a session begins here: the checkpoint it goes on from, '' where there is none.
+    """
     known = sessions(folder)
     if begun_from is not None:
         known = [*known, {"from": begun_from, "posttrain": VERSION}][-MOST_SESSIONS:]

@@ -22,8 +22,10 @@ from posttrain.role.roles import JudgedRoles
 
 
 class LiveRules(Observer):
-    """Every rule that holds after a step adds a note to it. What is printed of them is `diagnose.rules.notes_once`. It
-    must be the last observer, since it reads the whole line of the record."""
+    """Every rule that holds after a step adds a note to it. What is printed of them is `diagnose.rules.notes_once`.
+
+    It must be the last observer, since it reads the whole line of the record.
+    """
 
     def __init__(self, history: StageHistory) -> None:
         self._history = history

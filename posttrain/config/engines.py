@@ -119,9 +119,12 @@ Engine = Embedded | VLLM
 def engine_refusals(
     engine: Engine, kernels: KernelChoice, lora: bool, deterministic: bool, exact: bool, ahead: str
 ) -> Iterator[str]:
-    """Yields a message about each thing that the engine of a run cannot do. Each message says what to change. `lora`:
-    whether the model has an adapter. `ahead`: the name of a stage that asks for samples while the learner works; ''
-    where none does."""
+    """Yields a message about each thing that the engine of a run cannot do. Each message says what to change.
+
+    Args:
+        lora: whether the model has an adapter.
+        ahead: the name of a stage that asks for samples while the learner works; '' where none does.
+    """
     if not isinstance(engine, Embedded):
         if exact:
             yield (
@@ -170,7 +173,11 @@ def _positive(name: str, value: float) -> None:
 
 def pause_refusals(stage: str, engine: Engine, local: bool, deterministic: bool) -> Iterator[str]:
     """Yields the reasons why turns of a stage cannot stop while the learner computes (`unfinished=pause`), with what to
-    change. `local`: whether the engine computes in the learner's process."""
+    change.
+
+    Args:
+        local: whether the engine computes in the learner's process.
+    """
     what = f"{stage}.unfinished=pause stops turns while the learner computes"
     if not (local and isinstance(engine, Embedded)):
         yield f"{what}, and this engine goes on meanwhile by itself: set {stage}.unfinished=go_on"

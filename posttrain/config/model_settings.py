@@ -18,9 +18,11 @@ MOST_RANK = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """LoRA (2106.09685): each chosen layer computes W x + scale * B A x. W stays as it was loaded, A and B train. B
-    begins at 0, so the policy begins as the model that was loaded. A and B are float32 whatever the dtype of W. There
-    is no dropout, because sampler and learner must be the same function."""
+    """LoRA (2106.09685): each chosen layer computes W x + scale * B A x. W stays as it was loaded, A and B train.
+
+    B begins at 0, so the policy begins as the model that was loaded. A and B are float32 whatever the dtype of W. There
+    is no dropout, because sampler and learner must be the same function.
+    """
 
     rank: int = 16
     """Rows of A and columns of B."""
@@ -58,7 +60,11 @@ class Lora:
 
 
 def goes_on(asked: Lora | None, there: Lora, where: str) -> Lora:
-    """The adapter of a model that has one already: that one goes on. Raises ConfigError: another one is asked for."""
+    """The adapter of a model that has one already: that one goes on.
+
+    Raises:
+        ConfigError: another one is asked for.
+    """
     if asked not in (None, there):
         raise ConfigError(
             f"{where}: there is an adapter already ({there.words()}), and it is trained further. Leave model.lora out;"
@@ -104,8 +110,11 @@ DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 
 
 def check_device(device: str, offload_activations: bool, offload_optimizer: bool) -> None:
-    """Refuse a device that does not exist, and to move to the CPU what is there. Raises ConfigError, which says what to
-    set."""
+    """Refuse a device that does not exist, and to move to the CPU what is there.
+
+    Raises:
+        ConfigError: it says what to set.
+    """
     if not DEVICE.fullmatch(device):
         raise ConfigError(f"model.device={device!r} is no device: use cpu, cuda (cuda:1 for the second GPU) or xpu")
     if offload_activations and device == "cpu":
@@ -127,8 +136,11 @@ RouterReplay = Literal["none", "sampler", "start"]
 
 def router_refusals(replay: RouterReplay, balanced: str, records: bool) -> Iterator[str]:
     """Yields a message about each thing that a run cannot do with routers. Each message says what to change.
-    `balanced`: the name of a stage with a load-balance loss; '' where none has one. `records`: whether its engine
-    records the routers' choices."""
+
+    Args:
+        balanced: the name of a stage with a load-balance loss; '' where none has one.
+        records: whether its engine records the routers' choices.
+    """
     if replay == "sampler" and not records:
         yield (
             "model.router_replay=sampler reads the experts that the sampler chose, which this library reads from its"

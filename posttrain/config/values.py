@@ -18,8 +18,10 @@ class _NotAValue:
 
 
 def read(declared: Any, word: str, path: str) -> Any:
-    """The value of type `declared` that `word` stands for. `path` is named in errors. A list may also be JSON, for text
-    with commas, spaces or escapes and for lists of lists; a pair is written `17:-2.5`.
+    """The value of type `declared` that `word` stands for. `path` is named in errors.
+
+    A list may also be JSON, for text with commas, spaces or escapes and for lists of lists; a pair is written
+    `17:-2.5`.
 
     >>> read(float | None, "none", "wall_time"), read(tuple[int, ...], "1,2", "stop_ids")
     (None, (1, 2))

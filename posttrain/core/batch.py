@@ -110,8 +110,10 @@ class Packed:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], sequence: Sequence[int] | None = None, **further: Any) -> Self:
-        """Pack checked segments; `sequence[s]` is the episode of segment s (default: one segment each). `further` are
-        other fields: units, and the streams of a `Batch` in packing order."""
+        """Pack checked segments; `sequence[s]` is the episode of segment s (default: one segment each).
+
+        `further` are other fields: units, and the streams of a `Batch` in packing order.
+        """
         if not segments:
             raise InvariantError("nothing to pack: no segments")
         if len({s.sampling for s in segments}) != 1:
@@ -233,8 +235,10 @@ class Packed:
         return [np.concatenate([np.zeros(0, np.int64), *(members[u] for u in part)]).astype(np.int64) for part in parts]
 
     def shard(self, rank: int, world: int) -> Self:
-        """The part of one of `world` ranks, maybe empty. Weights stay normalised over the whole batch, so losses and
-        gradients of all ranks add up to those of the batch."""
+        """The part of one of `world` ranks, with the order, streams and weights that it has here. It may be empty.
+
+        Weights stay normalised over the whole batch, so losses and gradients of all ranks add up to those of the batch.
+        """
         if not 0 <= rank < world:
             raise InvariantError(f"rank {rank} of {world}: give a rank from 0 to world - 1")
         return self if world == 1 else self.select(self.shares(world)[rank])
@@ -261,8 +265,11 @@ def _counts_up(unit_E: np.ndarray) -> bool:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch(Packed, Streamed[np.ndarray]):
     """One minibatch: the tokens of one optimizer step with the streams that its loss reads. Weights are normalised over
-    it once; splits only select. A stream is in it exactly where its maker was asked for it. `START` is missing also on
-    the first optimizer step after a sync, because the policy is then equal to the policy at the start of the step."""
+    it once; splits only select.
+
+    A stream is in it exactly where its maker was asked for it. `START` is missing also on the first optimizer step
+    after a sync, because the policy is then equal to the policy at the start of the step.
+    """
 
     HOLDER: ClassVar[str] = "the minibatch"
 

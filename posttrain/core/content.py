@@ -53,8 +53,11 @@ Content = str | tuple[ContentPart, ...]
 
 
 def content_of(value: Any) -> Content:
-    """Checked content: text as it is, or parts, each a `ContentPart` or a mapping with the same fields. DataError where
-    it is neither, or a part is malformed or of an unknown type."""
+    """Checked content. Text is returned as it is. Parts may be `ContentPart`s or mappings with the same fields.
+
+    Raises:
+        DataError: it is neither text nor parts, or a part is malformed or of an unknown type.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list | tuple) or not value:

@@ -150,9 +150,11 @@ class Learner(Examiner, Protocol):
         ...
 
     def shards(self) -> Iterable[Shard]:
-        """The policy's weights in this process, under the names of the Hugging Face module. Tied weights come once. One
-        of several learners has only its own parts, any other one whole shard per weight; the adapter's tensors are
-        enough over frozen weights. `fingerprint` is that of the whole tensors, however they are cut."""
+        """The policy's weights in this process, under the names of the Hugging Face module. Tied weights come once.
+
+        One of several learners has only its own parts, any other one whole shard per weight; the adapter's tensors are
+        enough over frozen weights. `fingerprint` is that of the whole tensors, however they are cut.
+        """
         ...
 
     def adapter(self) -> AdapterTrial | None:
@@ -249,9 +251,11 @@ class Seat(Protocol):
         ...
 
     async def say(self, most: int | None = None) -> Utterance:
-        """The speaker takes a turn, of at most `most` tokens where `Sampling` allows more. If a limit leaves no tokens
-        for it, the turn is empty and its stop reason names the limit. Limits on turns and tokens count all seats of the
-        episode."""
+        """The speaker takes a turn, of at most `most` tokens where `Sampling` allows more.
+
+        If a limit leaves no tokens for it, the turn is empty and its stop reason names the limit. Limits on turns and
+        tokens count all seats of the episode.
+        """
         ...
 
 
@@ -260,9 +264,11 @@ class Talk(Seat, Protocol):
 
     def seat(self, name: str) -> Seat:
         """Another speaker of this episode, such as a simulated user or an opponent. The same name gives the same one.
+
         It sees only what the environment passes to its `see`. The policy sees its turns only where the environment
         passes them on. Its turns are never learned from. `Rollout.players` sets who plays it; without players it is the
-        policy itself."""
+        policy itself.
+        """
         ...
 
     def pay(self, source: str, score: float) -> None:
@@ -337,10 +343,12 @@ class Environment(Protocol):
 
 
 class EpisodeJudge(Protocol):
-    """A judge of finished episodes that reads their tokens, such as a reward model. Its verdicts are added to the
-    environment's. It is given to the rollout (`Rollout.judges`). The episodes of a group come in one call, so that a
-    model can score them as one batch. Equal episodes are judged once and share the verdicts. Episodes that already
-    failed are left out."""
+    """A judge of finished episodes that reads their tokens, such as a reward model.
+
+    Its verdicts are added to the environment's. It is given to the rollout (`Rollout.judges`). The episodes of a group
+    come in one call, so that a model can score them as one batch. Equal episodes are judged once and share the
+    verdicts. Episodes that already failed are left out.
+    """
 
     @property
     def name(self) -> str:

@@ -59,8 +59,10 @@ def forms_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 class OwnSecrets:
-    """The secrets of this process, looked for again whenever its environment has changed. A step scrubs some hundred
-    texts. To decode all variables for each of them took more time than to judge the answers."""
+    """The secrets of this process, looked for again whenever its environment has changed.
+
+    A step scrubs some hundred texts. To decode all variables for each of them took more time than to judge the answers.
+    """
 
     def __init__(self) -> None:
         self._known: tuple[dict[Any, Any], tuple[tuple[str, str], ...]] | None = None

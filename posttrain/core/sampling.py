@@ -195,8 +195,11 @@ class Sampling:
         return self.stop_ids is not None and not self.bad_words and not self.allowed_words
 
     def resolve(self, stop_ids: tuple[int, ...], spell: Spell | None = None) -> Sampling:
-        """The same contract with its stop ids filled in and its words as ids, which `spell` writes.
-        A contract is resolved at most once."""
+        """The same contract with its stop ids filled in and its words as ids. A contract is resolved at most once.
+
+        Args:
+            spell: how the tokenizer writes a word; needed where the contract has words.
+        """
         if self.resolved:
             return self
         stops = tuple(stop_ids) if self.stop_ids is None else self.stop_ids
@@ -224,8 +227,11 @@ class Sampling:
             )
 
     def for_training(self, keeps_sets: bool = True) -> Sampling:
-        """This contract; raises ConfigError where pi could not be evaluated under it. `keeps_sets`: whether the engine
-        stores the kept token set of each truncated draw."""
+        """This contract; raises ConfigError where pi could not be evaluated under it.
+
+        Args:
+            keeps_sets: whether the engine stores the kept token set of each truncated draw.
+        """
         if self.greedy:
             raise ConfigError("sampling.greedy=true cannot be trained on: an argmax has no log-prob. Set greedy=false")
         if self.truncated and not keeps_sets:

@@ -16,8 +16,10 @@ from posttrain.system.errors import InvariantError
 
 @dataclass(frozen=True, eq=False)
 class Scored(Streamed[tuple[np.ndarray, ...]]):
-    """A judged episode with the scores that models gave it in forward passes without gradient. Each stream that the
-    algorithm reads (`core.streams.SCORED`) has one array per segment, over its spoken tokens."""
+    """A judged episode with the scores that models gave it in forward passes without gradient.
+
+    Each stream that the algorithm reads (`core.streams.SCORED`) has one array per segment, over its spoken tokens.
+    """
 
     HOLDER: ClassVar[str] = "what was scored of an episode"
     episode: Episode
@@ -48,10 +50,12 @@ class ScoredGroup:
 
 @dataclass(frozen=True, eq=False)
 class EpisodeCredit:
-    """The credit of one episode: per segment, arrays over its spoken tokens in order. `shaped` is the reward after
-    shaping; the raw reward stays in the episode. `advantage` is float64 per spoken token. `returns` are the value
-    targets, only where the algorithm learns values. `dropped` is the reason why no token of this episode may have a
-    gradient, '' otherwise. A dropped episode counts in the baseline and is in no batch."""
+    """The credit of one episode: per segment, arrays over its spoken tokens in order.
+
+    `shaped` is the reward after shaping; the raw reward stays in the episode. `advantage` is float64 per spoken token.
+    `returns` are the value targets, only where the algorithm learns values. `dropped` is the reason why no token of
+    this episode may have a gradient, '' otherwise. A dropped episode counts in the baseline and is in no batch.
+    """
 
     scored: Scored
     shaped: float

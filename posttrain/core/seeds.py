@@ -26,8 +26,10 @@ def generator(seed: int, stream: str, *coordinates: Coordinate) -> np.random.Gen
 
 
 def uniforms(place: int, count: int) -> np.ndarray:
-    """The first `count` uniforms of a key, float64 [count] in [0, 1); entry t belongs to position t. A longer request
-    extends a shorter one: `uniforms(k, 5)[:3] == uniforms(k, 3)`."""
+    """The first `count` uniforms of a key, float64 [count] in [0, 1); entry t belongs to position t.
+
+    A longer request extends a shorter one: `uniforms(k, 5)[:3] == uniforms(k, 3)`.
+    """
     return np.random.Generator(np.random.Philox(key=place)).random(count)
 
 

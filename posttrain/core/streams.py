@@ -276,8 +276,11 @@ TOP_LOGP = Stream(
 
 
 def _start_is_scored(s: Scoring) -> bool:
-    """With one optimizer step per step the log-probs at its start equal those of the training forward, so they are
-    scored only where credit already needs them."""
+    """Returns whether the log-probs at the start of the step are scored.
+
+    With one optimizer step per step they equal those of the training forward, so they are scored only where credit
+    already needs them.
+    """
     return s.algorithm.start_before_loss or ("start" in s.algorithm.reads and s.optimizer_steps > 1)
 
 

@@ -74,8 +74,10 @@ OPPOSED = -4
 
 @dataclass(frozen=True)
 class TruncationSets:
-    """The token sets that truncated sampling (top-k, top-p, min-p) kept, one for each of n draws. Draw i kept
-    `ids[offsets[i]:offsets[i+1]]`, ascending."""
+    """The token sets that truncated sampling (top-k, top-p, min-p) kept, one for each of n draws.
+
+    Draw i kept `ids[offsets[i]:offsets[i+1]]`, ascending.
+    """
 
     offsets: np.ndarray
     ids: np.ndarray
@@ -105,8 +107,10 @@ class TruncationSets:
 
 @dataclass(frozen=True, eq=False)
 class Top:
-    """The sampler's K most probable tokens at each of n draws, most probable first. ids int32 [n, K], logp float32 [n,
-    K]."""
+    """The sampler's K most probable tokens at each of n draws, most probable first.
+
+    ids int32 [n, K], logp float32 [n, K].
+    """
 
     ids: np.ndarray
     logp: np.ndarray
@@ -128,10 +132,12 @@ class Top:
 
 @dataclass(frozen=True, eq=False)
 class SampledTurn:
-    """One turn as an engine returns it. ids int32 [n], logp float32 [n] (under the resolved `Sampling`), version int32
-    [n] (of the weights that sampled each token). `kept` is given exactly where the sampling truncates. `stop` is SAID
-    (the last token is a stop id), STRING (the last token completes a stop string and is no stop id), LENGTH or
-    CONTEXT."""
+    """One turn as an engine returns it.
+
+    ids int32 [n], logp float32 [n] (under the resolved `Sampling`), version int32 [n] (of the weights that sampled each
+    token). `kept` is given exactly where the sampling truncates. `stop` is SAID (the last token is a stop id), STRING
+    (the last token completes a stop string and is no stop id), LENGTH or CONTEXT.
+    """
 
     ids: np.ndarray
     logp: np.ndarray
@@ -254,9 +260,12 @@ def _check_in_turn(in_turn: np.ndarray, mask: np.ndarray) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Episode:
-    """One attempt at a task. What the algorithm computes from it is `Credit`, a type of its own. It has more than one
-    segment only where history was rewritten. `reward` is the raw outcome. None means that it was not judged, and the
-    sample is then excluded. Filters, pass@k and difficulty read the raw outcome, never the shaped reward."""
+    """One attempt at a task. What the algorithm computes from it is `Credit`, a type of its own.
+
+    It has more than one segment only where history was rewritten. `reward` is the raw outcome. None means that it was
+    not judged, and the sample is then excluded. Filters, pass@k and difficulty read the raw outcome, never the shaped
+    reward.
+    """
 
     task: Task
     visit: int
@@ -336,7 +345,9 @@ class Episode:
 @dataclass(frozen=True, eq=False)
 class Group:
     """The siblings of one prompt. They are kept as one object from the rollout on, never regrouped by a reshape.
-    Episodes are ordered by sibling."""
+
+    Episodes are ordered by sibling.
+    """
 
     task: Task
     visit: int

@@ -24,9 +24,11 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of one verifier about one episode. What the policy's answer caused (its time-out, its crash) is a
-    value of 0 with its `kind`. What we caused (an outage, a broken worker) is `failed`; it is retried, then the sample
-    is excluded from baseline and batch."""
+    """The verdict of one verifier about one episode.
+
+    What the policy's answer caused (its time-out, its crash) is a value of 0 with its `kind`. What we caused (an
+    outage, a broken worker) is `failed`; it is retried, then the sample is excluded from baseline and batch.
+    """
 
     state: State
     score: float | None
@@ -58,10 +60,11 @@ class Judged:
 
     With `end` it is about a part: the episode up to its spoken token number `end`. A score of a step is never a part of
     the outcome; only a baseline that compares steps reads it. With `paid` it is a reward for the turn that ends there.
-    That reward is a part of the outcome, and turn-level credit places it at the end of that turn. `resolution` is the
-    relative difference up to which two scores of this source count as equal (`core.measure.equal_numbers`). With
-    `measured` it is no reward: it says how good the episode is, and nothing is learned from it. With `by_model` a model
-    gave the score (a reward model, a judge), so it is a grade (`core.measure.right`).
+    That reward is a part of the outcome, and turn-level credit places it at the end of that turn.
+    `resolution` is the relative difference up to which two scores of this source count as equal
+    (`core.measure.equal_numbers`). With `measured` it is no reward: it says how good the episode is, and nothing is
+    learned from it. With `by_model` a model gave the score (a reward model, a judge), so it is a grade
+    (`core.measure.right`).
     """
 
     source: str
@@ -88,8 +91,10 @@ class Judged:
 
 
 def outcome(verdicts: Sequence[Judged]) -> float | None:
-    """The raw reward: weighted sum of the sources that gave a value; abstentions leave the sum. None where a source
-    failed (the sample is excluded) or where all abstained (nobody judged it)."""
+    """The raw reward: weighted sum of the sources that gave a value; abstentions leave the sum.
+
+    None where a source failed (the sample is excluded) or where all abstained (nobody judged it).
+    """
     if failed(verdicts):
         return None
     scores = [j.weight * j.verdict.score for j in verdicts if j.counts and j.verdict.score is not None]

@@ -58,10 +58,15 @@ def said_at_the_end(record: Sequence[Step], s: StageOutcome) -> tuple[str, ...]:
 def stage_learned(
     run: Run, s: StageOutcome, folder: str, found: tuple[str, ...] = (), prompts: int | None = None
 ) -> Learning:
-    """The answer for one stage. It goes by accuracy where rewards are pass or fail, else by the mean reward. A reward
-    that rose while accuracy did not has its own word, where something says what is right of grades (`env.right`, or
-    several sources, of which one may be the answer's): a policy may be paid for other things. `found`: what live rules
-    said in its last steps. `prompts`: of the data, where they were counted."""
+    """The answer for one stage. It goes by accuracy where rewards are pass or fail, else by the mean reward.
+
+    A reward that rose while accuracy did not has its own word, where something says what is right of grades
+    (`env.right`, or several sources, of which one may be the answer's): a policy may be paid for other things.
+
+    Args:
+        found: what live rules said in its last steps.
+        prompts: of the data, where they were counted.
+    """
 
     nothing = Case(run, s, folder, "cannot be told", "nothing", found=found, prompts=prompts)
     if s.unpaired or s.accuracy is None or s.reward is None or s.start is None or s.end is None:

@@ -31,9 +31,12 @@ def asked_words(recipe: str | Run, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = False) -> list[str]:
-    """Commands worth trying now; those of many words stand on a line of their own, below what they are for. `finished`:
-    False of a run that was cut: going on with it comes first, and nothing that needs its end. `worse`: its held-out
-    score fell, so nobody is told to go on with it, to repeat it as it is, or to hand it out."""
+    """Commands worth trying now; those of many words stand on a line of their own, below what they are for.
+
+    Args:
+        finished: False of a run that was cut: going on with it comes first, and nothing that needs its end.
+        worse: its held-out score fell, so nobody is told to go on with it, to repeat it as it is, or to hand it out.
+    """
     if run.fault is not None:
         return _lines(_of_fault(run, folder))
     if not finished:

@@ -57,8 +57,13 @@ class BenchScore:
 
 def reward_bench(right: Mapping[str, Sequence[bool]]) -> BenchScore:
     """RewardBench 1 (2403.13787): whether the chosen completion scores higher than the rejected one, for each pair of
-    each subset. A section is the mean of its subsets' accuracies by weight, and the score the mean of the sections that
-    have data. Raises DataError: a subset is not one of the benchmark's, or there is no pair."""
+    each subset.
+
+    A section is the mean of its subsets' accuracies by weight, and the score the mean of the sections that have data.
+
+    Raises:
+        DataError: a subset is not one of the benchmark's, or there is no pair.
+    """
     known = {subset for section in SECTIONS.values() for subset in section}
     if strange := [s for s in right if s not in known]:
         raise DataError(f"RewardBench has no subset {strange[0]!r}; {nearest(strange[0], known)}")
@@ -109,8 +114,12 @@ def ties(tied: Mapping[str, TiesPrompt], reference: Mapping[str, TiesPrompt]) ->
     Where all correct completions have the same score, the last term takes its limit, 1 or -1 by the gap's sign, and 0
     without a gap.
 
-    `tied`: prompts with several correct completions. `reference`: the same prompts' versions with one. Raises
-    DataError: one of them is empty, or they share no prompt.
+    Args:
+        tied: prompts with several correct completions.
+        reference: the same prompts' versions with one.
+
+    Raises:
+        DataError: one of them is empty, or they share no prompt.
     """
     both = sorted(set(tied) & set(reference))
     if not both:
@@ -159,11 +168,13 @@ class ProcessBenchScore:
     @staticmethod
     def of(truth: Sequence[int], found: Sequence[int]) -> ProcessBenchScore:
         """From the index of the first wrong step of each answer, -1 where there is none, and the index that was found.
-        Raises DataError: answers of one kind are missing, so that there is no mean of the two.
 
         >>> score = ProcessBenchScore.of([1, 0, -1, -1], [1, 2, -1, -1])
         >>> score.erroneous, score.correct, round(score.f1, 4)
         (0.5, 1.0, 0.6667)
+
+        Raises:
+            DataError: answers of one kind are missing, so that there is no mean of the two.
         """
         pairs = list(zip(truth, found, strict=True))
         wrong = [t == f for t, f in pairs if t >= 0]

@@ -32,9 +32,14 @@ FIRST = (
 
 
 def differing(runs: Sequence[Run], each: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Returns for each run the settings in which some of the runs differ, ordered by their weight. A stage that one of
-    them lacks is one line. What lies below a setting that differs, such as the numbers of a piece that one of them has
-    not, is told with it. `each`: all settings of each run, by their paths."""
+    """Returns for each run the settings in which some of the runs differ, ordered by their weight.
+
+    A stage that one of them lacks is one line. What lies below a setting that differs, such as the numbers of a piece
+    that one of them has not, is told with it.
+
+    Args:
+        each: all settings of each run, by their paths.
+    """
     stages = [{s.name: f"{type(s).__name__.lower()}, {s.steps} steps" for s in run.stages} for run in runs]
     some = {n for of in stages for n in of if any(n not in other for other in stages)}
     each = [{**of, **{n: own.get(n, NONE) for n in some}} for of, own in zip(each, stages, strict=True)]
@@ -140,8 +145,11 @@ class RunComparison:
 
 
 def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> RunComparison:
-    """Compare runs by their last held-out measurement, or by that of one stage. Raises ConfigError: they cannot be
-    compared; says why and what would make it possible."""
+    """Compare runs by their last held-out measurement, or by that of one stage.
+
+    Raises:
+        ConfigError: they cannot be compared; says why and what would make it possible.
+    """
     paths = [Path(f) for f in folders]
     if len(paths) < 2:
         raise ConfigError("compare takes two runs or more: posttrain compare RUN RUN ...")
@@ -273,8 +281,10 @@ def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
 
 
 def settings_of(run: Run) -> dict[str, str]:
-    """The settings that make a kind of run, as text by their paths: without the seed and what is of the machine. An
-    algorithm is told by its name and its own choices, and not by those of its parents."""
+    """The settings that make a kind of run, as text by their paths: without the seed and what is of the machine.
+
+    An algorithm is told by its name and its own choices, and not by those of its parents.
+    """
     out: dict[str, str] = {}
     for path, (_, value) in values(run).items():
         head, last = path.split(".")[0], path.split(".")[-1]

@@ -53,8 +53,11 @@ def learns_from(kind: type[Any]) -> str:
 
 
 def named_algorithm(kind: type[Any], name: str) -> Any:
-    """The algorithm of this type and name. Raises ConfigError: its ladder has no such name. The message names the
-    nearest one, or the other ladder that has it."""
+    """The algorithm of this type and name.
+
+    Raises:
+        ConfigError: its ladder has no such name. The message names the nearest one, or the other ladder that has it.
+    """
     if name in LADDERS[kind]:
         return LADDERS[kind][name]
     other = next((k for k, rows in LADDERS.items() if name in rows), None)

@@ -10,10 +10,12 @@ from posttrain.recipe.example import PROMPTS, TINY
 
 
 def grpo() -> Run:
-    """RL with GRPO from the weights of the model as it is, without an SFT before it. Set `model=`, `env.prompts=` and
-    `env.rewards=`; what is left open is chosen for that model. As shipped it runs but learns nothing: the tiny model
-    has random weights, so nearly no answer is right, and RL can only make answers more frequent that the model already
-    samples sometimes."""
+    """RL with GRPO from the weights of the model as it is, without an SFT before it.
+
+    Set `model=`, `env.prompts=` and `env.rewards=`; what is left open is chosen for that model. As shipped it runs
+    but learns nothing: the tiny model has random weights, so nearly no answer is right, and RL can only make answers
+    more frequent that the model already samples sometimes.
+    """
     return Run(
         recipe="grpo",
         threads=1,

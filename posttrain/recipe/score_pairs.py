@@ -9,10 +9,12 @@ from posttrain.recipe.example import PAIRS, TINY
 
 
 def reward_model() -> Run:
-    """Learn from pairs which of two completions was preferred (Bradley-Terry), as a score of one completion. Set
-    `model=` and `env.prompts=` to a file with the columns prompt, chosen and rejected. `posttrain export RUN DIR`
+    """Learn from pairs which of two completions was preferred (Bradley-Terry), as a score of one completion.
+
+    Set `model=` and `env.prompts=` to a file with the columns prompt, chosen and rejected. `posttrain export RUN DIR`
     writes the model for sequence classification, and `env.rewards=model:RUN` rewards a policy with it. The learning
-    rate is for the tiny model; for yours it is chosen by its size."""
+    rate is for the tiny model; for yours it is chosen by its size.
+    """
     return Run(
         recipe="reward_model",
         threads=1,

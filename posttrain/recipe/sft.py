@@ -8,9 +8,11 @@ from posttrain.recipe.example import PROMPTS, TINY
 
 
 def sft() -> Run:
-    """Imitate the completions of your prompts. The reward judges the held-out prompts and trains nothing. Set `model=`
-    and `env.prompts=`. The learning rate 2e-3 is for the tiny model; for yours it is chosen by its size. Set
-    `env.rewards=` where the data has no column `answer`, or where a right response need not equal it."""
+    """Imitate the completions of your prompts. The reward judges the held-out prompts and trains nothing.
+
+    Set `model=` and `env.prompts=`. The learning rate 2e-3 is for the tiny model; for yours it is chosen by its size.
+    Set `env.rewards=` where the data has no column `answer`, or where a right response need not equal it.
+    """
     return Run(
         recipe="sft",
         threads=1,

@@ -10,9 +10,11 @@ from posttrain.recipe.example import PROMPTS, REWARDS, TINY
 
 
 def verifiable() -> Run:
-    """Imitate the completions of your prompts, then GRPO with your rewards. `sft=none` leaves the first stage out. Set
-    `model=`, `env.prompts=` and `env.rewards=`. The learning rates 2e-3 and 5e-4 are for the tiny model; for one that
-    you give they are chosen by its size."""
+    """Imitate the completions of your prompts, then GRPO with your rewards. `sft=none` leaves the first stage out.
+
+    Set `model=`, `env.prompts=` and `env.rewards=`. The learning rates 2e-3 and 5e-4 are for the tiny model; for
+    one that you give they are chosen by its size.
+    """
     return Run(
         recipe="verifiable",
         threads=1,

@@ -70,8 +70,11 @@ class DamagedCheckpoint:
 
 def survey(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
     """All checkpoints of a run folder, oldest first, and those whose state cannot be read. Reads state.json only;
-    `verify` reads the rest. Links, files and folders without any part of a checkpoint are ignored. So are checkpoints
-    that their writer removes meanwhile."""
+    `verify` reads the rest.
+
+    Links, files and folders without any part of a checkpoint are ignored. So are checkpoints that their writer removes
+    meanwhile.
+    """
     found: list[Checkpoint] = []
     unread: dict[Path, str] = {}
     for path in sorted((folder / "checkpoints").glob("[!.]*")):

@@ -282,8 +282,10 @@ def grave(found: Iterable[Ask]) -> tuple[Ask, ...]:
 
 def values(run: Run) -> dict[str, tuple[str, Any]]:
     """Every value of the tree as (`Class.field`, value), by the path that overrides use. Stages are under their names.
+
     Where a field may have values of several classes, its class is a value too: two pieces without numbers of their own
-    differ in nothing else."""
+    differ in nothing else.
+    """
     found = (*_walk(run, ""), *_kinds(run, ""))
     return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in found}
 

@@ -97,8 +97,11 @@ def _checked(data: Mapping[str, Any], before: str, place: str, error: type[Postt
 
 
 def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = DataError) -> None:
-    """Refuse a line in which a model is not what the one before it left. Raises error: two links have other tokenizers,
-    other chat templates, or other weights."""
+    """Refuse a line in which a model is not what the one before it left.
+
+    Raises:
+        error: two links have other tokenizers, other chat templates, or other weights.
+    """
     for before, link in pairwise(links):
         _same_text(before, link, "tokenizer", "its token ids mean other text", error)
         _same_text(before, link, "template", "a conversation becomes other tokens", error)
@@ -122,8 +125,11 @@ def _same_text(before: LineageLink, link: LineageLink, what: str, means: str, er
 
 
 def read_lineage(folder: Path, error: type[PosttrainError] = DataError) -> tuple[LineageLink, ...]:
-    """The links of `lineage.json` in a folder; () where there is none. Raises error: it is damaged, was changed, or its
-    links do not fit each other."""
+    """The links of `lineage.json` in a folder; () where there is none.
+
+    Raises:
+        error: it is damaged, was changed, or its links do not fit each other.
+    """
     data = lineage_data(folder, error)
     if data is None:
         return ()

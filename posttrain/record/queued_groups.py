@@ -60,9 +60,15 @@ def save_groups(path: Path, groups: Sequence[Group]) -> None:
 
 
 def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int], Task] | None = None) -> list[Group]:
-    """The groups of `queued` that had ended. `task`: gives a task of the source by its index. None: tasks as they were
-    written, for groups that nothing judges again. Raises RunFolderError: the file and the rows do not belong together,
-    or the tasks are others."""
+    """The groups of `queued` that had ended.
+
+    Args:
+        task: gives a task of the source by its index. None: tasks as they were written, for groups that nothing judges
+            again.
+
+    Raises:
+        RunFolderError: the file and the rows do not belong together, or the tasks are others.
+    """
     ended = [q for q in queued if q.siblings]
     if not ended:
         return []

@@ -97,7 +97,10 @@ class RunFolder:
     @staticmethod
     def create(folder: Path | str, run: Run, facts: Mapping[str, Any]) -> RunFolder:
         """A new run folder. `facts` (versions, machine, digests, argv) are written into run.json beside the tree.
-        Raises RunFolderError: the folder already holds a run or other files, is in use, or cannot be written."""
+
+        Raises:
+            RunFolderError: the folder already holds a run or other files, is in use, or cannot be written.
+        """
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -129,9 +132,11 @@ class RunFolder:
     @staticmethod
     def open_for_resume(path: Path | str) -> tuple[RunFolder, Checkpoint | None]:
         """The book cut back to its last checkpoint, and that checkpoint. It is None where none was written; the run
-        then starts from its beginning. `path` is a run folder, or one checkpoint inside it: then everything after that
-        checkpoint is removed. A damaged checkpoint is an error that names the file and the one before it; nothing is
-        skipped silently."""
+        then starts from its beginning.
+
+        `path` is a run folder, or one checkpoint inside it: then everything after that checkpoint is removed.
+        A damaged checkpoint is an error that names the file and the one before it; nothing is skipped silently.
+        """
         folder, chosen = run_reader.folder_of(path)
         run = run_reader.run_file(folder).run
         lock = files.Lock(folder)
@@ -237,8 +242,11 @@ class RunFolder:
         self, name: str, write: Callable[[Path], None], state: Mapping[str, Any], metric: float | None = None
     ) -> Checkpoint:
         """Write a checkpoint: `write` puts its files into the given folder, `state` is plain data. It is durable when
-        this returns. Raises RunFolderError: the disk is full; names the checkpoint that is still good. Nothing is
-        lost."""
+        this returns.
+
+        Raises:
+            RunFolderError: the disk is full; names the checkpoint that is still good. Nothing is lost.
+        """
         self.sync()
         return self._checkpoints.write(name, write, state, metric, Position(self._steps.position, self._index.position))
 
@@ -253,10 +261,15 @@ class RunFolder:
     # --- a run that goes on longer ---------------------------------------------------------------------------------
 
     def reopen(self, ended: Checkpoint, name: str, state: Mapping[str, Any], gauges: Gauges) -> Checkpoint:
-        """A checkpoint inside the last stage in place of the one at its end, so that the stage goes on. A kill between
-        any two of its steps leaves a folder that goes on, or that is finished as before. `name, state`: of the new
-        checkpoint. Its files and its metric are those of `ended`. `gauges`: of the evaluation at the end. They go into
-        the last line of the record, where they would be if the stage had been longer from the beginning."""
+        """A checkpoint inside the last stage in place of the one at its end, so that the stage goes on.
+
+        Args:
+            name, state: of the new checkpoint. Its files and its metric are those of `ended`.
+            gauges: of the evaluation at the end. They go into the last line of the record, where they would be if the
+                stage had been longer from the beginning.
+
+        A kill between any two of its steps leaves a folder that goes on, or that is finished as before.
+        """
         amended = self.folder / AMENDED
         size = self._steps.position
         if gauges:

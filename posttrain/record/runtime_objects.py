@@ -192,8 +192,12 @@ class RuntimeObjects:
         return ""
 
     def rows(self, name: str) -> Iterator[tuple[str, Any]]:
-        """The lines of the rows of a name in the tree as (place, parsed JSON). Raises ConfigError: they were neither
-        handed nor kept. Raises RunFolderError: the kept file was changed."""
+        """The lines of the rows of a name in the tree as (place, parsed JSON).
+
+        Raises:
+            ConfigError: they were neither handed nor kept.
+            RunFolderError: the kept file was changed.
+        """
         digest = name.removeprefix(INLINE)
         for number, line in enumerate(self._text(digest).removesuffix("\n").split("\n"), 1):
             yield f"prompts row {number}", read_untrusted.parse(line, f"prompts row {number}", DataError)

@@ -53,9 +53,12 @@ class SeatUsage:
 
 
 class SeatConversation:
-    """A seat (`core.ports.Seat`) with its transcript. It has several if a template rewrote the history. `spent`: of the
-    whole episode, since its limits hold over all seats together. `place`: maps the number of this seat's turn to the
-    key of its random numbers."""
+    """A seat (`core.ports.Seat`) with its transcript. It has several if a template rewrote the history.
+
+    Args:
+        spent: of the whole episode, since its limits hold over all seats together.
+        place: maps the number of this seat's turn to the key of its random numbers.
+    """
 
     def __init__(self, player: Player, task: str, spent: SeatUsage, place: Callable[..., int]) -> None:
         self._sampler, self._dialogue, self._sampling = player.sampler, player.dialogue(task), player.sampling
@@ -156,10 +159,14 @@ class OtherSeat(SeatConversation):
 
 
 class Conversation(SeatConversation):
-    """The `core.ports.Talk` of an episode: the trained seat, with access to the other seats. `policy`: plays the
-    trained seat. It plays the others too if there are no `players`. `place`: maps the coordinates of a turn to the key
-    of its random numbers. They are (turn) for the trained seat and ("seat", name, turn) for another. `players`: of the
-    other seats, by name."""
+    """The `core.ports.Talk` of an episode: the trained seat, with access to the other seats.
+
+    Args:
+        policy: plays the trained seat. It plays the others too if there are no `players`.
+        place: maps the coordinates of a turn to the key of its random numbers. They are (turn) for the trained seat and
+            ("seat", name, turn) for another.
+        players: of the other seats, by name.
+    """
 
     def __init__(
         self,
@@ -224,8 +231,10 @@ class Conversation(SeatConversation):
 
 
 class DemonstrationTalk:
-    """A `Talk` whose turns are those of a demonstration. The environment answers them as it answers the policy. If the
-    environment asks for more turns than the demonstration has, that is a DataError."""
+    """A `Talk` whose turns are those of a demonstration. The environment answers them as it answers the policy.
+
+    If the environment asks for more turns than the demonstration has, that is a DataError.
+    """
 
     def __init__(
         self,

@@ -62,8 +62,11 @@ class GroupSource(Protocol):
         ...
 
     async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
-        """The groups of step `index`, whose learner has weights `version`. `seen`: groups of earlier steps, and how
-        many of them passed."""
+        """The groups of step `index`, whose learner has weights `version`.
+
+        Args:
+            seen: groups of earlier steps, and how many of them passed.
+        """
         ...
 
     async def proceed(self) -> None:

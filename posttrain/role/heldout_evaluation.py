@@ -34,8 +34,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """The result of one evaluation. Each score is over prompts. The outcome of an answer is what is paid; or what is
-    measured, where something is measured and not paid (`Episode.figure`)."""
+    """The result of one evaluation. Each score is over prompts.
+
+    The outcome of an answer is what is paid; or what is measured, where something is measured and not paid
+    (`Episode.figure`).
+    """
 
     accuracy: Score
     """Share of answers that are right. It is pass@1. Of no prompts where the outcomes are grades that tell no share of
@@ -118,8 +121,10 @@ class EvaluationReport:
 
 
 async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, how: Evaluation) -> EvaluationReport:
-    """Sample every task `how.samples` times, and once greedily if `how.greedy`. The seeds are the same in every
-    evaluation, so runs can be compared prompt by prompt."""
+    """Sample every task `how.samples` times, and once greedily if `how.greedy`.
+
+    The seeds are the same in every evaluation, so runs can be compared prompt by prompt.
+    """
     fixed, sampling = replace(rollout, seed=how.seed), replace(sampling, top=0)
     groups = await together(
         [fixed.group(t, 0, RolloutRequest(groups=1, siblings=how.samples), sampling, "evaluation") for t in tasks]

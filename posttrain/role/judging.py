@@ -50,8 +50,12 @@ def attempt_of(
     state: Any = None,
 ) -> Attempt:
     """The attempt. Where the prompt ends in a tag that opens a thought, each turn begins with it, so that a verifier
-    reads the whole thought. `text`: decodes token ids. `upto`: the number of spoken tokens up to a character of the
-    last of `turns`."""
+    reads the whole thought.
+
+    Args:
+        text: decodes token ids.
+        upto: the number of spoken tokens up to a character of the last of `turns`.
+    """
     # The last turn begins at the last spoken token whose predecessor is not spoken.
     mask, ids = (segments[-1].mask, segments[-1].ids) if segments else (np.zeros(0, bool), np.zeros(0, np.int32))
     begin = max(np.flatnonzero(mask & ~np.append(False, mask[:-1])), default=0)
@@ -62,8 +66,12 @@ def attempt_of(
 
 async def judged(environment: Environment, attempt: Attempt, alone: bool = True) -> tuple[Judged, ...]:
     """The environment's verdicts on an attempt. It is asked up to `JUDGE_RETRIES` times again while a source fails.
-    Secrets are removed from the verdicts' texts, since these go into the record. `alone`: whether no other judge
-    follows. Then the environment gives at least one verdict."""
+
+    Secrets are removed from the verdicts' texts, since these go into the record.
+
+    Args:
+        alone: whether no other judge follows. Then the environment gives at least one verdict.
+    """
     verdicts = await environment.judge(attempt)
     for _ in range(JUDGE_RETRIES):
         if not _broken(verdicts):
@@ -151,8 +159,10 @@ async def judged_together(
 
 
 async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode]) -> list[Episode]:
-    """The finished episodes of one group, with the verdicts of these judges appended to their own. Each judge is called
-    once with all of them. Equal episodes share its verdicts, as in `SiblingVerdicts`."""
+    """The finished episodes of one group, with the verdicts of these judges appended to their own.
+
+    Each judge is called once with all of them. Equal episodes share its verdicts, as in `SiblingVerdicts`.
+    """
     out = list(episodes)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, e in enumerate(episodes):

@@ -82,8 +82,10 @@ class Passes:
         return out
 
     def record(self, micro: Batch, scores: TokenScores, episodes: np.ndarray) -> None:
-        """Keep the scores of a micro-batch, and their gradients once backward has computed them. The hooks on the
-        scores only read gradients; they never change them."""
+        """Keep the scores of a micro-batch, and their gradients once backward has computed them.
+
+        The hooks on the scores only read gradients; they never change them.
+        """
         if not (self.needs.logp or self.needs.gradients):
             return
         self.micros.append(micro)

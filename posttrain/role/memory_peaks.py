@@ -24,7 +24,11 @@ RESIDENT_PEAK = "5"
 
 
 class PeakMemory:
-    """The most bytes that were in use since the last `reset`. `device`: of the model, as torch names it."""
+    """The most bytes that were in use since the last `reset`.
+
+    Args:
+        device: of the model, as torch names it.
+    """
 
     def __init__(self, device: str = "cpu") -> None:
         kind = device.partition(":")[0]
@@ -82,8 +86,11 @@ def mebibytes(count: float) -> str:
 
 @contextmanager
 def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
-    """Around a forward and backward pass: out of memory becomes a sentence that says what to lower. Raises ConfigError:
-    torch could not get the memory."""
+    """Around a forward and backward pass: out of memory becomes a sentence that says what to lower.
+
+    Raises:
+        ConfigError: torch could not get the memory.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:

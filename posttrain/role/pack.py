@@ -52,9 +52,11 @@ def pack(
 
     A minibatch is made when it is asked for, after the optimizer steps on those before it.
 
-    `a`: the stage's algorithm with its adaptive coefficients as they are now. `version`: of the weights at the start of
-    the step. `now`: log-probs under the learner's weights of the moment, for what chooses tokens by them. None: no
-    optimizer step is taken between the minibatches.
+    Args:
+        a: the stage's algorithm with its adaptive coefficients as they are now.
+        version: of the weights at the start of the step.
+        now: log-probs under the learner's weights of the moment, for what chooses tokens by them. None: no optimizer
+            step is taken between the minibatches.
     """
     groups = [g for g in credit.groups if any(not e.dropped for e in g.episodes)]
     if not groups:

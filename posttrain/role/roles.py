@@ -38,8 +38,10 @@ from posttrain.role.trainer import Trainer
 
 @dataclass
 class RoleCosts:
-    """Wall-clock seconds and peak memory per role. They are for people: no digest covers them. A role within another
-    counts for both."""
+    """Wall-clock seconds and peak memory per role. They are for people: no digest covers them.
+
+    A role within another counts for both.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     total: dict[str, float] = field(default_factory=dict[str, float])

@@ -190,10 +190,14 @@ class Rollout:
         return Episode(task, visit, sibling, segments, Stop.SAID, verdicts, text, state=kept, right_at=self.right)
 
     async def group(self, task: Task, visit: int, request: RolloutRequest, sampling: Sampling, stream: str) -> Group:
-        """Play all siblings of one prompt concurrently. With `request.shown` the last siblings are demonstrations. With
-        `request.greedy` there is one argmax answer besides them. Equal answers share their verdicts
-        (`SiblingVerdicts`). With `request.extra`, that many more episodes are started. Once the wanted number has
-        ended, the rest are aborted. This favours short answers; `Group.aborted` counts how many were lost to it."""
+        """Play all siblings of one prompt concurrently.
+
+        With `request.shown` the last siblings are demonstrations. With `request.greedy` there is one argmax answer
+        besides them. Equal answers share their verdicts (`SiblingVerdicts`).
+
+        With `request.extra`, that many more episodes are started. Once the wanted number has ended, the rest are
+        aborted. This favours short answers; `Group.aborted` counts how many were lost to it.
+        """
         shown, greedy = request.shown, request.greedy
         own = request.siblings - (shown.siblings if shown else 0)
         started, talks = own + request.extra, dict[int, Conversation]()

@@ -39,10 +39,13 @@ def score(
     hints: Hints | None = None,
     reroute: bool = False,
 ) -> tuple[ScoredGroup, ...]:
-    """The judged episodes of each group with the streams that `a` reads. Groups without any are left out. `implicit`:
-    the implicit process reward model, where the algorithm reads one. `hints`: what the reference reads instead of the
-    policy's prompts, where the algorithm has a hint. `reroute`: the experts of every token are those that the learner's
-    routers choose now (`rerouted`)."""
+    """The judged episodes of each group with the streams that `a` reads. Groups without any are left out.
+
+    Args:
+        implicit: the implicit process reward model, where the algorithm reads one.
+        hints: what the reference reads instead of the policy's prompts, where the algorithm has a hint.
+        reroute: the experts of every token are those that the learner's routers choose now (`rerouted`).
+    """
     episodes = [e for g in groups for e in g.judged]
     if not episodes:
         return ()

@@ -25,9 +25,12 @@ class InProcess:
 
 
 def whole_tensors(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
-    """Every weight once, as soon as all of its shards have come. A weight in one shard is not copied. Raises
-    InvariantError: a part came twice, parts overlap or leave a gap, or parts of one weight differ in dtype or full
-    shape."""
+    """Every weight once, as soon as all of its shards have come. A weight in one shard is not copied.
+
+    Raises:
+        InvariantError: a part came twice, parts overlap or leave a gap, or parts of one weight differ in dtype or full
+            shape.
+    """
     done: set[str] = set()
     parts: dict[str, _Parts] = {}
     empty: dict[str, Shard] = {}
@@ -116,9 +119,11 @@ class Sync:
         return version > self.sampler.version
 
     async def follow(self, version: int) -> None:
-        """Push the learner's weights, which are `version` now, where they are newer than the sampler's. Otherwise a
-        step was left out, and the sampler forgets what it keeps of earlier turns. A run that goes on from a checkpoint
-        has a sampler that holds nothing, and its record must not tell."""
+        """Push the learner's weights, which are `version` now, where they are newer than the sampler's.
+
+        Otherwise a step was left out, and the sampler forgets what it keeps of earlier turns. A run that goes on from a
+        checkpoint has a sampler that holds nothing, and its record must not tell.
+        """
         if self.due(version):
             await self.push(version)
         else:
@@ -144,8 +149,11 @@ class Sync:
         return served
 
     async def _try_adapter(self, version: int) -> None:
-        """Show once that the sampler computes with the adapter, by pushing a loud one as `version`. A young adapter
-        changes log-probs by less than rounding, so a sampler that leaves it out would pass the other checks."""
+        """Show once that the sampler computes with the adapter, by pushing a loud one as `version`.
+
+        A young adapter changes log-probs by less than rounding, so a sampler that leaves it out would pass the other
+        checks.
+        """
         trial = self.learner.adapter()
         if trial is None:
             return

@@ -73,8 +73,12 @@ def end_with(name: str, parent: int) -> threading.Event:
 
 
 def begun(program: str, **how: Any) -> subprocess.Popen[bytes]:
-    """Start Python with this program, which ends with this process. `program`: Python statements. They find the modules
-    that this process finds. `how`: what `subprocess.Popen` is to know besides."""
+    """Start Python with this program, which ends with this process.
+
+    Args:
+        program: Python statements. They find the modules that this process finds.
+        how: what `subprocess.Popen` is to know besides.
+    """
     code = COMMAND.format(path=sys.path, parent=os.getpid(), program=program)
     return _starter().start([sys.executable, "-c", code], how)
 

@@ -65,8 +65,10 @@ class EngineError(PosttrainError):
 
 
 class EndpointError(EngineError):
-    """A server used as engine or judge refused a request, failed at every retry, or gave an unreadable answer. `role`
-    is what the run uses the server for. `status` is the HTTP status, None without an answer. Exit code 6."""
+    """A server used as engine or judge refused a request, failed at every retry, or gave an unreadable answer.
+
+    `role` is what the run uses the server for. `status` is the HTTP status, None without an answer. Exit code 6.
+    """
 
     def __init__(self, message: str, role: str, status: int | None = None) -> None:
         super().__init__(message)

@@ -125,7 +125,10 @@ def share(folder: Path) -> None:
 
 def write_directory(target: Path, write: Callable[[Path], object]) -> None:
     """Call `write` on a hidden folder beside `target`, add a digest per file, make it durable, and rename it to
-    `target`. An existing `target` is replaced: it is moved out of the way just before."""
+    `target`.
+
+    An existing `target` is replaced: it is moved out of the way just before.
+    """
     staged = target.with_name(f".staged-{target.name}-{os.getpid()}")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)

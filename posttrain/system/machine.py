@@ -67,8 +67,11 @@ def free_memory() -> int | None:
 def freed_at_once() -> AbstractContextManager[None]:
     """Inside, memory of 128 KiB or more goes back to the system as soon as this process frees it, and at the end so
     does what is left. Without it the C library keeps such blocks for itself and cuts smaller ones out of them, so that
-    a process that had a layer after the other in memory looks as if it had all of them. It acts on glibc (`mallopt`,
-    `malloc_trim`), which is that of most of Linux, and does nothing elsewhere. Inside, large blocks cost more time."""
+    a process that had a layer after the other in memory looks as if it had all of them.
+
+    It acts on glibc (`mallopt`, `malloc_trim`), which is that of most of Linux, and does nothing elsewhere. Inside,
+    large blocks cost more time.
+    """
     return _limits(128 << 10, 128 << 10)
 
 

@@ -13,8 +13,11 @@ from posttrain.system.errors import ConfigError
 
 class Open:
     """Base of open choices. `class Region(Open, begin=True)` begins one; each class that derives from `Region` is an
-    alternative. Alternatives are in the order of their definition. Overrides write them in lower case, so two names
-    that differ only in case are refused. A class that is defined again in the same place replaces the first."""
+    alternative.
+
+    Alternatives are in the order of their definition. Overrides write them in lower case, so two names that differ only
+    in case are refused. A class that is defined again in the same place replaces the first.
+    """
 
     _alternatives: ClassVar[dict[str, type[Any]]]
 

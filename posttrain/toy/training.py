@@ -48,8 +48,10 @@ def _of_pattern(a: Algorithm, rewards: tuple[tuple[float, ...], ...]) -> tuple[f
 
 def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     """Credit [P, G] of rewards [P, G], or [P, G, K] of K sources: one number an answer, all answers equally long.
+
     `credit_step` is asked once for every pattern of sorted siblings and remembered, since permuting siblings permutes
-    credit (law 4); whitening over the step is the library's own, afterwards."""
+    credit (law 4); whitening over the step is the library's own, afterwards.
+    """
     assert (
         not isinstance(a.baseline, Ema | Value)
         and a.kl_in_credit is None
@@ -142,9 +144,11 @@ class ToyTrainer:
         self.rng = np.random.default_rng([self.seed, 7])
 
     def step(self, answers: Answers, credit: np.ndarray, reference_ET: Tensor | None = None) -> Gauges:
-        """All optimizer steps of one batch of answers; credit [E] or [E, T]. Returns the last minibatch's gauges. As in
-        the library's packer, answers without credit leave the forward pass and stay in the denominators, and a
-        minibatch of nothing else moves no weight."""
+        """All optimizer steps of one batch of answers; credit [E] or [E, T]. Returns the last minibatch's gauges.
+
+        As in the library's packer, answers without credit leave the forward pass and stay in the denominators, and a
+        minibatch of nothing else moves no weight.
+        """
         groups = len(answers.prompt_E) // self.g
         flat = credit.reshape(len(answers.prompt_E), -1)
         start_ET = logp_of(self.policy, answers)

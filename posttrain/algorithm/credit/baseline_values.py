@@ -68,9 +68,11 @@ class Siblings:
 
 @singledispatch
 def centred(b: Baseline, siblings: Siblings) -> tuple[Array, float]:
-    """(reward minus baseline [G] of one prompt, the moving baseline afterwards). Means are exact sums, so permuting the
-    siblings changes nothing. They are taken of differences from the lowest reward, so that rewards which are nearly
-    equal are still centred."""
+    """(reward minus baseline [G] of one prompt, the moving baseline afterwards).
+
+    Means are exact sums, so permuting the siblings changes nothing. They are taken of differences from the lowest
+    reward, so that rewards which are nearly equal are still centred.
+    """
     raise missing(b, "baseline.centred")
 
 

@@ -40,8 +40,10 @@ def to_go(x_T: Array) -> Array:
 
 @dataclass(frozen=True)
 class OutcomeLoss:
-    """Cross entropy of sigmoid(beta * sum_t log phi/ref) and the outcome of each answer, a sum with weights. It reads
-    REFERENCE, OUTCOME and WEIGHT; the last two are equal on all tokens of an answer."""
+    """Cross entropy of sigmoid(beta * sum_t log phi/ref) and the outcome of each answer, a sum with weights.
+
+    It reads REFERENCE, OUTCOME and WEIGHT; the last two are equal on all tokens of an answer.
+    """
 
     beta: float
 

@@ -49,8 +49,10 @@ def shaped(
 def sizes(
     pieces: Sequence[Shaping], rewards: Array, terms: Array, episodes: Sequence[Episode], max_tokens: int
 ) -> Array:
-    """Sums of absolute terms [G] of the rewards after all pieces; `terms` are those of the raw `rewards`. For .1 + .2 -
-    .3 the terms are .6. `Signed` makes them 2 * .6 + 1 = 2.2, so rounding is 2.2 times the resolution."""
+    """Sums of absolute terms [G] of the rewards after all pieces; `terms` are those of the raw `rewards`.
+
+    For .1 + .2 - .3 the terms are .6. `Signed` makes them 2 * .6 + 1 = 2.2, so rounding is 2.2 times the resolution.
+    """
     for piece in pieces:
         after = shape(piece, rewards, episodes, max_tokens)
         terms = grown(piece, terms, rewards, after, episodes)
@@ -196,9 +198,11 @@ def _solved(episodes: Sequence[Episode]) -> NDArray[np.bool_]:
 
 
 def best_of(rewards: Array, k: int) -> Array:
-    """For every sample i [G]: the mean, over the k-subsets that contain i, of the best reward in the subset. For
-    outcomes of {0, 1}: 1 for a success, 1 - C(wrong-1, k-1) / C(G-1, k-1) for a failure (A32). Fewer than k samples
-    count as one subset of all of them."""
+    """For every sample i [G]: the mean, over the k-subsets that contain i, of the best reward in the subset.
+
+    For outcomes of {0, 1}: 1 for a success, 1 - C(wrong-1, k-1) / C(G-1, k-1) for a failure (A32). Fewer than k samples
+    count as one subset of all of them.
+    """
     n, k = len(rewards), min(k, len(rewards))
     if n == 0:
         return rewards
@@ -219,9 +223,12 @@ def best_of(rewards: Array, k: int) -> Array:
 
 def best_gain(rewards: Array, k: int) -> Array:
     """For every sample i [G]: the mean, over the k-subsets that contain i, of how much i raises the best reward in the
-    subset (PKPO, Eq. 33). It raises the best reward by r_i - r_j where j, the best of the others, is worse than i. That
-    is so in C(rank(j), k - 2) of the subsets. [1, 0, 0] with k=2 -> [1, 0, 0]. With k=1 there are no others, and the
-    result is the reward."""
+    subset (PKPO, Eq. 33).
+
+    It raises the best reward by r_i - r_j where j, the best of the others, is worse than i. That is so in
+    C(rank(j), k - 2) of the subsets. [1, 0, 0] with k=2 -> [1, 0, 0]. With k=1 there are no others, and the result is
+    the reward.
+    """
     n, k = len(rewards), min(k, len(rewards))
     if k < 2:
         return rewards

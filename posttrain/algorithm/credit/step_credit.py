@@ -44,11 +44,15 @@ def credit_step(
 ) -> Credit:
     """Credit of every spoken token of a step, computed over whole groups.
 
-    `a`: the algorithm; only its baseline, scale, rewards, whiten, shape, and a KL in the credit are read. `groups`:
-    groups with their judged episodes scored; a group may have none. `max_tokens`: L_max of the sampling contract
-    (`Overlong`, `Cosine`). `ema`: the moving baseline before this step (`Ema`); other baselines return it unchanged.
-    `emas`: that of each source of tasks, where there is one for each. Raises InvariantError: a stream that the
-    algorithm reads is missing.
+    Args:
+        a: the algorithm; only its baseline, scale, rewards, whiten, shape, and a KL in the credit are read.
+        groups: groups with their judged episodes scored; a group may have none.
+        max_tokens: L_max of the sampling contract (`Overlong`, `Cosine`).
+        ema: the moving baseline before this step (`Ema`); other baselines return it unchanged.
+        emas: that of each source of tasks, where there is one for each.
+
+    Raises:
+        InvariantError: a stream that the algorithm reads is missing.
     """
     samples_P = [_samples(a, g, max_tokens) for g in groups]
     returns: list[Array | None] = [None] * sum(len(samples) for samples in samples_P)
@@ -138,9 +142,11 @@ def _credit_noise(a: Algorithm, s: Sample, credit_T: Array) -> float:
 def _by_samples(
     a: Algorithm, samples_P: Sequence[Sequence[Sample]], groups: Sequence[ScoredGroup], emas: Mapping[str, float]
 ) -> tuple[list[Array], list[bool], dict[str, float]]:
-    """Credit [T] of every sample, from its reward and those of its siblings, and the moving baselines afterwards. A KL
-    in the reward is subtracted as a sum to go or from the whole episode. The scale is that of whole rewards. It divides
-    all of the credit, so also the KL to go and what was paid for turns."""
+    """Credit [T] of every sample, from its reward and those of its siblings, and the moving baselines afterwards.
+
+    A KL in the reward is subtracted as a sum to go or from the whole episode. The scale is that of whole rewards. It
+    divides all of the credit, so also the KL to go and what was paid for turns.
+    """
     to_go, in_reward, relative = a.baseline.to_go, a.charges_answers, a.group_relative
     centred_P: list[Array]
     divisors, moving = [1.0] * len(samples_P), dict(emas)
@@ -181,7 +187,10 @@ def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: fl
 
 def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
     """GDPO (A31): each source's rewards are centred and scaled over the siblings, then summed with the sources' weights
-    [G]. A sample is left out of the comparison of a source that abstained on it."""
+    [G].
+
+    A sample is left out of the comparison of a source that abstained on it.
+    """
     total = np.zeros(len(scored))
     sources = list(dict.fromkeys(j.source for s in scored for j in s.episode.verdicts if j.counts))
     for source in sources:

@@ -66,9 +66,12 @@ def earned(episode: Episode) -> Array:
 
 def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
     """MT-GRPO (2505.11821, Eq. 7): a turn's reward compared with the same turn of the siblings, plus the credit of the
-    outcome in every turn. `rewards` [G] are the siblings' whole rewards, `noise` the largest difference of these that
-    counts as rounding. The rewards of turns are subtracted from them before they are compared. `noise` is right for
-    every part of a reward, because the rewards of turns are among its terms."""
+    outcome in every turn.
+
+    `rewards` [G] are the siblings' whole rewards, `noise` the largest difference of these that counts as rounding. The
+    rewards of turns are subtracted from them before they are compared. `noise` is right for every part of a reward,
+    because the rewards of turns are among its terms.
+    """
     own = [turns(e) for e in episodes]
     outcome = compared(
         np.array([r - math.fsum(t.paid for t in ts) for r, ts in zip(rewards, own, strict=True)]), noise, scaled=scaled
@@ -83,9 +86,11 @@ def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: flo
 
 
 def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
-    """GiGPO (2505.10978): the episode's credit, plus that of each turn compared with all turns from the same state. A
-    turn's return is the sum of the rewards from this turn on, discounted once per turn. The part of the reward that was
-    not paid for a turn counts at the last turn."""
+    """GiGPO (2505.10978): the episode's credit, plus that of each turn compared with all turns from the same state.
+
+    A turn's return is the sum of the rewards from this turn on, discounted once per turn. The part of the reward that
+    was not paid for a turn counts at the last turn.
+    """
     own = [turns(e) for e in episodes]
     out = [np.full(e.spoken, a) for e, a in zip(episodes, compared(rewards, noise, scaled=scaled), strict=True)]
     same: defaultdict[bytes, list[tuple[int, Turn, float]]] = defaultdict(list)

@@ -13,9 +13,10 @@ from posttrain.system.errors import InvariantError
 def gae(
     values_T: NDArray[np.float64], rewards_T: NDArray[np.float64], *, gamma: float, gae_lambda: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(advantage [T], return [T]) of one finished episode. T counts the spoken tokens of all segments. An observation
-    is not an action of the policy, so its tokens are not here, and deleting them changes nothing. The value after the
-    last token is 0.
+    """(advantage [T], return [T]) of one finished episode.
+
+    T counts the spoken tokens of all segments. An observation is not an action of the policy, so its tokens are not
+    here, and deleting them changes nothing. The value after the last token is 0.
 
         delta_t = r_t + gamma * V_{t+1} - V_t      A_t = delta_t + gamma * lambda * A_{t+1}      return_t = A_t + V_t
 
@@ -66,8 +67,10 @@ def v_trace(
 
 
 def value_loss(value_M: Tensor, old_M: Tensor | None, return_M: Tensor, clip: float | None) -> Tensor:
-    """Loss per token [M]: 0.5 * max((V - ret)^2, (V_old + clamp(V - V_old, -clip, clip) - ret)^2) (A05). Without `clip`
-    it is the first term alone, and `old_M` is not read. V_old .5, V .9, ret 1, clip .2 -> 0.045."""
+    """Loss per token [M]: 0.5 * max((V - ret)^2, (V_old + clamp(V - V_old, -clip, clip) - ret)^2) (A05).
+
+    Without `clip` it is the first term alone, and `old_M` is not read. V_old .5, V .9, ret 1, clip .2 -> 0.045.
+    """
     plain_M = (value_M - return_M).square()
     if clip is None:
         return 0.5 * plain_M

@@ -38,8 +38,11 @@ def balance_weights(routed_N: np.ndarray, experts: int) -> np.ndarray:
 
 
 def to_balance(batch: Batch, experts: int) -> Batch:
-    """The minibatch with what its load-balance loss needs. Raises InvariantError: no choice of a router is known of
-    it."""
+    """The minibatch with what its load-balance loss needs.
+
+    Raises:
+        InvariantError: no choice of a router is known of it.
+    """
     if batch.routed_N is None or not known_rows(batch.routed_N).any():
         raise InvariantError(
             "a load-balance loss reads which experts were chosen for the tokens of the minibatch, and none is known:"

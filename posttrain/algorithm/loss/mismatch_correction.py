@@ -47,9 +47,15 @@ class Mismatch:
 
 def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch: Streams) -> CorrectionFactor:
     """The correction of each token: the product over `pieces`. Tokens it masks stay in the denominator of the
-    aggregation. start/mu = [.3, .9, 1.5, 4, .1]: Truncate(cap=2) -> [.3, .9, 1.5, 2, .1], Mask(low=.5, high=5) -> [0,
-    .9, 1.5, 4, 0]. `start_M`: log-probs of the learner at the start of the step. `now_M`: log-probs of the current
-    policy."""
+    aggregation.
+
+    start/mu = [.3, .9, 1.5, 4, .1]: Truncate(cap=2) -> [.3, .9, 1.5, 2, .1], Mask(low=.5, high=5) -> [0, .9, 1.5, 4,
+    0].
+
+    Args:
+        start_M: log-probs of the learner at the start of the step.
+        now_M: log-probs of the current policy.
+    """
     log_M = start_M.detach() - batch[MU]
     raw_M, used_M = bounded_exp(log_M), torch.ones_like(log_M)
     for piece in pieces:
@@ -104,7 +110,9 @@ def _(piece: NegativeMask, mismatch: Mismatch) -> Tensor:
 
 
 def effective_share(used: Gauge, used_square: Gauge) -> float:
-    """Effective sample size over sample size: (sum c)^2 / (n * sum c^2), in (0, 1]; 1 when all weights are equal. Its
-    arguments are the gauges `correction/used` and `correction/used_square`, which merge by adding. NaN where no token
-    has a weight."""
+    """Effective sample size over sample size: (sum c)^2 / (n * sum c^2), in (0, 1]; 1 when all weights are equal.
+
+    Its arguments are the gauges `correction/used` and `correction/used_square`, which merge by adding. NaN where no
+    token has a weight.
+    """
     return used.mean**2 / used_square.mean if used_square.sum > 0 else float("nan")

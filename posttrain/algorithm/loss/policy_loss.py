@@ -40,9 +40,16 @@ class Terms:
 
 def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
     """Loss and gauges of one micro-batch of whole episodes. Those of a minibatch are the sums over its micro-batches.
-    `a`: the algorithm; all its choices are read, except those of credit and rollout. `batch`: streams [M], on the
-    device of the scores. `scores`: differentiable log-prob [M] of each spoken token, with entropy, value and candidates
-    where `a` reads them. Raises InvariantError: a stream or score that the algorithm reads is missing."""
+
+    Args:
+        a: the algorithm; all its choices are read, except those of credit and rollout.
+        batch: streams [M], on the device of the scores.
+        scores: differentiable log-prob [M] of each spoken token, with entropy, value and candidates where `a` reads
+            them.
+
+    Raises:
+        InvariantError: a stream or score that the algorithm reads is missing.
+    """
     logp_M: Tensor = scores.logp
     start_M = _start(a, logp_M.detach(), batch)
     log_ratio_M = logp_M - (batch[MU] if a.anchor == "behaviour" else start_M)
@@ -181,9 +188,11 @@ class _GaugeSums:
     def drift(
         self, logp_M: Tensor, start_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor | None, *, knows_start: bool
     ) -> None:
-        """Distances per token: to the start of the step, the anchor and the reference (k3), and to the sampler. The
-        mismatch is between start and mu. Where the start was not scored, the current policy is used instead. Shown
-        tokens have no sampler, so they have no mismatch."""
+        """Distances per token: to the start of the step, the anchor and the reference (k3), and to the sampler.
+
+        The mismatch is between start and mu. Where the start was not scored, the current policy is used instead. Shown
+        tokens have no sampler, so they have no mismatch.
+        """
         now_M, b = logp_M.detach(), self._batch
         mu_M = torch.where(b[WAS_SHOWN], start_M, b[MU]) if WAS_SHOWN in b else b[MU]
         if knows_start:

@@ -46,7 +46,9 @@ class Push:
 @dataclass(frozen=True, eq=False)
 class TrustInputs:
     """The input of a trust region, detached: the ratio that it bounds, and what the ratio was computed from.
-    candidates_MK: log pi of the batch's `TOP_IDS`, where the trust region reads them."""
+
+    candidates_MK: log pi of the batch's `TOP_IDS`, where the trust region reads them.
+    """
 
     ratio_M: Tensor
     log_ratio_M: Tensor
@@ -68,9 +70,12 @@ class TrustInputs:
 
 def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
     """pi/anchor per token [M], detached, exactly 1 where log_ratio is 0. In sequence forms all tokens of an episode
-    have one ratio. `sequence_mean` is GSPO's s = exp(mean of the log-ratios) (A13). `sequence_product` is the
-    likelihood ratio of the answer. `sequence_token` is s too: pi_t / sg[pi_t] has value 1, so GSPO-token's gradient
-    differs only where credit varies."""
+    have one ratio.
+
+    `sequence_mean` is GSPO's s = exp(mean of the log-ratios) (A13). `sequence_product` is the likelihood ratio of the
+    answer. `sequence_token` is s too: pi_t / sg[pi_t] has value 1, so GSPO-token's gradient differs only where credit
+    varies.
+    """
     x_M = log_ratio_M.detach()
     match ratio:
         case "one":
@@ -176,7 +181,9 @@ def _clipped(ratio_M: Tensor, low_M: Tensor, high_M: Tensor) -> Push:
 
 def future(region: FutureKL, inputs: TrustInputs) -> Tensor:
     """FIPO's factor [M]: > 1 where this token and those after it became more likely since the anchor, < 1 where less.
-    Log-ratios [.1, .2, -.1], half-life 32: sums [.199954, .102143, -.1], factors [1.2, 1.107542, .904837] (A29)."""
+
+    Log-ratios [.1, .2, -.1], half-life 32: sums [.199954, .102143, -.1], factors [1.2, 1.107542, .904837] (A29).
+    """
     counted_M = inputs.log_ratio_M.masked_fill(inputs.ratio_M > region.ignore, 0.0)
     factor_M = bounded_exp(inputs.batch.to_go(counted_M, 2 ** (-1 / region.half_life)))
     top_M = _either((inputs.advantage_M < 0) & (inputs.ratio_M > region.loud), 1.0, 1 + region.band_high, factor_M)

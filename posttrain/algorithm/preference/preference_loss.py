@@ -41,9 +41,11 @@ from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The loss of a preference algorithm. It reads SIDE and WEIGHT, REFERENCE and MARGIN where the algorithm does, and
-    the streams of `prepared`. Each unit of the batch holds the completions of one row, in the order of
-    `ladder.preference_algorithm.SIDES`."""
+    """The loss of a preference algorithm.
+
+    It reads SIDE and WEIGHT, REFERENCE and MARGIN where the algorithm does, and the streams of `prepared`. Each unit of
+    the batch holds the completions of one row, in the order of `ladder.preference_algorithm.SIDES`.
+    """
 
     algorithm: PreferenceAlgorithm
 

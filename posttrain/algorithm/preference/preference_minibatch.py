@@ -68,8 +68,11 @@ def layout(batch: Batch) -> CompletionLayout:
 
 
 def sides_of(a: PreferenceAlgorithm, batch: Batch) -> np.ndarray:
-    """int32 [E]: the `SIDE` of each completion. Raises InvariantError: the sides are not those of units of `a.rows`, in
-    their order."""
+    """int32 [E]: the `SIDE` of each completion.
+
+    Raises:
+        InvariantError: the sides are not those of units of `a.rows`, in their order.
+    """
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
     side_M = batch[SIDE]
     side_E = side_M[first_E]
@@ -197,10 +200,14 @@ def prepared(
     running: Mapping[str, float] | None = None,
     mismatched_E: np.ndarray | None = None,
 ) -> tuple[Batch, dict[str, float]]:
-    """A minibatch with the streams that are made over all of it, and what is remembered after it. `batch`: with SIDE,
-    with what `a.reads` names, and with WEIGHT where rows weigh differently. `running`: what the call before it
-    returned; none at the beginning of a stage. `mismatched_E`: log-ratios of policy to reference, summed over each
-    completion of `mismatched`, where `a.reads_mismatched`."""
+    """A minibatch with the streams that are made over all of it, and what is remembered after it.
+
+    Args:
+        batch: with SIDE, with what `a.reads` names, and with WEIGHT where rows weigh differently.
+        running: what the call before it returned; none at the beginning of a stage.
+        mismatched_E: log-ratios of policy to reference, summed over each completion of `mismatched`, where
+            `a.reads_mismatched`.
+    """
     sides_of(a, batch)
     batch = batch.having({WEIGHT: _normalised(batch)})
     remembered = dict(running or {})
@@ -239,7 +246,11 @@ def _normalised(batch: Batch) -> np.ndarray:
 
 def mismatched(segments: Sequence[Segment], longest: int) -> list[Segment]:
     """Each prompt with the completion of the nearest row before it, counted in a circle, whose prompt is another one.
-    What is longer than `longest` tokens is left out. Raises DataError: there is no such row for any prompt."""
+    What is longer than `longest` tokens is left out.
+
+    Raises:
+        DataError: there is no such row for any prompt.
+    """
     cuts = [int(np.argmax(s.mask)) for s in segments]
     prompts = [s.ids[:cut].tobytes() for s, cut in zip(segments, cuts, strict=True)]
     out: list[Segment] = []

@@ -38,8 +38,10 @@ from posttrain.system.errors import InvariantError
 
 @dataclass(frozen=True, kw_only=True)
 class RankingLoss:
-    """The loss of a reward model. It reads the reward head, and log-probs only where it is regularised by them. The
-    streams that it reads are the same for all tokens of a completion. Scores are in order of the segments."""
+    """The loss of a reward model. It reads the reward head, and log-probs only where it is regularised by them.
+
+    The streams that it reads are the same for all tokens of a completion. Scores are in order of the segments.
+    """
 
     judged: str = "pair"
     """The kind of judgement: pair, ranking, label, rating or steps (`core.judgements.Kind`)."""

@@ -42,8 +42,11 @@ def run_source(path: str | Path | None) -> tuple[Path, str] | None:
 
 
 def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
-    """The run with the checkpoint named that it begins with, and what run.json records about it. Raises RunFolderError:
-    there is no checkpoint yet, or it is damaged."""
+    """The run with the checkpoint named that it begins with, and what run.json records about it.
+
+    Raises:
+        RunFolderError: there is no checkpoint yet, or it is damaged.
+    """
     source = run_source(run.model.path)
     if source is None:
         saved = saved_adapter(run.model.path) if run.model.path is not None else None
@@ -95,9 +98,12 @@ def was_built(path: str | Path | None) -> bool:
 
 def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
     """The policy at `model.path`, a run or one of its checkpoints: an `engine.model.policy_model.Policy` with those
-    weights. The weights beneath an adapter are the run's own copy, or else the model that it was given. Raises
-    DataError: the model needs code of its own, so its folder is not enough. Raises RunFolderError: the model beneath
-    the adapter has changed since."""
+    weights. The weights beneath an adapter are the run's own copy, or else the model that it was given.
+
+    Raises:
+        DataError: the model needs code of its own, so its folder is not enough.
+        RunFolderError: the model beneath the adapter has changed since.
+    """
     from posttrain.engine.files.policy_files import BASE
     from posttrain.engine.learner.learner import HFLearner
     from posttrain.engine.model.locate_model import check_source
@@ -135,8 +141,11 @@ def kept_in(folder: Path, model: Model, most: int | None = None) -> Any:
 
 
 def same_base(folder: Path, policy: Any) -> Any:
-    """The policy, whose frozen weights are those that the run of the folder began with. Raises RunFolderError: they are
-    others, so the run's adapter does not belong to them."""
+    """The policy, whose frozen weights are those that the run of the folder began with.
+
+    Raises:
+        RunFolderError: they are others, so the run's adapter does not belong to them.
+    """
     from posttrain.engine.model.policy_model import base_digest
 
     then: Any = run_file(folder).facts.get("base_digest")

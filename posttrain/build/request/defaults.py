@@ -325,9 +325,14 @@ def for_model(
     objects: RuntimeObjects = RuntimeObjects(),
 ) -> ModelDefaults:
     """The run with everything chosen that was not given. Without `model.path`, and for a model as small as a recipe's
-    own (`trained`), only the stages are looked at. `given`: full paths of the user's settings (`given_paths`).
-    `trained`: False where the weights are of a run that built its model. `only`: first words of the paths to choose (of
-    a stage's, the word after its name); empty: all. `objects`: what a Python program handed to the run."""
+    own (`trained`), only the stages are looked at.
+
+    Args:
+        given: full paths of the user's settings (`given_paths`).
+        trained: False where the weights are of a run that built its model.
+        only: first words of the paths to choose (of a stage's, the word after its name); empty: all.
+        objects: what a Python program handed to the run.
+    """
     data = data_size(run.env, objects) if {"env.prompts", "model", "model.path"} & given else None
     run, lines = without_completions(run, given, data)
     chosen = {"stages": "; ".join(lines)} if lines else {}

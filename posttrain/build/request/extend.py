@@ -131,7 +131,9 @@ MAY = (
 
 def check_changes(folder: Path, old: Run, new: Run, words: Sequence[str] = ()) -> tuple[Change, ...]:
     """The changes, if the table allows them all. ConfigError names those that it does not, and the way to them.
-    `words`: the overrides as the user wrote them."""
+
+    `words`: the overrides as the user wrote them.
+    """
     if [s.name for s in old.stages] != [s.name for s in new.stages]:
         raise ConfigError(f"a run goes on with the stages it was begun with.\n{_branch(folder, old, words)}")
     made = changes(old, new)
@@ -192,8 +194,11 @@ GOES_ON: Mapping[str, Any] = {"ended": "", "waited": 0}
 
 
 def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> ResumedRun:
-    """Returns the extension of a run that goes on from a checkpoint with new settings. Raises ConfigError: a change is
-    not allowed, or comes too late: the stage ended before, or has taken more steps."""
+    """Returns the extension of a run that goes on from a checkpoint with new settings.
+
+    Raises:
+        ConfigError: a change is not allowed, or comes too late: the stage ended before, or has taken more steps.
+    """
     made = check_changes(book.folder, book.run, new)
     if checkpoint is None:
         return ResumedRun(new, made, None, None, 0)
@@ -305,8 +310,10 @@ def begin(e: ResumedRun, book: RunFolder, checkpoint: Checkpoint | None) -> Chec
 
 
 def carry_note(folder: Path, before: provenance.Note | None, old: Run, new: Run) -> None:
-    """Write this user's note of a run anew after its run.json was written by `RunFolder.record_change`. The folder of
-    somebody else has no note and gets none: what it asks for stays unasked."""
+    """Write this user's note of a run anew after its run.json was written by `RunFolder.record_change`.
+
+    The folder of somebody else has no note and gets none: what it asks for stays unasked.
+    """
     if before is None:
         return
     known = {a.digest for a in asks(old)}

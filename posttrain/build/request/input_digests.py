@@ -167,8 +167,11 @@ def _texts(data: Any) -> dict[str, str]:
 
 
 def accepted(folder: Path, changed: list[ChangedInput], accept: bool) -> Digests:
-    """The new digests, which the history of the run records. Raises RunFolderError: something changed, and that was not
-    accepted."""
+    """The new digests, which the history of the run records.
+
+    Raises:
+        RunFolderError: something changed, and that was not accepted.
+    """
     if changed and not accept:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise RunFolderError(

@@ -41,7 +41,9 @@ class ModelSize:
 
 def model_size(path: str) -> ModelSize | None:
     """The sizes of a model directory or hub id; None where its config.json cannot be read, or describes no decoder.
-    What is wrong with it is reported where the model is loaded."""
+
+    What is wrong with it is reported where the model is loaded.
+    """
     saved = saved_adapter(path)
     path = path if saved is None else saved.base
     config = _config(Path(path).expanduser(), path)
@@ -124,7 +126,10 @@ class DataSize:
 
 def data_size(env: Env, objects: RuntimeObjects = RuntimeObjects()) -> DataSize | None:
     """The size of the user's data; None where the environment makes its tasks itself. `objects`: what a program handed.
-    Raises DataError, ConfigError: the data cannot be read; the message names the row."""
+
+    Raises:
+        DataError, ConfigError: the data cannot be read; the message names the row.
+    """
     if env.name != "prompts" or env.prompts is None:
         return None
     from posttrain.environment.make import checked

@@ -26,8 +26,11 @@ _DIGEST = "__posttrain_digest__"
 
 
 def own_classes(run: Run) -> dict[str, type]:
-    """The classes of all pieces of the run that are no part of posttrain, by their names. Raises ConfigError: two of
-    them have one name, or there are too many."""
+    """The classes of all pieces of the run that are no part of posttrain, by their names.
+
+    Raises:
+        ConfigError: two of them have one name, or there are too many.
+    """
     algorithms = [a for own in algorithms_of(run.stages).values() for a in own.lineage()]
     found = dict.fromkeys(type(p) for a in algorithms for p in a.pieces)
     own: dict[str, type] = {}
@@ -64,8 +67,10 @@ def piece_asks(pieces: Sequence[OwnPiece]) -> Iterator[Ask]:
 
 
 def check_files(folder: Path, pieces: Sequence[OwnPiece]) -> None:
-    """ConfigError where the file of a piece is not as it was when the run was begun, or there is none. RunFolderError
-    where the record of a piece is none that a run writes."""
+    """ConfigError where the file of a piece is not as it was when the run was begun, or there is none.
+
+    RunFolderError where the record of a piece is none that a run writes.
+    """
     for p in pieces:
         if not p.file:
             raise ConfigError(

@@ -17,9 +17,12 @@ DEEPEST = 100
 
 
 def jsonl(rows: Any, split: str = "train") -> str:
-    """The rows as JSONL. The package of a data set or a frame is never imported here: the object is asked. Raises
-    ConfigError: these are no rows, or there are too many to be kept with a run. Raises DataError: a row is no dict, or
-    has a value that JSON does not have. The message names the row."""
+    """The rows as JSONL. The package of a data set or a frame is never imported here: the object is asked.
+
+    Raises:
+        ConfigError: these are no rows, or there are too many to be kept with a run.
+        DataError: a row is no dict, or has a value that JSON does not have. The message names the row.
+    """
     lines, size = list[str](), 0
     for number, row in enumerate(_rows(rows, split), 1):
         if not isinstance(row, Mapping):

@@ -69,9 +69,13 @@ def to_yaml(
     reasons: Mapping[str, str] | None = None,
     own: Mapping[str, AnyAlgorithm] | None = None,
 ) -> str:
-    """The run as YAML. `recipe`: values that differ from this run's have a comment with its value. `reasons`: by the
-    path of an override: why a value was chosen; a comment too. `own`: algorithms of the user's files, by their words
-    `path.py:NAME`."""
+    """The run as YAML.
+
+    Args:
+        recipe: values that differ from this run's have a comment with its value.
+        reasons: by the path of an override: why a value was chosen; a comment too.
+        own: algorithms of the user's files, by their words `path.py:NAME`.
+    """
     shipped = {name: a for rows in LADDERS.values() for name, a in rows.items()}
     base = _document(recipe, shipped) if recipe is not None else None
     return "\n".join(_lines(_document(run, {**shipped, **(own or {})}), base, "", reasons or {}, ())) + "\n"

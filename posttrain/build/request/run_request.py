@@ -228,7 +228,10 @@ def same_tasks(
     asked: RunRequest, environment: Environment, others: Mapping[str, Environment], accept: bool
 ) -> RunRequest:
     """The request of a run that goes on, whose stages have the tasks that it began with, or others that are accepted.
-    Raises RunFolderError: they have others, and that was not accepted."""
+
+    Raises:
+        RunFolderError: they have others, and that was not accepted.
+    """
     book, run = asked.book, asked.run
     if book is None:
         return asked
@@ -241,9 +244,13 @@ def same_tasks(
 
 def check_early(run: Run, own: Path | None = None) -> None:
     """ConfigError or DataError for what is wrong beyond a single setting: packages that are missing, models that are
-    not there, answers longer than the context. What is checked after this needs torch: the files of a model, its
-    tokenizer, the device, the engine. `own`: the folder of a run that goes on. A branch keeps there what it began
-    with."""
+    not there, answers longer than the context.
+
+    What is checked after this needs torch: the files of a model, its tokenizer, the device, the engine.
+
+    Args:
+        own: the folder of a run that goes on. A branch keeps there what it began with.
+    """
     check_trackers(run)
     _check_architecture(run, own)
     check_installed(run)

@@ -21,8 +21,11 @@ from posttrain.system.errors import ConfigError
 
 def without_answers(run: Run, given: Collection[str], objects: RuntimeObjects) -> tuple[Run, tuple[str, ...]]:
     """The run without the rewards of its recipe where a row of the user's data has no answer that they could read, and
-    a line that says so. Raises ConfigError: a stage samples, and would have no reward left. The message has the line
-    that is missing."""
+    a line that says so.
+
+    Raises:
+        ConfigError: a stage samples, and would have no reward left. The message has the line that is missing.
+    """
     env = run.env
     if env.mix and "env.prompts" not in given:
         raise ConfigError("env.mix is mixed with env.prompts, which is the example of the recipe: give env.prompts")
@@ -54,9 +57,16 @@ def with_epochs(
     run: Run, given: Collection[str] | None, environment: Environment, others: Mapping[str, Environment]
 ) -> Run:
     """Returns the run with `steps` set by `epochs`, where a stage has them. A learning rate that falls does so until
-    the last of them, where no horizon is given. `given`: full paths of the user's settings; None: the whole run was
-    given. `others`: environments of stages that have their own, by the stage's name. Raises ConfigError: the stage's
-    tasks are made without end, both lengths are given, or the learning rate reaches 0 before the last step."""
+    the last of them, where no horizon is given.
+
+    Args:
+        given: full paths of the user's settings; None: the whole run was given.
+        others: environments of stages that have their own, by the stage's name.
+
+    Raises:
+        ConfigError: the stage's tasks are made without end, both lengths are given, or the learning rate reaches 0
+            before the last step.
+    """
     stages = list(run.stages)
     for i, stage in enumerate(stages):
         if not isinstance(stage, LearnsRows) or stage.epochs is None:

@@ -45,12 +45,17 @@ def admitted(
 ) -> Run:
     """The run of a folder with overrides in place.
 
-    `parts`: the fields of `Run` that the command uses, `stages` among them; empty: all. With `stages` the Python files
-    of the algorithm's own pieces are imported. `allow`: the user gave --trust. What the folder asks for is listed and
-    allowed. `links`: count symbolic links in the folder too, for a command that writes into it. `change`: the command's
-    own changes of the run. Raises ConfigError: a file that defines a piece of the algorithm is gone or was changed.
-    Raises UntrustedError: the folder asks for something that is not in this user's note of the run and is not allowed
-    now.
+    Args:
+        parts: the fields of `Run` that the command uses, `stages` among them; empty: all. With `stages` the Python
+            files of the algorithm's own pieces are imported.
+        allow: the user gave --trust. What the folder asks for is listed and allowed.
+        links: count symbolic links in the folder too, for a command that writes into it.
+        change: the command's own changes of the run.
+
+    Raises:
+        ConfigError: a file that defines a piece of the algorithm is gone or was changed.
+        UntrustedError: the folder asks for something that is not in this user's note of the run and is not allowed
+            now.
     """
     found = run_file(folder)
     absent = found.absent if not parts or STAGES in parts else ()
@@ -76,9 +81,16 @@ def _permit(folder: Path | str, found: RunFile, wanted: Sequence[Ask], allow: bo
 
 
 def permit_file(file: str, run: Run, given: Collection[str], allow: bool, say: Say = to_stderr) -> None:
-    """List what a run file asks for, before any of it is used. `run`: the run of the file with overrides in place.
-    `given`: full paths of the settings that the command itself gives. `allow`: the user gave --trust. Raises
-    UntrustedError: it names an address together with a secret, or code of a model, and the command does not."""
+    """List what a run file asks for, before any of it is used.
+
+    Args:
+        run: the run of the file with overrides in place.
+        given: full paths of the settings that the command itself gives.
+        allow: the user gave --trust.
+
+    Raises:
+        UntrustedError: it names an address together with a secret, or code of a model, and the command does not.
+    """
     asked = [a for a in asks(run) if not any(f"{a.path}.".startswith(f"{p}.") for p in given)]
     list_file(file, asked, say)
     if (kept := [a for a in grave(asks(run)) if a in asked]) and not allow:

@@ -209,8 +209,11 @@ def _named(run: Run, env: Env) -> Run:
 def _handed_again(
     own: tuple[Reward, ...], words: Sequence[Reward], rewards: Sequence[RewardWord] | RewardWord
 ) -> tuple[Reward, ...]:
-    """The rewards of a run that are handed to it again, with the weights that are given now; else (). A run that goes
-    on or is evaluated names its functions already, with their weights: a function without a weight keeps its own."""
+    """The rewards of a run that are handed to it again, with the weights that are given now; else ().
+
+    A run that goes on or is evaluated names its functions already, with their weights: a function without a weight
+    keeps its own.
+    """
     named, handed = {r.function: r for r in own}, {r.function for r in words}
     if not handed <= named.keys() or not (handed == named.keys() or all(map(is_inline, handed))):
         return ()
@@ -313,8 +316,11 @@ def recorded(given: RuntimeObjects) -> dict[str, Any]:
 
 
 def given_again(folder: Path, handed: UserObjects) -> RuntimeObjects:
-    """Returns the objects that a program hands to a run that goes on, checked against the names in its folder. Raises
-    ConfigError: an object that the run names is not handed, or one is handed that it does not name."""
+    """Returns the objects that a program hands to a run that goes on, checked against the names in its folder.
+
+    Raises:
+        ConfigError: an object that the run names is not handed, or one is handed that it does not name.
+    """
     run = run_file(folder).run
     placed, given = handed.place(run)
     found = replace(given, folder=folder)

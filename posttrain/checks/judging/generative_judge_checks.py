@@ -99,7 +99,11 @@ class JudgingCheck(Observer):
 
 def votes_are_counted(judge: GenerativeJudge, group: Group, episode: Episode) -> None:
     """The score of an answer is the mean of the votes that the record has of it. They are about this answer, and an
-    answer that no vote is about has no score. Raises InvariantError otherwise."""
+    answer that no vote is about has no score.
+
+    Raises:
+        InvariantError: otherwise.
+    """
     verdict = next((j.verdict for j in episode.verdicts if j.source == judge.name), None)
     if verdict is None or verdict.state is not State.VALUE or verdict.score is None:
         return
@@ -128,8 +132,11 @@ def _counted(verdict: Verdict, rivals: Sequence[tuple[str, str]]) -> list[float]
 
 
 def step_votes_are_counted(judge: GenerativeStepJudge, episode: Episode) -> None:
-    """Every step of an answer has a score, and it is the mean of the votes that the record has of it. Raises
-    InvariantError: otherwise."""
+    """Every step of an answer has a score, and it is the mean of the votes that the record has of it.
+
+    Raises:
+        InvariantError: otherwise.
+    """
     own = [j for j in episode.verdicts if j.source == judge.name]
     if not own or own[0].verdict.state is not State.VALUE:
         return

@@ -27,8 +27,10 @@ GOLD = 8
 
 @dataclass
 class RejudgedAnswers:
-    """Answers that are judged again: at every step a right one that was judged at the start, and one of the step. If
-    the environment vouches for its right answers, they must score 1 at the start and at every step."""
+    """Answers that are judged again: at every step a right one that was judged at the start, and one of the step.
+
+    If the environment vouches for its right answers, they must score 1 at the start and at every step.
+    """
 
     text: Callable[[np.ndarray], str] = lambda ids: ""
     """Decodes token ids."""
@@ -43,9 +45,13 @@ class RejudgedAnswers:
     """The source for which the environment vouches that right answers score 1; None if it does not."""
 
     async def begin(self, env: Environment, turn: int) -> None:
-        """Judge the right answers of some held-out tasks, or of training tasks if none are held out. Only environments
-        that know right answers, and can play them as a script, have any. Raises InvariantError: the environment vouches
-        for a right answer, and it does not score 1."""
+        """Judge the right answers of some held-out tasks, or of training tasks if none are held out.
+
+        Only environments that know right answers, and can play them as a script, have any.
+
+        Raises:
+            InvariantError: the environment vouches for a right answer, and it does not score 1.
+        """
         self._turn = turn
         gold = env.abilities.gold
         self._vouched = env.name if env.abilities.vouched else None
@@ -61,7 +67,10 @@ class RejudgedAnswers:
 
     async def after(self, env: Environment, played: Sequence[Group], at: StepNumber = StepNumber()) -> tuple[str, ...]:
         """Judge one right answer and one or two episodes of the step again. Returns notes on what may be intended.
-        Raises InvariantError: a verdict changed and stayed changed, or a right answer no longer scores 1."""
+
+        Raises:
+            InvariantError: a verdict changed and stayed changed, or a right answer no longer scores 1.
+        """
         out: list[str] = []
         if self._gold:
             out += await self._right_answer(env, *self._gold[self._turn % len(self._gold)])
@@ -199,8 +208,10 @@ def _asked(env: Environment, gold: GoldAnswers | None) -> list[tuple[Task, Turns
 
 
 def _sample(episodes: Sequence[Episode], turn: int) -> list[Episode]:
-    """One episode, a different one at every step, and one that was cut off if there is any. Episodes whose turns cannot
-    be read from their text are left out."""
+    """One episode, a different one at every step, and one that was cut off if there is any.
+
+    Episodes whose turns cannot be read from their text are left out.
+    """
     cut = [e for e in episodes if e.stop is Stop.LENGTH]
     chosen = [x[turn % len(x)] for x in (episodes, cut) if x]
     return [e for e in chosen if e.stop is not Stop.ERROR and e.reward is not None and not e.shown and _turns(e)]

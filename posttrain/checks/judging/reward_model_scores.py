@@ -83,8 +83,11 @@ def scored_again(judge: RewardModelJudge, episode: Episode) -> float | None:
 
 def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: str) -> float:
     """The recorded score of an episode is that of its own tokens, read alone. Returns the difference, relative to the
-    largest score of the group. Raises InvariantError: it is another score; or the difference is rounding, and the judge
-    says that it is finer."""
+    largest score of the group.
+
+    Raises:
+        InvariantError: it is another score; or the difference is rounding, and the judge says that it is finer.
+    """
     verdict = verdict_of(judge, episode)
     if verdict is None or verdict.state is not State.VALUE or verdict.score is None:
         return 0.0
@@ -121,8 +124,11 @@ def verdict_of(judge: RewardModelJudge, episode: Episode) -> Verdict | None:
 
 
 def reads_the_last_token(member: JudgeMember, probe: np.ndarray) -> None:
-    """A head that reads the last token gives another score where that token is another one. Raises InvariantError: the
-    score does not depend on it."""
+    """A head that reads the last token gives another score where that token is another one.
+
+    Raises:
+        InvariantError: the score does not depend on it.
+    """
     blank = member.blank
     ids = probe.astype(np.int32).copy()
     if blank is not None:  # transformers reads before it
@@ -144,8 +150,11 @@ def _text(ids: np.ndarray) -> Packed:
 
 
 def holds_what_was_trained(member: JudgeMember, folder: Path) -> None:
-    """A reward model that a stage of this run trained has the weights that the stage kept, bit for bit. Raises
-    InvariantError: names the weights that differ."""
+    """A reward model that a stage of this run trained has the weights that the stage kept, bit for bit.
+
+    Raises:
+        InvariantError: names the weights that differ.
+    """
     kept = load_file(kept_folder(folder, member.stage) / WEIGHTS)
     own = {n: t for n, t in member.scorer.tensors().items() if n in kept}
     if not own or not any(n.startswith(REWARD_HEAD) for n in own):

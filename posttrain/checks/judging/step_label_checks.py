@@ -45,8 +45,11 @@ def token_ends(text: Text, ids: np.ndarray, lengths: Sequence[int]) -> list[int]
 
 
 def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
-    """The completions of a step go on from its end, and its label is how they were judged. Raises InvariantError, which
-    names the step."""
+    """The completions of a step go on from its end, and its label is how they were judged.
+
+    Raises:
+        InvariantError: names the step.
+    """
     e, own = answer.episode, said(answer.episode)
     lengths = np.cumsum([len(s) for s in answer.steps]).tolist()
     ends = token_ends(text, own, lengths)
@@ -125,8 +128,11 @@ def _share(right: Sequence[bool], prover: int) -> float:
 
 
 def steps_are_as_judged(roles: RewardRoles, batch: Batch, judged: Sequence[Judgement]) -> None:
-    """The label of every step is at its last token, and no other token has one. Raises InvariantError, which names the
-    completion and the token."""
+    """The label of every step is at its last token, and no other token has one.
+
+    Raises:
+        InvariantError: names the completion and the token.
+    """
     stage, label_M = roles.stage, batch[STEP]
     for s, j in enumerate(judged):
         assert isinstance(j, StepLabels)
@@ -176,7 +182,10 @@ def expected_step_loss(roles: RewardRoles, batch: Batch, judged: Sequence[Judgem
 
 def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
     """The recorded scores of an answer's steps are those of its own tokens, read alone. Returns the largest difference.
-    Raises InvariantError: one is another score, or at another token."""
+
+    Raises:
+        InvariantError: one is another score, or at another token.
+    """
     given = [j for j in e.verdicts if j.source == judge.name]
     if not given or any(j.verdict.state is not State.VALUE for j in given):
         return 0.0

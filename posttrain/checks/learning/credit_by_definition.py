@@ -191,8 +191,10 @@ def expected_credit(
 
 
 def alike(values: Sequence[float], terms: Sequence[float], resolution: float) -> bool:
-    """Returns whether numbers are equal up to rounding, which credit calls no spread. They are if the largest exceeds
-    the smallest by at most `resolution` times the largest sum of absolute terms."""
+    """Returns whether numbers are equal up to rounding, which credit calls no spread.
+
+    They are if the largest exceeds the smallest by at most `resolution` times the largest sum of absolute terms.
+    """
     in_order = sorted(values)
     return len(in_order) < 2 or in_order[-1] - in_order[0] <= resolution * max(terms)
 

@@ -24,7 +24,11 @@ BALANCE_BOUND = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}
 
 def balance_agrees(batch: Batch, passes: Passes, routers: Routers, coef: float, *, replay: bool, dtype: str) -> Gauges:
     """The load-balance loss is that of its definition over the minibatch, and asks its coefficient of every part.
-    `batch`: the minibatch. `replay`: whether the passes followed the choices of the batch."""
+
+    Args:
+        batch: the minibatch.
+        replay: whether the passes followed the choices of the batch.
+    """
     assert batch.routed_N is not None
     known_N = (batch.routed_N != UNKNOWN).all((1, 2))
     chosen = batch.routed_N[known_N]

@@ -91,8 +91,11 @@ def every_token_has_its_experts(packed: Packed) -> None:
 
 def choices_are_the_samplers(found: RoutedPass, packed: Packed, fresh_N: np.ndarray, dtype: str) -> Gauges:
     """The sampler's choices are those that its weights of now make: no other expert scores higher, but for rounding.
-    `found`: a pass of the learner that follows the choices. `fresh_N`: the tokens that the learner's weights computed
-    in the sampler."""
+
+    Args:
+        found: a pass of the learner that follows the choices.
+        fresh_N: the tokens that the learner's weights computed in the sampler.
+    """
     assert packed.routed_N is not None
     known = known_rows(packed.routed_N)
     if bool(np.any(found.used[known] != packed.routed_N[known])):
@@ -174,13 +177,15 @@ def experts_learn(
     """Routers and experts that computed tokens which the loss learns from have a gradient; returns what must move in
     the step.
 
-    Where ranks hold whole experts, each calls it at once and follows its own.
+    Args:
+        trained: what the optimizer updates, by parameter. Frozen ones are not in it.
+        expected: (name, gradient, place) to the move that the step will make there, or None where that is not known.
+        first: the first of the experts that are followed; after the last one they begin anew.
+        heard: bool [M]: the tokens that the loss learns from (`learned_from`).
+        certain: how often the learner has chosen each expert without doubt, where its passes did not follow the choices
+            of the batch: `certain_load`. It is asked where an expert seems not to learn.
 
-    `trained`: what the optimizer updates, by parameter. Frozen ones are not in it. `expected`: (name, gradient, place)
-    to the move that the step will make there, or None where that is not known. `first`: the first of the experts that
-    are followed; after the last one they begin anew. `heard`: bool [M]: the tokens that the loss learns from
-    (`learned_from`). `certain`: how often the learner has chosen each expert without doubt, where its passes did not
-    follow the choices of the batch: `certain_load`. It is asked where an expert seems not to learn.
+    Where ranks hold whole experts, each calls it at once and follows its own.
     """
     assert batch.routed_N is not None
     loud, sure = load_of(batch, heard, batch.routed_N, routers.experts), None
@@ -237,8 +242,11 @@ def load_of(batch: Batch, heard: np.ndarray, routed_N: np.ndarray, experts: int)
 
 
 def certain_load(batch: Batch, heard: np.ndarray, alone: RoutedPass, experts: int, dtype: str) -> np.ndarray:
-    """The same of the choices that the learner's routers make now, without those that rounding decides. `alone`: a pass
-    of the learner over the batch that follows no choices."""
+    """The same of the choices that the learner's routers make now, without those that rounding decides.
+
+    Args:
+        alone: a pass of the learner over the batch that follows no choices.
+    """
     sure = alone.regret < -NEAR[dtype] * max(1.0, alone.scale)
     return load_of(batch, heard, np.where(sure[:, :, None], alone.own, UNKNOWN), experts)
 

@@ -190,8 +190,12 @@ def _smallest(grads: Mapping[str, Any]) -> list[str]:
 
 def moved(handed: StepGradients, parameters: Mapping[str, Any], lr: float) -> Gauges:
     """An optimizer step changes every parameter with a gradient, if the update is larger than the parameter's rounding.
-    `handed`: the gradients and expected updates of the step. `parameters`: what the optimizer updates, after the step.
-    `lr`: of this step."""
+
+    Args:
+        handed: the gradients and expected updates of the step.
+        parameters: what the optimizer updates, after the step.
+        lr: of this step.
+    """
     pushed: list[str] = []
     still: list[str] = []
     for name, top in handed.largest.items():
@@ -234,8 +238,12 @@ class Update:
 
 
 def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
-    """The largest difference between a step and what was expected of it, over all elements that are checked. `after`:
-    what the optimizer updates, after the step. `state`: the optimizer's state after the step."""
+    """The largest difference between a step and what was expected of it, over all elements that are checked.
+
+    Args:
+        after: what the optimizer updates, after the step.
+        state: the optimizer's state after the step.
+    """
     worst = Update("", 0.0, 0.0)
     for name, expected in handed.expected.items():
         old, new = (x.detach().double().cpu() for x in (handed.before[name], after[name]))
@@ -282,8 +290,10 @@ def update_agrees(
 
 
 class UpdateCheck(Observer):
-    """Every parameter that matters gets a gradient and moves; a stage's first optimizer step is the configured one. A
-    step without credit may have nothing to check: the gradient of a KL term is 0 at the reference itself."""
+    """Every parameter that matters gets a gradient and moves; a stage's first optimizer step is the configured one.
+
+    A step without credit may have nothing to check: the gradient of a KL term is 0 at the reference itself.
+    """
 
     def __init__(self, *, moved: bool) -> None:
         self._moved = moved

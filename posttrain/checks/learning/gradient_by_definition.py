@@ -226,7 +226,10 @@ def computed_once(a: Algorithm) -> str:
 
 def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
     """d loss / d logp of one minibatch, from the definition of the family; None if a choice is not covered, or where a
-    stream that it reads is not in the batch. -weight * c * push * A + weight * d pull / d logp - coef * imitated."""
+    stream that it reads is not in the batch.
+
+    -weight * c * push * A + weight * d pull / d logp - coef * imitated
+    """
     needed = {CHOSEN: a.tokens, MIX: a.anchor == "proximal" or None, WAS_SHOWN: a.shown}
     needed[IMITATE] = a.imitate if a.imitate is not None and a.imitate.of != "heard" else None
     if set(uncovered(a)) - BESIDE or any(why is not None and stream not in batch for stream, why in needed.items()):

@@ -32,8 +32,10 @@ EPISODES, TOKENS = 6, 16
 
 def agrees_on_synthetic_batch(a: Algorithm) -> None:
     """On a synthetic batch the loss has the gradients of the algorithm's definition, if all its pieces are covered.
+
     Learner, start of the step, sampler and reference differ by up to a nat per token. Credit varies and has both signs.
-    So every bound of a trust region or a correction has tokens on both sides."""
+    So every bound of a trust region or a correction has tokens on both sides.
+    """
     batch, logp_M, value_M = _synthetic()
     points_uphill(a, batch, logp_M, value_M)
     on_policy = batch.having({MU: logp_M, START: logp_M})  # as every first step begins
@@ -56,8 +58,10 @@ def agrees_on_synthetic_batch(a: Algorithm) -> None:
 
 def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.ndarray, least: int = 1) -> None:
     """The policy term alone makes no token with credit > 0 less likely, and none with credit < 0 more likely. At
-    `least` so many tokens move with their credit. The factor of a trust region is never negative, so this holds for
-    every algorithm, covered by `demand` or not."""
+    `least` so many tokens move with their credit.
+
+    The factor of a trust region is never negative, so this holds for every algorithm, covered by `demand` or not.
+    """
     clip = None if a.clip is None else a.clip.without_top()
     alone = replace(
         a,
@@ -177,8 +181,11 @@ def gradient_agrees(
     causes: str,
 ) -> Gauges:
     """The gradient by each log-prob, over all micro-batches, is that which `define` computes from the log-probs.
-    `told`: what is said of a spoken token in the message. `causes`: the usual causes of a difference, the one of a
-    proportion of -1 first."""
+
+    Args:
+        told: what is said of a spoken token in the message.
+        causes: the usual causes of a difference, the one of a proportion of -1 first.
+    """
     logp_M, asked_M = passes.joined(batch, passes.logp), passes.joined(batch, passes.logp_grad)
     if passes.stale_gradients:
         raise InvariantError(

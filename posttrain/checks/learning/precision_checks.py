@@ -84,8 +84,11 @@ def scale_was_checked(steps: Sequence[Step]) -> bool:
 
 class ScaleCheck(Observer):
     """On the first step with a gradient of a stage whose loss is scaled: the optimizer holds the gradient of the loss
-    itself. It costs a second backward pass of that step. A loss that reads values or candidates is not checked: their
-    gradients take other ways than through log-probs."""
+    itself.
+
+    It costs a second backward pass of that step. A loss that reads values or candidates is not checked: their
+    gradients take other ways than through log-probs.
+    """
 
     def __init__(self, *, done: bool) -> None:
         self._done = done

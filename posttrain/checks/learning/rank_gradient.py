@@ -49,8 +49,11 @@ def silent_on_all_ranks(
     learner: ShardedLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
 ) -> list[str]:
     """The parameters of which no rank's rows get a gradient. Every rank calls it with the same tokens, and each weighs
-    its part with 1 / ranks. Raises InvariantError on every rank, where the value head gets no gradient, or the
-    gradients are not summed once."""
+    its part with 1 / ranks.
+
+    Raises:
+        InvariantError: on every rank, where the value head gets no gradient, or the gradients are not summed once.
+    """
     adapter = learner.policy.lora
     dora = adapter is not None and adapter.dora  # PEFT's gradient leaves its norm out, which moves with the weights
     by_layer = dora or learner.narrow is not None or learner.policy.dtype in NARROW
@@ -81,8 +84,11 @@ def silent_in_parts(
     learner: TensorLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
 ) -> list[str]:
     """The parameters of which some rank's part gets no gradient, or none of them where a part may be unused. Each rank
-    computes all tokens, and calls it with the same ones. Raises InvariantError: the value head gets no gradient, or the
-    gradients of all parts are not that of the log-probs."""
+    computes all tokens, and calls it with the same ones.
+
+    Raises:
+        InvariantError: the value head gets no gradient, or the gradients of all parts are not that of the log-probs.
+    """
     learner, packed = _as_chosen(learner, packed)
     scores = learner.forward(packed)
     (scores.logp * cotangent(scores.logp)).sum().backward()
@@ -166,8 +172,11 @@ def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator
 def products_agree(learner: ShardedLearner, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     """The gradient of each linear layer is the sum over ranks. Below float32 this takes the place of `summed_once`,
     whose moves would be rounded away, and with DoRA, whose gradient is not that of the log-probs. Embedding and norms
-    are cut and summed in the same way, and are not read. Raises InvariantError on every rank, where one is not, or
-    there is no such layer."""
+    are cut and summed in the same way, and are not read.
+
+    Raises:
+        InvariantError: on every rank, where one is not, or there is no such layer.
+    """
     own = {
         n: (float((found[n].double() * w).sum()) if n in found else 0.0, float((w * w).sum()))
         for n, w in wanted.items()

@@ -43,8 +43,11 @@ MOST = 0.01
 
 def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M: np.ndarray, dtype: str) -> Gauges:
     """The band of a run at its first step, when both sides hold the same weights; ConfigError if `a` is narrower.
-    `mu_M, learner_M`: log-probs of the same tokens by sampler and learner. `sequence_M`: the episode of each token,
-    ascending."""
+
+    Args:
+        mu_M, learner_M: log-probs of the same tokens by sampler and learner.
+        sequence_M: the episode of each token, ascending.
+    """
     if not len(mu_M):
         return {}
     gap_M = np.asarray(learner_M, np.float64) - mu_M
@@ -90,9 +93,14 @@ def sampler_agrees(
     same: bool = False,
 ) -> Gauges:
     """Sampler and learner agree on every token sampled with the learner's present weights: rho = 1 within the bound.
-    `mu_M, learner_M`: float32 log-probs of the sampler and of the learner. `fresh_M`: bool, which tokens were sampled
-    with the weights the learner holds. `exact`: the learner's log-probs in float64, for `logprob_tolerance.allowed`.
-    `text`: decodes token ids, for the message. `same`: both must have the same bits."""
+
+    Args:
+        mu_M, learner_M: float32 log-probs of the sampler and of the learner.
+        fresh_M: bool, which tokens were sampled with the weights the learner holds.
+        exact: the learner's log-probs in float64, for `logprob_tolerance.allowed`.
+        text: decodes token ids, for the message.
+        same: both must have the same bits.
+    """
 
     def exactly() -> np.ndarray | None:
         exact_M = exact()
@@ -150,8 +158,10 @@ def no_distance_yet(
 
 
 def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None:
-    """The masks of a step's episodes cover exactly the tokens that the engine counted as sampled. Tokens of other seats
-    are in no mask; they are added to the count. What an opponent said is not this engine's."""
+    """The masks of a step's episodes cover exactly the tokens that the engine counted as sampled.
+
+    Tokens of other seats are in no mask; they are added to the count. What an opponent said is not this engine's.
+    """
     played = [e for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if e.own]
     covered = sum(e.spoken for e in played) + sum(t.tokens for e in played for t in e.seats if t.policy)
     covered += sum(g.aborted_tokens for g in groups)
@@ -163,9 +173,11 @@ def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None
 
 
 def said_by_these_weights(groups: Sequence[Group], promised: Sequence[int]) -> None:
-    """Every spoken token was said by one of the versions that were promised; the last of them is the learner's. If
-    samples may not be older than the learner, that is the only one. With `staleness=K` they are those of the learner at
-    the beginning of this step and of the K steps before it."""
+    """Every spoken token was said by one of the versions that were promised; the last of them is the learner's.
+
+    If samples may not be older than the learner, that is the only one. With `staleness=K` they are those of the learner
+    at the beginning of this step and of the K steps before it.
+    """
     now, others = promised[-1], sorted({*promised[:-1]} - {promised[-1]})
     fine = {*promised, SHOWN, OPPOSED}
     for g in groups:
@@ -218,9 +230,11 @@ def _price(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
 
 def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
     """The log-probs of a training pass, as they would be with the sampler's experts: where the learner of a mixture
-    chooses by itself, what that changes in its scores is taken from them. Where they agree anyway they are kept. With
-    `router_replay=start` the minibatch has the learner's choices in place of the sampler's. Then the pass is compared
-    with the learner's scores alone, and `ExpertsCheck` compares these with the sampler's."""
+    chooses by itself, what that changes in its scores is taken from them. Where they agree anyway they are kept.
+
+    With `router_replay=start` the minibatch has the learner's choices in place of the sampler's. Then the pass is
+    compared with the learner's scores alone, and `ExpertsCheck` compares these with the sampler's.
+    """
     follows, agree = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
     start = roles.run.model.router_replay == "start"
     known = micro.routed_N is not None and (start or follows is not roles.learner)

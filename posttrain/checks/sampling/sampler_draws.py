@@ -119,10 +119,14 @@ def drawn_again(
     noise: Callable[[], float],
     text: Callable[[np.ndarray], str],
 ) -> Gauges:
-    """The uniform of a token's place picks that token from the learner's distribution. If log-probs differ by at most
-    d, a cumulative probability F lies between F e^-d and F e^d, and 1 - F alike. First d is `SURE`. If that is not
-    enough, `noise` is measured. Raises InvariantError for the first token that another uniform, or another
-    distribution, must have picked."""
+    """The uniform of a token's place picks that token from the learner's distribution.
+
+    If log-probs differ by at most d, a cumulative probability F lies between F e^-d and F e^d, and 1 - F alike. First
+    d is `SURE`. If that is not enough, `noise` is measured.
+
+    Raises:
+        InvariantError: for the first token that another uniform, or another distribution, must have picked.
+    """
     apart = SURE
     if _elsewhere(odds, uniform_M, apart).any():
         apart = max(apart, noise())
@@ -151,9 +155,11 @@ def _elsewhere(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
 
 @dataclass
 class Bet:
-    """Stakes that grow only if something is wrong, one for each alternative. Before the n-th factor, 1 / (n (n + 1)) is
-    added to each stake, so that a fault that starts late is found too. All that is ever added sums to 1. So the mean of
-    the stakes exceeds 1 / alpha with probability at most alpha."""
+    """Stakes that grow only if something is wrong, one for each alternative.
+
+    Before the n-th factor, 1 / (n (n + 1)) is added to each stake, so that a fault that starts late is found too. All
+    that is ever added sums to 1. So the mean of the stakes exceeds 1 / alpha with probability at most alpha.
+    """
 
     stakes: tuple[float, ...] = ()
     """Logarithms."""
@@ -194,10 +200,14 @@ class Bets:
 
 
 def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
-    """Play one round for every token. The alternatives are sharper and flatter distributions. The factor of an
-    alternative q is min(q / p, MOST), divided by 1 + 2 TV(q, p) (e^noise - 1). The divisor is the largest mean the
-    factor can have if the engine's log-probs differ from the learner's by at most `noise`. Raises InvariantError: the
-    stake exceeds 1 / `ALPHA`."""
+    """Play one round for every token. The alternatives are sharper and flatter distributions.
+
+    The factor of an alternative q is min(q / p, MOST), divided by 1 + 2 TV(q, p) (e^noise - 1). The divisor is the
+    largest mean the factor can have if the engine's log-probs differ from the learner's by at most `noise`.
+
+    Raises:
+        InvariantError: the stake exceeds 1 / `ALPHA`.
+    """
     worth_MK = np.minimum(odds.log_ratio_MK, math.log(MOST)) - np.log1p(2 * odds.distance_MK * math.expm1(noise))
     for worth_K in worth_MK:
         bet.play(worth_K)
@@ -216,10 +226,12 @@ def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
 def bet_on_answers(
     bet: Bet, episodes: Sequence[Episode], first: int, odds: Callable[[Packed], Odds], noise: Callable[[Packed], float]
 ) -> Gauges:
-    """`bet_on_draws` on the tokens of `look`, up to the first episode in which a turn was cancelled. The tokens of that
-    turn are unknown, and they may be why it was cancelled: the time limit cuts long answers, not short ones. Leaving
-    such episodes or steps out would select tokens. So the stake is lost when `look` comes to such a turn. No factor is
-    smaller, so the mean stays at most 1 whichever turns are cancelled."""
+    """`bet_on_draws` on the tokens of `look`, up to the first episode in which a turn was cancelled.
+
+    The tokens of that turn are unknown, and they may be why it was cancelled: the time limit cuts long answers, not
+    short ones. Leaving such episodes or steps out would select tokens. So the stake is lost when `look` comes to such a
+    turn. No factor is smaller, so the mean stays at most 1 whichever turns are cancelled.
+    """
     turned = (*episodes[first:], *episodes[:first])
     cut = next((i for i, e in enumerate(turned) if e.cut), None)
     looked = look(turned[:cut], 0)
@@ -236,7 +248,8 @@ def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
     An answer with a probability above a half is not bet on. Of an answer that broke or was cut, the known tokens count:
     an equal answer has at least these. An empty answer is not bet on.
 
-    Raises InvariantError: the stake exceeds 1 / `ALPHA`.
+    Raises:
+        InvariantError: the stake exceeds 1 / `ALPHA`.
     """
     for g in groups[:GROUPS]:
         for one, two in pairwise([e for e in g.episodes if not e.shown]):
@@ -257,9 +270,12 @@ def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
 
 
 class DrawsCheck(Observer):
-    """Draws are tested in the first 16 steps and in every eighth later one. Siblings are compared in every step. Where
-    samples may be older than the learner, draws are tested in the first step alone, and then by `ProbeCheck` and
-    `FreshCheck`. With oversampling nothing is bet: which answers are kept then depends on their lengths."""
+    """Draws are tested in the first 16 steps and in every eighth later one. Siblings are compared in every step.
+
+    Where samples may be older than the learner, draws are tested in the first step alone, and then by `ProbeCheck` and
+    `FreshCheck`.
+    With oversampling nothing is bet: which answers are kept then depends on their lengths.
+    """
 
     def __init__(self, bets: Bets) -> None:
         self._bets = bets
@@ -278,8 +294,10 @@ class DrawsCheck(Observer):
                 return None
 
     def _test(self, roles: ReinforceRoles, e: Experience) -> Gauges:
-        """Test draws of the first groups, whose number is fixed. How many further groups are played, and which ones
-        pass the filter, depends on the answers."""
+        """Test draws of the first groups, whose number is fixed.
+
+        How many further groups are played, and which ones pass the filter, depends on the answers.
+        """
         episodes = [x for g in e.played[: roles.stage.prompts] for x in g.episodes]
         if roles.stage.oversample and not roles.sync.sampler.draws_by_place:
             return {}

@@ -32,8 +32,11 @@ from posttrain.system.errors import InvariantError
 
 def fresh_segments(groups: Sequence[Group], version: int, stale: bool = False) -> list[Segment]:
     """Segments with tokens of `version`, as many as a check reads: those that other weights began come first, since
-    their caches were made by these. `stale`: caches are kept on purpose (engine.update=stale). Then segments that other
-    weights began are left out."""
+    their caches were made by these.
+
+    Args:
+        stale: caches are kept on purpose (engine.update=stale). Then segments that other weights began are left out.
+    """
     mixed, pure = list[Segment](), list[Segment]()
     for s in (s for g in groups for e in g.episodes if e.own for s in e.segments):
         said = s.version[s.mask]
@@ -63,8 +66,10 @@ def start_is_the_learner(batch: Batch, learner_M: np.ndarray, dtype: str, exact:
 
 
 class FreshCheck(Observer):
-    """Tokens of groups asked ahead agree with the learner while it still has the weights that said them; draws too. In
-    the first 16 steps and in every eighth later one, and wherever a turn went on under new weights."""
+    """Tokens of groups asked ahead agree with the learner while it still has the weights that said them; draws too.
+
+    In the first 16 steps and in every eighth later one, and wherever a turn went on under new weights.
+    """
 
     def __init__(self, bets: Bets) -> None:
         self._bets = bets
@@ -130,9 +135,11 @@ PROBE = Task("probe of the checks", "")
 
 
 class ProbeCheck(Observer):
-    """Samples a few turns after each push, and compares them with the learner before its weights change again. The
-    learner does not wait for them, so where the engine is busy a step may pass without. With `deterministic=true` it
-    waits, because what a run computes may not depend on time."""
+    """Samples a few turns after each push, and compares them with the learner before its weights change again.
+
+    The learner does not wait for them, so where the engine is busy a step may pass without. With `deterministic=true`
+    it waits, because what a run computes may not depend on time.
+    """
 
     def __init__(self, bets: Bets) -> None:
         self._bets = bets

@@ -38,9 +38,11 @@ ORDER = "prompt-order"
 
 
 def next_of_the_walk(played: Sequence[Group], begin: int, source: TaskSource, seed: int) -> None:
-    """The groups of a step are the next ones of the walk through the prompts: none is lost, doubled or overtaken. The
-    walk is computed again from the seed and the number of prompts before it. A curriculum has a walk of its own, which
-    this says nothing of."""
+    """The groups of a step are the next ones of the walk through the prompts: none is lost, doubled or overtaken.
+
+    The walk is computed again from the seed and the number of prompts before it. A curriculum has a walk of its own,
+    which this says nothing of.
+    """
     count, order = source.count, dict[int, np.ndarray]()
     for place, g in enumerate(played, begin):
         visit, index = 0, place
@@ -68,8 +70,11 @@ def asks_on(asked: int, cursor: int) -> None:
 
 
 def promised_as_begun(promised: Sequence[int], begun: Sequence[int]) -> None:
-    """The versions that samples may have are those of the learner at the beginning of the last steps. `begun`: what
-    this check has seen of them, which may be fewer, oldest first."""
+    """The versions that samples may have are those of the learner at the beginning of the last steps.
+
+    Args:
+        begun: what this check has seen of them, which may be fewer, oldest first.
+    """
     n = min(len(promised), len(begun))
     if list(promised)[len(promised) - n :] != list(begun)[len(begun) - n :]:
         raise InvariantError(
@@ -80,9 +85,12 @@ def promised_as_begun(promised: Sequence[int], begun: Sequence[int]) -> None:
 
 
 def as_old_as_asked(played: Sequence[Group], asked: Sequence[int], exactly: bool) -> None:
-    """No token of a group is older than the weights that the sampler had when the group was to be asked. `asked`: that
-    version, for each group. `exactly`: `deterministic=true` promises that all tokens of the group are of this
-    version."""
+    """No token of a group is older than the weights that the sampler had when the group was to be asked.
+
+    Args:
+        asked: that version, for each group.
+        exactly: `deterministic=true` promises that all tokens of the group are of this version.
+    """
     for g, version in zip(played, asked, strict=False):
         said = _versions(g)
         if len(said) and (said.min() < version or (exactly and said.max() > version)):
@@ -94,8 +102,12 @@ def as_old_as_asked(played: Sequence[Group], asked: Sequence[int], exactly: bool
 
 
 def asked_within_bound(waiting: int, staleness: int, prompts: int, left: int) -> None:
-    """No more groups are asked ahead than `staleness` further steps will take. `waiting`: groups that were asked and
-    that no step has taken. `left`: steps of the stage after this one."""
+    """No more groups are asked ahead than `staleness` further steps will take.
+
+    Args:
+        waiting: groups that were asked and that no step has taken.
+        left: steps of the stage after this one.
+    """
     if waiting > (most := min(staleness, left) * prompts):
         raise InvariantError(
             f"{waiting} groups are asked ahead, and {prompts} prompts a step, staleness={staleness} and {left} steps to"
@@ -105,9 +117,12 @@ def asked_within_bound(waiting: int, staleness: int, prompts: int, left: int) ->
 
 
 def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> None:
-    """In an episode each token is said by the same weights as the one before it, or by newer ones. `drained`: new
-    weights wait for turns that were begun, so a turn has one version. `whole`: they wait for groups that were asked, so
-    a group has one."""
+    """In an episode each token is said by the same weights as the one before it, or by newer ones.
+
+    Args:
+        drained: new weights wait for turns that were begun, so a turn has one version.
+        whole: they wait for groups that were asked, so a group has one.
+    """
     for g in groups:
         own = _versions(g)
         if whole and len(set(own.tolist())) > 1:
@@ -152,9 +167,12 @@ def ages_as_stamped(told: Mapping[str, Gauge], versions: np.ndarray, promised: S
 
 
 def pushed_between_steps(before: int, now: int, pushed: int | None, where: str) -> None:
-    """The sampler gets new weights at the end of a step only, and then the learner's newest. `before`: the sampler's
-    version when the step's groups had been taken. `pushed`: the learner's version, once it was due to be pushed. None:
-    nothing was due yet."""
+    """The sampler gets new weights at the end of a step only, and then the learner's newest.
+
+    Args:
+        before: the sampler's version when the step's groups had been taken.
+        pushed: the learner's version, once it was due to be pushed. None: nothing was due yet.
+    """
     if now != (before if pushed is None else pushed):
         raise InvariantError(
             f"{where} the sampler has version {now}, and it should have {before if pushed is None else pushed}."
@@ -175,7 +193,10 @@ def digest_of(group: Group) -> str:
 
 def unchanged_in_the_queue(known: Mapping[str, str], groups: Sequence[Group]) -> None:
     """A group that waited in the queue, or in a checkpoint, has the tokens, log-probs and versions that it ended with.
-    `known`: `digest_of` when it had ended, by `name_of`."""
+
+    Args:
+        known: `digest_of` when it had ended, by `name_of`.
+    """
     for g in groups:
         if known.get(name_of(g), now := digest_of(g)) != now:
             raise InvariantError(
@@ -187,7 +208,11 @@ def unchanged_in_the_queue(known: Mapping[str, str], groups: Sequence[Group]) ->
 
 def learned_before(replayed: Sequence[Group], learned: Mapping[str, tuple[str, int]], step: int, age: int) -> None:
     """Checks that the groups a step learns from again were learned from before, at most `age` steps ago, and are what
-    they were then. `learned`: `digest_of` of the groups that were learned from, and the step, by `name_of`."""
+    they were then.
+
+    Args:
+        learned: `digest_of` of the groups that were learned from, and the step, by `name_of`.
+    """
     names = [name_of(g) for g in replayed]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise InvariantError(f"step {step} replays group {twice[0]!r} twice: a sample counts once in a minibatch")
@@ -206,8 +231,10 @@ def name_of(g: Group) -> str:
 
 
 class AheadCheck(Observer):
-    """Groups are the next ones of the walk, unchanged, as old as their versions say and as the bound allows. Weights
-    are pushed between steps."""
+    """Groups are the next ones of the walk, unchanged, as old as their versions say and as the bound allows.
+
+    Weights are pushed between steps.
+    """
 
     def __init__(self, kept: Mapping[str, Any] | None) -> None:
         """`kept`: what a checkpoint inside the stage stored of this check; None at the beginning of a stage."""

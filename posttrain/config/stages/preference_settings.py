@@ -68,8 +68,10 @@ class Preference(LearnsRows):
 @dataclass(frozen=True, kw_only=True)
 class OnlinePreference(Stage):
     """A stage that learns from preferences between its own samples: the environment, or a reward model, judges them.
+
     With an algorithm that plays against an opponent (xpo, nash_md) one of two samples is the opponent's, and with rso
-    all are the reference's."""
+    all are the reference's.
+    """
 
     models = ("reference",)
 

@@ -14,8 +14,11 @@ from posttrain.system.errors import ConfigError, at_least
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Groups of earlier steps that a step learns from beside its own. Each keeps the log-probs and versions it was
-    sampled with, so an algorithm that compares with the sampler sees how old it is."""
+    """Groups of earlier steps that a step learns from beside its own.
+
+    Each keeps the log-probs and versions it was sampled with, so an algorithm that compares with the sampler sees how
+    old it is.
+    """
 
     size: int = 64
     """Groups that the buffer holds. The oldest leaves for a new one."""

@@ -19,9 +19,11 @@ from posttrain.system.errors import ConfigError, at_least, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Regenerate:
-    """Wrong answers are said anew from their first wrong step, and what is then right is imitated. The steps before it
-    stay as the policy said them. An answer whose first step is wrong is left as it is: to say it anew would be one more
-    sample."""
+    """Wrong answers are said anew from their first wrong step, and what is then right is imitated.
+
+    The steps before it stay as the policy said them. An answer whose first step is wrong is left as it is: to say it
+    anew would be one more sample.
+    """
 
     completions: int = 4
     """Completions from the end of a step."""

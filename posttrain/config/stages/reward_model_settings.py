@@ -67,9 +67,11 @@ Regulariser = Literal["none", "sft", "dpo", "dpo_free"]
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(LearnsRows):
-    """A stage that trains a reward model: a score of whole completions, from how completions were judged. It samples
-    nothing. Its weights are those of a reward model and no longer a policy's: no stage that imitates or samples starts
-    from them, and `posttrain export` writes a model for sequence classification."""
+    """A stage that trains a reward model: a score of whole completions, from how completions were judged.
+
+    It samples nothing. Its weights are those of a reward model and no longer a policy's: no stage that imitates or
+    samples starts from them, and `posttrain export` writes a model for sequence classification.
+    """
 
     harmless = (
         *("judgement", "pool", "attributes", "gate", "margin", "pairs", "regularise", "too_long"),

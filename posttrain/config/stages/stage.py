@@ -32,7 +32,10 @@ OF_ADAM = ("beta1", "beta2", "eps")
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """The rule by which gradients change weights: the kind, the learning rate over the steps, and which parameters it
-    is for. The global gradient norm is clipped, and weight decay is decoupled from the gradient, in every kind."""
+    is for.
+
+    The global gradient norm is clipped, and weight decay is decoupled from the gradient, in every kind.
+    """
 
     kind: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
     """adamw: AdamW. adamw8bit: AdamW with moments of 8 bits (pip install 'posttrain[adamw8bit]'). muon: momentum made
@@ -156,7 +159,13 @@ def fits(pattern: str, name: str) -> bool:
 
 def check_patterns(config: Optimizer, names: Sequence[str], path: str, read: Sequence[str] | None = None) -> None:
     """Refuse a pattern that fits no parameter, and a freeze that leaves none. `path` names the optimizer in messages.
-    `read`: the parameters on which the stage's loss depends; None: all. Raises ConfigError."""
+
+    Args:
+        read: the parameters on which the stage's loss depends; None: all.
+
+    Raises:
+        ConfigError: as said.
+    """
     given = [*(("rates", p) for p, _ in config.rates), *(("freeze", p) for p in config.freeze)]
     for field, pattern in given:
         if not any(fits(pattern, n) for n in names):

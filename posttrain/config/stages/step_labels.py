@@ -12,8 +12,10 @@ from posttrain.system.errors import ConfigError, at_least
 @dataclass(frozen=True, kw_only=True)
 class StepLabeling(Stage):
     """A stage that labels steps of its own answers by completing them, and trains nothing (Math-Shepherd, 2312.08935).
+
     It samples answers, cuts them into steps, samples completions from the end of each step, and writes how many of them
-    the environment judges right. A later stage of kind RewardModel learns from the rows (`labels_of`)."""
+    the environment judges right. A later stage of kind RewardModel learns from the rows (`labels_of`).
+    """
 
     harmless = ("separator", "early_ends")
 

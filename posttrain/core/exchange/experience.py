@@ -12,9 +12,11 @@ from posttrain.core.types import Group
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """Every group that a step played, in prompt order, and which of them passed the filter. A check that reads only
-    some groups must choose them by this order. Which ones passed depends on their answers, so choosing by that would
-    bias it."""
+    """Every group that a step played, in prompt order, and which of them passed the filter.
+
+    A check that reads only some groups must choose them by this order. Which ones passed depends on their answers, so
+    choosing by that would bias it.
+    """
 
     index: int
     """The step it is for, counted from 1."""
@@ -39,8 +41,10 @@ class Experience:
         return self.versions or (self.version,)
 
     def behind(self, version: np.ndarray) -> np.ndarray:
-        """By how many steps tokens of these versions are older than the learner that begins this step. A step that left
-        the weights as they were makes nothing older."""
+        """By how many steps tokens of these versions are older than the learner that begins this step.
+
+        A step that left the weights as they were makes nothing older.
+        """
         newer = np.unique(self.promised)
         return len(newer) - np.searchsorted(newer, version, side="right")
 

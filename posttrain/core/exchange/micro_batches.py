@@ -52,9 +52,13 @@ def saved(shared: int) -> int:
 
 
 def bins(keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, own: Sequence[int]) -> list[list[int]]:
-    """Indices of each bin, ascending. A bin holds what has room, or one item that is larger than that. `keys`: the
-    tokens with which each item begins. `sizes`: tokens of each item. `own`: positions of each that are computed:
-    `sizes` where nothing is computed once, or of one sequence each."""
+    """Indices of each bin, ascending. A bin holds what has room, or one item that is larger than that.
+
+    Args:
+        keys: the tokens with which each item begins.
+        sizes: tokens of each item.
+        own: positions of each that are computed: `sizes` where nothing is computed once, or of one sequence each.
+    """
     found, packed_F, own_F = families(keys, sizes, room, own)
     order = sorted(range(len(found)), key=lambda f: (-own_F[f], -packed_F[f], found[f][0]))
     out, held = list[list[int]](), np.zeros((2, len(found)), np.int64)
@@ -69,9 +73,12 @@ def bins(keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, own: Sequ
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of each part, ascending: the largest item first, each into the part that is lightest so far. A part may
-    be empty. The heaviest part is at most 4/3 - 1/(3 parts) times as heavy as it must be (Graham 1969). Example: sizes
-    2, 5, 3, 4 in two parts: 5 to the first, 4 to the second, 3 to the second, 2 to the first: 7 and 7."""
+    """Indices of each part, ascending: the largest item first, each into the part that is lightest so far.
+
+    A part may be empty. The heaviest part is at most 4/3 - 1/(3 parts) times as heavy as it must be (Graham 1969).
+
+    Example: sizes 2, 5, 3, 4 in two parts: 5 to the first, 4 to the second, 3 to the second, 2 to the first: 7 and 7.
+    """
     out, total = [list[int]() for _ in range(parts)], [0] * parts
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         lightest = min(range(parts), key=total.__getitem__)

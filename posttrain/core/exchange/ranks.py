@@ -59,8 +59,11 @@ def check_same(ranks: Ranks, value: Any, what: str, advice: str) -> None:
 
 
 def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
-    """Returns the results of `function` on each rank, in the order of the ranks. An InvariantError of one is raised on
-    every rank; the first such rank is named."""
+    """Returns the results of `function` on each rank, in the order of the ranks.
+
+    Raises:
+        InvariantError: on every rank, where it was raised on one; the first such rank is named.
+    """
     if ranks.world == 1:
         return [function()]
     value, wrong = None, ""
@@ -78,7 +81,11 @@ def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
 def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
     """Returns the values of the ranks that hold one copy of all weights together. The value of a rank is a norm of its
     part of `what`. Ranks with copies (`replicas`) hold the same parts in the same order, so theirs must be the same
-    bits: else InvariantError on every rank."""
+    bits.
+
+    Raises:
+        InvariantError: on every rank, where two copies differ.
+    """
     values, parts = ranks.every(value), ranks.world // getattr(ranks, "replicas", 1)
     for at, value in enumerate(values):
         first = values[at % parts]

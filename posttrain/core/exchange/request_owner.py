@@ -46,7 +46,10 @@ DEADLY = "dead_letter"
 
 class UnanswerableTurn(Exception):
     """A turn that killed every engine it was given to, or an episode that killed every process that played it. It fails
-    its episode, and does not stop the run. `deaths` is how many processes died of it; `of` says which."""
+    its episode, and does not stop the run.
+
+    `who` is the episode, where one asked. `deaths` is how many processes died of it; `of` says which.
+    """
 
     def __init__(
         self, who: RequestOwner | None, deaths: int, cause: str, of: str = "engines died while they sampled its turn"

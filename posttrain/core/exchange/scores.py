@@ -43,7 +43,10 @@ class Reads:
 @dataclass(frozen=True)
 class TokenScores:
     """Results of one differentiable forward pass for the M spoken tokens: torch tensors, float32 [M], on the model's
-    device. `entropy` is that of the distribution the token was drawn from. What was not asked for is None."""
+    device.
+
+    `entropy` is that of the distribution the token was drawn from. What was not asked for is None.
+    """
 
     logp: Any
     entropy: Any | None
@@ -61,8 +64,10 @@ class TokenScores:
 
 @dataclass(frozen=True, eq=False)
 class Odds:
-    """Position of each of M spoken tokens in the cumulative distribution of the p that it was drawn from; float64. Ids
-    are summed in ascending order. Inverse-CDF sampling draws the token with any uniform number in [below, upto)."""
+    """Position of each of M spoken tokens in the cumulative distribution of the p that it was drawn from; float64.
+
+    Ids are summed in ascending order. Inverse-CDF sampling draws the token with any uniform number in [below, upto).
+    """
 
     below_M: np.ndarray
     """Probability of all ids below the token's."""

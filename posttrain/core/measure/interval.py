@@ -45,8 +45,10 @@ def student95(freedom: float) -> float:
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over prompts with its 95 % interval. The interval stays inside the scale and is never a point. Samples of
-    one prompt are not independent. So each prompt counts once, with the mean of its samples."""
+    """A mean over prompts with its 95 % interval. The interval stays inside the scale and is never a point.
+
+    Samples of one prompt are not independent. So each prompt counts once, with the mean of its samples.
+    """
 
     mean: float
     low: float
@@ -55,10 +57,12 @@ class Score:
 
     @staticmethod
     def of(per_prompt: Sequence[float] | np.ndarray, low: float = 0.0, high: float = 1.0) -> Score:
-        """The score of one value per prompt, on a scale from `low` to `high`. If every value is an end of the scale,
-        the mean is a proportion and the interval is Wilson's. Else z^2/2 pseudo-observations are added at each end of
-        the scale, as Agresti and Coull do for proportions. The interval is the normal one of all these values, cut to
-        the scale. The added values keep the interval from being a point if all prompts agree.
+        """The score of one value per prompt, on a scale from `low` to `high`.
+
+        If every value is an end of the scale, the mean is a proportion and the interval is Wilson's. Else z^2/2
+        pseudo-observations are added at each end of the scale, as Agresti and Coull do for proportions. The interval is
+        the normal one of all these values, cut to the scale. The added values keep the interval from being a point if
+        all prompts agree.
 
         >>> str(Score.of([1.0] * 20)), str(Score.of([0.5] * 20)), str(Score.of([0.0, 0.25] * 10))
         ('1.000 [0.839, 1.000]', '0.500 [0.419, 0.581]', '0.125 [0.077, 0.293]')
@@ -104,9 +108,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Gain:
-    """The mean difference of two measurements of the same prompts, with its 95 % interval. A prompt is compared with
-    itself, so that easy and hard prompts add nothing to the width. The interval is about prompts like these and these
-    two policies. It says nothing of what another seed would have trained."""
+    """The mean difference of two measurements of the same prompts, with its 95 % interval.
+
+    A prompt is compared with itself, so that easy and hard prompts add nothing to the width. The interval is about
+    prompts like these and these two policies. It says nothing of what another seed would have trained.
+    """
 
     before: float
     """Mean of the first measurement, over the prompts that both measured."""
@@ -124,10 +130,13 @@ class Gain:
 
     @staticmethod
     def of(before: Mapping[Hashable, float], after: Mapping[Hashable, float], scale: float = 1.0) -> Gain:
-        """The gain over the prompts that are in both; each maps a prompt to the mean of its samples. Values are on a
-        scale of width `scale`, so differences are in [-scale, scale]. One imagined prompt is added at each end, as
-        Agresti and Min (2005) add pairs to the table of two proportions. The interval is the normal one of all these
-        values, cut to the scale, so it is never a point.
+        """The gain over the prompts that are in both; each maps a prompt to the mean of its samples.
+
+        Args:
+            scale: width of the scale that the values are on. Differences are in [-scale, scale].
+
+        One imagined prompt is added at each end, as Agresti and Min (2005) add pairs to the table of two
+        proportions. The interval is the normal one of all these values, cut to the scale, so it is never a point.
 
         >>> g = Gain.of({i: 0.25 for i in range(40)}, {i: 0.25 + i % 2 / 2 for i in range(40)})
         >>> print(g, g.better, g.worse)

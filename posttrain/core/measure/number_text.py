@@ -7,7 +7,10 @@ import math
 
 def number_text(x: float, usual: str = ".3f", size: float | None = None) -> str:
     """A number as text: as `usual` where it is of an ordinary size; large and tiny ones with the decimals that say
-    something. `size` is the smallest difference that matters, such as half an interval; None: the number itself.
+    something.
+
+    Args:
+        size: the smallest difference that matters, such as half an interval; the number itself, where it stands alone.
 
     >>> number_text(0.5), number_text(510833.333), number_text(-2508.162, "+.3f", 4912.0), number_text(-3e-5, "+.3f")
     ('0.500', '510,833.33', '-2,508', '-3e-05')

@@ -105,8 +105,10 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
 
 
 def unjudged_words(played: Sequence[Group]) -> str:
-    """Returns in words which episodes could not be judged and why; '' where all were judged. For example "2 failed:
-    mine: raised x 2 (line 3: ...). 1 abstained: no source gave a score"."""
+    """Returns in words which episodes could not be judged and why; '' where all were judged.
+
+    For example "2 failed: mine: raised x 2 (line 3: ...). 1 abstained: no source gave a score".
+    """
     episodes = [e for g in played for e in g.episodes]
     broken = sum(failed(e.verdicts) for e in episodes)
     silent = sum(e.reward is None and e.figure is None and not failed(e.verdicts) for e in episodes)

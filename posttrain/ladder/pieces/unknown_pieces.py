@@ -50,7 +50,10 @@ def _inner(declared: Any) -> Iterator[Any]:
 @contextmanager
 def read_without(run: Any, names: Collection[str]) -> Generator[None]:
     """Context in which the pieces `names` of a plain run can be read although this program has no class for them.
-    Raises RunFolderError: what is recorded of one cannot be a piece."""
+
+    Raises:
+        RunFolderError: what is recorded of one cannot be a piece.
+    """
     made: dict[tuple[type[Any], str], type[Any]] = {}
     try:
         for base, data in _recorded(run) if names else ():

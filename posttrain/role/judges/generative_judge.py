@@ -55,10 +55,12 @@ class Vote:
 
 @dataclass(eq=False)
 class GenerativeJudge:
-    """`core.ports.EpisodeJudge` of a policy that learned to judge. The score of an answer is the mean over its votes: 1
-    won, 0 lost, 1/2 a tie where the verdict is a choice; its points where the verdict is points (for a fixed number of
-    votes in the order of their sum, 2504.02495); p(Yes) where one answer is judged alone. An answer without any other
-    in its group is compared with itself."""
+    """`core.ports.EpisodeJudge` of a policy that learned to judge.
+
+    The score of an answer is the mean over its votes: 1 won, 0 lost, 1/2 a tie where the verdict is a choice; its
+    points where the verdict is points (for a fixed number of votes in the order of their sum, 2504.02495); p(Yes) where
+    one answer is judged alone. An answer without any other in its group is compared with itself.
+    """
 
     name: str
     weight: float
@@ -137,7 +139,11 @@ class GenerativeJudge:
 
     async def vote(self, prompt: str, sides: tuple[int, ...], *place: seeds.Coordinate) -> Vote:
         """One judgement of this prompt, with the random numbers of `place`. It is drawn up to `DRAWS` times, until it
-        has a verdict. Raises DataError: the prompt cannot be encoded, or is too long."""
+        has a verdict.
+
+        Raises:
+            DataError: the prompt cannot be encoded, or is too long.
+        """
         ids = self.renderer.prompt(prompt, str(place[0]))
         found: Vote | None = None
         for draw in range(DRAWS):
@@ -282,8 +288,12 @@ def labels(judging: Judging, each: JudgedTask) -> list[bool | None]:
 
 def meta_rows(judging: Judging, judged: Sequence[JudgedTask]) -> list[dict[str, str | bool]]:
     """Rows with prompt, completion and label, for a stage that trains a reward model with `judgement=label`. Judgements
-    without a verdict are left out, and so are tasks of which all judgements are right or all wrong. Raises DataError:
-    nothing is left. Raises InvariantError: the labels are not those of the pairs."""
+    without a verdict are left out, and so are tasks of which all judgements are right or all wrong.
+
+    Raises:
+        DataError: nothing is left.
+        InvariantError: the labels are not those of the pairs.
+    """
     rows: list[dict[str, str | bool]] = []
     labelled = list[tuple[Task, Vote, bool]]()
     for each in judged:

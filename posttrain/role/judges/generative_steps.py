@@ -37,9 +37,11 @@ class StepVotes:
 
 @dataclass(eq=False)
 class GenerativeStepJudge:
-    """`core.ports.EpisodeJudge` of a verifier that writes. Every beginning of an answer that ends with a step is
-    verified `verifier.votes` times. Equal beginnings of siblings are verified once. What the scores become is a choice
-    of the reward, as for every process reward model."""
+    """`core.ports.EpisodeJudge` of a verifier that writes.
+
+    Every beginning of an answer that ends with a step is verified `verifier.votes` times. Equal beginnings of siblings
+    are verified once. What the scores become is a choice of the reward, as for every process reward model.
+    """
 
     verifier: GenerativeJudge
     """The verifier: its engine, its form, its votes and its meta reward model."""
@@ -80,8 +82,11 @@ class GenerativeStepJudge:
         return [self._given(upto, [votes[t] for t in own]) for upto, own in zip(ends, texts, strict=True)]
 
     def steps(self, e: Episode) -> tuple[int, ...]:
-        """Returns the number of spoken tokens up to the end of each step. Raises ConfigError: the episode has several
-        turns."""
+        """Returns the number of spoken tokens up to the end of each step.
+
+        Raises:
+            ConfigError: the episode has several turns.
+        """
         one_turn(self.name, e)
         said = _said(e)
         return self.ends.upto(said, step_ends(self.ends.text(said), self.separator)) if len(said) else ()
@@ -134,8 +139,12 @@ class GenerativeStepJudge:
 
 
 def reads_to_the_step(text: str, before: str, upto: str, step: str) -> None:
-    """InvariantError where the text that is verified does not end in the step's last token. `before`: what was said up
-    to that token, without it. `upto`: the same with it."""
+    """InvariantError where the text that is verified does not end in the step's last token.
+
+    Args:
+        before: what was said up to that token, without it.
+        upto: the same with it.
+    """
     if not (upto.startswith(text) and text.startswith(before)):
         raise InvariantError(
             f"{step}: it is judged by {text[-30:]!r}, and the answer up to its end is {upto[-30:]!r}: the score would"

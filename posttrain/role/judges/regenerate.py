@@ -61,8 +61,11 @@ def right_steps(scores: Sequence[float], at: float) -> int:
 
 def scored_steps(e: Episode) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """The end of each step that has a score, and the scores. Where steps end with the same token, it is one step with
-    the lowest of their scores: nothing can be said anew between them. Raises ConfigError: two sources score its
-    steps."""
+    the lowest of their scores: nothing can be said anew between them.
+
+    Raises:
+        ConfigError: two sources score its steps.
+    """
     own = [j for j in e.verdicts if j.end is not None and not j.paid and j.verdict.score is not None]
     if len(sources := {j.source for j in own}) > 1:
         raise ConfigError(
@@ -94,14 +97,21 @@ async def halved(steps: int, from_step: From) -> tuple[int, dict[int, tuple[Epis
 
 @dataclass
 class Regenerator:
-    """Says the wrong answers of groups anew. `labeler`: completes answers from the end of a step."""
+    """Says the wrong answers of groups anew.
+
+    Args:
+        labeler: completes answers from the end of a step.
+    """
 
     labeler: StepLabeler
     how: Regenerate
 
     async def regenerate(self, groups: Sequence[Group]) -> tuple[RegeneratedAnswer, ...]:
-        """Every wrong answer whose first wrong step was found, in order. Raises ConfigError: an answer has several
-        turns, or no step of any wrong answer has the scores that are to be read."""
+        """Every wrong answer whose first wrong step was found, in order.
+
+        Raises:
+            ConfigError: an answer has several turns, or no step of any wrong answer has the scores that are to be read.
+        """
         found = [x for one in await together([self._group(g) for g in groups]) for x in one]
         wrong = [e for g in groups for e in wrong_ones(g)]
         if self.how.by == "scores" and wrong and not any(scored_steps(e)[0] for e in wrong):

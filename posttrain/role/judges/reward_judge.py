@@ -52,9 +52,12 @@ class JudgeMember:
     """The stage of this run that trained it; '' for any other."""
 
     def segment(self, episode: Episode) -> Segment:
-        """The episode as this model reads it: the tokens themselves, or the conversation written anew. Raises
-        ConfigError: the episode has several turns, and the model has another tokenizer. Raises DataError: it cannot be
-        encoded, or is too long for the model."""
+        """The episode as this model reads it: the tokens themselves, or the conversation written anew.
+
+        Raises:
+            ConfigError: the episode has several turns, and the model has another tokenizer.
+            DataError: it cannot be encoded, or is too long for the model.
+        """
         if self.renderer is None:
             said = episode.segments[-1]
             ids, mask = said.ids, said.mask
@@ -79,8 +82,11 @@ class JudgeMember:
 
 @dataclass(eq=False)
 class RewardModelJudge:
-    """`core.ports.EpisodeJudge` of one or several reward models. Several are combined as mean - pessimism * standard
-    deviation, or the worst (2310.02743). The members' own scores are in the verdict's `why`."""
+    """`core.ports.EpisodeJudge` of one or several reward models.
+
+    Several are combined as mean - pessimism * standard deviation, or the worst (2310.02743). The members' own scores
+    are in the verdict's `why`.
+    """
 
     name: str
     weight: float
@@ -137,7 +143,8 @@ class RewardModelJudge:
 
 
 def combined(score_KS: np.ndarray, combine: Combine, pessimism: float) -> np.ndarray:
-    """[K, S] -> [S]: the scores of K models as one: mean - pessimism * std (of the K models as they are), or the worst.
+    """[K, S] -> [S]: the scores of K models as one: mean - pessimism * std (of the K models as they are), or the
+    worst.
 
     >>> combined(np.array([[1.0, 2.0], [3.0, 2.0]]), "mean", 0.5).tolist()
     [1.5, 2.0]

@@ -32,16 +32,22 @@ ENDED = (Stop.SAID, Stop.STRING)
 
 @dataclass
 class TokenEnds:
-    """A finder of the tokens that end the steps of some text. `text`: decodes token ids, without the stop token."""
+    """A finder of the tokens that end the steps of some text.
+
+    Args:
+        text: decodes token ids, without the stop token.
+    """
 
     text: Callable[[np.ndarray], str]
     _widths: dict[int, int] = field(default_factory=dict[int, int])
 
     def upto(self, ids: np.ndarray, ends: Sequence[int]) -> tuple[int, ...]:
         """Returns the number of the answer's tokens that make so many characters, for each of `ends`, which rise. The
-        last step ends with the last token, the stop token included. A token that two steps share belongs to the first
-        of them. A step that would have no token of its own ends where the one before it does, which the caller sees as
-        two equal numbers."""
+        last step ends with the last token, the stop token included.
+
+        A token that two steps share belongs to the first of them. A step that would have no token of its own ends
+        where the one before it does, which the caller sees as two equal numbers.
+        """
         if not ends:
             return ()
         widths = [self._width(int(i)) for i in ids]
@@ -64,8 +70,10 @@ class TokenEnds:
 
 @dataclass(frozen=True)
 class ContinuedSampler:
-    """A sampler whose first turn begins with these tokens, which were said before. It is for episodes of one turn. The
-    rest of `Sampler` is that of `inner`."""
+    """A sampler whose first turn begins with these tokens, which were said before. It is for episodes of one turn.
+
+    The rest of `Sampler` is that of `inner`.
+    """
 
     inner: Sampler
     said: SampledTurn
@@ -140,8 +148,12 @@ class LabelledAnswer:
 
 @dataclass
 class StepLabeler:
-    """Labels the answers of groups by completing them. `ends`: of the policy's tokenizer. `stream`: name of the random
-    stream of the answers."""
+    """Labels the answers of groups by completing them.
+
+    Args:
+        ends: of the policy's tokenizer.
+        stream: name of the random stream of the answers.
+    """
 
     rollout: Rollout
     stage: StepLabeling
@@ -150,8 +162,12 @@ class StepLabeler:
     stream: str
 
     async def label(self, groups: Sequence[Group]) -> tuple[LabelledAnswer, ...]:
-        """Every judged answer with at least one step, in order. Answers that could not be judged are left out, and so
-        are those of which all completions of a step could not be. Raises ConfigError: an answer has several turns."""
+        """Every judged answer with at least one step, in order. Answers that could not be judged are left out, and
+        so are those of which all completions of a step could not be.
+
+        Raises:
+            ConfigError: an answer has several turns.
+        """
         found = await together([self._group(g) for g in groups])
         return tuple(x for one in found for x in one)
 
@@ -224,7 +240,11 @@ class StepLabeler:
         return values.soft if self.stage.prover == 1 else values.best_of(self.stage.prover)
 
     def said(self, e: Episode) -> np.ndarray:
-        """The spoken tokens of an answer. Raises ConfigError: the answer has several turns."""
+        """The spoken tokens of an answer.
+
+        Raises:
+            ConfigError: the answer has several turns.
+        """
         if len(e.turns) != 1:
             raise ConfigError(
                 f"{self.stage.name}: an answer to task {e.task.id!r} has {len(e.turns)} turns, and steps are completed"

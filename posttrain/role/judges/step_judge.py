@@ -48,9 +48,14 @@ def step_scores(learner: TokenScorer, packed: Packed) -> np.ndarray:
 
 
 def step_labels(judged: Sequence[Judgement], stage: RewardModel, batch: Batch, ends: TokenEnds) -> np.ndarray:
-    """float64 [M]: what a process reward model learns at the last token of each labelled step; NaN elsewhere. A neutral
-    step (label 0) teaches nothing. Raises DataError: steps that end with another text than the stage says, a step
-    without a token of its own, missing values, or no labelled step. The message has the row's place."""
+    """float64 [M]: what a process reward model learns at the last token of each labelled step; NaN elsewhere.
+
+    A neutral step (label 0) teaches nothing.
+
+    Raises:
+        DataError: steps that end with another text than the stage says, a step without a token of its own, missing
+            values, or no labelled step. The message has the row's place.
+    """
     out = np.full(batch.spoken, math.nan)
     first = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S) + 1))
     for s, j in enumerate(judged):
@@ -84,9 +89,11 @@ class StepScorer(Protocol):
 
 @dataclass(eq=False)
 class StepJudge:
-    """`core.ports.EpisodeJudge` of a process reward model. What it gives is a choice of the reward
-    (`config.env.Reward.steps`): a score of each step, which is no part of the outcome; the same as payments at the ends
-    of the steps; or one verdict, the steps' scores as one number."""
+    """`core.ports.EpisodeJudge` of a process reward model.
+
+    What it gives is a choice of the reward (`config.env.Reward.steps`): a score of each step, which is no part of the
+    outcome; the same as payments at the ends of the steps; or one verdict, the steps' scores as one number.
+    """
 
     name: str
     reward: Reward
@@ -124,8 +131,11 @@ class StepJudge:
         ]
 
     def steps(self, e: Episode) -> tuple[int, ...]:
-        """Returns the number of spoken tokens up to the end of each step. Raises ConfigError: the episode has several
-        turns."""
+        """Returns the number of spoken tokens up to the end of each step.
+
+        Raises:
+            ConfigError: the episode has several turns.
+        """
         one_turn(self.name, e)
         said = e.segments[-1].ids[e.segments[-1].mask]
         return self.ends.upto(said, step_ends(self.ends.text(said), self.separator)) if len(said) else ()

@@ -38,7 +38,9 @@ async def demonstrations(
     context: int,
 ) -> Batch:
     """The minibatch of one supervised step. It is a function of (seed, stage, step), so a resumed run needs no state.
-    Its one stream is WEIGHT. A demonstrated token weighs its own weight (1 where the data gives none) / their sum."""
+
+    Its one stream is WEIGHT. A demonstrated token weighs its own weight (1 where the data gives none) / their sum.
+    """
     return together(await demonstrated(environment, renderer, dialogue, stage, seed=seed, step=step, context=context))
 
 
@@ -63,8 +65,12 @@ def together(ones: Sequence[Demonstrated]) -> Batch:
 def imitated(
     segments: Sequence[Segment], sequence: Sequence[int] | None = None, weight_M: np.ndarray | None = None
 ) -> Batch:
-    """A minibatch whose spoken tokens are imitated, by their weights. `sequence`: the episode of each segment; None:
-    one segment each. `weight_M`: of each spoken token. They are divided by their sum. None: all count alike."""
+    """A minibatch whose spoken tokens are imitated, by their weights.
+
+    Args:
+        sequence: the episode of each segment; None: one segment each.
+        weight_M: of each spoken token. They are divided by their sum. None: all count alike.
+    """
     spoken = sum(s.spoken for s in segments)
     shares = np.full(spoken, 1.0 / spoken) if weight_M is None else weight_M / weight_M.sum()
     return Batch.of(segments, sequence, streams={WEIGHT: shares})
@@ -135,8 +141,11 @@ def _segment(ids: np.ndarray, learned_T: np.ndarray) -> Segment:
 def demonstration(
     renderer: PairRenderer, task: Task, prompt: str | Sequence[Message], completion: str, context: int
 ) -> Segment:
-    """One demonstration of one turn as a segment, its prompt masked. Raises DataError: the completion has no token, or
-    the text is longer than the model's context."""
+    """One demonstration of one turn as a segment, its prompt masked.
+
+    Raises:
+        DataError: the completion has no token, or the text is longer than the model's context.
+    """
     seen, said = renderer.pair(prompt, completion, task.id, task.tools)
     if not len(said):
         raise DataError(f"the demonstration of task {task.id!r} has no token to imitate: its completion is empty")
@@ -166,7 +175,10 @@ async def recited(
     sampling: Sampling,
 ) -> DemonstrationTalk:
     """Play a demonstration of several turns in the environment, which answers each turn as it answers the policy.
-    Raises DataError: the episode ends before the demonstration's last turn, or asks for more turns."""
+
+    Raises:
+        DataError: the episode ends before the demonstration's last turn, or asks for more turns.
+    """
     talk = DemonstrationTalk(renderer, dialogue, turns, sampling, chat=not isinstance(prompt, str), task=task.id)
     await world.play(task, talk)
     if len(talk.turns) != len(turns):

@@ -44,8 +44,11 @@ class Hints:
         return {"now": learner, "average": self.average, "start": reference}[self.how.weights]
 
     def of(self, group: Group) -> tuple[HintedEpisode, ...]:
-        """The judged episodes of a group, in order. Raises ConfigError: the environment asked with more than the task's
-        prompt, or its hint ignores what it is given."""
+        """The judged episodes of a group, in order.
+
+        Raises:
+            ConfigError: the environment asked with more than the task's prompt, or its hint ignores what it is given.
+        """
         return tuple(self._hinted(group, e) for e in group.judged)
 
     def _hinted(self, group: Group, e: Episode) -> HintedEpisode:
@@ -76,7 +79,11 @@ class Hints:
         return replace(e.task, answer=said(self.rollout.dialogue(e.task.id), right[0])) if right else NOBODY
 
     def asked(self, e: Episode) -> np.ndarray:
-        """int32: the prompt that the policy was asked with. Raises ConfigError: it is not the task's prompt alone."""
+        """int32: the prompt that the policy was asked with.
+
+        Raises:
+            ConfigError: it is not the task's prompt alone.
+        """
         segment = e.segments[0]
         own = segment.ids[: int(np.argmax(segment.mask)) if segment.spoken else len(segment.ids)]
         if not np.array_equal(own, self.ids(e.task, e.task.prompt)):
@@ -107,8 +114,12 @@ def holds(prompt: str | Sequence[Message], text: str) -> bool:
 
 def behind(segment: Segment, own: np.ndarray, prompt: np.ndarray) -> Segment:
     """The segment behind another prompt. All that follows its own prompt stays as it is, but for the experts that the
-    sampler chose: a teacher that reads more chooses by itself. `own`: int32, its own prompt: the tokens before its
-    first spoken one. `prompt`: int32, the other one."""
+    sampler chose: a teacher that reads more chooses by itself.
+
+    Args:
+        own: int32, its own prompt: the tokens before its first spoken one.
+        prompt: int32, the other one.
+    """
     after, n = slice(len(own), None), len(prompt)
     return replace(
         segment,

@@ -35,8 +35,11 @@ class ImplicitModel:
         return self.trainer.learner.fingerprint()
 
     def learn(self, index: int, groups: Sequence[ScoredGroup], watch: Observers) -> Gauges:
-        """One optimizer step on the outcomes of all scored answers of step `index`. Raises DataError: an outcome is not
-        in 0..1."""
+        """One optimizer step on the outcomes of all scored answers of step `index`.
+
+        Raises:
+            DataError: an outcome is not in 0..1.
+        """
         answers = [s for g in groups for s in g.episodes if s.episode.spoken]
         if not answers:
             return {}
@@ -50,7 +53,11 @@ class ImplicitModel:
 
 
 def outcomes(answers: Sequence[Scored]) -> np.ndarray:
-    """float64 [E]: the raw outcome of each answer. Raises DataError: one is not in 0..1."""
+    """float64 [E]: the raw outcome of each answer.
+
+    Raises:
+        DataError: one is not in 0..1.
+    """
     raw = np.array([s.episode.reward for s in answers], np.float64)
     if np.any((raw < 0) | (raw > 1)):
         wrong = int(np.argmax((raw < 0) | (raw > 1)))

@@ -60,8 +60,10 @@ def unmeasured(dtype: str, temperature: float) -> Gap:
 
 
 def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperature: float) -> Gap:
-    """The bound for `gap`: `LEAST` if the gap is within it, else what the learner's own rounding error allows. If the
-    model is too large for float64, it is `unmeasured`."""
+    """The bound for `gap`: `LEAST` if the gap is within it, else what the learner's own rounding error allows.
+
+    If the model is too large for float64, it is `unmeasured`.
+    """
     least, most = LEAST[dtype], CEILING[dtype]
     if gap.within(least):
         return least
@@ -86,8 +88,10 @@ FLOOR: Mapping[str, float] = {"float32": LEAST["float32"].worst, "bfloat16": 0.0
 
 
 def noise(dtype: str, learner: Learner, packed: Packed) -> float:
-    """Nats by which a correct engine's log-prob of any of these tokens may differ from the learner's. It is measured in
-    float64 unless the model is too large for that."""
+    """Nats by which a correct engine's log-prob of any of these tokens may differ from the learner's.
+
+    It is measured in float64 unless the model is too large for that.
+    """
     if (exact_M := learner.exact(packed)) is None:
         return unmeasured(dtype, packed.sampling.temperature).worst
     return min(max(FLOOR[dtype], MARGIN * Gap.of(learner.score(packed), exact_M).worst), CEILING[dtype].worst)

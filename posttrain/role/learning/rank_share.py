@@ -29,7 +29,11 @@ ROUNDING = 1e-9
 
 def check_shares(ranks: Ranks, batch: Batch, mine: np.ndarray, micros: Sequence[Batch]) -> None:
     """Check that all ranks have the same minibatch, and that their micro-batches are all of it, each episode once, with
-    the weights that it has there. Raises InvariantError on every rank, where that is not so."""
+    the weights that it has there.
+
+    Raises:
+        InvariantError: on every rank, where that is not so.
+    """
     if ranks.world == 1:
         return
     advice = "Every rank is given the whole minibatch, packed once: make it from the same groups, seed and step"

@@ -81,8 +81,11 @@ class RoundSamples:
 
 
 def imitation(segment: Segment, prompt: np.ndarray | None = None) -> Segment:
-    """A sampled segment as something to imitate, under the model's own distribution. `prompt`: tokens that stand before
-    its first spoken token, instead of those that stood there."""
+    """A sampled segment as something to imitate, under the model's own distribution.
+
+    Args:
+        prompt: tokens that stand before its first spoken token, instead of those that stood there.
+    """
     first = int(np.argmax(segment.mask))
     head = segment.ids[:first] if prompt is None else prompt
     ids = np.concatenate([head, segment.ids[first:]]).astype(np.int32)
@@ -146,8 +149,10 @@ def without_hint(prompts: Mapping[str, np.ndarray | None], name: str) -> np.ndar
 
 def to_ask_again(plain: Sequence[Group], keep: Keep) -> list[Group]:
     """The groups that are asked again, with a hint or from their steps: some completion was judged, and none that was
-    is kept. Where nothing could be judged, nothing is known. Where history was rewritten, a completion has no one
-    prompt."""
+    is kept.
+
+    Where nothing could be judged, nothing is known. Where history was rewritten, a completion has no one prompt.
+    """
     out: list[Group] = []
     for group in plain:
         own = [e.reward for e in group.judged if e.reward is not None and whole(e)]
@@ -227,7 +232,12 @@ def steps_of(kept: int, own: int, epochs: int) -> int:
 
 def drawn(kept: Sequence[Candidate], own: int, position: int, key: tuple[int, str, int]) -> list[Candidate]:
     """The kept completions of one step. A pass shuffles all of them and cuts them into steps of nearly equal size, so
-    no step has one twice. `position`: steps of the round before this one. `key`: (seed, stage, round)."""
+    no step has one twice.
+
+    Args:
+        position: steps of the round before this one.
+        key: (seed, stage, round).
+    """
     seed, stage, round = key
     parts = math.ceil(len(kept) / own)
     order = seeds.generator(seed, f"kept/{stage}", round, position // parts).permutation(len(kept))
@@ -263,7 +273,11 @@ def _place(c: Candidate) -> tuple[int, ...]:
 
 
 def read(folder: Path) -> RoundSamples:
-    """Reads the data that `write` wrote, bit for bit. Raises RunFolderError: the file is damaged."""
+    """Reads the data that `write` wrote, bit for bit.
+
+    Raises:
+        RunFolderError: the file is damaged.
+    """
     path = folder / FILE
     with read_untrusted.opened(path, RunFolderError):
         pass

@@ -37,8 +37,11 @@ def part_name(path: Path, rank: int, world: int) -> Path:
 
 
 def part_files(path: Path) -> list[Path]:
-    """The files that hold what `path` stands for, in order; empty where there is none. Raises RunFolderError: some
-    parts are missing, or parts of two writers lie beside each other."""
+    """The files that hold what `path` stands for, in order; empty where there is none.
+
+    Raises:
+        RunFolderError: some parts are missing, or parts of two writers lie beside each other.
+    """
     found = sorted(p for p in path.parent.glob(f"{path.stem}-*{path.suffix}") if PART.search(p.stem))
     if path.exists() or not found:
         return [path] if path.exists() else []
@@ -60,8 +63,11 @@ def write_part(path: Path, shards: Iterable[Shard], rank: int, world: int) -> No
 
 
 class SavedTensors:
-    """The tensors that the file, or the files of several processes, hold. Raises RunFolderError: nothing is there, or
-    it is damaged."""
+    """The tensors that the file, or the files of several processes, hold.
+
+    Raises:
+        RunFolderError: nothing is there, or it is damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -163,7 +169,10 @@ def load_optimizer(folder: Path, optimizer: WeightOptimizer) -> None:
 
 def load_average(folder: Path, learner: Learner) -> None:
     """Load the weights of a checkpoint, and over them the moving averages that its optimizer kept (`Optimizer.ema`).
-    Raises RunFolderError: it has none."""
+
+    Raises:
+        RunFolderError: it has none.
+    """
     load_weights(folder, learner)
     held = _load(folder / OPTIMIZER) if part_files(folder / OPTIMIZER) else {}
     averages = {n.removeprefix(AVERAGE): t for n, t in held.items() if n.startswith(AVERAGE)}
