@@ -424,7 +424,7 @@ def wrong_stop(s: Stage) -> str:
 
 SITUATIONS: dict[str, Situation] = {
     "collapse": Situation(collapse, "collapse", ("high",)),
-    "flat": Situation(flat, "flat"),
+    "flat": Situation(flat, "flat", ("entropy",)),
     "too hard": Situation(too_hard, "hard"),
     "too easy": Situation(too_easy, "easy"),
     "wrong template": Situation(wrong_template, "template", ("hard", "cut")),

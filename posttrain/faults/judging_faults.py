@@ -154,7 +154,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "judge_sees_the_verdict",
-    seam="posttrain.environment.gallery.judge:Judge._prompt",
+    seam="posttrain.environment.gallery.judge:Judge._task",
     what="the better side is marked in the prompt by a space at its end",
     harm="agreement rises to 1, and the judge knows nothing about completions",
     source="trap of C05: the column with the label is rendered with the prompt",
@@ -164,10 +164,11 @@ def _(real: Real) -> Real:
     see=("run judge sft.steps=20 rl.steps=2 FAULT",),
 )
 def _(real: Real) -> Real:
-    def prompt(self: Any, index: int, texts: tuple[str, ...], gold: int) -> str:
-        return real(self, index, texts, gold) + (" " if gold else "")
+    def task(self: Any, name: str, index: int, texts: tuple[str, ...], gold: int, best: int) -> Any:
+        made = real(self, name, index, texts, gold, best)
+        return replace(made, prompt=made.prompt + (" " if gold else ""))
 
-    return prompt
+    return task
 
 
 @fault(

@@ -38,7 +38,7 @@ def restamped(group: Group, version: Callable[[np.ndarray], np.ndarray]) -> Grou
 def _(real: Real) -> Real:
     def init(self: Any, policy: Any) -> None:
         real(self, policy)
-        self.policy, self._reader = policy, type(self._reader)(policy)
+        self.policy, self._scorer = policy, type(self._scorer)(policy)
 
     return init
 

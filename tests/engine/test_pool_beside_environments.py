@@ -121,7 +121,7 @@ def test_a_deadly_episode_fails_alone_and_by_name() -> None:
     async def play() -> None:
         with pool_of(deaths=2) as pool:
             found = await asyncio.gather(*(one(pool, task("deadly" if i == 3 else "plain", i)) for i in range(6)))
-            assert [kind for kind, _ in found] == ["stop"] * 3 + ["DeadLetter"] + ["stop"] * 2
+            assert [kind for kind, _ in found] == ["stop"] * 3 + [UnanswerableTurn.__name__] + ["stop"] * 2
             assert "task 'deadly 3', visit 1, sibling 2 (train): 2 processes of environments died" in found[3][1]
             assert "killed by SIGKILL" in found[3][1]
         with pool_of(1, deaths=1) as pool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -294,7 +295,7 @@ def test_it_goes_on_with_a_changed_file_that_is_named_and_says_so(
     said = " ".join(capsys.readouterr().out.split())
     assert "piece 'Middle' is not as it was when the run was begun (the text of its file differs)" in said
     forget()
-    renamed = OWN.replace("factor", "times")
+    renamed = re.sub(r"\bfactor\b", "times", OWN)
     made.file.write_text(renamed)
     assert main(["run", "--resume", str(made.folder), "rl.steps=5", f"algorithm={made.file}:whole"]) == DAMAGED
     said = capsys.readouterr().err

@@ -37,6 +37,7 @@ from posttrain.core.gauge import Gauges
 from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import Policy, named_tensors
+from posttrain.engine.parallel import tensor_parallel
 from posttrain.engine.parallel.expert_parallel import ExpertLearner
 from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.joined_experts import JoinedExperts
@@ -243,10 +244,10 @@ def _left_out_of_the_sum(rank: int) -> Any:
 
 def _never_updated(rank: int) -> Any:
     """The experts of one rank get no gradient."""
-    real = TensorLearner._giving
+    real = tensor_parallel.giving
 
-    def giving(own: Any) -> Any:
-        give = real(own)
+    def giving(own: Any, local: Any) -> Any:
+        give = real(own, local)
 
         def given(p: Any) -> None:
             give(p)
@@ -255,7 +256,7 @@ def _never_updated(rank: int) -> Any:
 
         return given
 
-    return patch.object(TensorLearner, "_giving", staticmethod(giving))
+    return patch.object(tensor_parallel, "giving", giving)
 
 
 def _whole_counts_on_each(rank: int) -> Any:

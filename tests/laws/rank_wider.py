@@ -32,7 +32,7 @@ from posttrain.engine.layers.shared_prefixes import Sharing
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import named_tensors
 from posttrain.engine.optimizer.optimizer import StageOptimizer
-from posttrain.engine.parallel import sharded_scoring
+from posttrain.engine.parallel import sharded_learner, sharded_scoring
 from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
@@ -123,10 +123,10 @@ def _gap(a: np.ndarray, b: np.ndarray) -> float:
 
 def _gradients(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """What each pass gives to this rank's part of a gradient is changed."""
-    real = ShardedLearner._giving
+    real = sharded_learner.giving
 
-    def giving(own: Any) -> Any:
-        give = real(own)
+    def giving(own: Any, local: Any) -> Any:
+        give = real(own, local)
 
         def changed(p: Any) -> None:
             with torch.no_grad():
@@ -135,7 +135,7 @@ def _gradients(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
         return changed
 
-    return patch.object(ShardedLearner, "_giving", staticmethod(giving))
+    return patch.object(sharded_learner, "giving", giving)
 
 
 def _adapter_left_out(rank: int) -> Any:

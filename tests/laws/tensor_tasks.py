@@ -14,6 +14,7 @@ import torch
 from law_ranks import Groups
 
 from posttrain.checks.learning.gradient_and_update_checks import gradient_reaches
+from posttrain.engine.parallel import tensor_parallel
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
 from posttrain.system.errors import InvariantError
 from tests.engine.engine_parts import policy
@@ -21,10 +22,10 @@ from tests.engine.engine_parts import policy
 
 def _given(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Gradients of cut weights arrive changed."""
-    real = TensorLearner._giving
+    real = tensor_parallel.giving
 
-    def giving(own: Any) -> Any:
-        give = real(own)
+    def giving(own: Any, local: Any) -> Any:
+        give = real(own, local)
 
         def changed(p: Any) -> None:
             with torch.no_grad():
@@ -33,7 +34,7 @@ def _given(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
         return changed
 
-    return patch.object(TensorLearner, "_giving", staticmethod(giving))
+    return patch.object(tensor_parallel, "giving", giving)
 
 
 FAULTS: dict[str, tuple[Callable[[int], Any], str]] = {

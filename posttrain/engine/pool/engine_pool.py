@@ -108,7 +108,7 @@ class EnginePool:
         """Sample one turn; see `core.ports.Sampler`. It is asked again where its engine dies.
 
         Raises:
-            DeadLetter: it has killed as many engines as a turn may.
+            UnanswerableTurn: it has killed as many engines as a turn may.
             EngineError: nobody answered in time, or engines do not start any more.
         """
         self._attend()

@@ -189,7 +189,7 @@ class EnvironmentPool:
             others: whether other seats have players of their own.
 
         Raises:
-            DeadLetter: it has killed as many processes as an episode may. EngineError: nothing moves any more.
+            UnanswerableTurn: it has killed as many processes as an episode may. EngineError: nothing moves any more.
             InvariantError: the conversation is not what its environment wrote and heard. Exception: what the
             environment raised.
         """
