@@ -49,7 +49,10 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
     from peft import inject_adapter_in_model
 
     module.requires_grad_(False)
+    # The names are read before PEFT comes in: afterwards its own matrices A and B are linear layers of the module too.
     every, names = _linear(module), linear_names(module)
+    # torch.manual_seed seeds every device. None puts back the generators of all of them; on the CPU there is one to
+    # keep.
     with torch.random.fork_rng(devices=[] if module.device.type == "cpu" else None):
         torch.manual_seed(seed)
         try:
@@ -59,6 +62,8 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
                 f"model.lora.targets={','.join(lora.targets)}: PEFT puts no such adapters into {type(module).__name__}"
                 f" ({str(error).splitlines()[0]}). Its linear layers are {', '.join(names)}"
             ) from error
+    # PEFT's ParamWrapper is its adapter over a bare parameter, the form in which experts are stored. A linear layer
+    # that got none is refused under all-linear as well, because the setting promises all.
     kinds = {n: type(layer).__name__ for n, layer in layers(module).items()}
     left = [n for n in every if n not in kinds] if lora.targets == (ALL_LINEAR,) else []
     if other := [n for n, kind in kinds.items() if kind == "ParamWrapper"] or left:
@@ -69,11 +74,14 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
             " not built, and PEFT takes layers that have their names for them. Set"
             f" model.lora.targets={','.join(fit or (n for n in names if n not in lora.targets))}"
         )
+    # Only PEFT decides which layers a listed name meets, so whether the head is one of them is seen afterwards.
     if isinstance(read_out(module).head, _tuner_layer()):
         raise ConfigError(
             "model.lora.targets: the language-model head can have no adapter, because log-probs are computed from its"
             f" weight. Name other layers: {', '.join(names)}"
         )
+    # inject_adapter_in_model leaves adapters in the type of the weights. In a 16-bit type most updates of a small
+    # learning rate would be rounded away, so they train in float32, as with PEFT's own get_peft_model.
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.dtype.itemsize < 4:
             parameter.data = parameter.data.float()
@@ -83,6 +91,7 @@ def _config(lora: Lora, module: PreTrainedModel) -> Any:
     from peft import LoraConfig
 
     mixture = any(p.ndim == 3 for p in module.parameters())  # to PEFT their experts and routers are linear too
+    # Full names instead of PEFT's word for all layers: it would take the routers along.
     every: str | list[str] = _linear(module) if mixture else ALL_LINEAR
     targets = every if lora.targets == (ALL_LINEAR,) else list(lora.targets)
     return LoraConfig(
@@ -91,6 +100,7 @@ def _config(lora: Lora, module: PreTrainedModel) -> Any:
         target_modules=targets,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
+        # Sampler and learner must be the same function, so no adapter is random.
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -124,6 +134,7 @@ def layers(module: nn.Module) -> dict[str, BaseTunerLayer]:
 
 def is_adapted(module: nn.Module) -> bool:
     """Returns whether the module has adapters. Needs no PEFT where it has none."""
+    # The two attributes are looked for, and no class, because the class can be had only by importing PEFT.
     return any(hasattr(part, "base_layer") and hasattr(part, "adapter_layer_names") for part in module.modules())
 
 
@@ -137,6 +148,7 @@ def base_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The tensors beneath the adapters, under the names that they have without adapters. Tied ones come once."""
     own, seen, out = adapter_tensors(module), set[int](), dict[str, Tensor]()
     for name, tensor in module.state_dict(keep_vars=True).items():
+        # keep_vars=True gives the parameters themselves, so that a tied one is known by its identity.
         if name not in own and id(tensor) not in seen:
             seen.add(id(tensor))
             out[name.replace(".base_layer.", ".")] = tensor
@@ -147,6 +159,8 @@ def target_names(module: nn.Module) -> list[str]:
     """The names by which PEFT finds the layers with an adapter: their last words, where these name no other layer."""
     found = layers(module)
     words = sorted({name.rpartition(".")[2] for name in found})
+    # PEFT takes every layer whose name ends in a listed word. If that is more than those with an adapter, full names
+    # are written, or a reader of the export would attach adapters that were never trained.
     named = [n for n, part in module.named_modules() if n.rpartition(".")[2] in words]
     return words if len(named) == len(found) else sorted(found)
 
@@ -176,6 +190,7 @@ def switched_off(module: nn.Module) -> Iterator[None]:
 def loud(module: nn.Module) -> Iterator[None]:
     """Inside, every adapter adds random numbers half as large as its layer's own output; afterwards all adapters hold
     their own numbers again, bit for bit."""
+    # Copies, and no arithmetic that is undone afterwards: rounding would leave other numbers than before.
     before = {n: t.detach().clone() for n, t in adapter_tensors(module).items()}
     generator = torch.Generator().manual_seed(0)
     try:
@@ -191,6 +206,8 @@ def loud(module: nn.Module) -> Iterator[None]:
 
 def _make_loud(layer: Any, generator: torch.Generator) -> None:
     """Numbers for B with which |scale B A x| is about |W x| / 2 for inputs of independent numbers."""
+    # For inputs x with independent entries of size 1, |A x| is about the Frobenius norm of A, and |B y| about size *
+    # sqrt(out) * |y| where B [out, r] has entries of that size. |W x| is about the norm of W.
     base = float_layer(layer.get_base_layer(), torch.float32).weight
     for name, b in layer.lora_B.items():
         added = layer.scaling[name] * float(layer.lora_A[name].weight.double().norm()) * math.sqrt(b.weight.shape[0])
@@ -207,9 +224,12 @@ def effective(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 def _merged_layer(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of a PEFT layer's base layer, with the adapter merged into the copy, of `dtype` if it was in 8 bits."""
+    # Only this layer is copied, and its weight becomes float before the merge: codes of few bits could not hold the
+    # sum.
     alone: Any = copy.deepcopy(layer)
     make_float(alone, dtype)
     try:
+        # With safe_merge PEFT raises ValueError where the merged weight is not finite.
         alone.merge(safe_merge=True)
     except ValueError as error:
         raise EngineError(f"the adapter cannot be merged: {error}. Go on from an earlier checkpoint") from error
@@ -222,23 +242,30 @@ def merge_error(layer: nn.Module, plain: nn.Module) -> float:
 
     Both compute the same random inputs in float64. `MERGE_BOUND` says what rounding may change.
     """
+    # In float64 the comparison itself rounds nothing that counts, so what is left is the rounding of the merge.
     own: Any = copy.deepcopy(layer).double()
     other: Any = copy.deepcopy(plain).double()
     stored: Any = getattr(plain, "weight")  # noqa: B009 (typed as any module)
     generator = torch.Generator().manual_seed(0)
+    # GPT-2's Conv1D holds its weight as [in, out], nn.Linear as [out, in].
     axis = 0 if isinstance(plain, Conv1D) else 1
     x = torch.randn(8, stored.shape[axis], generator=generator, dtype=torch.float64).to(stored.device)
     with torch.no_grad():
         apart = (own(x) - other(x)).abs()
+        # Where the adapter cancels most of a weight, the error is that of the product B A, which is as large as the
+        # weight beneath. So both sizes are in the bound.
         squares = other.weight**2 + own.get_base_layer().weight ** 2
         size = (x**2 @ (squares if axis == 0 else squares.T)).sqrt()
         allowed = MERGE_BOUND * torch.finfo(stored.dtype).eps * size
+        # An output that is no number must not pass, and every comparison with NaN would be false.
         ratio = torch.where(apart.isfinite(), apart / allowed.clamp_min(1e-300), torch.inf)
     return float(ratio.max())
 
 
 def without_adapters(module: PreTrainedModel) -> PreTrainedModel:
     """A copy of the module as it was before its adapters. The weights are shared."""
+    # The memo tells deepcopy that the parameters are copied already, as themselves: modules are new, weights are
+    # shared.
     bare = copy.deepcopy(module, {id(t): t for t in module.parameters()})
     for name in layers(bare):
         parent, _, last = name.rpartition(".")
@@ -269,6 +296,7 @@ def merged(module: PreTrainedModel) -> PreTrainedModel:
     for name in layers(whole):
         parent, _, last = name.rpartition(".")
         setattr(whole.get_submodule(parent), last, _merged_layer(whole.get_submodule(name), module.dtype))
+    # The loop has made the layers with an adapter float. This is for quantised layers that had none.
     make_float(whole, module.dtype)
     return _forgotten(whole).requires_grad_(True)
 

@@ -50,6 +50,8 @@ class Int8Linear(QuantisedLinear):
     scale: nn.Parameter
 
     def __init__(self, codes: Tensor, scale: Tensor, bias: nn.Parameter | None) -> None:
+        # nn.Linear's own __init__ would allocate a float weight of full size. The class stays a linear layer, so that
+        # PEFT takes it for one.
         nn.Module.__init__(self)
         self.out_features, self.in_features = codes.shape
         self.weight = nn.Parameter(codes, requires_grad=False)
@@ -58,6 +60,7 @@ class Int8Linear(QuantisedLinear):
 
     @staticmethod
     def of(layer: nn.Linear) -> Int8Linear:
+        # The bias is shared with the layer that is replaced; it is frozen with it, since only adapters over it train.
         codes, scale = rounded(layer.weight.detach())
         layer.requires_grad_(False)
         return Int8Linear(codes, scale, cast("nn.Parameter | None", layer.bias))
@@ -68,6 +71,7 @@ class Int8Linear(QuantisedLinear):
 
     def float_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """s q, computed in float64."""
+        # In float64 the product is exact, so the type that is asked for is rounded to once.
         return (self.weight.double() * self.scale.double()[:, None]).to(dtype)
 
     def extra_repr(self) -> str:
@@ -83,6 +87,8 @@ class Nf4Linear(QuantisedLinear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = layer.out_features, layer.in_features
         held: Any = to_nf4(layer.weight.detach().contiguous(), NF4_BLOCK, blocks)
+        # torchao's weight is a tensor subclass. Its parts become plain parameters, which fingerprints, safetensors and
+        # copies between devices can read. The subclass is put together again for each product (_held).
         self._names, self._kind = held.__tensor_flatten__()
         for name in self._names:
             part = getattr(held, name).clone(memory_format=torch.contiguous_format)
@@ -100,6 +106,7 @@ class Nf4Linear(QuantisedLinear):
                 f" {layer.out_features} x {layer.in_features} numbers. Take int8"
             )
         layer.requires_grad_(False)
+        # The scales are cut into blocks of equal size too, so the block size must divide their number.
         return Nf4Linear(layer, math.gcd(count, NF4_SCALES))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -125,6 +132,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        # An int8 code is exact in bfloat16 and float16 (127 < 2**8), so the codes are multiplied as they are and the
+        # scale, one for each output, is applied to the product: no float form of s q is kept. The inputs are not kept
+        # either, because no weight here has a gradient.
         ctx.save_for_backward(codes, scale)
         return ((x @ codes.to(x.dtype).t()) * scale).to(x.dtype)
 
@@ -132,12 +142,14 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         codes, scale = ctx.saved_tensors
         (grad,) = grads
+        # dL/dx = (dL/dy s) q.
         return (grad * scale).to(grad.dtype) @ codes.to(grad.dtype), None, None
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 [out, in], float32 [out]): the nearest multiples of each row's scale."""
     w = weight.float()
+    # A row of zeros gets a scale above 0, or the quotient below would be 0 / 0.
     scale = (w.abs().amax(1) / LARGEST).clamp(min=LEAST)
     return (w / scale[:, None]).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
 
@@ -160,7 +172,9 @@ def quantise(module: PreTrainedModel, kind: str) -> None:
             f"model.quantize={kind}: {type(module).__name__} computes with Conv1D ({strange[0]}), which is not offered"
             " in few bits. Leave model.quantize out"
         )
+    # In an adapted module the matrices A and B are linear layers as well. They train, so they stay float.
     parts = [(n, part) for n, part in module.named_modules() if ".lora_" not in n]
+    # The exact class: a quantised layer is a subclass, and is left as it is.
     found = [n for n, part in parts if type(part) is nn.Linear and part is not head]
     if not found and not is_quantised(module):
         raise ConfigError(
@@ -186,6 +200,7 @@ def float_layer(layer: Any, dtype: torch.dtype) -> Any:
     """The plain layer that multiplies with the same numbers; the layer itself where it is not a quantised one."""
     if not isinstance(layer, QuantisedLinear):
         return layer
+    # On meta nothing is allocated for a weight that is replaced on the next line.
     plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     plain.weight = nn.Parameter(layer.float_weight(dtype), requires_grad=False)
     plain.register_parameter("bias", layer.bias)
@@ -210,6 +225,7 @@ def saved_bytes(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
 def weights_of(module: nn.Module) -> int:
     """Number of weights, ties counted once, and quantised ones as what they stand for."""
     few = [part for part in module.modules() if isinstance(part, QuantisedLinear)]
+    # nf4 holds two weights in a byte, and scales are no weights, so the elements of these parameters are not counted.
     held = {id(p) for part in few for n, p in part.named_parameters() if n != "bias"}
     plain = sum(p.numel() for p in module.parameters() if id(p) not in held)
     return plain + sum(part.in_features * part.out_features for part in few)

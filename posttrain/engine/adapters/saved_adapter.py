@@ -45,6 +45,8 @@ def saved_adapter(path: str | Path) -> SavedAdapter | None:
         DataError: it is damaged, or of a kind that cannot be trained on here.
     """
     folder = Path(path).expanduser()
+    # A directory with a config.json is a model. Both files together are refused elsewhere (locate_model), because
+    # transformers would load the adapter silently.
     if not (folder / CONFIG).is_file() or (folder / "config.json").exists():
         return None
     file = folder / CONFIG
@@ -53,6 +55,8 @@ def saved_adapter(path: str | Path) -> SavedAdapter | None:
     )
     if config.get("peft_type") != "LORA":
         raise DataError(f"{file}: peft_type={str(config.get('peft_type'))[:40]!r}; only LORA adapters can be loaded")
+    # A setting that is not known may change what the adapter computes. It is let through only where it is empty, so
+    # that files of newer versions of PEFT, which list new settings at their off value, can be read.
     strange = [k for k, v in config.items() if k not in KNOWN and v not in (None, False, 0, [], {}, "")]
     if strange or config.get("bias", "none") != "none":
         raise DataError(
@@ -62,12 +66,14 @@ def saved_adapter(path: str | Path) -> SavedAdapter | None:
     base, rank, alpha = config.get("base_model_name_or_path"), config.get("r"), config.get("lora_alpha")
     if not isinstance(base, str) or not base:
         raise DataError(f"{file}: base_model_name_or_path names no model. Write the base model's directory there")
+    # A revision counts for a hub id only; a directory holds whatever was downloaded into it.
     if config.get("revision") not in (None, "", "main") and not Path(base).expanduser().is_dir():
         raise DataError(
             f"{file}: it was trained over the revision {str(config['revision'])[:60]!r} of {base[:120]}. Download that"
             f" (hf download {base[:120]} --revision REVISION --local-dir FOLDER), and write FOLDER as"
             " base_model_name_or_path"
         )
+    # JSON's true is an int in Python.
     if type(rank) is not int or not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise DataError(f"{file}: r and lora_alpha must be numbers")
     dropout = config.get("lora_dropout")
@@ -79,6 +85,7 @@ def saved_adapter(path: str | Path) -> SavedAdapter | None:
             rslora=config.get("use_rslora") is True,
             dora=config.get("use_dora") is True,
         )
+    # float() of a whole number with hundreds of digits raises OverflowError.
     except (ConfigError, OverflowError) as error:
         raise DataError(f"{file} describes no adapter: {error}") from error
     return SavedAdapter(
@@ -95,6 +102,7 @@ def _targets(file: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     found = config.get("target_modules")
     if found == ALL_LINEAR:
         return (ALL_LINEAR,)
+    # PEFT takes a single string as a regular expression. A pattern out of a foreign file is not run.
     if not isinstance(found, list) or not all(isinstance(x, str) and TARGET.fullmatch(x) for x in found):
         raise DataError(f"{file}: target_modules must be a list of names of layers, or {ALL_LINEAR}")
     return tuple(sorted(found))
@@ -114,6 +122,7 @@ def load_saved(policy: Policy, saved: SavedAdapter) -> None:
     file = saved.folder / WEIGHTS
     found = {n.removeprefix(PREFIX): t for n, t in load_tensors(file, "Copy or download it again").items()}
     own = {written_name(name): tensor for name, tensor in adapter_tensors(policy.module).items()}
+    # All names and shapes are compared before anything is copied, so a wrong file leaves the adapter as it was.
     if set(found) != set(own) or any(found[n].shape != own[n].shape for n in own):
         wrong = sorted(set(found) ^ set(own)) or [n for n in own if found[n].shape != own[n].shape]
         raise DataError(
@@ -142,6 +151,7 @@ def write_adapter(policy: Policy, folder: Path, base: str) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     module: Any = policy.module
+    # A copy: the config belongs to the module that goes on training.
     config = copy.copy(module.peft_config[NAME])
     config.base_model_name_or_path, config.inference_mode = base, True
     config.target_modules = target_names(module)

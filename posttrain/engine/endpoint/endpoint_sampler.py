@@ -32,6 +32,8 @@ def fields(s: Sampling, look: RemoteModel, place: int, *, chat: bool) -> dict[st
     """
     check(s, look, chat=chat)
     known = _EXTENSIONS[look.dialect]
+    # Neutral values are sent too. Where a field is left out, vLLM takes its value from the model's
+    # generation_config.json, and the distribution would be another one than the contract's.
     out: dict[str, Any] = {
         "model": look.model,
         "n": 1,
@@ -41,7 +43,9 @@ def fields(s: Sampling, look: RemoteModel, place: int, *, chat: bool) -> dict[st
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "logit_bias": {str(i): x for i, x in s.logit_bias},
+        # A place has 128 bits, and servers read the seed as a signed number of 64.
         "seed": place & (2**63 - 1),
+        # OpenAI's newer chat models refuse max_tokens, and compatible servers may know that name only.
         "max_completion_tokens" if chat and look.dialect == "openai" else "max_tokens": s.max_tokens,
     }
     if s.stop:
@@ -52,6 +56,8 @@ def fields(s: Sampling, look: RemoteModel, place: int, *, chat: bool) -> dict[st
         out |= {"repetition_penalty": s.repetition_penalty, "min_tokens": s.min_tokens}
         if s.allowed_ids is not None:
             out["allowed_token_ids"] = list(s.allowed_ids)
+    # What was said must come back whole: special tokens are not dropped from the text, and neither is the text that
+    # ended the turn.
     if look.dialect == "vllm":
         out |= {
             "skip_special_tokens": False,
@@ -79,6 +85,7 @@ def check(s: Sampling, look: RemoteModel, *, chat: bool) -> None:
             f"an endpoint of dialect {look.dialect!r} knows no {', '.join(f'sampling.{n}' for n in unknown)}, and would"
             " ignore or refuse it: leave it at its default, or use another engine"
         )
+    # OpenAI publishes its tokenizers, so there ids can be known.
     if chat and s.logit_bias and look.dialect == "compatible":
         raise ConfigError(
             "sampling.logit_bias names token ids of a tokenizer that a compatible chat endpoint does not tell: leave"
@@ -131,6 +138,8 @@ class EndpointSampler:
 
     def _body(self, s: Sampling, place: int, *, chat: bool) -> dict[str, Any]:
         body = fields(s, self.look, place, chat=chat)
+        # The truncation goes into the request only. The episodes keep the contract that they were given, which has
+        # none.
         if self.cut is not None and not s.greedy:
             asked = fields(self.cut, self.look, place, chat=chat)
             body |= {name: asked[name] for name in ("top_p", "top_k", "min_p") if name in asked}
@@ -147,6 +156,8 @@ class EndpointSampler:
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             raise self.broken(f"{path} answered without exactly one choice")
         usage = answer.get("usage")
+        # The count is needed because ids of a turn in text are made up to this number, and turns in ids are checked by
+        # it.
         said = usage.get("completion_tokens") if isinstance(usage, dict) else None
         if not isinstance(said, int):
             raise self.broken(
@@ -156,7 +167,9 @@ class EndpointSampler:
             raise self.broken(
                 f"{path} said {said} tokens where at most {most} were asked for: it does not obey max_tokens"
             )
+        # Counted after all checks, so that the mean length is that of answers which were used.
         self._requests, self._tokens = self._requests + 1, self._tokens + said
+        # Servers differ in where they put prompt_token_ids: in the choice, or beside the choices.
         return choices[0] | {k: v for k, v in answer.items() if k == "prompt_token_ids" and v is not None}, said
 
     def broken(self, text: str) -> EndpointError:

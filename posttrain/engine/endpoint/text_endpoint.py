@@ -36,6 +36,7 @@ class TextVocabulary:
     """A growing vocabulary of text pieces."""
 
     def __init__(self) -> None:
+        # Id 0 is the empty piece, so that any number of zeros behind a turn's first id adds nothing to its text.
         self._all: list[TextPiece] = [TextPiece("assistant", "")]
         self._ids: dict[TextPiece, int] = {self._all[0]: 0}
 
@@ -66,6 +67,7 @@ class TextDialogue:
                 "tools reach an endpoint through the model's own chat template: give its tokenizer (--tokenizer)"
             )
         chat = not isinstance(content, str)
+        # A request is either messages or a text to continue; the two cannot be put into one.
         if self._chat is not None and chat != self._chat:
             raise InvariantError("a dialogue shows messages throughout or text throughout, not both")
         self._chat = chat
@@ -114,6 +116,8 @@ class TextSampler(EndpointSampler):
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         """One turn after `ids`, which are ids of this sampler's vocabulary."""
+        # The endpoint ends a turn at its own tokenizer's end. Ids of this sampler's vocabulary mean nothing to it, so a
+        # contract that names stop ids could not be kept.
         if sampling.stop_ids != ():
             raise EngineError(
                 "an endpoint that speaks text ends a turn where its own tokenizer does: set stop_ids=(), not"
@@ -133,10 +137,13 @@ class TextSampler(EndpointSampler):
         text = (choice.get("message") or {}).get("content") if chat else choice.get("text")
         if text is not None and not isinstance(text, str):
             raise self.broken(f"what it said is no text but {type(text).__name__}")
+        # A turn has as many ids as tokens were counted, so that lengths and budgets of the rollout are right, although
+        # only the first id has a text. An empty turn has one id still.
         said = [self._pieces.id(TextPiece("assistant", text or "")), *[0] * (count - 1)]
         n = len(said)
         return SampledTurn(
             np.array(said, np.int32),
+            # Log-probs are unknown, and the version OUTSIDE says so to who might learn from them.
             np.zeros(n, np.float32),
             np.full(n, OUTSIDE, np.int32),
             self._stop(choice.get("finish_reason")),
@@ -156,6 +163,8 @@ class TextSampler(EndpointSampler):
         out: list[dict[str, str]] = []
         for piece in self._pieces.of(ids):
             if (
+                # The zeros that fill up a turn follow its message. Only behind one are they passed over: an empty turn
+                # is id 0 itself, and stays a message.
                 piece.role == "assistant"
                 and not piece.message
                 and not piece.text
@@ -176,6 +185,7 @@ class TextSampler(EndpointSampler):
         return "".join(p.text for p in pieces)
 
     def _stop(self, reason: Any) -> Stop:
+        # An answer that was filtered is no answer of the model, so it does not count as one that ended by itself.
         stops = {"stop": Stop.SAID, "length": Stop.LENGTH, "content_filter": Stop.ERROR}
         if reason not in stops:
             raise self.broken(f"a turn ended with reason {reason!r}; known are {', '.join(stops)}")

@@ -43,6 +43,8 @@ class TokenSampler(EndpointSampler):
                 "sampling.stop_ids is not resolved: call sampling.resolve(stop_ids) once at load, or set stop_ids=()"
             )
         prompt = checked_prompt(ids)
+        # The room is computed here, because servers answer a request that passes their context with an error, and this
+        # turn should end with Stop.CONTEXT instead.
         room = self.context - len(prompt)
         if room < 1:
             raise DataError(
@@ -53,7 +55,9 @@ class TokenSampler(EndpointSampler):
             "prompt": prompt,
             "max_tokens": most,
             "min_tokens": min(sampling.min_tokens, most),
+            # At least 1: to a server that tests this field for truth, 0 would ask for no log-probs at all.
             "logprobs": max(sampling.top, 1),
+            # The contract's ids end the turn and no others: the server's own end token is ignored unless it is listed.
             "stop_token_ids": list(sampling.stop_ids),
             "ignore_eos": True,
             "return_token_ids": True,
@@ -62,6 +66,8 @@ class TokenSampler(EndpointSampler):
         choice, count = await self._choice("/completions", body, most)
         said = self._ids(choice.get("token_ids"), "token_ids")
         if (
+            # A server that adds a token for the beginning, or cuts a prompt, continues another text than the learner
+            # will score.
             "prompt_token_ids" in choice
             and choice["prompt_token_ids"] is not None
             and self._ids(choice["prompt_token_ids"], "prompt") != prompt
@@ -72,13 +78,16 @@ class TokenSampler(EndpointSampler):
         logp = self._logp(choice, len(said))
         top = self._top(choice, len(said), sampling.top) if sampling.top else None
         stop = self._stop(choice.get("finish_reason"), said, sampling, most)
+        # With `cut` the tokens come of another distribution than the contract of the episode says.
         version = np.full(len(said), 0 if self.cut is None else OUTSIDE, np.int32)
+        # Under the argmax a token has probability 1, whatever a server reports for it.
         told = np.zeros(len(said), np.float32) if sampling.greedy else logp
         return SampledTurn(np.array(said, np.int32), told, version, stop, None, top)
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`; from the endpoint's prompt_logprobs."""
         prompt = checked_prompt(ids)
+        # The API scores a prompt only together with a token that it draws; that one is thrown away.
         body = self._body(Sampling(max_tokens=1, stop_ids=()), 0, chat=False) | {
             "prompt": prompt,
             "prompt_logprobs": 0,
@@ -89,6 +98,7 @@ class TokenSampler(EndpointSampler):
         if not isinstance(rows, list) or len(rows) != len(prompt):
             raise self.broken("it returned no prompt_logprobs, so it cannot score")
         try:
+            # The first row is null, because nothing comes before the first token.
             return np.array([row[str(i)]["logprob"] for row, i in zip(rows[1:], prompt[1:], strict=True)], np.float32)
         except (KeyError, TypeError) as error:
             raise self.broken(
@@ -105,6 +115,9 @@ class TokenSampler(EndpointSampler):
         sampling.for_training(keeps_sets=False)
         probe = np.arange(1, 3, dtype=np.int32)
         try:
+            # If the log-probs are those of the distribution that is drawn from, they are log p_T = z / T - log Z_T for
+            # logits z. Differences between tokens do not depend on Z_T, so halving T must double them. A server that
+            # returns log-probs of the raw logits gives equal differences at both.
             one, two = [
                 await self.generate(probe, Sampling(temperature=t, max_tokens=1, stop_ids=(), top=3), 0)
                 for t in (1.0, 0.5)
@@ -121,6 +134,7 @@ class TokenSampler(EndpointSampler):
                 " model"
             )
         a, b = (np.array([x[i] for i in sorted(warm)]) for x in (warm, cold))
+        # Differences to one token of the three. The bound grows with them, because 16-bit logits round in proportion.
         a, b = a - a[0], b - b[0]
         if np.abs(b - 2 * a).max() > LOOSE + 0.05 * np.abs(a).max():
             raise ConfigError(
@@ -154,6 +168,7 @@ class TokenSampler(EndpointSampler):
             raise self.broken(f"it returned fewer than {k} alternatives for a token")
         try:
             rows = [
+                # A table may have one row more than was asked for: the drawn token, where it is not among the best.
                 sorted(((int(name.removeprefix("token_id:")), p) for name, p in t.items()), key=lambda x: -x[1])[:k]
                 for t in tables
             ]
@@ -166,10 +181,12 @@ class TokenSampler(EndpointSampler):
         return Top(ids, np.array([[p for _, p in row] for row in rows], np.float32).reshape(n, k))
 
     def _stop(self, reason: Any, said: list[int], s: Sampling, most: int) -> Stop:
+        # "stop" is said for ids and for strings alike; the last token tells which it was.
         if reason == "stop" and said and said[-1] in (s.stop_ids or ()):
             return Stop.SAID
         if reason == "stop" and s.stop:
             return Stop.STRING
+        # The server was asked for `most`, so it cannot tell the contract's bound from the end of the context.
         if reason == "length" and len(said) == most:
             return Stop.LENGTH if most == s.max_tokens else Stop.CONTEXT
         raise self.broken(

@@ -27,6 +27,7 @@ LARGEST = {
 """Most bytes of a file, by ending. Weights may have any size."""
 LARGEST_CONFIG = 16 * read_untrusted.MiB
 """Most bytes of config.json and the other `*config.json` files."""
+# Names of config fields that count layers: num_hidden_layers, n_layer, num_layers, decoder_layers, num_blocks, ...
 LAYERS = re.compile(
     r"(num_|n_)?(hidden_|decoder_|encoder_)?(layers?|blocks)|(num_|n_)(hidden_|decoder_|encoder_)?layers?"
 )
@@ -41,6 +42,8 @@ def examine(folder: Path) -> None:
         if path.suffix not in READ:
             continue
         try:
+            # Links are followed: the hub's cache consists of links to files elsewhere. What counts is what lies behind
+            # them.
             about = os.stat(path)
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
@@ -48,6 +51,8 @@ def examine(folder: Path) -> None:
         most = LARGEST_CONFIG if path.name.endswith("config.json") else LARGEST.get(path.suffix)
         if most is not None and about.st_size > most:
             raise DataError(f"{path} has {about.st_size:,} bytes; at most {most:,} are read there")
+        # The file is parsed here once only to refuse it. transformers treats some config files that it cannot parse as
+        # absent.
         if path.name.endswith("config.json"):
             read_untrusted.parse_object(
                 read_untrusted.read_bytes(path, LARGEST_CONFIG, DataError), str(path), DataError
@@ -65,6 +70,8 @@ def weight_files(index: Path) -> dict[str, str]:
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise DataError(f"{index} is damaged: weight_map must give the file of each weight. Copy or download it again")
     found = cast("dict[str, str]", listed)
+    # The loader joins these names to the folder, so ../ or an absolute path would make it open any file of this
+    # machine.
     if outside := next((f for f in found.values() if Path(f).name != f), None):
         raise DataError(
             f"{index} names the file {outside[:80]!r}: the weights of a model lie beside their index, and nothing else"
@@ -78,7 +85,10 @@ def check_layers(folder: Path) -> None:
     take hours and all memory."""
     file = folder / "config.json"
     config = read_config(file)
+    # A layer has at least one tensor, so a file with fewer tensors than layers belongs to another config. This is seen
+    # from the headers alone, before a module is built.
     most = _tensors(folder)
+    # Models with several parts keep the sizes of the text model in a config inside the config.
     for part in (config, *(v for v in config.values() if isinstance(v, dict))):
         for name, value in part.items():
             if LAYERS.fullmatch(str(name)) and isinstance(value, int) and value > min(most, MOST_LAYERS):

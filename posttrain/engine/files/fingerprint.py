@@ -40,6 +40,7 @@ class Spot:
 
     def rows(self, count: int) -> Tensor:
         """int64, ascending: which of `count` rows are read."""
+        # Philox gives the same numbers on every machine, so both sides draw the same rows without sending them.
         draws = np.random.Generator(np.random.Philox(key=self.number))
         drawn = draws.choice(count, -(-count // self.one_in), replace=False) if count else np.empty(0, np.int64)
         return torch.from_numpy(np.sort(drawn))
@@ -56,6 +57,8 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 def digest_of(found: Mapping[str, str]) -> str:
     """The fingerprint of tensors, from their digests by name."""
+    # Sorted by name, because the iterables of trainer and engine have different orders. The separators keep the borders
+    # of names and digests.
     whole = hashlib.blake2b(digest_size=16)
     for name, digest in sorted(found.items()):
         whole.update(f"{name}\x1f{digest}\x1e".encode())
@@ -70,14 +73,18 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]], spot: Spot | None = None
     for name, tensor in tensors:
         if name in sums:
             raise InvariantError(f"tensor {name!r} is listed twice: a fingerprint needs every name once")
+        # Bits alone would not tell a tensor from its transposed or recast form of the same bits. The spot is part of
+        # the digest too, so digests of different rows never compare as equal.
         heads[name] = f"{tensor.dtype!s} {tuple(tensor.shape)} {'' if spot is None else spot}"
         sums[name] = _row_sums(tensor, spot)
     if not sums:
         return {}
+    # All sums of a device go to the host in one copy. A copy for each tensor would wait for the device each time.
     by_device = {
         device: torch.cat([s for s in sums.values() if s.device == device]).cpu()
         for device in {s.device for s in sums.values()}
     }
+    # Each device's sums lie in the order in which its tensors came, so a counter for each finds them again.
     at = dict.fromkeys(by_device, 0)
     out: dict[str, str] = {}
     for name, s in sums.items():
@@ -90,20 +97,27 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]], spot: Spot | None = None
 def _row_sums(tensor: Tensor, spot: Spot | None) -> Tensor:
     """int64 [2 (rows + 1)]: two weighted sums of the tail's words, then of every full row of `ROW` words, or of those
     of the spot."""
+    # The bits are cut into 64-bit words: `whole` words fill rows of ROW, and less than a row of words is left as the
+    # tail. The body keeps its dtype until it is known to begin at a multiple of 8 bytes; the tail goes through bytes,
+    # because its length need not be a multiple of 8.
     raw = tensor.detach().contiguous().view(-1)
     whole = raw.numel() * raw.element_size() // (8 * ROW) * ROW
     in_rows = whole * 8 // raw.element_size()
     body, tail = raw[:in_rows], raw[in_rows:].view(torch.uint8)
+    # Zeros fill the last word. They cannot be mistaken for data, because the shape is in the digest.
     padded = torch.zeros((tail.numel() + 7) // 8 * 8, dtype=torch.uint8, device=raw.device)
     padded[: tail.numel()] = tail
     weights = _weights(str(raw.device))
     sums = [_sums(padded.view(torch.int64)[None], weights)]
     if whole:
         words = (
+            # A view as int64 must begin at a multiple of 8 bytes of its storage, and a slice of a 16-bit tensor need
+            # not.
             (body if body.storage_offset() * body.element_size() % 8 == 0 else body.clone())
             .view(torch.int64)
             .view(-1, ROW)
         )
+        # Rows are picked before they are summed, so a spot reads only its share of the memory.
         words = words if spot is None else words[spot.rows(len(words)).to(words.device)]
         sums += [_sums(block, weights) for block in words.split(BLOCK)]
     return torch.cat(sums)
@@ -112,7 +126,10 @@ def _row_sums(tensor: Tensor, spot: Spot | None) -> Tensor:
 def _sums(words: Tensor, weights: Tensor) -> Tensor:
     """int64 [R, n <= ROW] -> [2 R]. The second sum is over the high half of each word. In the first sum the top bit
     contributes 2**63 whatever its weight, so an even number of flipped signs would cancel."""
+    # The second sum takes the weights from the end of the vector, so that it is no function of the first.
     rows, n = words.shape
+    # The compiled function reads each word once for both sums. int64 wraps around in both forms, so the bits are the
+    # same.
     if words.device.type == "cpu" and not isinstance(kernels := compile_native.find(), str):
         words, out = words.contiguous(), torch.empty(2 * rows, dtype=torch.int64)
         at = weights.data_ptr(), weights[ROW - n :].data_ptr()
@@ -130,5 +147,7 @@ def _weighted(words: Tensor, weights: Tensor) -> Tensor:
 @lru_cache(maxsize=8)
 def _weights(device: str) -> Tensor:
     """int64 [ROW] of odd pseudo-random weights."""
+    # An odd number has an inverse modulo 2**64: no change of a single word is multiplied to 0. The key is any constant
+    # that both sides share.
     odd = np.random.Generator(np.random.Philox(key=0x706F7374)).integers(0, 2**64, ROW, dtype=np.uint64) | np.uint64(1)
     return torch.from_numpy(odd.view(np.int64)).to(device)

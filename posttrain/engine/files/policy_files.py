@@ -34,6 +34,7 @@ def write_config(policy: Policy, folder: Path, base: bool = False) -> None:
     if policy.module.generation_config is not None:
         policy.module.generation_config.to_json_file(folder / GENERATION)
     if base:
+        # Names as they are without adapters: the base is loaded into a module that has none yet (`kept`).
         held = base_tensors(policy.module)
         save_file({n: t.detach().contiguous() for n, t in held.items()}, folder / BASE)
 
@@ -42,6 +43,7 @@ def _load_base(module: PreTrainedModel, path: Path) -> None:
     """Copy the kept base into the module. DataError where it is missing, damaged, or another model's."""
     found = load_tensors(path)
     own = dict(named_tensors(module))
+    # Types are compared as well: copy_ would convert them silently, and the frozen weights would be other ones.
     if set(found) != set(own) or any(found[n].shape != own[n].shape or found[n].dtype != own[n].dtype for n in own):
         raise DataError(f"{path} holds the weights of another model. Copy the whole folder again")
     with torch.no_grad():
@@ -68,7 +70,9 @@ def kept(
     attention.register()
     try:
         with quiet():
+            # A run folder may be a stranger's, so code of the model's own is off whatever the run's settings say.
             found = AutoConfig.from_pretrained(config, trust_remote_code=False)
+            # Such a config would make transformers load a library of quantisation for what is built next.
             if getattr(found, "quantization_config", None) is not None:
                 raise ValueError("it is quantized, and what a run learned never is")
             built: Any = AutoModelForCausalLM.from_config(
@@ -85,14 +89,19 @@ def kept(
             f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first})"
         ) from error
     module: PreTrainedModel = built
+    # Parameters come from the checkpoint. A persistent buffer would keep the value of a new model and change what is
+    # computed, without any error.
     if buffers := [n for n, t in named_tensors(module) if not isinstance(t, nn.Parameter)]:
         raise DataError(
             f"{config}: checkpoints of a run hold no buffers, and this model keeps some: {', '.join(buffers[:3])}"
         )
     stops = tuple(stop_ids) if stop_ids else resolve_stops(words, module.generation_config)
     if model.lora is not None:
+        # In this order: the kept base holds the codes and scales, so the layers must have that form before it is
+        # loaded, and must be plain layers of the module, without adapters, to have its names.
         if model.quantize is not None:
             quantise(module, model.quantize)
         _load_base(module, config / BASE)
     policy = prepared(model, module, words, stops, f"kept in {config.parent}", [], most)
+    # Any seed will do: the numbers of the adapter are loaded from the checkpoint afterwards.
     return with_adapter(policy, model, 0)

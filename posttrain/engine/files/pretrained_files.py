@@ -38,6 +38,7 @@ def read_pretrained(
     attention.register()
     with quiet():
         config = _config(where, trust_remote_code)
+        # The config is changed before the model is built from it, since layers copy their rate when they are made.
         notes = _silence_dropout(config)
         tokenizer = _tokenizer(where, trust_remote_code)
         module = _weights(where, config, dtype, trust_remote_code, notes, kind)
@@ -61,8 +62,10 @@ def read_tokenizer(
     folder = Path(path).expanduser()
     if folder.is_dir():
         examine(folder)
+    # A folder with a tokenizer alone is enough here. `locate` would ask for a model in it.
     where = str(folder.resolve()) if folder.is_dir() else locate(path)
     tokenizer = _tokenizer(where, trust_remote_code)
+    # The first that can be read: the file, else what the model's config implies. A folder of a tokenizer has neither.
     for read in (GenerationConfig.from_pretrained, _implied):
         with suppress(OSError, ValueError):
             return tokenizer, read(where)
@@ -76,6 +79,7 @@ def _implied(where: str) -> GenerationConfig:
 def _config(where: str, trust: bool) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust)
+    # transformers raises OSError both for a file that it cannot read here and for a hub id that it cannot fetch.
     except OSError as error:
         if Path(where).is_dir():
             raise DataError(f"{where}/config.json cannot be read: {_first(error)}") from error
@@ -96,6 +100,7 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
             f"{where} is an encoder-decoder ({config.model_type}): posttrain trains decoder-only causal LMs. Use one"
             " (Qwen, Llama, Gemma, GPT-2, ...)"
         )
+    # Called for its refusal: the answer is asked for again where it is used.
     keeps_state(config.to_dict())
     return config
 
@@ -103,6 +108,7 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
 def _silence_dropout(config: PreTrainedConfig) -> list[str]:
     """Set every dropout rate of the config, and of the configs inside it, to 0. Returns a note where one was not 0."""
     rates: dict[str, float] = {}
+    # Names are searched, because each family has its own: attention_dropout, resid_pdrop, classifier_dropout, ...
     for part in (config, *(c for c in vars(config).values() if isinstance(c, PreTrainedConfig))):
         for name, rate in part.to_dict().items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(rate, float) and rate > 0:
@@ -138,10 +144,13 @@ def _weights(
             dtype=dtype,
             attn_implementation=attention.NAME,
             trust_remote_code=trust,
+            # Without this, transformers initialises missing weights randomly and only logs it.
             output_loading_info=True,
         )
         module, info = loaded
     except KeyError as error:
+        # Architectures that pick their attention from a table of their own raise KeyError with the name that is not in
+        # it.
         if error.args != (attention.NAME,):
             raise DataError(f"{where}: no causal LM could be loaded (KeyError: {_first(error)})") from error
         raise EngineError(
@@ -151,6 +160,8 @@ def _weights(
         raise DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})") from error
     except Exception as error:
         raise _unreadable(where, error) from error
+    # from_pretrained loads an adapter that it finds beside the weights, so the model would not be the one of the
+    # weights.
     if getattr(module, "_hf_peft_config_loaded", False):
         raise DataError(
             f"{where}: a PEFT adapter lies beside the model, and transformers has loaded it too. Download the adapter"
@@ -172,6 +183,7 @@ def _weights(
 def _unreadable(where: str, error: Exception) -> PosttrainError:
     """The error for weights that raised something while they were read. Broken files raise
     whatever their parser raises."""
+    # A refusal of our own (the attention's, for instance) says more than any wrapping of it.
     if isinstance(error, PosttrainError):
         return error
     if isinstance(error, pickle.UnpicklingError):

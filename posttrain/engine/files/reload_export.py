@@ -39,6 +39,7 @@ class ReloadedModel:
     def tokenizer_digest(self) -> str:
         """The digest that `Policy.tokenizer_digest` is of a policy."""
         core = self.tokenizer.backend_tokenizer
+        # `prepared` clears both before a policy's digest is taken, so they are cleared here too.
         core.no_truncation()
         core.no_padding()
         return digest(core.to_str())
@@ -52,6 +53,7 @@ class ReloadedModel:
         """int32: the greedy answer to a prompt, up to and with the first stop token. With transformers' cache; a model
         with a recurrent state is computed anew for each token, because its cache has another form in each family."""
         device = next(self.inner.parameters()).device
+        # fed is [1, T] at first, and [1, 1] once there is a cache.
         fed, past, said = torch.from_numpy(prompt.astype(np.int64)).to(device)[None], None, list[int]()
         whole, cached = fed, not is_stateful(self.inner)
         while len(said) < most:
@@ -72,6 +74,7 @@ class ReloadedModel:
         given = torch.from_numpy(ids.astype(np.int64)).to(device)[None]
         logits: Tensor = self.module(input_ids=given, use_cache=False).logits[0, :-1]
         parts = [
+            # In parts of 64 positions, so that the float64 copy is [64, V] and not [T, V].
             torch.log_softmax(part.double(), -1).gather(-1, at[:, None])[:, 0]
             for part, at in zip(logits.split(64), given[0, 1:].split(64), strict=True)
         ]
@@ -92,6 +95,8 @@ def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
     try:
         with quiet():
             words: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+            # "auto" is what the folder itself says, as any user would load it. An adapter's folder has no model, and
+            # its base may be stored in another type than the run computed in.
             dtype: Any = policy.dtype if base else "auto"
             found: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype=dtype, trust_remote_code=trust)
             inner, module = found, found
@@ -105,6 +110,8 @@ def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
         raise DataError(f"{folder}: what was exported cannot be read back ({type(error).__name__}: {first})") from error
     module.to(policy.device).eval()
     config = found.generation_config
+    # A whole export lists the stop ids in its generation config, and transformers' own rule is what is to be tested.
+    # The base of an adapter has the config that it always had.
     stops = resolve_stops(words, config) if base else _listed(config)
     return ReloadedModel(module, inner, words, stops)
 
@@ -125,6 +132,9 @@ def same_weights(ours: Iterable[tuple[str, Tensor]], again: Iterable[tuple[str, 
 
 
 def same_tokenizer(ours: PreTrainedTokenizerFast, again: PreTrainedTokenizerFast, folder: Path) -> None:
+    # Texts made of the first 200 tokens, joined in three ways: as the decoder joins pieces, as the raw strings, and as
+    # `decode` gives the first ids. They pass through normalisers, merges and the decoder, which an equal vocabulary
+    # does not test.
     vocabulary = ours.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)[:200]
     texts = [ours.convert_tokens_to_string(tokens), "".join(tokens), ours.decode(list(range(min(200, len(ours)))))]

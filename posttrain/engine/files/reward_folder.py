@@ -48,6 +48,8 @@ def pad_of(policy: Policy) -> tuple[int, str]:
         DataError: the tokenizer has no token that could be one.
     """
     tokenizer: Any = policy.tokenizer
+    # Candidates from the best to the worst: tokens with no meaning in a text first, then any special one, then any
+    # token from the end of the vocabulary, where rare ones are.
     named = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *sorted(tokenizer.all_special_ids)]
     found = [i for i in [*named, *range(len(tokenizer) - 1, -1, -1)] if i is not None and i not in policy.stop_ids]
     if not found:
@@ -63,6 +65,7 @@ def classifier_of(policy: Policy, head: RewardHead) -> PreTrainedModel:
     """
     config = copy.deepcopy(policy.module.config)
     config.num_labels = 1
+    # Some classes for sequence classification read the padding token from the inner config, others from the outer one.
     config.get_text_config().pad_token_id = config.pad_token_id = pad_of(policy)[0]
     try:
         with torch.device("meta"):
@@ -78,6 +81,7 @@ def classifier_of(policy: Policy, head: RewardHead) -> PreTrainedModel:
             f"{type(made).__name__} has no linear head `score` without bias, so transformers would compute another"
             " score"
         )
+    # The classifier was built on meta, without memory. Its decoder becomes the policy's own, and its head a copy.
     setattr(made, made.base_model_prefix, policy.module.get_decoder())
     score.weight = nn.Parameter(head.score.weight.detach().to(policy.dtype).clone())
     made.eval()
@@ -95,10 +99,13 @@ def write_reward_model(policy: Policy, folder: Path) -> str:
     policy = policy.plain()
     folder.mkdir(parents=True, exist_ok=True)
     why = ""
+    # The standard form first. Where transformers would compute another score, the same weights go into the form with a
+    # head beside the model, and the returned line says why.
     if head.shape.standard:
         try:
             made = classifier_of(policy, head)
             pad, token = pad_of(policy)
+            # A copy, because the policy's tokenizer goes on with the padding token that it had.
             words: Any = copy.deepcopy(policy.tokenizer)
             words.pad_token = token
             with quiet():
@@ -136,6 +143,7 @@ def read_reward_model(path: str, model: Model, most: int | None = None) -> Polic
     Raises:
         ConfigError, DataError, EngineError: it is no reward model, or cannot be computed as transformers does.
     """
+    # A reward model is read whole: an adapter, a context or few bits are settings of the policy that is trained.
     model = replace(model, path=path, lora=None, quantize=None, context=None)
     folder = Path(path).expanduser()
     if folder.is_dir() and form_of(folder) == "head":
@@ -181,6 +189,8 @@ def _classifier(path: str, model: Model, most: int | None) -> Policy:
         )
     config = classifier.config
     with quiet(), torch.device("meta"):
+        # A policy is a causal LM, so one is made without memory and gets the classifier's decoder. Its language-model
+        # head must exist for the read-out, and nothing reads it: the embedding stands in, so that no weight is made up.
         causal: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     setattr(causal, causal.base_model_prefix, classifier.base_model)
     words = nn.Linear(1, 1, bias=False, device="meta")
@@ -188,6 +198,7 @@ def _classifier(path: str, model: Model, most: int | None) -> Policy:
     causal.set_output_embeddings(words)
     stops = resolve_stops(tokenizer, causal.generation_config)
     policy = prepared(model, causal, tokenizer, stops, f"from {path}, a reward model", notes, most)
+    # transformers passes over padding at the end of a sequence, so this head passes over the same token.
     head = _new_head(policy, HeadShape(), blank=config.get_text_config().pad_token_id)
     with torch.no_grad():
         head.score.weight.copy_(score.weight)

@@ -23,6 +23,7 @@ def form_of(folder: Path) -> str:
     Raises:
         ConfigError: it holds none. The message says what it is.
     """
+    # First, because such a folder is also a complete causal LM with a config.json.
     if (folder / SHAPE).is_file():
         return "head"
     config = folder / "config.json"
@@ -41,6 +42,7 @@ def form_of(folder: Path) -> str:
             f"{folder} is no reward model: its config.json names {', '.join(names) or 'no architecture'}, and a reward"
             f" model is saved as ...{CLASSIFIER} with one label, or has {SHAPE} beside it"
         )
+    # A config without labels is let through: the outputs of the head itself are counted when it is loaded.
     labels: Any = found.get("id2label", {0: ""})
     if isinstance(labels, dict) and len(labels) != 1:
         raise ConfigError(

@@ -21,6 +21,7 @@ INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
 
 def load_tensors(path: Path, advice: str = "Copy the whole folder again") -> dict[str, Tensor]:
     """All tensors of a file that may be somebody else's. DataError where it is missing, damaged or no regular file."""
+    # Opened once only to refuse what is no regular file: load_file would wait for ever at a pipe.
     with read_untrusted.opened(path, DataError):
         pass
     try:
@@ -38,6 +39,8 @@ class RowFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._of: dict[str, Path] = {}
+        # The digest is of headers and sizes, which is cheap. Ranks compare it to see that all of them read the same
+        # files.
         listed = hashlib.blake2b(digest_size=16)
         for path in self._paths():
             try:
@@ -78,9 +81,13 @@ class RowFiles:
         with safe_open(self._of[key], "pt") as file:
             part = file.get_slice(key)
             shape = list(part.get_shape())
+            # The width is compared, and the rows must lie in the file. All dimensions behind the first are read whole.
             if shape[1:] != list(into.shape[1:]) or begin + len(into) > shape[0]:
                 raise DataError(f"{self.folder}: {name} has the shape {shape} in its file, and another in the model")
+            # A rank may hold no row of a small weight.
             if len(into):
+                # Only these rows are read from the disk. They are rounded to the model's type first, as a model that is
+                # loaded whole is, even where `into` is wider.
                 into.copy_(part[begin : begin + len(into)].to(dtype))
 
     def whole(self, module: PreTrainedModel, name: str, like: Tensor) -> Tensor:
@@ -92,6 +99,7 @@ class RowFiles:
     def strange(self, module: PreTrainedModel) -> tuple[str, ...]:
         """Names of weights without memory that no file has, and names in files that are of no weight."""
         held = module.state_dict(keep_vars=True)
+        # Weights on meta are those that a file must give; others (buffers that the code computes) have their numbers.
         missing = [n for n, t in held.items() if t.is_meta and self._key(module, n) is None]
         known = {n.replace(".base_layer.", ".") for n in held}
         return (*missing, *sorted(self._of.keys() - known))
@@ -104,4 +112,5 @@ class RowFiles:
         """Names that a weight may have in a file: its own, without the layers of an adapter, and those of its ties."""
         plain = name.replace(".base_layer.", ".")
         tied: Any = getattr(module, "all_tied_weights_keys", None) or {}
+        # save_pretrained writes a tied weight once, under any one of its names.
         return [plain, *(a for pair in tied.items() for a in pair if plain in pair and a != plain)]
