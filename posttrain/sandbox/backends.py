@@ -48,6 +48,9 @@ class Interpreter:
 @functools.cache
 def python(path: str | None = None) -> Interpreter:
     """The paths of an interpreter (None: this process's own, without its virtual environment)."""
+    # The `python` of a virtual environment is a link to the interpreter behind it, and only that one has the
+    # standard library beside it. -I and -S: no variable of the user and no `site` may change the paths that are
+    # reported.
     executable = os.path.realpath(path or sys.executable)
     done = subprocess.run([executable, "-I", "-S", "-c", ASK], capture_output=True, text=True, timeout=30)
     if done.returncode:
@@ -63,6 +66,7 @@ def package(name: str) -> tuple[str, ...]:
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"sandbox: package {name!r} is not installed beside posttrain: pip install {name}")
+    # A wheel such as numpy's keeps the shared libraries that it brings in a second directory, NAME.libs.
     home, *_ = spec.submodule_search_locations
     return tuple(p for p in (home, f"{home}.libs") if os.path.isdir(p))
 
@@ -140,6 +144,9 @@ class Namespaces:
         found = shutil.which(self.bwrap)
         if found is None:
             raise SandboxUnavailableError("bubblewrap is not installed (apt install bubblewrap)")
+        # bwrap reads its options from left to right, and a later mount covers an earlier one. So the order is:
+        # namespaces, the tree, packages into it, and at last the root is made read-only, when every mount point
+        # exists.
         uid = unused_uid()
         command = [found, *spaces(uid is None), *tree(python(self.interpreter), self.cell, limits.processes > 0)]
         for name in self.packages:
@@ -151,16 +158,24 @@ class Namespaces:
             command += ["--setenv", name, value]
         told = settings("namespaces", control, uid, self.packages, limits.processes)
         told |= {"home": "/inside", "package_path": "/packages", "scratch": "/tmp", "readable": ["/"]}
+        # The bound counts every task of the sandbox's user: beside the program's children its own process, the
+        # zygote, and the namespace's first process. Without children it only bounds threads.
         told["tasks"] = limits.processes + 3 if limits.processes else 64
+        # The environment of bwrap itself is empty: --clearenv is for what it starts, and what bwrap got could
+        # be read in its own /proc entry.
         return Start((*command, "--", "/python/bin/python3", *FLAGS), {}, told, reports=True)
 
 
 def spaces(unprivileged: bool) -> list[str]:
     """Options that isolate the zygote: every namespace, and only the capabilities root needs to change its user."""
     out = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    # --new-session takes the controlling terminal away, through which a program could type into the user's
+    # shell.
     out += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     if unprivileged:
         return [*out, "--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
+    # SETUID and SETGID are for `confine.drop`; SYS_ADMIN is for `confine.bound_files`, which mounts /tmp again.
+    # The zygote loses all three before the first job.
     return [*out, *(x for cap in ("SETUID", "SETGID", "SYS_ADMIN") for x in ("--cap-add", f"CAP_{cap}"))]
 
 
@@ -172,9 +187,12 @@ def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
     """
     out: list[str] = []
     version = f"python{interpreter.version[0]}.{interpreter.version[1]}"
+    # Explicit modes: parents that bwrap makes by itself are closed to other users, and the zygote becomes one.
     for path in ("/python", "/python/bin", "/python/lib", "/inside", "/packages", "/dev", "/usr", "/usr/share", "/etc"):
         out += ["--perms", "0755", "--dir", path]
     for path in SYSTEM:
+        # On most distributions /lib and /lib64 are links into /usr; the links are made again, or the tree would
+        # be mounted twice.
         if os.path.islink(path):
             out += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
@@ -188,6 +206,8 @@ def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
         out += ["--ro-bind", str(platform), f"/python/{platform.parent.name}/{version}"]
     if interpreter.shared:
         out += ["--ro-bind", interpreter.shared, f"/python/lib/{os.path.basename(interpreter.shared)}"]
+    # What is installed beside the standard library must not be in sight: only the packages that were asked for.
+    # An empty file system covers it.
     for packages in ("site-packages", "dist-packages"):
         if (Path(interpreter.library) / packages).is_dir():
             hidden = f"/python/lib/{version}/{packages}"
@@ -195,6 +215,8 @@ def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
     out += ["--ro-bind", str(cell), "/inside/cell"]
     for device in ("/dev/null", "/dev/urandom"):
         out += ["--dev-bind", device, device]
+    # The size bounds the bytes that a program may write. It is memory, so without a bound it would escape
+    # `ProgramLimits.memory`.
     return [*out, "--perms", "1777", "--size", str(SCRATCH_BYTES), "--tmpfs", "/tmp"]
 
 
@@ -215,6 +237,8 @@ class Landlock:
     def start(self, control: int, limits: ProgramLimits) -> Start:
         if limits.processes:
             raise SandboxUnavailableError("landlock cannot contain programs with processes; only namespaces can")
+        # No scratch directory and no bound on tasks: without namespaces /tmp is the machine's, and for an
+        # ordinary user the bound would count all other processes of that user.
         told = settings("landlock", control, unused_uid(), self.packages, 0)
         command, told_more, readable = in_place(self.packages, self.interpreter, self.cell)
         told |= {**told_more, "readable": readable}

@@ -81,14 +81,17 @@ def choose(
     name: str = "auto", packages: tuple[str, ...] = ("numpy",), interpreter: str | None = None, token: str = TOKEN
 ) -> Backend:
     """The backend that `open_sandbox` would use."""
+    # An executor is used only where it is named: `auto` never sends programs to another machine.
     if "://" in name:
         return first({"remote": lambda packages, interpreter: RemoteExecutor(name, token)}, packages, interpreter)
     if name not in NAMES:
         raise ConfigError(f"sandbox={name!r} is neither the address of an executor nor a name: {nearest(name, NAMES)}")
+    # Before `none` too: its zygote needs pidfds and memory files, which only Linux has.
     if not is_linux():
         raise SandboxUnavailableError(ELSEWHERE)
     if name == "none":
         return _unconfined(packages, interpreter)
+    # A named backend has to pass the same self-test, and no other one is tried in its place.
     return first({name: ORDER[name]} if name != "auto" else ORDER, packages, interpreter)
 
 

@@ -67,15 +67,19 @@ def _same(said: Any, wanted: Any, how: Comparison) -> bool:
     if isinstance(wanted, float):
         return _close(said, wanted, how)
     if wanted is None or isinstance(wanted, bool | str):
+        # JSON gives exact built-in types, so this comparison runs no code of the program's.
         return type(said) is type(wanted) and said == wanted
     if not isinstance(said, dict) or len(said) != 1:
         return False
+    # Everything else is {tag: parts}, as `cell.program.encode` writes it. The wanted value is of that form for
+    # certain; of the other one each step is checked before the next.
     ((tag, parts),) = wanted.items()
     ((got, body),) = said.items()
     if how.any_sequence and {tag, got} <= {"list", "tuple"}:
         got = tag
     if got != tag:
         return False
+    # Both are text in a canonical form, so equal values have equal text.
     if tag in ("int", "bytes"):
         return isinstance(body, str) and body == parts
     if not isinstance(body, list) or len(body) != len(parts):
@@ -84,12 +88,14 @@ def _same(said: Any, wanted: Any, how: Comparison) -> bool:
         return all(_same(b, p, how) for b, p in zip(body, parts, strict=True))
     if tag == "dict":
         return _same_dict(body, parts, how)
+    # Sets: the same elements in any order. With repetitions too the sorted lists differ, so none can be forged.
     return sorted(map(_text, body)) == sorted(map(_text, parts))
 
 
 def _same_dict(body: list[Any], parts: list[Any], how: Comparison) -> bool:
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in body):
         return False
+    # Pairs are matched by their keys, which have to be equal exactly; a tolerance holds for the values.
     left = sorted((_text(k), i) for i, (k, _) in enumerate(body))
     right = sorted((_text(k), i) for i, (k, _) in enumerate(parts))
     return all(a == b and _same(body[i][1], parts[j][1], how) for (a, i), (b, j) in zip(left, right, strict=True))
@@ -102,17 +108,20 @@ def _close(said: Any, wanted: float, how: Comparison) -> bool:
         said = said if number is None else float(number)
     if type(said) is not float:
         return False
+    # NaN equals nothing by itself, but a function that should return it has done so.
     if math.isnan(wanted) or math.isnan(said):
         return math.isnan(wanted) and math.isnan(said)
     if tolerance:
         return said == wanted or math.isclose(
             said, wanted, rel_tol=tolerance if how.relative else 0.0, abs_tol=tolerance
         )
+    # Without a tolerance the sign of a zero counts too.
     return said == wanted and math.copysign(1.0, said) == math.copysign(1.0, wanted)
 
 
 def _integer(said: Any, digits: int = 200) -> int | None:
     """The integer that a value encodes; None for anything else, and for more than `digits` digits."""
+    # 16**200 is below the largest float, so the conversion in `_close` cannot overflow.
     text = said.get("int") if isinstance(said, dict) and len(said) == 1 else None
     if not isinstance(text, str) or len(text) > digits:
         return None
@@ -120,6 +129,8 @@ def _integer(said: Any, digits: int = 200) -> int | None:
         number = int(text, 16)
     except ValueError:
         return None
+    # `int` reads more than `hex` writes (underscores, spaces, capitals); only what `encode` could have written
+    # counts.
     return number if hex(number) == text else None
 
 

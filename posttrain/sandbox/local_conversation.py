@@ -53,6 +53,7 @@ class LocalConversation:
             self._wire, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             held.callback(theirs.close)
             self._wire.setblocking(False)
+            # The descriptor of a result is the socket that brings the pieces; source and call are empty.
             request = json.dumps({"limits": limits.plain(), "session": True, "followed": False}).encode()
             try:
                 worker.begin(request, [nothing(), silent(held), *writers, theirs.fileno(), nothing()])
@@ -82,6 +83,8 @@ class LocalConversation:
     def _exchange(self, piece: bytes, readers: dict[int, PipeReader], start: float) -> tuple[int | None, Why | None]:
         """Send the piece and read its output. Returns (status, why we stopped it); status None: the process ended."""
         stopped: Why | None = None
+        # Length, then the piece. Writing and reading go on at once: a piece larger than the socket's buffer and
+        # a program that fills its pipe would otherwise wait for each other.
         rest, said = memoryview(len(piece).to_bytes(LENGTH, "big") + piece), b""
         self._send(GO + f"{self.limits.cpu:f}".encode())
         with selectors.DefaultSelector() as selector:
@@ -90,6 +93,7 @@ class LocalConversation:
             for fd in readers:
                 selector.register(fd, selectors.EVENT_READ)
             while True:
+                # As in `SandboxWorker._read_streams`: first the piece's deadline, then the sandbox's.
                 left = start + self.limits.wall + (GRACE if stopped else 0.0) - time.monotonic()
                 if left <= 0 and stopped:
                     raise SandboxBroken(
@@ -97,6 +101,7 @@ class LocalConversation:
                     )
                 ready = selector.select(max(0.0, left))
                 for key, events in ready:
+                    # The zygote speaks unasked only when the process has ended.
                     if key.fileobj is self.worker.control:
                         self._ended = self.worker.reply()
                         return None, stopped
@@ -113,9 +118,12 @@ class LocalConversation:
                         said += more
                         if not more:
                             selector.unregister(self._wire)
+                        # The program can write this line itself. It then ends its own piece early, under its
+                        # own number; a number of another piece is not listened to.
                         for number, status in DONE.findall(said):
                             if int(number) == self.answered:
                                 return int(status), stopped
+                # The control pipe is bounded like the streams, since the program can write to it.
                 much = len(said) > CHATTER or any(e.total > SPILL * e.kept for e in readers.values())
                 if stopped is None and (much or time.monotonic() - start > self.limits.wall):
                     stopped = "output" if much else "timeout"
@@ -160,12 +168,14 @@ class LocalConversation:
             raise SandboxBroken(
                 f"{self.worker.backend.name}: the session could not be confined, so it did not run: {why}"
             )
+        # A process that ended is accounted for as a whole; what earlier pieces used is taken off.
         lost = "status" in account
         cpu = max(0.0, float(account["cpu"]) - (self._used if lost else 0.0))
         self._used += cpu
         how: Why
         if status is None:
             status = os.waitstatus_to_exitcode(account["status"])
+            # A piece that leaves its process by os._exit(0) did not end well: it was lost with all definitions.
             ended = "timeout" if account["spent"] else how_it_ended(status, stopped, False)
             how = "error" if ended == "ok" else ended
         else:
@@ -191,6 +201,7 @@ class LocalConversation:
             return
         try:
             self._send(KILL)
+            # An answer to REST may still be under way before the last one.
             while "status" not in self._read_reply():
                 pass
             self._over()

@@ -44,6 +44,8 @@ class PythonSession:
 
     def __init__(self, sessions: Sessions, limits: ProgramLimits, idle: float) -> None:
         self._sessions = sessions
+        # The thread knows the shared half only, so a session that nobody holds is collected, and the finalizer
+        # ends it.
         self._talk = _SharedSession(limits, idle)
         self._finalizer = weakref.finalize(self, _SharedSession.end, self._talk, CLOSED)
 
@@ -156,6 +158,7 @@ class _SharedSession:
     def next(self) -> _Piece | None:
         """Wait for the next piece. None when the session has ended."""
         with self.changed:
+            # No piece within `idle`: the sandbox is wanted by others.
             if not self.changed.wait_for(lambda: self.pieces or self.ended, self.idle):
                 self.ended = f"this session was ended, as nothing was asked of it for {self.idle:g} s"
             return self.pieces.popleft() if self.pieces and not self.ended else None
@@ -167,10 +170,12 @@ class _SharedSession:
             refused = list(self.pieces)
             self.pieces.clear()
             worker = self.worker
+            # No thread has it, so none will call `leave`, and `close` would wait for ever.
             alone = not self.taken
             if worker is not None:
                 worker.stop()  # under the lock: afterwards the sandbox may belong to another session
             self.changed.notify()
+        # Outside the lock: a future's callbacks run in this thread and may take locks of their own.
         for piece in refused:
             settle(piece.answer.set_exception, SandboxBroken(self.ended))
         if alone:
@@ -180,6 +185,7 @@ class _SharedSession:
         """A future that is done when the session's process has ended."""
         done: Future[None] = Future()
         with self.changed:
+            # `leave` sets `gone` under the same lock: either it finds this future, or we find `gone`.
             self.waits.append(done)
             gone = self.gone
         if gone:
@@ -220,6 +226,7 @@ class Sessions:
                 talk.end(s.closed)
                 return
             s.waiting.append(talk)
+            # A thread that waits takes it; another one is started only where more sessions wait than threads.
             more = len(s.waiting) > s.spare and len(s.threads) < s.most
             if more:
                 name = f"sandbox session {len(s.threads)}"
@@ -271,6 +278,7 @@ class _SessionState:
             self.spare += 1
             self.changed.wait_for(lambda: self.waiting or self.closed, SPARE_SECONDS)
             self.spare -= 1
+            # Left under the lock in which `queue` counts, so no session can rely on a thread that goes.
             if not self.waiting or self.closed:
                 self.threads.discard(threading.current_thread())
                 return None
@@ -291,6 +299,7 @@ class _SessionState:
             waiting, live, threads = list(self.waiting), list(self.live.values()), list(self.threads)
             self.waiting.clear()
             self.changed.notify_all()
+        # Without the lock, which the threads take in `left` and `next` before they can be joined.
         for talk in (*waiting, *live):
             talk.end(self.closed)
         for thread in threads:
@@ -349,10 +358,13 @@ class _SessionThread:
                     talk.use(self.worker)
                     far = self.worker if isinstance(self.worker, RemoteWorker) else None
                     self.held = far.converse(talk.limits) if far else LocalConversation(self.worker, talk.limits)
+                # `end` may have come before the sandbox was known to it, and has stopped nothing.
                 if talk.ended:
                     raise SandboxBroken(talk.ended)
                 return self.shared.network.add(self.held.answer(code))
             except (SandboxBroken, OSError, ValueError, KeyError):
+                # The piece that was lost is counted already. 1 means that it was the first: nothing was
+                # defined, so another sandbox can take its place unnoticed.
                 told = self.held.answered if self.held is not None else 0
                 self._lose()
                 tries -= 1

@@ -153,6 +153,8 @@ class Executor(ThreadingHTTPServer):
 
     def new_session(self, limits: ProgramLimits) -> str:
         """Begin a session. Sessions that their idle time has ended are removed first."""
+        # A name that cannot be guessed: callers share one token, and the name is all that keeps one out of
+        # another's session.
         name = secrets.token_hex(16)
         with self.guard:
             for old in [k for k, s in self.sessions.items() if s.ended]:
@@ -189,6 +191,7 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, method: str) -> None:
         held = 0
         try:
+            # Compared in constant time, and before anything of the body is read.
             given = self.headers.get("Authorization", "").encode("latin-1", "replace")
             if not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
                 self.close_connection = True
@@ -199,6 +202,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.callers.now(self.connection, "answer")
             self._say(200, self._done(method, self.path.removeprefix(f"/v{VERSION}/").split("/"), body))
         except (BadRequest, Busy, PosttrainError) as error:
+            # After a refused request its body may still be on the wire, and would be read as the next request.
             self.close_connection |= not isinstance(error, PosttrainError)
             self._say(400 if isinstance(error, BadRequest | ConfigError) else 503, {"error": str(error)})
         finally:
@@ -207,6 +211,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _length(self) -> int:
         """Length of the request body, which counts as held from now on."""
+        # Exactly one plain length. Two of them, a sign, or a transfer encoding are read differently by
+        # different servers, which lets a request hide behind a proxy; and a length that is not known cannot be
+        # held to a bound.
         given = self.headers.get_all("Content-Length", ["0"])
         length = given[0] if len(given) == 1 else ""
         if (
@@ -215,6 +222,7 @@ class Handler(BaseHTTPRequestHandler):
             or "Transfer-Encoding" in self.headers
         ):
             raise BadRequest(f"a body has a Content-Length of at most {MOST_BODY}")
+        # Counted before a byte is read: what many callers only announce together must fit.
         self.server.hold(int(length))
         return int(length)
 
@@ -240,6 +248,8 @@ class Handler(BaseHTTPRequestHandler):
             case "POST", ["session", name]:
                 return told(self._session(name).run_sync(unpacked(body, "code")))
             case "DELETE", ["session", name]:
+                # Out of the table first, so that no piece comes to a session that is ending. It waits for the
+                # process without the lock.
                 session = self._session(name)
                 with self.server.guard:
                     self.server.sessions.pop(name, None)
@@ -280,6 +290,7 @@ def limits_of(body: dict[str, Any]) -> ProgramLimits:
     ):
         raise BadRequest(f"'limits' is an object of numbers named {', '.join(sorted(names))}")
     limits = ProgramLimits(**{k: v if k in ("cpu", "wall") else int(v) for k, v in asked.items()})
+    # `cpu` needs no bound of its own: a program's time ends with `wall`.
     large = limits.wall > MOST_WALL or limits.memory > MOST_MEMORY or max(limits.output, limits.result) > MOST_SAID
     if large or limits.processes > 64:
         raise BadRequest(
@@ -336,6 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--plain", action="store_true", help="no TLS although --host is not this machine: something in front speaks it"
     )
     o = parser.parse_args(argv)
+    # The token would travel in the clear.
     if not loopback(o.host) and not o.certificate and not o.plain:
         parser.error(
             "--host other than this machine needs --certificate and --key, or --plain behind something that speaks TLS"
@@ -345,6 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         packages = tuple(p for p in o.packages.split(",") if p)
         box = open_sandbox("auto", workers=o.workers, packages=packages, sessions=o.sessions)
+        # Every connection is a descriptor; without spare ones no sandbox could be started any more.
         most = min(o.connections, max(1, raise_file_limit() - SPARE_FILES))
         executor = Executor(box, os.environ[o.token], o.host, o.port, connections=most, per_address=o.per_address)
     except PosttrainError as error:
@@ -353,6 +366,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if o.certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(o.certificate, o.key)
+        # The handshake is left to the connection's thread. In the accepting loop one silent caller would hold
+        # up all.
         executor.socket = context.wrap_socket(executor.socket, server_side=True, do_handshake_on_connect=False)
     for number in (signal.SIGINT, signal.SIGTERM):  # also where the parent process ignored them
         signal.signal(number, _end)

@@ -53,6 +53,7 @@ class RemoteExecutor:
         more = parts.query or parts.fragment or parts.username
         if parts.scheme not in ("http", "https") or not parts.hostname or more:
             raise ConfigError(f"sandbox: {self.url!r} is no address of an executor; wanted https://HOST[:PORT][/PATH]")
+        # Whoever reads the token on the way may run programs there.
         if in_the_clear(self.url):
             raise ConfigError(
                 f"sandbox: {self.url!r} would send programs and the token in the clear; use https, or a tunnel to"
@@ -79,6 +80,8 @@ class RemoteWorker(SandboxWorker):
         self.busy = False
         self._open = True
         self._sock: socket.socket | None = None
+        # The settings hold the variable's name only: they are written down with the run, and a token must not
+        # be.
         token = os.environ.get(backend.token, "")
         if not token:
             raise SandboxUnavailableError(
@@ -96,6 +99,7 @@ class RemoteWorker(SandboxWorker):
         except SandboxBroken as error:
             self.destroy()
             raise SandboxUnavailableError(str(error)) from error
+        # An executor without a sandbox of its own would only move the danger to another machine.
         if self.notes.get("version") != VERSION or self.notes.get("sandbox") in (None, "none"):
             self.destroy()
             raise SandboxUnavailableError(
@@ -106,6 +110,8 @@ class RemoteWorker(SandboxWorker):
         """Send one request; its whole answer has so many seconds, however it comes. SandboxBroken: no valid answer.
         SandboxUnavailableError: a refusal that is permanent."""
         said, status, late = b"", 0, threading.Event()
+        # The socket's time-out is for each read: a server that sends a byte now and then would never exceed it.
+        # The timer bounds the whole answer.
         limit = threading.Timer(seconds, self._hang_up, (late,))
         limit.daemon = True
         limit.start()
@@ -120,6 +126,8 @@ class RemoteWorker(SandboxWorker):
                 method, f"{self._path}/v{VERSION}{path}", None if body is None else json.dumps(body), self._headers
             )
             reply = self._wire.getresponse()
+            # One byte more than is allowed, so an answer that is too large is noticed and not cut to a valid
+            # one.
             status, said = reply.status, reply.read(MOST_BYTES + 1)
             told = json.loads(said) if len(said) <= MOST_BYTES else None
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
@@ -132,6 +140,8 @@ class RemoteWorker(SandboxWorker):
         if status != 200 or not isinstance(told, dict):
             self.destroy()
             why = f"{self.backend.url}: status {status}, {said[:200].decode(errors='replace')!r}"
+            # What is wrong with the request, the token or the address stays wrong at the next try; anything
+            # else may pass.
             raise (SandboxUnavailableError if status in (400, 401, 403, 404, 413) else SandboxBroken)(why)
         return told
 
@@ -171,6 +181,7 @@ class RemoteWorker(SandboxWorker):
             most = {"stdout": limits.output, "stderr": limits.output, "result": limits.result}
             good = told["why"] in get_args(Why) and isinstance(told["sandbox"], str)
             good &= told["sandbox"] not in ("", "none")
+            # By exact type: True is an int for isinstance.
             good &= [type(plain[k]) for k in ("exit", "peak", "cut", "lost")] == [int, int, bool, bool]
             good &= plain["network"] is None or (type(plain["network"]) is int and plain["network"] >= 0)
             good &= all(len(texts[k]) <= most[k] for k in texts)
@@ -190,6 +201,7 @@ class RemoteWorker(SandboxWorker):
         """End the connection, for a request that waits for its answer in another thread."""
         if late is not None:
             late.set()
+        # shutdown, not close: it wakes the thread that reads, and the descriptor stays that thread's own.
         for sock in filter(None, (self._sock, self._wire.sock)):  # http.client forgets one whose answer is its last
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -214,6 +226,8 @@ class RemoteConversation:
 
     def answer(self, piece: bytes) -> Ran:
         """Run one piece. A process that has ended is started anew on the executor."""
+        # As in `LocalConversation`: the piece counts before it is sent, so a lost first piece is told from a
+        # later one.
         self.answered += 1
         try:
             return self.worker.asked(f"/session/{self.session}", {"code": packed(piece)}, self.limits)

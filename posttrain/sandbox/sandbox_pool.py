@@ -81,6 +81,8 @@ class Sandbox:
         self._lock = threading.Lock()
         self._closed = False
         count = workers or cores()
+        # Neither the threads nor the finalizer may refer to `self`: a pool that nobody holds would then never
+        # be collected.
         loop = _Loop(self._queue, backend, self.counts, self._lock, self.network)
         self._threads = [threading.Thread(target=loop, name=f"sandbox {i}", daemon=True) for i in range(count)]
         for thread in self._threads:
@@ -138,6 +140,8 @@ class Sandbox:
         """End a program that nobody waits for any more, and no other."""
         with self._lock:
             asked.dropped = True
+            # `_serve` clears the worker under the same lock once the program has ended, so no other program is
+            # stopped.
             if asked.worker is not None:
                 asked.worker.stop()
 
@@ -166,6 +170,8 @@ class Sandbox:
         job = Job(as_bytes(program), as_bytes(stdin), what, limits or self.limits)
         asked = _Waiting(job, Future())
         with self._lock:
+            # Under the lock that `close` takes: a program that came into the queue after it was emptied would
+            # never be answered.
             if self._closed:
                 raise SandboxBroken("this sandbox has been closed")
             self._queue.put(asked)
@@ -186,6 +192,7 @@ class Sandbox:
 
 
 def _end(asked: queue.SimpleQueue[_Waiting | None], threads: list[threading.Thread]) -> None:
+    # Waiting programs are refused first; behind them one None per thread ends the threads.
     with contextlib.suppress(queue.Empty):
         while True:
             left = asked.get_nowait()
@@ -195,6 +202,7 @@ def _end(asked: queue.SimpleQueue[_Waiting | None], threads: list[threading.Thre
     for _ in threads:
         asked.put(None)
     for thread in threads:
+        # The collector may run this in one of the threads, which cannot wait for itself.
         if thread is not threading.current_thread():
             thread.join()
 
@@ -214,6 +222,7 @@ class _Loop:
         worker: SandboxWorker | None = None
         try:
             while (asked := self.asked.get()) is not None:
+                # Cancelled while it waited: no sandbox is spent on it.
                 if asked.dropped or not asked.answer.set_running_or_notify_cancel():
                     continue
                 worker = self._serve(asked, worker)
@@ -233,6 +242,9 @@ class _Loop:
             try:
                 used = asked.worker = self._start(asked.job.limits) if alone else worker or self._start(None)
                 ran = used.run(replace(asked.job, followed=not self.asked.empty()))
+            # ValueError and KeyError: the sandbox answered with something that is no report. All of these are
+            # its fault, so the job is tried in another one. What the program did is in `ran` and never comes
+            # here.
             except (SandboxBroken, SandboxUnavailableError, OSError, ValueError, KeyError) as error:
                 lost = error
                 with self.lock:
@@ -240,6 +252,7 @@ class _Loop:
                 if used is not None:
                     used.destroy()
                 worker = worker if alone else None
+                # A sandbox that cannot be started will not start at the next try either.
                 if isinstance(error, SandboxUnavailableError) or asked.dropped:
                     break
                 continue

@@ -104,6 +104,7 @@ class Ran:
     @property
     def complaint(self) -> str:
         """The last line of standard error, with control characters escaped."""
+        # The program chooses this text, and it goes to a terminal: an escape sequence in it must stay text.
         lines = self.stderr.decode("utf-8", "backslashreplace").strip().splitlines()
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in lines[-1][:300]) if lines else ""
 

@@ -79,7 +79,11 @@ class SandboxWorker:
         self.clean = True
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control = ours
+        # What the sandbox says at its start: a file in memory cannot fill up as a pipe can, and nobody has to
+        # read it meanwhile.
         complaints = os.memfd_create("complaints")
+        # Our copy of its end is closed after the start. Then the end of the zygote, for any reason, is an end
+        # of the socket.
         with theirs:
             try:
                 start = backend.start(theirs.fileno(), limits or ProgramLimits())
@@ -99,6 +103,7 @@ class SandboxWorker:
     def _spawn(self, start: Any, control: int, complaints: int) -> subprocess.Popen[bytes]:
         command, passed, info = list(start.command), [control], -1
         reader = -1
+        # Options of bwrap go before the command that it starts, so directly behind its name.
         if start.reports:
             reader, info = os.pipe()
             command[1:1] = ["--info-fd", str(info)]
@@ -112,6 +117,7 @@ class SandboxWorker:
                 stdout=subprocess.DEVNULL,
                 stderr=complaints,
                 pass_fds=passed,
+                # An interrupt at the terminal reaches us alone; we end the sandbox.
                 start_new_session=True,
             )
             self.pids = (process.pid,)
@@ -120,11 +126,14 @@ class SandboxWorker:
         finally:
             if info >= 0:
                 os.close(info)
+            # Popen failed: nobody will read it below.
             if reader >= 0 and "process" not in locals():
                 os.close(reader)
         if reader >= 0:
             with os.fdopen(reader, "rb") as told:
                 said = told.read()
+            # bwrap may have failed and said nothing; `_greet` finds that out. A pidfd and no number: a number
+            # may have been given to another process when it is killed.
             with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
                 self.pids = (process.pid, json.loads(said)["child-pid"])
                 self._init = os.pidfd_open(self.pids[1])
@@ -137,6 +146,9 @@ class SandboxWorker:
         except TimeoutError:
             raise SandboxUnavailableError(f"{self.backend.name}: did not start within {START_SECONDS:g} s") from None
         if not said:
+            # The zygote ended without a word. Killed in silence means the machine, for example its want of
+            # memory, and another try may work. Words or another status mean that this sandbox does not work
+            # here.
             status = self._process.wait(GRACE)
             why = os.pread(complaints, 4096, 0).decode(errors="replace").strip()
             if not why and status in KILLED:
@@ -152,6 +164,8 @@ class SandboxWorker:
         self.settle()
         self.jobs += 1
         with contextlib.ExitStack() as held:
+            # Order of the descriptors: source, stdin, stdout, stderr, result, call. `zygote.job` takes them
+            # apart in the same order.
             given = [sealed(job.program, held), sealed(job.stdin, held) if job.stdin else silent(held)]
             readers = {}
             ends = []
@@ -166,6 +180,7 @@ class SandboxWorker:
             try:
                 self.begin(request, [*given, *ends, sealed(job.call, held) if job.call else nothing()])
             finally:
+                # With our writing ends open the pipes would never end.
                 for writer in ends:
                     os.close(writer)
             try:
@@ -229,9 +244,13 @@ class SandboxWorker:
             for fd in readers:
                 selector.register(fd, selectors.EVENT_READ)
             while True:
+                # Two deadlines: at the first the program is told to end, at the second the sandbox itself
+                # counts as lost.
                 late = limits.wall + (GRACE if stopped else 0.0)
                 ready = selector.select(max(0.0, start + late - time.monotonic()))
                 for key, _ in ready:
+                    # The zygote's report ends the wait, not the end of the streams: a grandchild may hold those
+                    # open.
                     if key.fileobj is self.control:
                         return self.reply(), stopped
                     reader = readers[key.fd]
@@ -260,6 +279,7 @@ class SandboxWorker:
         self, limits: ProgramLimits, reply: dict[str, Any], stopped: Why | None, readers: dict[str, PipeReader]
     ) -> Ran:
         status = os.waitstatus_to_exitcode(reply["status"])
+        # It never wrote `DONE`: what is on the error stream is ours, and the program did not run.
         if not reply["ran"]:
             why = bytes(readers["stderr"].head).decode(errors="replace").strip()
             raise SandboxBroken(
@@ -271,6 +291,7 @@ class SandboxWorker:
             stdout=bytes(readers["stdout"].head),
             stderr=bytes(readers["stderr"].head),
             cut=any(reader.total > reader.kept for reader in readers.values()),
+            # A value that was cut is no value: its beginning may be valid JSON of something else.
             result=bytes(readers["result"].head) if readers["result"].total <= readers["result"].kept else b"",
             seconds=reply["seconds"],
             cpu=reply["cpu"],
@@ -282,6 +303,7 @@ class SandboxWorker:
     def close(self) -> None:
         """End an idle sandbox. The first process of its namespace, if known, is killed first: bubblewrap then reaps it.
         If the zygote ended by itself, process 1 would have to."""
+        # Without a namespace the zygote sees the closed socket and ends its spare child by itself.
         if self._init < 0:
             self.control.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -293,6 +315,8 @@ class SandboxWorker:
         self.control.close()
         if self._init >= 0:
             with contextlib.suppress(ProcessLookupError):
+                # The kernel kills every process of the namespace with its first one, detached children
+                # included.
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
             os.close(self._init)
             self._init = -1
@@ -319,6 +343,7 @@ class PipeReader:
 
     def read(self, fd: int) -> bool:
         """Read what is available, unless it is too much already. Returns whether more may come."""
+        # Beyond this nothing more is read: the pipe fills, the program waits, and our memory does not grow.
         while self.total <= SPILL * self.kept:
             try:
                 said = os.read(fd, CHUNK)
@@ -351,6 +376,8 @@ def sealed(data: bytes, held: contextlib.ExitStack) -> int:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
+    # Standard input is read from the file's own position. The seals come last; after them not even we can
+    # write.
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return fd
@@ -360,6 +387,8 @@ def how_it_ended(status: int, stopped: Why | None, spent: bool) -> Why:
     """Returns how a program ended. `stopped`: why we ended it; `spent`: whether its processor time was over."""
     if stopped:
         return stopped
+    # SIGKILL without an order of ours: by the limit on processor time where that is spent, else by somebody
+    # else.
     if -status == signal.SIGXCPU or (-status == signal.SIGKILL and spent):
         return "timeout"
     if status < 0:

@@ -40,6 +40,8 @@ def bait() -> Iterator[AttackTargets]:
     name = f"\0posttrain-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as held:
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-bait-"))
+        # File modes must not be what refuses an attack: started by root, programs run as another user, and an
+        # owner's mode would hide a sandbox that leaks.
         os.chmod(folder, 0o777)
         canary = os.path.join(folder, "canary")
         with open(canary, "w") as file:
@@ -87,15 +89,19 @@ def selftest(backend: Backend) -> list[str]:
 
 def _examine(worker: SandboxWorker, target: AttackTargets) -> list[str]:
     quick = ProgramLimits(wall=20.0, cpu=10.0)
+    # First that an honest program runs at all: a sandbox in which nothing works would withstand every attack.
     wrong: list[str] = []
     ran = worker.run(Job(probes.HONEST.encode(), b"in", limits=quick))
     if ran.why != "ok" or ran.stdout != probes.HONEST_SAYS:
         wrong.append(f"an honest program does not run: {_end(ran)}")
     ran = worker.run(Job(attacks(target), limits=quick))
     said = ran.said.splitlines()
+    # The program says how many attacks it reached. Fewer than the text holds means that it ended early, and
+    # what was not tried is not refused.
     if ran.why != "ok" or said[:1] != [f"tried {attacks(target).count(ATTACK)}"]:
         wrong.append(f"the attacks could not be tried: {_end(ran)}")
     wrong += [f"a program can: {name}" for name in said[1:] if name]
+    # Attacks that end their own process cannot stand beside the others, so each is a program.
     for name, source, limits, expected in (
         ("call by the numbers of i386", probes.OTHER_ARCHITECTURE, quick, "crashed"),
         ("call by the numbers of x32", probes.X32, quick, "crashed"),

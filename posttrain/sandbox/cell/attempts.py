@@ -29,6 +29,7 @@ class Attempts:
         """OSError where this cannot be: a kernel before 5.0, or somebody outside already listens."""
         code = syscalls.telling()
         text = ctypes.create_string_buffer(code, len(code))
+        # struct sock_fprog: the number of instructions (8 bytes each), padding, and a pointer to them.
         header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(text)))
         self.fd = libc.syscall(SECCOMP, ctypes.c_uint(FILTER), ctypes.c_uint(NEW_LISTENER), header)
         if self.fd < 0:
@@ -39,9 +40,12 @@ class Attempts:
     def refuse(self) -> None:
         """Answer one attempt. The program that made it may be gone, which is an answer too."""
         notice = bytearray(NOTICE)
+        # ENOENT: the program was ended between its attempt and our reading or answering it.
         with contextlib.suppress(FileNotFoundError):
             fcntl.ioctl(self.fd, RECEIVE, notice)
             self.count += 1
+            # struct seccomp_notif_resp: the attempt's id, the value, the error, flags. A negative error is what
+            # the call returns; the kernel itself never carries the call out.
             fcntl.ioctl(self.fd, SEND, struct.pack("QqiI", *struct.unpack_from("Q", notice), 0, -syscalls.EPERM, 0))
 
 

@@ -26,6 +26,7 @@ def converse(wire: int) -> int:
     """Answer pieces until the wire ends; the exit status."""
     module = ModuleType("__main__")
     program.begin(module)
+    # So that lines printed before a piece is killed have arrived: a killed process flushes nothing.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     done = 0
     while (piece := _piece(wire)) is not None:
@@ -54,10 +55,13 @@ def _exactly(wire: int, count: int) -> bytes | None:
 def _cell(piece: bytes, name: str, space: dict[str, Any]) -> int:
     """Run one piece; 0, 1 for an exception (SystemExit too: it ends the piece, not the session), or MEMORY_ERROR."""
     try:
+        # As in a notebook: the last statement, if it is an expression, is taken off and evaluated apart for its
+        # value.
         tree = ast.parse(piece, name)
         _remember(piece, name)
         last = tree.body[-1] if tree.body else None
         shown = tree.body.pop() and last.value if isinstance(last, ast.Expr) else None
+        # dont_inherit: else the `from __future__` of this file would hold for the program.
         exec(compile(tree, name, "exec", dont_inherit=True), space)
         if shown is not None:
             value = eval(compile(ast.Expression(shown), name, "eval", dont_inherit=True), space)

@@ -56,8 +56,13 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
 
     TCP is shut from version 4, abstract sockets and signals to other processes from version 6.
     """
+    # A right that the rule set handles is refused everywhere but under a path with a rule for it. So `every`
+    # names all rights that this kernel knows: one that is left out stays allowed. Asking for more than it knows
+    # is an error.
     version = landlock_version()
     every = (1 << RIGHTS.get(version, 16)) - 1
+    # struct landlock_ruleset_attr: rights of files; bind and connect of TCP; scopes (abstract sockets,
+    # signals).
     attributes = struct.pack("QQQ", every, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     fd = checked(
@@ -68,12 +73,15 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
         for path in paths:
             try:
                 tree = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            # The list of system directories covers several distributions; none has all of them.
             except FileNotFoundError:
                 continue
             except PermissionError:
                 raise PermissionError(
                     f"user {os.getuid()} cannot read {path}, which Python needs; use a Python that everybody can read"
                 ) from None
+            # The kernel refuses a rule that gives a file the rights of a directory. The structure is packed: no
+            # padding.
             rights = access if os.path.isdir(path) else access & OF_A_FILE
             rule = struct.pack("=Qi", rights & every, tree)
             checked(libc.syscall(ADD_RULE, fd, ctypes.c_int(1), rule, ctypes.c_uint(0)), f"landlock_add_rule {path}")
@@ -83,11 +91,14 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
 
 def drop(uid: int | None) -> None:
     """Become `uid` with no group and no capability; new privileges can never be gained."""
+    # Groups before the user: after setresuid the process may not change anything any more, and its capabilities
+    # are gone with it.
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
+    # No process of the same user may trace this one or read its memory.
     prctl(PR_SET_DUMPABLE, 0, "dumpable")
 
 
@@ -104,6 +115,8 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
 
     `cpu=False` leaves processor time to whoever watches the job's clock: this limit is one for its whole life.
     """
+    # The kernel counts whole seconds. At the soft limit it sends SIGXCPU, which a program can ignore; one
+    # second later SIGKILL.
     seconds = max(1, int(limits["cpu"] + 0.999))
     for what, soft, hard in (
         (resource.RLIMIT_AS, limits["memory"], limits["memory"]),
@@ -111,6 +124,7 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
         (resource.RLIMIT_FSIZE, limits["file_size"], limits["file_size"]),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_STACK, limits["stack"], limits["stack"]),
+        # Locked memory and message queues are memory of the kernel, which the address space does not count.
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
@@ -124,6 +138,8 @@ def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) ->
     """Landlock, for good, and what `shut` needs: all that can be done before the job is known."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
     prctl(PR_SET_DUMPABLE, 0, "dumpable")
+    # Landlock can come before the job, because it only concerns files opened from here on. The filter of calls
+    # cannot: taking the job over and setting its limits are calls that the filter refuses.
     if rules is not None:
         checked(libc.syscall(RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0)), "landlock_restrict_self")
         os.close(rules)
@@ -134,6 +150,7 @@ def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) ->
         os.getpid(), keeper, os.getpgid(keeper), host_files=host_files, processes=processes, told=told
     )
     text = ctypes.create_string_buffer(code, len(code))
+    # The header holds the address of `text`, so both have to be kept alive until `shut`.
     return ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(text))), text
 
 

@@ -34,6 +34,7 @@ def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
     Exact types only. A subclass of int could lie about what it equals, so it is not an int here. An array of numpy is
     the list, and a scalar of numpy the number, truth or text that it holds.
     """
+    # A list, so that all levels count in one place: the bound is on the whole value.
     seen = [0] if count is None else count
     seen[0] += 1
     if depth > DEPTH or seen[0] > NODES:
@@ -42,6 +43,7 @@ def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
     if value is None or kind is bool or kind is str or kind is float:
         return value
     if kind is int:
+        # Hexadecimal: Python refuses to turn more than 4300 decimal digits into a number and back.
         return {"int": hex(value)}
     if kind is list or kind is tuple or kind is set or kind is frozenset:
         return {kind.__name__: [encode(v, depth + 1, seen) for v in value]}
@@ -57,10 +59,14 @@ def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
 def _of_numpy(value: Any) -> Any:
     """An array or a scalar of numpy as built-in values; anything else, an array of other things or one too large, as it
     is."""
+    # Never imported here: without numpy in the sandbox no value can be of it. By exact type again, because a
+    # subclass of ndarray may answer `tolist` with anything.
     numpy = sys.modules.get("numpy")
     kind = type(value)
     if numpy is None or not (kind is numpy.ndarray or kind in numpy.sctypeDict.values()):
         return value
+    # A longdouble has more digits than a float, so it is not one. Arrays of objects are read element by
+    # element.
     known = value.dtype.kind in "biufUO" and not (value.dtype.kind == "f" and value.dtype.itemsize > 8)
     return value.tolist() if known and value.size <= NODES else value
 
@@ -86,10 +92,14 @@ def decode(said: Any) -> Any:
 def run(source: bytes, call: bytes, result: int) -> int:
     """Run the program as `__main__`; with a `call`, import it and write the value of that call to `result`. The exit
     status."""
+    # A function is called in a module of another name, so what stands under `if __name__ == "__main__"` does
+    # not run.
     module = ModuleType("solution" if call else "__main__")
     begin(module)
     try:
         status = _guarded(source, call, result, module)
+        # The process leaves by os._exit, which does nothing of what an interpreter does at its end: wait for
+        # threads, run exit functions, close files. An honest program relies on all three.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         # what only the program's names held is closed, and so written, as at the end of any Python
@@ -105,6 +115,7 @@ def run(source: bytes, call: bytes, result: int) -> int:
 
 def begin(module: ModuleType) -> None:
     """Make `module` the main one, and every program start from the same random state (numpy's is inherited so)."""
+    # Under both names: pickle, dataclasses and typing look a class's module up by its name.
     module.__dict__["__builtins__"] = builtins
     sys.modules[module.__name__] = sys.modules["__main__"] = module
     sys.argv = ["program"]
@@ -144,6 +155,7 @@ def _guarded(source: bytes, call: bytes, result: int, module: ModuleType) -> int
 def _answer(call: dict[str, Any], result: int, module: ModuleType) -> None:
     """Call the function that was asked for, by its dotted name; `Solution.f` is a method of a fresh `Solution()`."""
     target: Any = module
+    # A class on the way is instantiated, so `Solution.f` is bound.
     for part in call["function"].split("."):
         target = getattr(target() if isinstance(target, type) else target, part)
     value = target(*decode(call["args"]), **decode(call["kwargs"]))
@@ -151,6 +163,7 @@ def _answer(call: dict[str, Any], result: int, module: ModuleType) -> None:
         text = json.dumps({"value": encode(value)})
     except (NotPlain, RecursionError) as error:
         text = json.dumps({"type": str(error)})
+    # A pipe takes what there is room for.
     rest = text.encode()
     while rest:
         rest = rest[os.write(result, rest) :]
@@ -169,6 +182,7 @@ def _status(leave: SystemExit) -> int:
 def trace(error: BaseException, name: str = NAME) -> str:
     """The traceback from the program's own first line on (in a file named `name...`): our frames are nobody's
     business."""
+    # A syntax error has no frame of the program; then no frame is shown at all.
     at = error.__traceback__
     while at is not None and not at.tb_frame.f_code.co_filename.startswith(name):
         at = at.tb_next

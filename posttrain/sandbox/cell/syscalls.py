@@ -13,6 +13,9 @@ AUDIT_ARCH_X86_64 = 0xC000003E
 ALLOW, ERRNO, KILL, TELL, TRACE = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000, 0x7FF00000
 EPERM, ENOSYS, ENOTSUP = 1, 38, 95
 
+# Classic BPF: load a word of struct seccomp_data, jump if equal, if a bit is set, if not below, return a
+# verdict. The structure: number of the call at 0, architecture at 4, arguments of 8 bytes from 16 on, low half
+# first.
 LOAD, EQUAL, SET, AT_LEAST, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 
 CLONE, KILL_CALL, FCNTL, IOCTL, PRCTL = 56, 62, 72, 16, 157
@@ -78,6 +81,7 @@ def allow(number: int) -> bytes:
 
 def stretches(allowed: tuple[int, ...]) -> list[tuple[int, int]]:
     """(first number, verdict) of each stretch of numbers that have the same verdict, from 0 on."""
+    # One number beyond the largest allowed one ends the last stretch, so all numbers above are refused.
     out = [(0, ALLOW if 0 in allowed else ERRNO | EPERM)]
     for number in range(1, max(allowed) + 2):
         verdict = ALLOW if number in allowed else ERRNO | (ENOTSUP if number in ATTRIBUTES else EPERM)
@@ -91,6 +95,7 @@ def search(parts: list[tuple[int, int]]) -> bytes:
     chain costs a job half a millisecond."""
     if len(parts) == 1:
         return op(RETURN, parts[0][1])
+    # A jump counts instructions (8 bytes each). Below the middle's first number it falls through to `below`.
     middle = len(parts) // 2
     below, above = search(parts[:middle]), search(parts[middle:])
     return op(AT_LEAST, parts[middle][0], len(below) // 8, 0) + below + above
@@ -109,6 +114,7 @@ def among(index: int, values: tuple[int, ...]) -> bytes:
 
 def null(index: int) -> bytes:
     """Allow where a pointer is null, both halves of it."""
+    # A comparison sees 32 bits. A pointer whose low half is zero is not null, so one half would not do.
     zero = op(EQUAL, 0, 1, 0) + op(RETURN, ERRNO | EPERM)
     return arg(index) + zero + arg(index, high=True) + zero + op(RETURN, ALLOW)
 
@@ -160,22 +166,36 @@ def program(pid: int, keeper: int, keepers: int, *, host_files: bool, processes:
 @functools.cache
 def template(host_files: bool, processes: bool, told: bool) -> bytes:
     """The filter with marks for process ids: it takes a millisecond to write, which a job need not spend."""
+    # The architecture is first: another one gives other meanings to the same numbers. Then the number stays in
+    # the accumulator; each `when` tests it, and loads an argument in its place only where it also returns. x32
+    # uses the same architecture with bit 30 set.
     start = op(LOAD, 4) + op(EQUAL, AUDIT_ARCH_X86_64, 1, 0) + op(RETURN, KILL)
     start += op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + op(RETURN, KILL)
     plain = PLAIN + (() if host_files else FILES) + (PROCESSES if processes else ())
     body = when(SOCKET, op(RETURN, TRACE)) if told else b""
+    # Open for reading only. Landlock guards the paths too, but its first versions do not know truncation.
     if host_files:
         body += when(OPEN, without(1, WRITING)) + when(OPENAT, without(2, WRITING))
     else:
         body += allow(OPEN) + allow(OPENAT)
+    # Commands of fcntl: descriptors and their flags, locks on files (5 to 7), a copy that closes on exec, seals
+    # to read. F_SETOWN is missing on purpose: with it the kernel sends signals on the program's behalf.
     locks = () if host_files else (5, 6, 7)
     body += when(FCNTL, among(1, (0, 1, 2, 3, 4, *locks, 1030, 1034)))
+    # Of a terminal to ask for settings and size, FIONREAD, FIONBIO and the two that set close-on-exec. Nothing
+    # that types into a terminal (TIOCSTI).
     body += when(IOCTL, among(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)))
+    # To read whether it may be dumped, and to set and read a thread's name.
     body += when(PRCTL, among(0, (3, 15, 16)))
+    # Without a new value it only reads a limit.
     body += when(PRLIMIT, null(2))
+    # A pair of the program's own may exist (asyncio needs one), but it may name no address: a datagram to an
+    # abstract socket would leave the sandbox.
     body += when(SENDTO, null(4)) + when(SOCKETPAIR, among(0, (1,)))
     body += when(CLONE, without(0, NEW_NAMESPACE) if processes else threads_only())
     whom = other_than(0, (KEEPER, -KEEPERS, -1, 1)) if processes else among(0, (PID,))
     body += when(KILL_CALL, whom) + when(TGKILL, whom)
+    # The flags of clone3 are in memory, which a filter cannot read. "No such call" makes the C library use
+    # clone.
     body += op(EQUAL, CLONE3, 0, 1) + op(RETURN, ERRNO | ENOSYS)
     return start + body + search(stretches(plain))

@@ -63,6 +63,7 @@ def main() -> None:
 def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
     """Import what jobs use, give up every right, and build the rule set; refuse where a promised wall is not there.
     Also the count of attempts to reach a network, where this kernel can tell of them."""
+    # This package is imported already; a program that imports `program` or `cells` must not find our files.
     sys.path[:] = [p for p in sys.path if p != settings["home"]]
     if settings["package_path"]:
         sys.path.append(settings["package_path"])
@@ -71,17 +72,23 @@ def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
     if "numpy.random" in sys.modules:
         # here, once: nothing here draws from it, and in a job it would cost three quarters of a millisecond
         sys.modules["numpy.random"].seed(0)
+    # Without `site` these two are missing, and ordinary programs call them.
     for name in ("exit", "quit"):
         setattr(builtins, name, _sitebuiltins.Quitter(name, "end of file"))
     os.environ.pop("PYTHONPATH", None)
     scratch, mode = settings["scratch"], settings["mode"]
+    # Before `drop`: mounting needs a capability.
     settings["inodes"] = bool(scratch) and confine.bound_files(
         scratch, settings["scratch_bytes"], settings["scratch_files"]
     )
     if mode == "none":
         return None, None
+    # The order is fixed: the kernel forgets the parent-death signal when a process changes its user, and
+    # accepts a filter (`Attempts`) from an ordinary process only after no_new_privs.
     confine.drop(settings["uid"])
     confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
+    # In namespaces the tree of mounts contains the program already, and Landlock is a second wall. Alone it is
+    # the only one.
     if confine.landlock_version() == 0:
         if mode == "landlock":
             raise OSError(f"kernel {os.uname().release} has no Landlock (needs 5.13 or later, and lsm=landlock)")
@@ -93,6 +100,7 @@ def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
     with contextlib.suppress(OSError):
         attempts = Attempts(confine.libc)
     settings["told"] = attempts is not None
+    # Only to fill its cache, which every child inherits.
     syscalls.template(mode == "landlock", settings["processes"] > 0, settings["told"])
     return rules, attempts
 
@@ -111,9 +119,13 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None, a
             if data == REST or data.startswith((KILL, GO)):
                 continue  # the job it meant had already ended
             request = json.loads(data)
+            # A pipe for `DONE`. The descriptors of a job belong to its child alone: ours are closed below, and
+            # only then the next spare child is forked. A writing end that it held would keep the pipes open,
+            # and whoever reads them to their end would wait.
             confined, locked = os.pipe()
             start = time.monotonic()
             pid, spare = give(spare, data, [*fds, locked]), None
+            # There was no spare, or it had died: fork now. `job` never returns in the child.
             if pid == 0:
                 pid = os.fork()
                 if pid == 0:
@@ -124,14 +136,19 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None, a
             status, usage, spent = (
                 attend(pid, control, attempts) if request["session"] else (*wait(pid, control, attempts), False)
             )
+            # No namespace ends what the program started, so its process group is ended.
             if settings["mode"] == "none":
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
             took = time.monotonic() - start
+            # Every writing end is closed, so this returns at once, with nothing if the child failed before it
+            # was confined.
             ran = os.read(confined, 1) == DONE
             os.close(confined)
             used = {"cpu": usage.ru_utime + usage.ru_stime, "peak": usage.ru_maxrss * 1024, "network": taken(attempts)}
             reply = {"ran": ran, "status": status, "seconds": took, "spent": spent}
+            # The answer goes out before the scratch directory is emptied; CLEAN says when the next job may
+            # come.
             control.send(json.dumps(reply | used).encode())
             if settings["scratch"]:
                 clean(settings["scratch"])
@@ -146,6 +163,7 @@ def hatch(control: socket.socket, settings: dict[str, Any], rules: int | None) -
     pid = os.fork()
     if pid == 0:
         try:
+            # Its copy of our end would keep the socket open, and the end of the zygote would never be seen.
             ours.close()
             ready = begin(settings, rules)
             exec(compile(REHEARSAL, program.NAME, "exec"), {})
@@ -168,6 +186,7 @@ def give(spare: tuple[int, socket.socket] | None, data: bytes, fds: list[int]) -
     except OSError:
         bury(spare)
         return 0
+    # The child has the job; nothing else is ever sent on this line.
     line.close()
     return pid
 
@@ -183,6 +202,7 @@ def bury(spare: tuple[int, socket.socket] | None) -> None:
 def wait(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[int, Any]:
     """Returns the status of the ended child and its resource usage; the child is killed when the host says so or is
     gone."""
+    # A pidfd is readable once the child has ended, so one poll waits for the child, the host and the attempts.
     watch = os.pidfd_open(pid)
     poll = watched(attempts, watch, control.fileno())
     try:
@@ -194,6 +214,8 @@ def wait(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[i
             if control.fileno() not in ready:
                 continue
             said = control.recv(64)
+            # `said` is KILL, or empty where the other side is gone. After KILL the loop goes on: the pidfd tells
+            # when the status can be read.
             os.kill(pid, signal.SIGKILL)
             if not said:
                 os.waitpid(pid, 0)
@@ -208,11 +230,15 @@ def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple
 
     The clock is the kernel's and read here, so a program can neither move it nor ignore its alarm.
     """
+    # The second is the id of another process's CPU-time clock as the kernel makes it: (~pid << 3) |
+    # CPUCLOCK_SCHED.
     watch, clock = os.pidfd_open(pid), ~pid << 3 | 2
     poll = watched(attempts, watch, control.fileno())
     cores, begun, end, spent = os.cpu_count() or 1, 0.0, None, False
     try:
         while True:
+            # With threads on all cores the rest is used up `cores` times as fast, so it is looked at no later
+            # than that.
             pause = None if end is None else max(STEP, (end - seconds(clock)) / cores)
             ready = heard(poll, attempts, pause)
             if watch in ready:
@@ -225,10 +251,12 @@ def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple
                 end = begun + float(said[len(GO) :])
                 os.kill(pid, signal.SIGCONT)
             elif said == REST:
+                # SIGSTOP stops all its threads and cannot be ignored, so nothing runs between two pieces.
                 os.kill(pid, signal.SIGSTOP)
                 control.send(json.dumps({"cpu": seconds(clock) - begun, "network": taken(attempts)}).encode())
                 end = None
             elif asked or (end is not None and seconds(clock) >= end):
+                # Killed because its time was over, unless the host asked for it.
                 spent, end = not asked, None
                 os.kill(pid, signal.SIGKILL)
                 if asked and not said:
@@ -251,6 +279,7 @@ def begin(settings: dict[str, Any], rules: int | None) -> Any:
     kept for the job."""
     try:
         confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
+        # A signal to its own group (kill 0) then reaches the job alone, and not the zygote.
         os.setpgid(0, 0)
         if settings["mode"] == "none":
             return None
@@ -274,29 +303,38 @@ def job(
     status = 1
     try:
         half = ready if ready is not None else begin(settings, rules)
+        # Source and call are read before the program exists and their files are closed with the rest: no job
+        # can reach them.
         source, stdin, stdout, stderr, result, call, locked = fds
         code, asked = read(source), read(call)
         control.detach()
         given = [stdin, stdout, stderr, result, locked]
+        # First all to numbers from 100 on: dup2 straight to 0 to 4 could overwrite one that has not been moved
+        # yet. The program then has 0, 1, 2 and the result (3); 4 is closed before it begins.
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in given]
         for number, fd in enumerate(high):
             os.dup2(fd, number)
         os.closerange(len(high), 65536)
         os.chdir(settings["scratch"] or "/")
         session = request["session"]
+        # Limits before the filter, which lets no call pass that sets one.
         confine.limit(request["limits"], tasks=settings["tasks"], cpu=not session)
+        # Raised here and not earlier: only now descriptor 2 is the stream that the host reads the reason from.
         if isinstance(half, OSError):
             raise half
         if half is not None:
             confine.shut(half)
         os.write(4, DONE)
         os.close(4)
+        # The program runs in this process and can walk the frames below its own. Nothing of the host is left in
+        # their names.
         del request, settings, control, fds, half, ready
         status = cells.converse(3) if session else program.run(code, asked, 3)
     except BaseException as error:
         with contextlib.suppress(BaseException):
             os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
+        # No exit function and no buffer of the zygote runs in its child.
         os._exit(status)
 
 
