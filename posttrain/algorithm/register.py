@@ -14,6 +14,7 @@ from posttrain.system.errors import InvariantError
 def missing(piece: Piece, function: str) -> InvariantError:
     """The error for a piece without mathematics; `function` is where to register it."""
     name = type(piece).__name__
+    # Read from a run folder, without its file: registering something would not help.
     if piece.absent:
         return InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
     return InvariantError(

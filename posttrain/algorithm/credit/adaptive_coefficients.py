@@ -38,6 +38,8 @@ def steered(a: Algorithm, state: AdaptiveState) -> Algorithm:
     """The algorithm with the current values of its adaptive coefficients."""
     if state.pull is not None and isinstance(a.pull, KL):
         a = replace(a, pull=replace(a.pull, coef=state.pull))
+    # Above the target the term stays, with the coefficient 0: so the forward pass still measures the entropy that
+    # the rule reads after the step. The state keeps the coefficient, and the bonus comes back where it stood.
     if state.entropy is not None and a.entropy is not None:
         a = replace(a, entropy=replace(a.entropy, coef=0.0 if state.spread else state.entropy))
     return a
@@ -45,6 +47,8 @@ def steered(a: Algorithm, state: AdaptiveState) -> Algorithm:
 
 def standing(a: Algorithm) -> Algorithm:
     """The algorithm without any term that changes the policy; only values are learned (value warm-up, A19)."""
+    # The policy term needs no switch here: its credit is set to 0
+    # (`step_credit.without_credit`). These terms have a gradient also where credit is 0.
     return replace(a, pull=None, entropy=None, imitate=None, distill=None, hint=None)
 
 
@@ -57,6 +61,8 @@ def remember(
     KL (A05): coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. Entropy (A33): coef rises by delta
     below the target and falls by it above, not below 0; at or above the target it is not applied.
     """
+    # Halving before adding weighs step k back by 2^-k: the pass rate
+    # follows the policy, and one step with few groups does not decide it.
     if a.filter is not None:
         rate = state.rate.halved().and_then(asked.played, asked.passed)
         state = replace(state, played=rate.played, passed=rate.passed)
@@ -65,6 +71,7 @@ def remember(
             state, pull=adapted(a.pull, state.pull or a.pull.coef, gauges["policy/kl_reference"].mean, episodes)
         )
     if a.entropy is not None and a.entropy.target is not None and "policy/entropy" in gauges:
+        # `a` holds the configured coefficient. It is where the rule begins; from then on the state is read.
         before = a.entropy.coef if state.entropy is None else state.entropy
         up = gauges["policy/entropy"].mean < a.entropy.target
         state = replace(state, entropy=max(0.0, before + (a.entropy.delta if up else -a.entropy.delta)), spread=not up)
@@ -74,5 +81,7 @@ def remember(
 def adapted(pull: KL, coef: float, kl: float, episodes: int) -> float:
     """The KL coefficient after a step that measured `kl` nats a token."""
     assert pull.target is not None
+    # The relative error is bounded, so that one step far from the target
+    # moves the coefficient by 20 % of episodes / horizon at most.
     error = min(0.2, max(-0.2, kl / pull.target - 1))
     return coef * (1 + error * episodes / pull.horizon)

@@ -79,6 +79,8 @@ def centred(b: Baseline, siblings: Siblings) -> tuple[Array, float]:
 @centred.register(Zero)
 @centred.register(ToGo)
 def _(b: Zero | ToGo, siblings: Siblings) -> tuple[Array, float]:
+    # `ToGo` takes off what lies before a token later, token by
+    # token (`step_credit._by_samples`): here both are the reward.
     return siblings.rewards, siblings.ema
 
 
@@ -87,6 +89,8 @@ def _(b: Zero | ToGo, siblings: Siblings) -> tuple[Array, float]:
 def _(b: Ema, siblings: Siblings) -> tuple[Array, float]:
     if siblings.again:
         return siblings.rewards - siblings.ema, siblings.ema
+    # b_i must not depend on R_i: then E[b_i * grad log pi(y_i)] = 0 and the baseline adds
+    # no bias. So each sample is compared with the average as the samples before it left it.
     before: list[float] = []
     ema = siblings.ema
     for x in siblings.rewards:
@@ -104,11 +108,14 @@ def _(b: GroupMean, siblings: Siblings) -> tuple[Array, float]:
 @centred.register
 def _(b: Others, siblings: Siblings) -> tuple[Array, float]:
     over = from_lowest(siblings.rewards)
+    # The sum less its own term is the sum of the others. There
+    # are at least two siblings: without spread nobody calls this.
     return over - (math.fsum(over) - over) / (len(over) - 1), siblings.ema
 
 
 @centred.register
 def _(b: LengthMean, siblings: Siblings) -> tuple[Array, float]:
+    # b = sum |y| R / sum |y|. A shift of all rewards shifts b by as much, so differences from the lowest may be used.
     over, total = from_lowest(siblings.rewards), math.fsum(siblings.lengths)
     return over - (math.fsum(siblings.lengths * over) / total if total else 0.0), siblings.ema
 
@@ -116,11 +123,15 @@ def _(b: LengthMean, siblings: Siblings) -> tuple[Array, float]:
 @centred.register
 def _(b: OffPolicyMean, siblings: Siblings) -> tuple[Array, float]:
     """Rewards 1, 0, 0 with log w = log 2, 0, 0 and energies 1, 1, 2: weights 4, 1, 2, baseline 4/7."""
+    # b = sum w^2 W R / sum w^2 W is the constant that makes E[w^2 |g|^2 (R - b)^2]
+    # least, where W stands for |g|^2, the squared norm of a response's gradient.
     over = from_lowest(siblings.rewards)
     energy = np.array([math.fsum(joined(s[ENERGY])) for s in siblings.scored])
     log_w = np.array([math.fsum(joined(s[START]) - said_logp(s)) for s in siblings.scored])
     if not np.any(energy > 0):  # nobody has a gradient, so no baseline is better than another
         return over - mean(over), siblings.ema
+    # A response without a gradient has no part in b, so it does not set the scale either: its
+    # w may be larger than all others. `minimum` keeps its exp finite; its weight is 0 anyway.
     log_w -= log_w[energy > 0].max()  # so that the largest weight is not 0 nor inf
     weight = np.where(energy > 0, np.exp(2 * np.minimum(log_w, 0.0)) * energy, 0.0)
     return over - math.fsum(weight * over) / math.fsum(weight), siblings.ema
@@ -128,6 +139,7 @@ def _(b: OffPolicyMean, siblings: Siblings) -> tuple[Array, float]:
 
 @centred.register
 def _(b: SoftMean, siblings: Siblings) -> tuple[Array, float]:
+    # log-sum-exp: R - tau log mean exp(R / tau) is the same for R - max R, and there every exponent is at most 0.
     under = siblings.rewards - siblings.rewards.max()
     return under - b.tau * math.log(math.fsum(np.exp(under / b.tau)) / len(under)), siblings.ema
 
@@ -135,6 +147,7 @@ def _(b: SoftMean, siblings: Siblings) -> tuple[Array, float]:
 @centred.register
 def _(b: SecondBest, siblings: Siblings) -> tuple[Array, float]:
     r = siblings.rewards
+    # Where two siblings are best, the second best is as good, and nobody has credit.
     order = np.argsort(r, kind="stable")
     only = np.zeros_like(r)
     only[order[-1]] = r[order[-1]] - r[order[-2]]
@@ -176,16 +189,21 @@ def _(b: Value, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
     """(advantage [T], return [T]). A turn's reward is at the end of the turn, the rest of the shaped reward at the last
     spoken token, and the KL at the token that it is of (A05)."""
+    # `shaped` holds what turns were paid as well. It is taken out
+    # of the last token's reward, where it would count twice.
     values_T = joined(s.scored[VALUE])
     rewards_T = s.paid_T - s.penalty_T
     if len(rewards_T):
         rewards_T[-1] += s.shaped - math.fsum(s.paid_T)
+    # The targets correct for the sampler by themselves, so this credit has one lambda for both.
     if value.trace is not None:
         log_T = joined(s.scored[START]) - said_logp(s.scored)
         return v_trace(
             values_T, rewards_T, np.exp(log_T), gamma=value.gamma, gae_lambda=value.gae_lambda, cap=value.trace
         )
     advantage_T, return_T = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=value.gae_lambda)
+    # Decoupled: values learn from targets with `gae_lambda`, while credit may
+    # have a longer memory and so less bias. The values V_t are the same in both.
     own = credit_lambda(value, s.spoken)
     if own != value.gae_lambda:
         advantage_T, _ = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=own)
@@ -205,19 +223,25 @@ def _(b: StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     """Process-supervised credit (A07). Steps are normalised over all steps of the group. The credit of a token is the
     sum over the steps that end at it or after it."""
     steps = [_steps(s) for s in samples]
+    # Nobody judged a step: each answer is one step that ends with it, and the rule becomes that of outcomes.
     if not any(steps):
         steps = [[(s.spoken, s.shaped - s.charged)] for s in samples]
         noise = noise_of(samples)
     else:
         noise = rounding([abs(v) for each in steps for _, v in each], max(s.resolution for s in samples))
     values = np.array([v for each in steps for _, v in each], np.float64)
+    # All steps of all siblings lie in one flat array, since one mean and
+    # one deviation compares them. They are handed back in the same order.
     credits = iter(compared(values, noise, scaled=a.scale == "group_std").tolist())
     raw: list[Array] = []
     for s, each in zip(samples, steps, strict=True):
         ends_T = np.zeros(s.spoken)
+        # `each` stands first in zip: when it ends, no number of the shared iterator has been taken for it.
         for (end, _), x in zip(each, credits, strict=False):
             if 0 < end <= s.spoken:
                 ends_T[end - 1] += x
+        # Sum to go: a token answers for the steps that end at it or
+        # later, never for one that was over before it was said.
         raw.append(np.cumsum(ends_T[::-1])[::-1].copy())
     return TokenCredit(raw, not spread(values, noise))
 
@@ -240,13 +264,18 @@ def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     rewards = np.array([s.shaped - s.charged for s in samples])
     if not spread(rewards, noise_of(samples)):
         return TokenCredit([np.zeros(s.spoken) for s in samples], True)
+    # [G, T] with W_t in the row of each sibling. Behind its end a
+    # row stays 0: who says no token t has no part in the mean at t.
     weight_GT = np.zeros((len(samples), max(s.spoken for s in samples)))
     for row_T, s in zip(weight_GT, samples, strict=True):
         row_T[: s.spoken] = np.cumsum(joined(s.scored[ENERGY]))
     rewards = from_lowest(rewards)
+    # b_t = sum W_t R / sum W_t over the columns. Sums are exact, so the order of the siblings cannot change b_t.
     total_T = np.array([math.fsum(w) for w in weight_GT.T])
     earned_T = np.array([math.fsum(w * rewards) for w in weight_GT.T])
     speaking_T = (np.array([s.spoken for s in samples])[:, None] > np.arange(len(total_T))).sum(0)
+    # A sibling that is left alone would be compared with itself.
+    # Where all energies are 0 there is no gradient to weigh.
     compared_T = (speaking_T > 1) & (total_T > 0)
     mean_T = np.divide(earned_T, total_T, out=np.zeros_like(total_T), where=compared_T)
     return TokenCredit(
@@ -261,6 +290,8 @@ def _(b: ImplicitOthers, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit
     rewards = np.array([s.shaped - s.charged for s in samples])
     if not spread(rewards, noise_of(samples)):
         return TokenCredit([np.zeros(s.spoken) for s in samples], True)
+    # A_t = (R - mean R of the others) + sum_{k >= t} (p_k - mean p of the others). The
+    # two parts are centred apart, since process rewards are in units of their own.
     outcome, _ = centred(Others(), Siblings(rewards, np.array([s.spoken for s in samples], np.float64)))
     process = process_rewards(b.beta, samples)
     return TokenCredit([x + to_go(p_T) for x, p_T in zip(outcome, process, strict=True)])
@@ -268,6 +299,7 @@ def _(b: ImplicitOthers, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit
 
 @by_token.register
 def _(b: TurnMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    # Whether the group is silent is read from the credit: turns may differ where the outcomes do not.
     credit = by_turn(b, *_whole(samples), scaled=a.scale == "group_std")
     return TokenCredit(credit, not any(np.any(x) for x in credit))
 
@@ -280,6 +312,8 @@ def _(b: AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 
 def _whole(samples: Sequence[Sample]) -> tuple[list[Episode], Array, float]:
     """(episodes, their rewards, the largest difference of these that counts as rounding)."""
+    # Without the KL: algorithms that compare turns refuse one in the
+    # reward (`charges_answers`), so no noise of it counts either.
     return (
         [s.scored.episode for s in samples],
         np.array([s.shaped for s in samples], np.float64),

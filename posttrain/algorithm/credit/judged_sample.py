@@ -54,6 +54,8 @@ class Sample:
 
 def noise_of(samples: Sequence[Sample], *, charged: bool = True) -> float:
     """The largest difference of samples' rewards that counts as rounding (with their KL penalty, where `charged`)."""
+    # A sum of large terms may be a small number, and its rounding
+    # error is that of the terms. So sizes are compared, not rewards.
     sizes = [s.charged_size if charged else s.size for s in samples]
     return rounding(sizes, max((s.resolution for s in samples), default=0.0))
 
@@ -63,8 +65,11 @@ def penalty(a: Algorithm, scored: Scored) -> Array:
     pull = a.kl_in_credit
     if pull is None:
         return np.zeros(scored.episode.spoken)
+    # The estimate is one under the policy that drew the tokens. With anchor=start that is the
+    # learner as it begins the step; else the sampler's own log-probs are taken, which cost no pass.
     said_T = joined(scored[START]) if a.anchor == "start" else said_logp(scored)
     gap_T = said_T - joined(scored[REFERENCE])
+    # The loss differentiates the same function, so that both placements have one formula. Credit is numpy in float64.
     each_T = reference_penalty.estimate(pull.estimator, torch.from_numpy(gap_T)).numpy()  # pyright: ignore[reportUnknownMemberType]
     return pull.coef * each_T * early_weight(pull.early, gap_T)
 
@@ -78,6 +83,7 @@ def early_weight(early: float, gap_T: Array) -> Array:
     total = math.fsum(size_T)
     if not early or total <= 0:
         return np.ones_like(gap_T)
+    # cumsum less the token's own size is what lies before it; 1 less its share is what lies at the token or after it.
     return 1 + early * (1 - (np.cumsum(size_T) - size_T) / total)
 
 
@@ -88,4 +94,5 @@ def said_logp(scored: Scored) -> Array:
 
 def joined(parts: tuple[np.ndarray, ...]) -> Array:
     """Per-segment arrays as one [T] over the episode's spoken tokens."""
+    # The empty array first, so that an episode without segments gives [0] and not an error.
     return np.concatenate([np.zeros(0), *parts]).astype(np.float64)

@@ -28,6 +28,7 @@ from posttrain.core.streams import IMPLICIT, OUTCOME, REFERENCE, WEIGHT
 def process_rewards(beta: float, samples: Sequence[Sample]) -> list[Array]:
     """[T] of each of at least two siblings: its process rewards, less the mean over the others of their mean one."""
     rewards = [beta * (joined(s.scored[IMPLICIT]) - joined(s.scored[REFERENCE])) for s in samples]
+    # A mean of means: every answer counts once among the others, however long it is.
     means = [math.fsum(r_T) / len(r_T) if len(r_T) else 0.0 for r_T in rewards]
     total = math.fsum(means)
     return [r_T - (total - own) / (len(samples) - 1) for r_T, own in zip(rewards, means, strict=True)]
@@ -53,9 +54,13 @@ class OutcomeLoss:
     def terms(self, micro: Batch, scores: TokenScores) -> Terms:
         logp_M: Tensor = scores.logp
         held = streams(micro, logp_M.device, logp_M.dtype)
+        # Log-odds z of each answer [E]: its tokens' terms added up, over all of its segments. Only phi has a gradient.
         odds_E = self.beta * logp_M.new_zeros(held.episodes).index_add(0, held.sequence_M, logp_M - held[REFERENCE])
+        # Outcome and weight are the same on all tokens of an answer, so its first token is read. `sequence_M` ascends.
         first_E = torch.as_tensor(np.searchsorted(micro.sequence_M, np.arange(micro.episodes)), device=logp_M.device)
         outcome_E, weight_E = held[OUTCOME][first_E], held[WEIGHT][first_E]
+        # -y log sigmoid(z) - (1 - y) log(1 - sigmoid(z)) = log(1 + e^z) - y
+        # z: finite for every z, and right for an outcome between 0 and 1.
         each_E = softplus(odds_E) - outcome_E * odds_E
         agrees = ((odds_E > 0) == (outcome_E > 0.5)).sum()
         return Terms((weight_E * each_E).sum(), {"implicit/agrees": Gauge(float(agrees), held.episodes)})

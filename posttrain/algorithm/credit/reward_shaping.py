@@ -39,6 +39,8 @@ def shaped(
     pieces: Sequence[Shaping], rewards: Array, episodes: Sequence[Episode], max_tokens: int
 ) -> tuple[Array, list[str]]:
     """(rewards [G] after all pieces, why each episode may have no gradient or '') of one prompt's judged siblings."""
+    # The first reason stays. A dropped episode keeps its reward:
+    # it is still one of those that siblings are compared with.
     why = ["said nothing" if e.spoken == 0 else "" for e in episodes]
     for piece in pieces:
         why = [w or dropped(piece, e) for w, e in zip(why, episodes, strict=True)]
@@ -53,6 +55,7 @@ def sizes(
 
     For .1 + .2 - .3 the terms are .6. `Signed` makes them 2 * .6 + 1 = 2.2, so rounding is 2.2 times the resolution.
     """
+    # The pieces are applied once more, because `grown` needs the rewards before and after each of them.
     for piece in pieces:
         after = shape(piece, rewards, episodes, max_tokens)
         terms = grown(piece, terms, rewards, after, episodes)
@@ -111,11 +114,15 @@ def _(piece: DropTruncated, episode: Episode) -> str:
 
 @shape.register
 def _(piece: BestOf, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    # A sample is in k / G of all k-subsets. With the factor k the group's mean of credit
+    # * grad log pi is the gradient of the mean, over all k-subsets, of the best reward.
     return min(piece.k, len(rewards)) * (best_gain(rewards, piece.k) if piece.gain else best_of(rewards, piece.k))
 
 
 @grown.register
 def _(piece: BestOf, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
+    # Every result may hold any sibling's reward, so the largest sum
+    # of terms bounds all of them; `gain` subtracts a second one.
     return np.full(len(terms), min(piece.k, len(terms)) * (1 + piece.gain) * np.max(terms, initial=0.0))
 
 
@@ -123,6 +130,7 @@ def _(piece: BestOf, terms: Array, rewards: Array, after: Array, episodes: Seque
 def _(piece: RankLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
     length = _length(episodes)
     width = np.ptp(length) if len(length) else 0.0
+    # A wrong answer may lose by its length, but it gains nothing by being short.
     bonus = 0.5 - (length - length.min()) / width if width > 0 else np.zeros_like(length)
     return rewards + piece.coef * np.where(_solved(episodes), bonus, np.minimum(0.0, bonus))
 
@@ -143,11 +151,14 @@ def _(piece: TargetLength, terms: Array, rewards: Array, after: Array, episodes:
 def _(piece: RateLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
     solved = _solved(episodes)
     rate = float(solved.mean()) if len(solved) else 0.0
+    # A prompt that nobody solved still has a price of length: its rate counts as that of one solved sibling.
     return rewards - piece.beta * max(rate, 1 / max(1, len(solved))) * _length(episodes)
 
 
 @shape.register
 def _(piece: Cosine, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    # swing falls from 1 at length 0 to 0 at max_tokens. Several turns may
+    # have more tokens than one turn's limit, so the share is bounded.
     swing = (1 + np.cos(np.pi * np.minimum(_length(episodes) / max_tokens, 1.0))) / 2
     right = piece.solved_long + (piece.solved_short - piece.solved_long) * swing
     wrong = piece.wrong_long + (piece.wrong_short - piece.wrong_long) * swing
@@ -157,6 +168,8 @@ def _(piece: Cosine, rewards: Array, episodes: Sequence[Episode], max_tokens: in
 @grown.register(Cosine)
 @grown.register(Gate)
 def _(piece: Cosine | Gate, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
+    # The result is either the reward as it was, or a number of
+    # the piece itself: the larger of both sizes is safe for each.
     return np.maximum(terms, np.abs(after))
 
 
@@ -203,6 +216,8 @@ def best_of(rewards: Array, k: int) -> Array:
     For outcomes of {0, 1}: 1 for a success, 1 - C(wrong-1, k-1) / C(G-1, k-1) for a failure (A32). Fewer than k samples
     count as one subset of all of them.
     """
+    # Sorted ascending, so that rank j means j samples are no better.
+    # Each sum over subsets becomes a sum over the rank of the best.
     n, k = len(rewards), min(k, len(rewards))
     if n == 0:
         return rewards
@@ -211,10 +226,13 @@ def best_of(rewards: Array, k: int) -> Array:
     total = math.comb(n - 1, k - 1)
     # Of the subsets that contain i, the sample at rank j > rank(i) is the best in C(j - 1, k - 2).
     above = np.array([math.comb(j - 1, k - 2) if k >= 2 and j >= 1 else 0 for j in range(n)], np.float64) * low_to_high
+    # `after`: subsets in which a better one is best. `own`: those in which i is, with k - 1 others from the j below it.
     after = np.concatenate([np.cumsum(above[::-1])[::-1][1:], [0.0]])
     own = np.array([math.comb(j, k - 1) for j in range(n)], np.float64) * low_to_high
     out = np.empty(n)
     out[order] = (own + after) / total
+    # The sort puts equal rewards in some order, and the rank
+    # decides the result. Their mean gives each of them the same.
     for value in np.unique(rewards):
         tied = rewards == value
         out[tied] = math.fsum(out[tied]) / np.count_nonzero(tied)
@@ -232,6 +250,7 @@ def best_gain(rewards: Array, k: int) -> Array:
     n, k = len(rewards), min(k, len(rewards))
     if k < 2:
         return rewards
+    # Rank i and above add 0 here: there r - low_to_high is not positive. So the sum runs over all j without a bound.
     low_to_high = np.sort(rewards)
     share = np.array([math.comb(j, k - 2) for j in range(n)], np.float64) / math.comb(n - 1, k - 1)
     return np.array([math.fsum(share * np.maximum(r - low_to_high, 0.0)) for r in rewards])
@@ -243,6 +262,7 @@ def best_spread(rewards: Array, k: int) -> float:
     n, k = len(rewards), min(k, len(rewards))
     if n == 0:
         return 0.0
+    # The sample at rank j is the best of C(j, k - 1) of the C(n, k) subsets.
     chance = np.array([math.comb(j, k - 1) for j in range(n)], np.float64) / math.comb(n, k)
     best = np.sort(rewards)
     mean = math.fsum(chance * best)

@@ -32,6 +32,8 @@ def std(x: Array, noise: float) -> float:
     so that no square underflows."""
     if not spread(x, noise):
         return 0.0
+    # std(x) = width * std(y) for y = (x - min) / width in [0, 1]. Of rewards that differ
+    # by 1e-200 the squares would be 0, and the division by the deviation would fail.
     y = from_lowest(x)
     width = float(y.max())
     y = y / width
@@ -58,6 +60,8 @@ def whitened(
     """
     out = list(credit)
     noise = [0.0] * len(out) if noise is None else noise
+    # None stands for all samples. Each source is whitened alone; `at`
+    # are the places of its samples, where its credit goes back to.
     for source in dict.fromkeys(sources) if whiten == "source" else [None]:
         at = [i for i, s in enumerate(sources) if source in (None, s)]
         widest = max((noise[i] for i in at), default=0.0)
@@ -69,17 +73,22 @@ def whitened(
 
 
 def _whitened(whiten: Whiten, credit: Sequence[Array], noise: float) -> list[Array]:
+    # An episode without tokens has no credit to count, and 1 / len would fail.
     spoken = [x for x in credit if len(x)]
     if not spoken:
         return list(credit)
     flat = np.concatenate(spoken)
     if not spread(flat, noise):
         return [np.zeros_like(x) for x in credit]
+    # As in `std`: differences from the lowest, in units of the
+    # width, so that sums of squares neither cancel nor underflow.
     low, width = float(flat.min()), float(flat.max() - flat.min())
     flat = (flat - low) / width
+    # [all tokens]. `sample`: the tokens of an episode share a weight of 1, so the count is that of the episodes.
     weight = np.concatenate([np.full(len(x), 1.0 if whiten == "token" else 1 / len(x)) for x in spoken])
     count = float(len(flat) if whiten == "token" else len(spoken))
     mean = math.fsum(weight * flat) / count
+    # One sample has no deviation to be divided by: its credit is only centred.
     if count < 2:
         return [(x - low) - mean * width for x in credit]
     std = math.sqrt(math.fsum(weight * (flat - mean) ** 2) / (count - 1))

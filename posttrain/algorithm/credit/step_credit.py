@@ -54,6 +54,9 @@ def credit_step(
     Raises:
         InvariantError: a stream that the algorithm reads is missing.
     """
+    # Shaping, baseline and scale look at one group; whitening looks at the whole step, so
+    # all groups are centred before it begins. A KL of single tokens comes after whitening:
+    # divided by a deviation of rewards it would not be coef times a KL any more.
     samples_P = [_samples(a, g, max_tokens) for g in groups]
     returns: list[Array | None] = [None] * sum(len(samples) for samples in samples_P)
     if a.baseline.per_token:
@@ -73,8 +76,11 @@ def credit_step(
     )
     if a.charges_tokens:
         final = [x - s.penalty_T for x, s in zip(final, flat, strict=True)]
+    # The discount of replayed groups comes last of all. Earlier it would
+    # change the mean and deviation by which fresh groups are whitened.
     whose = (g.group.discount for g, samples in zip(groups, samples_P, strict=True) for _ in samples)
     final = [x if d == 1 else x * d for x, d in zip(final, whose, strict=True)]
+    # Flat lists in the order of group and sibling: `_episode_credit` takes them back in this order.
     rows = iter(zip(final, returns, strict=True))
     return Credit(
         tuple(
@@ -107,8 +113,11 @@ def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
     episodes = [s.episode for s in group.episodes]
     raw = np.array([0.0 if a.rewards == "none" else e.reward for e in episodes], np.float64)
     terms = np.array([0.0 if a.rewards == "none" else size(e.verdicts) for e in episodes], np.float64)
+    # What is shaped is learned from; the raw outcome stays in the episode, for filters and pass rates.
     rewards, dropped = shaped(a.shape, raw, episodes, max_tokens)
     terms = sizes(a.shape, raw, terms, episodes, max_tokens)
+    # Without its baseline a reward would count in full here and as
+    # a difference elsewhere: the prompt is not learned from at all.
     if a.baseline.greedy and (group.group.greedy is None or group.group.greedy.reward is None):
         dropped = ["the greedy answer was not judged"] * len(episodes)
     dropped = [why or s.unhinted for why, s in zip(dropped, group.episodes, strict=True)]
@@ -126,6 +135,8 @@ def _credit_noise(a: Algorithm, s: Sample, credit_T: Array) -> float:
     """Size up to which a sample's credit counts as rounding, for whitening. It is computed from the terms of its
     reward, its baseline and its values. It is 0 where siblings were compared, because equal ones
     have credit 0 already."""
+    # Whitening divides by the deviation. Where all credit is equal up to rounding it would blow that rounding up to 1,
+    # so the size of the terms is needed: reward, baseline (bounded by reward and credit together), and V_t and V_{t+1}.
     if a.group_relative:
         return 0.0
     values = (
@@ -147,6 +158,8 @@ def _by_samples(
     A KL in the reward is subtracted as a sum to go or from the whole episode. The scale is that of whole rewards. It
     divides all of the credit, so also the KL to go and what was paid for turns.
     """
+    # Two passes. The first gives one number a sample: reward less baseline. The second spreads it
+    # over the tokens, takes off what lies before a token, and divides. Only the second needs T.
     to_go, in_reward, relative = a.baseline.to_go, a.charges_answers, a.group_relative
     centred_P: list[Array]
     divisors, moving = [1.0] * len(samples_P), dict(emas)
@@ -154,26 +167,37 @@ def _by_samples(
         centred_P = [_each_source(a, [s.scored for s in samples]) for samples in samples_P]
         silent_P = [not np.any(c) for c in centred_P]
     else:
+        # With the whole KL taken off: spread, noise and scale are
+        # about these numbers, also where the KL is charged to go.
         rewards_P = [np.array([s.shaped - (s.charged if in_reward else 0.0) for s in samples]) for samples in samples_P]
         noise_P = [noise_of(samples, charged=in_reward) for samples in samples_P]
         silent_P = [relative and not spread(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
         centred_P = []
         for r, silent, samples, group in zip(rewards_P, silent_P, samples_P, groups, strict=True):
             lengths = np.array([s.spoken for s in samples], np.float64)
+            # To go, each token pays the KL from it on below, so the sample itself must not pay it here a second time.
             uncharged = np.array([s.shaped for s in samples]) if to_go else r
+            # All siblings have one task, and so one source.
             of = _source(samples[0]) if samples and a.baseline.each_source else ALL
+            # A silent group keeps zeros. A moving baseline is never silent,
+            # since it compares no siblings, so it sees every reward.
             own, after = (np.zeros_like(r), moving.get(of, 0.0))
             if not silent:
                 own, after = _centred(a, uncharged, lengths, group, after)
+            # From group to group in order: the next one is compared with the average that this one left.
             moving |= {of: after} if samples else {}
             centred_P.append(own)
         divisors = _scales(a, rewards_P, noise_P, samples_P)
     raw: list[Array] = []
     for own, d, samples in zip(centred_P, divisors, samples_P, strict=True):
         for x, s in zip(own, samples, strict=True):
+            # Reversed cumulative sum: token t pays sum_{k >= t} coef * KL_k.
             x_T = x - (np.cumsum(s.penalty_T[::-1])[::-1] if to_go and in_reward else np.zeros(s.spoken))
             if a.baseline.earns_to_go:
+                # x holds the rewards of all turns. What was paid before token t is not
+                # owed to it; its own turn's reward, at the end of the turn, stays.
                 x_T -= np.cumsum(s.paid_T) - s.paid_T
+            # No epsilon: where there is no scale, there was no spread, and 0 is exact.
             raw.append(x_T / d if d > 0 else np.zeros_like(x_T))
     return raw, silent_P, moving
 
@@ -192,14 +216,17 @@ def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
     A sample is left out of the comparison of a source that abstained on it.
     """
     total = np.zeros(len(scored))
+    # In order of first appearance, so that the sum over sources is always formed in the same order.
     sources = list(dict.fromkeys(j.source for s in scored for j in s.episode.verdicts if j.counts))
     for source in sources:
         valued = _of_source(scored, source)
         r = np.array([score for _, _, score in valued], np.float64)
         noise = _noise_of_source(scored, source)
+        # A source on which all agree adds exactly 0, and leaves the others as they are.
         if not spread(r, noise):
             continue
         lengths = np.array([scored[i].episode.spoken for i, _, _ in valued], np.float64)
+        # Only baselines with `of_sources` come here. They read rewards alone.
         own, _ = centred(a.baseline, Siblings(r, lengths))
         scale = _std(r, noise) if a.scale == "group_std" else 1.0
         for (i, weight, _), x in zip(valued, own, strict=True):
@@ -211,6 +238,8 @@ def _of_source(scored: Sequence[Scored], source: str) -> list[tuple[int, float, 
     """(sibling, weight, score) of each sibling that a source gave a value.
     A source that pays turns has a sum for every sibling."""
     given = [[j for j in s.episode.verdicts if j.source == source and j.counts] for s in scored]
+    # The weights are inside the sum, so the sum itself counts 1. A
+    # sibling that was paid nothing has the value 0, not an abstention.
     if any(j.paid for js in given for j in js):
         return [(i, 1.0, math.fsum(j.weight * (j.verdict.score or 0.0) for j in js)) for i, js in enumerate(given)]
     return [(i, j.weight, j.verdict.score) for i, js in enumerate(given) for j in js if j.verdict.score is not None]
@@ -237,13 +266,19 @@ def _scales(
         case "group_std":
             return [_std(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
         case "batch_std":
+            # One number for the whole step. Groups without spread are in
+            # it, since their level is part of the step's deviation.
             return [_std(np.concatenate([np.zeros(0), *rewards_P]), max(noise_P, default=0.0))] * len(rewards_P)
         case "group_mean":
             means = [_mean(r) if len(r) else 0.0 for r in rewards_P]
+            # Only for rewards of at least 0. A mean within rounding of 0
+            # means that nobody succeeded: there is nothing to divide.
             return [m if m > noise else 0.0 for m, noise in zip(means, noise_P, strict=True)]
         case "best_std":
             assert a.best_of is not None
             k = a.best_of.k
+            # The deviation is that of raw outcomes, and `BestOf` has
+            # multiplied the rewards by k: both are undone in one division.
             outcomes = [np.array([s.scored.episode.reward for s in samples], np.float64) for samples in samples_P]
             return [
                 min(k, len(r)) * best_spread(r, k) if spread(r, n) else 0.0
@@ -251,12 +286,15 @@ def _scales(
             ]
         case "mixed_share":
             every = sum(len(r) for r in rewards_P)
+            # Groups without spread have credit 0 and still count in the denominator of the
+            # loss. Dividing by the share of the others makes up for them (GPG, 2504.02546).
             valid = sum(len(r) for r, noise in zip(rewards_P, noise_P, strict=True) if spread(r, noise))
             return [valid / every if every else 0.0] * len(rewards_P)
 
 
 def _episode_credit(s: Sample, advantage_T: Array, return_T: Array | None) -> EpisodeCredit:
     """The per-token arrays cut back into the episode's segments."""
+    # [T] over all segments back to one array a segment, as streams of an episode lie.
     cuts = np.cumsum([segment.spoken for segment in s.scored.episode.segments])[:-1]
     parts = tuple(np.split(advantage_T, cuts))
     return EpisodeCredit(

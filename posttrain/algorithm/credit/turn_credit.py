@@ -38,11 +38,15 @@ def turns(episode: Episode) -> list[Turn]:
     out: list[Turn] = []
     spoken = 0
     for s in episode.segments:
+        # With a 0 before and behind it, the mask rises at the first token of
+        # each run and falls behind its last: the places alternate begin, end.
         edges = np.flatnonzero(np.diff(s.mask.astype(np.int8), prepend=0, append=0))
         last = 0
         for begin, end in edges.reshape(-1, 2).tolist():
             n = end - begin
             out.append(
+                # Token ids as bytes are the keys by which equal states are
+                # found: text could be equal for different tokens.
                 Turn(
                     spoken,
                     spoken + n,
@@ -59,6 +63,8 @@ def earned(episode: Episode) -> Array:
     """Rewards of turns [T], each at the last token of its turn."""
     out = np.zeros(episode.spoken)
     for j in episode.verdicts:
+        # `end` counts spoken tokens from 1, so the turn's last token has
+        # index end - 1. Scores of steps are no payment and stay out.
         if j.paid and j.end is not None and j.verdict.score is not None and 0 < j.end <= len(out):
             out[j.end - 1] += j.weight * j.verdict.score
     return out
@@ -72,12 +78,16 @@ def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: flo
     rewards of turns are subtracted from them before they are compared. `noise` is right for every part of a reward,
     because the rewards of turns are among its terms.
     """
+    # A_k = outcome * A(R) + A(paid_k), where R is the reward without what turns were
+    # paid: else a turn's reward would count in its own term and in the outcome's.
     own = [turns(e) for e in episodes]
     outcome = compared(
         np.array([r - math.fsum(t.paid for t in ts) for r, ts in zip(rewards, own, strict=True)]), noise, scaled=scaled
     )
     out = [np.full(e.spoken, b.outcome * a) for e, a in zip(episodes, outcome, strict=True)]
     for number in range(max(map(len, own), default=0)):
+        # Turn k is compared among those that have a turn k. One that
+        # is alone has no spread, and so no credit for the turn.
         there = [i for i, ts in enumerate(own) if number < len(ts)]
         credit = compared(np.array([own[i][number].paid for i in there]), noise, scaled=scaled)
         for i, a in zip(there, credit, strict=True):
@@ -93,12 +103,16 @@ def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, noise: 
     """
     own = [turns(e) for e in episodes]
     out = [np.full(e.spoken, a) for e, a in zip(episodes, compared(rewards, noise, scaled=scaled), strict=True)]
+    # First every turn gets its return g_k = r_k + gamma g_{k+1}, from the last one backwards.
+    # Then turns from equal states, of whichever sibling and number, are compared as one group.
     same: defaultdict[bytes, list[tuple[int, Turn, float]]] = defaultdict(list)
     for i, (ts, reward) in enumerate(zip(own, rewards, strict=True)):
         to_go = 0.0
         rest = reward - math.fsum(t.paid for t in ts)
         for t in reversed(ts):
             to_go = t.paid + rest + b.gamma * to_go
+            # The rest of the reward is earned at the end of the episode:
+            # the first turn of this walk takes it, and no other.
             rest = 0.0
             same[t.observation if b.by == "observation" else t.history].append((i, t, to_go))
     for members in same.values():

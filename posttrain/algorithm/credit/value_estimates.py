@@ -26,9 +26,12 @@ def gae(
     if values_T.shape != rewards_T.shape or values_T.ndim != 1:
         raise InvariantError(f"gae: {values_T.shape} values for {rewards_T.shape} rewards")
     advantage_T = np.zeros_like(values_T)
+    # The episode is over after its last token, so V behind it is 0 and nothing is bootstrapped. An
+    # episode that a limit cut off is treated the same way: its reward is the last word about it.
     value_next, advantage_next = 0.0, 0.0
     for t in range(len(values_T) - 1, -1, -1):
         delta = rewards_T[t] + gamma * value_next - values_T[t]
+        # One pass from the end: sum_k (gamma lambda)^k delta_{t+k} in its recursive form.
         advantage_next = delta + gamma * gae_lambda * advantage_next
         value_next = values_T[t]
         advantage_T[t] = advantage_next
@@ -58,8 +61,11 @@ def v_trace(
     advantage_T = np.zeros_like(values_T)
     value_next, return_next = 0.0, 0.0
     for t in range(len(values_T) - 1, -1, -1):
+        # One bounded ratio serves as rho and, times lambda, as c: the paper's rho-bar and c-bar are both `cap` here.
         rho = min(cap, float(ratio_T[t]))
         delta = rewards_T[t] + gamma * value_next - values_T[t]
+        # It looks at the corrected target of the next token, not at
+        # its value: q_t = r_t + gamma * v_{t+1} in the paper.
         advantage_T[t] = rewards_T[t] + gamma * return_next - values_T[t]
         return_T[t] = values_T[t] + rho * delta + gamma * gae_lambda * rho * (return_next - value_next)
         value_next, return_next = values_T[t], return_T[t]
@@ -78,5 +84,7 @@ def value_loss(value_M: Tensor, old_M: Tensor | None, return_M: Tensor, clip: fl
         raise InvariantError(
             "a clipped value loss compares with the values at the start of the step, which are missing"
         )
+    # The larger of both losses. Where the clipped value is the worse one, its gradient is 0 beyond
+    # the bound: a value that has moved far since the step began gains nothing by moving further.
     near_M = old_M + (value_M - old_M).clamp(-clip, clip)
     return 0.5 * torch.maximum(plain_M, (near_M - return_M).square())

@@ -28,6 +28,7 @@ def distance(
     mu .99, pi .8: TV .19, KL .181. Top-2 of mu [.5, .3, .1, .06, .04] against pi [.4, .35, .12, .05, .08]: TV .10, KL
     .0207.
     """
+    # [M, K]: the candidates as columns; what they leave to 1 is one more outcome, made by the distances themselves.
     p, q = logp_M[:, None], logq_M[:, None]
     if region.top:
         ids_MK = batch[TOP_IDS]
@@ -39,6 +40,7 @@ def distance(
         inside = ids_MK == batch.target_M[:, None]
         # A sampled token that is among the candidates would be counted twice by its own column.
         apart = ~inside.any(1, keepdim=True)
+        # Log-prob -inf is probability 0: the extra column then adds nothing, and the rest is not made smaller by it.
         p = torch.cat([batch[TOP_LOGP], p.masked_fill(~apart, -torch.inf)], 1)
         q = torch.cat([candidates_MK, q.masked_fill(~apart, -torch.inf)], 1)
     return total_variation(p, q) if region.measure == "tv" else forward_kl(p, q)
@@ -47,14 +49,17 @@ def distance(
 def total_variation(logp_MK: Tensor, logq_MK: Tensor) -> Tensor:
     """[M]: half the sum of |P - Q| over the candidates and the rest."""
     p, q = logp_MK.exp(), logq_MK.exp()
+    # The rest has probability 1 - sum p, so its difference is sum q - sum p: the rest itself is never formed.
     return 0.5 * ((p - q).abs().sum(1) + (p.sum(1) - q.sum(1)).abs())
 
 
 def forward_kl(logp_MK: Tensor, logq_MK: Tensor) -> Tensor:
     """[M]: KL(P || Q) over the candidates and the rest."""
     p = logp_MK.exp()
+    # Where p is 0 its term is 0. Computed, -inf - -inf would be NaN.
     inside = torch.where(p > 0, p * (logp_MK - logq_MK), torch.zeros_like(p)).sum(1)
     rest_p, rest_q = rest(logp_MK), rest(logq_MK)
+    # A rest of TINY is rounding of 1 - sum p. log of it would be a number without meaning, so it counts as 0.
     return inside + torch.where(rest_p > TINY, rest_p * (rest_p.log() - rest_q.log()), torch.zeros_like(rest_p))
 
 
@@ -69,11 +74,16 @@ def jensen_shannon(teacher_MK: Tensor, student_MK: Tensor, beta: float) -> Tenso
     beta * KL(T || M) + (1 - beta) * KL(S || M), M = beta T + (1 - beta) S; beta 0 is KL(T || S), beta 1 KL(S || T).
     T (.8, .2), S (.5, .5): KL(S || T) .223144, KL(T || S) .192745, JSD_.5 .050672.
     """
+    # [M, K + 1] log-probs that sum to 1: the candidates, and all other
+    # tokens as one. Gradients flow through the student's rest too.
     t = torch.cat([teacher_MK, rest(teacher_MK)[:, None].log()], 1)
     s = torch.cat([student_MK, rest(student_MK)[:, None].log()], 1)
+    # At both ends M is one of the two, and the formula is 0. As in GKD
+    # they stand for the limits of JSD / beta and JSD / (1 - beta).
     if beta in (0, 1):
         a, b = (t, s) if beta == 0 else (s, t)
         return (a.exp() * (a - b)).sum(1)
+    # log M from log-probs, without leaving them: probabilities as small as e^-100 keep their digits.
     m = torch.logaddexp(t + math.log(beta), s + math.log(1 - beta))
     return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(1)
 

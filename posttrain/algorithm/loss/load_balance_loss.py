@@ -31,9 +31,12 @@ def balance_weights(routed_N: np.ndarray, experts: int) -> np.ndarray:
     >>> balance_weights(np.array([[[0, 1]], [[0, 2]]], np.int16), 4).tolist()
     [2.0, 1.0, 1.0, 0.0]
     """
+    # known is [tokens, layers, K]. Tokens whose choices are unknown count neither in f nor in what it is divided by.
     known = routed_N[known_rows(routed_N)]
     rows = known.shape[0] * known.shape[1]
     count = np.bincount(known.ravel().astype(np.int64), minlength=experts).astype(np.float64)
+    # Divided twice by rows = tokens * layers: once makes f_i of the
+    # count, once makes the mean P_i of the sum that each pass forms.
     return experts * count / max(rows, 1) / max(rows, 1)
 
 
@@ -65,6 +68,8 @@ class BalancedLoss:
         own = self.loss.terms(micro, scores)
         if scores.balance is None:
             raise InvariantError("a load-balance loss was asked for, and the learner's pass has none")
+        # Count 0: micro-batches add up to the loss of the minibatch, which
+        # is one number and not a mean over them. `gauges` sets the 1.
         part = Gauge(float(scores.balance.detach()), 0)
         return Terms(own.loss + self.coef * scores.balance.to(own.loss.dtype), {**own.gauges, GAUGE: part})
 

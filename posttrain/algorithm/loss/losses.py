@@ -47,12 +47,15 @@ class PolicyLoss:
     def reads(self, micro: Batch) -> Reads:
         a = self.algorithm
         entropy, heard = a.entropy is not None, a.hears
+        # During the warm-up of values their gradient stops at the head:
+        # else it would change the layers below, and so the policy.
         return Reads(entropy, a.learns_values is not None, micro.find(TOP_IDS), self.warming, heard=heard)
 
     def terms(self, micro: Batch, scores: TokenScores) -> Terms:
         return objective(self.algorithm, streams(micro, scores.logp.device), scores)
 
     def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
+        # The share is read from all micro-batches together, after the last forward pass and before the optimizer steps.
         whole, scale = merge(*(p.gauges for p in parts)), self.algorithm.step_scale
         return whole if scale is None else {**whole, STEP_SHARE: Gauge(step_share(scale, whole), 1)}
 

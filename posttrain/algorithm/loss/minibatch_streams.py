@@ -68,6 +68,8 @@ class MinibatchContext:
 def _chosen(w: MinibatchContext) -> np.ndarray:
     tokens, batch = w.algorithm.tokens, w.batch
     assert tokens is not None
+    # One more forward pass, under the weights that earlier minibatches of this
+    # step have made. NOW is for this choice alone and is not kept in the batch.
     if tokens.reads_now and w.now is not None:
         batch = batch.having({NOW: w.now(batch)})
     return choose(tokens, batch, batch.find(ENTROPY), w.rng)
@@ -76,12 +78,16 @@ def _chosen(w: MinibatchContext) -> np.ndarray:
 def _imitated(w: MinibatchContext) -> np.ndarray:
     """Equal weights for the shown tokens, or for the policy's own tokens in solved episodes."""
     assert w.algorithm.imitate is not None
+    # [E], spread to tokens by `sequence_M`. Demonstrations are never imitated as solved: the policy did not say them.
     solved = np.array([e.episode.solved for e in w.credits])
     wanted = w.shown_M if w.algorithm.imitate.of == "shown" else solved[w.batch.sequence_M] & ~w.shown_M
+    # With nothing to imitate all weights are 0, and the term is 0.
     return wanted / max(1, int(wanted.sum()))
 
 
 def _heard(w: MinibatchContext) -> np.ndarray:
+    # Told tokens have no streams, because streams lie beside spoken tokens. So their common weight travels
+    # as the same number beside every spoken token, and each micro-batch finds it in its first one.
     return np.full(w.batch.spoken, 1 / max(1, w.batch.heard().spoken))
 
 
@@ -91,6 +97,7 @@ def _sampled_top(w: MinibatchContext) -> tuple[np.ndarray, np.ndarray]:
 
 
 WHOLE: list[Maker[MinibatchContext]] = [
+    # All of them read the batch as it was packed, and none reads what another one made: their order does not matter.
     Maker((WAS_SHOWN,), lambda w: w.algorithm.shown is not None, lambda w: (w.shown_M,)),
     Maker((MIX,), lambda w: w.algorithm.anchor == "proximal", lambda w: (mixing(w.batch[VERSION], *w.versions),)),
     Maker((CHOSEN,), lambda w: w.algorithm.tokens is not None, lambda w: (_chosen(w),)),

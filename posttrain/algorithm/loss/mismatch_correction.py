@@ -56,10 +56,13 @@ def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch:
         start_M: log-probs of the learner at the start of the step.
         now_M: log-probs of the current policy.
     """
+    # start may be the current policy, which has a gradient; a correction is a constant factor.
     log_M = start_M.detach() - batch[MU]
     raw_M, used_M = bounded_exp(log_M), torch.ones_like(log_M)
     for piece in pieces:
         if piece.of_episodes():
+            # At most one piece multiplies by start/mu, so this ratio
+            # serves it alone. The others read `log_M` of the tokens.
             raw_M = bounded_exp(batch.episode_sum(log_M))
         used_M = used_M * factor(piece, Mismatch(raw_M, log_M, now_M.detach(), batch))
     return CorrectionFactor(raw_M, used_M)
@@ -78,12 +81,14 @@ def _(piece: Truncate, mismatch: Mismatch) -> Tensor:
 
 @factor.register
 def _(piece: Mask, mismatch: Mismatch) -> Tensor:
+    # Masked, not clamped: a token that sampler and learner see so differently is taken for noise, not for a rare event.
     return torch.where((mismatch.raw_M >= piece.low) & (mismatch.raw_M <= piece.high), mismatch.raw_M, 0.0)
 
 
 @factor.register
 def _(piece: BinaryKL, mismatch: Mismatch) -> Tensor:
     mu_M = mismatch.batch[MU]
+    # KL is not symmetric: either direction alone would let pass tokens that one of the two thinks nearly impossible.
     near_M = (binary_kl(mismatch.log_M + mu_M, mu_M) <= piece.phi) & (
         binary_kl(mu_M, mismatch.log_M + mu_M) <= piece.phi
     )
@@ -92,6 +97,8 @@ def _(piece: BinaryKL, mismatch: Mismatch) -> Tensor:
 
 @factor.register
 def _(piece: Reject, mismatch: Mismatch) -> Tensor:
+    # (start(y) / mu(y))^(1/|y|): the product over a long answer leaves
+    # any fixed bounds by rounding alone, its geometric mean does not.
     mean_M = bounded_exp(mismatch.batch.episode_sum(mismatch.log_M) / mismatch.batch.episode_length())
     return ((mean_M >= piece.low) & (mean_M <= piece.high)).to(mismatch.raw_M.dtype)
 
@@ -104,6 +111,8 @@ def _(piece: Veto, mismatch: Mismatch) -> Tensor:
 @factor.register
 def _(piece: NegativeMask, mismatch: Mismatch) -> Tensor:
     left_M = (
+        # The present policy, not that of the start: an answer that earlier
+        # updates of this batch have moved away from is left out as well.
         mismatch.batch.episode_sum(mismatch.batch[MU] - mismatch.now_M) / mismatch.batch.episode_length() > piece.delta
     )
     return (~((mismatch.batch[ADVANTAGE] < 0) & left_M)).to(mismatch.raw_M.dtype)
@@ -115,4 +124,5 @@ def effective_share(used: Gauge, used_square: Gauge) -> float:
     Its arguments are the gauges `correction/used` and `correction/used_square`, which merge by adding. NaN where no
     token has a weight.
     """
+    # Both gauges count the same items, so n cancels: (sum c / n)^2 / (sum c^2 / n).
     return used.mean**2 / used_square.mean if used_square.sum > 0 else float("nan")

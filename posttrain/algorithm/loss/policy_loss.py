@@ -50,8 +50,11 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
     Raises:
         InvariantError: a stream or score that the algorithm reads is missing.
     """
+    # Order: what the ratio is taken against, the ratio, the trust region's factor, the correction, the choice of
+    # tokens. Each multiplies a factor that is not differentiated; only log pi and the further terms have a gradient.
     logp_M: Tensor = scores.logp
     start_M = _start(a, logp_M.detach(), batch)
+    # It keeps its gradient, for pulls that are functions of the ratio. The ratio itself is detached in `importance`.
     log_ratio_M = logp_M - (batch[MU] if a.anchor == "behaviour" else start_M)
     ratio_M = importance(a.ratio, log_ratio_M, batch)
     pushed = push(
@@ -60,11 +63,19 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
             ratio_M, log_ratio_M.detach(), batch[ADVANTAGE], logp_M.detach(), batch, _detached(scores.candidates)
         ),
     )
+    # start/mu is apart from pi/anchor: the trust region must bound what
+    # the updates did, not what sampler and learner disagree about.
     corrected = correct(a.correction, start_M, logp_M, batch) if a.correction else None
     factor_M = pushed.push_M if corrected is None else corrected.used_M * pushed.push_M
+    # Last, so that a shown token has its own push whatever ratio,
+    # trust region and correction made of it: it has no sampler.
     factor_M = _chosen(a, factor_M, logp_M.detach(), batch)
+    # The gradient is -factor * A * grad log pi. Every published objective has this form for
+    # some factor (law 1), so no objective is differentiated through its min, clip or ratio.
     term_M = -(factor_M * batch[ADVANTAGE]).detach() * logp_M + _further_terms(a, log_ratio_M, logp_M, batch, scores)
     gauge_sums = _GaugeSums(batch)
+    # Under the policy's weights: a silent token has value error
+    # too, which is why values keep silent tokens in the batch.
     if (value := a.learns_values) is not None:
         value_M, return_M = _present(scores.value, "value", a), batch[RETURN]
         each_M = value_loss(value_M, batch.find(VALUE), return_M, value.clip)
@@ -78,9 +89,11 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
         gauge_sums.correction(corrected)
     if a.step_scale is not None:
         gauge_sums.answers(logp_M.detach())
+    # A sum and no mean: the denominators are in WEIGHT, of the whole minibatch.
     loss = (batch[WEIGHT] * term_M).sum()
     if a.hears:
         gauge_sums.heard(_present(scores.heard, "heard", a))
+    # Imitation has weights of its own, which sum to 1 over the imitated tokens alone, so it stands outside of WEIGHT.
     return Terms(loss if a.imitate is None else loss + imitation(a, logp_M, batch, scores), gauge_sums.gauges())
 
 
@@ -91,8 +104,11 @@ def supervised(weight_M: Tensor, logp_M: Tensor) -> Tensor:
 
 def _start(a: Algorithm, now_M: Tensor, batch: Streams) -> Tensor:
     """Log-probs of the policy at the start of the step [M]: scored, the current ones, or interpolated (A-3PO, A26)."""
+    # log prox = (1 - alpha) log mu + alpha log pi. pi enters as a number: the anchor has no gradient.
     if a.anchor == "proximal":
         return batch[MU] + batch[MIX] * (now_M - batch[MU])
+    # Without START this is the first optimizer step, and pi is its own start: log
+    # pi - sg[log pi] is 0 with the gradient of log pi, so the ratio is exactly 1.
     known_M = batch.find(START)
     return now_M if known_M is None else known_M
 
@@ -109,12 +125,15 @@ def _chosen(a: Algorithm, factor_M: Tensor, now_M: Tensor, batch: Streams) -> Te
 
 def shown_push(logp_M: Tensor, gamma: float) -> Tensor:
     """d f(p) / d log p of f(p) = p / (p + gamma): gamma .1 and p .01, .1, .5, .9 -> .0826, .25, .1389, .09 (A24)."""
+    # df/d log p = p f'(p). It is largest at p = gamma and falls on both sides: a token
+    # that the policy knows, or that is far out of its reach, is learned from little.
     p_M = logp_M.exp()
     return gamma * p_M / (p_M + gamma).square()
 
 
 def _further_terms(a: Algorithm, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams, scores: TokenScores) -> Tensor:
     """The differentiable terms beside the policy term, per token [M]."""
+    # All of them are per token and get WEIGHT afterwards, so they too are normalised over the whole minibatch.
     term_M = torch.zeros_like(logp_M)
     if a.pull is not None and (pull_M := pull_term(a.pull, log_ratio_M, logp_M, batch)) is not None:
         term_M = term_M + pull_M
@@ -131,9 +150,12 @@ def _further_terms(a: Algorithm, log_ratio_M: Tensor, logp_M: Tensor, batch: Str
 def imitation(a: Algorithm, logp_M: Tensor, batch: Streams, scores: TokenScores) -> Tensor:
     """-coef * weighted log-prob of the imitated tokens; the weights sum to 1 over the minibatch (A19, A24, ECHO)."""
     assert a.imitate is not None
+    # [H] log-probs of told tokens, or [M] of spoken ones. HEARD holds the
+    # same weight everywhere, so its first entry is that of each told token.
     told: Tensor = _present(scores.heard, "heard", a) if a.hears else logp_M
     weight = batch[HEARD][0] if a.hears else batch[IMITATE]
     if a.imitate.unsure:
+        # A weight, not a term: p (1 - p) is not differentiated.
         weight = weight * unsure(told.detach())
     return -a.imitate.coef * (weight * told).sum()
 
@@ -166,6 +188,7 @@ class _GaugeSums:
         """Number of items that a gauge counts, where they are not tokens."""
 
     def _add(self, name: str, x_M: Tensor) -> None:
+        # Summed on the device: reading each number at once would wait for the device each time.
         self._sums[name] = x_M.detach().sum(dtype=self._batch[WEIGHT].dtype)
 
     def policy(self, ratio_M: Tensor, pushed: Push, factor_M: Tensor) -> None:
@@ -194,7 +217,11 @@ class _GaugeSums:
         tokens have no sampler, so they have no mismatch.
         """
         now_M, b = logp_M.detach(), self._batch
+        # A stored log-prob of 0 stands for a demonstration's unknown one, and would be a large mismatch.
         mu_M = torch.where(b[WAS_SHOWN], start_M, b[MU]) if WAS_SHOWN in b else b[MU]
+        # k3(gap) = exp(-gap) - 1 + gap estimates KL(p || q) with gap = log p - log q,
+        # from tokens drawn from p. So the policy that drew, or stands nearest to the one
+        # that did, comes first: start, anchor, mu; the reference is compared with pi.
         if knows_start:
             self._add("policy/kl_start", reference_penalty.estimate("k3", start_M - now_M))
         self._add("policy/kl_anchor", reference_penalty.estimate("k3", -log_ratio_M.detach()))
@@ -207,6 +234,7 @@ class _GaugeSums:
 
     def values(self, loss_M: Tensor, value_M: Tensor, return_M: Tensor) -> None:
         """Value loss, and the sums for explained variance: 1 - Var(residual) / Var(return)."""
+        # Variances are made of sums and sums of squares, which add up over micro-batches and ranks; variances do not.
         residual_M = return_M - value_M.detach()
         self._add("value/loss", loss_M)
         self._add("value/return", return_M)
@@ -226,6 +254,8 @@ class _GaugeSums:
         """pi(y)/mu(y) of every response, not bounded by any trust region. Each token has its share of the response's
         number, so that the sum over tokens is that over responses."""
         b = self._batch
+        # A response's number divided over its tokens: a sum over tokens then
+        # counts each response once, and the sum of 1 / |y| counts the responses.
         ratio_M, length_M = bounded_exp(b.episode_sum(now_M - b[MU])), b.episode_length()
         self._add(ANSWER_RATIO, ratio_M / length_M)
         self._add(ANSWER_RATIO_SQUARE, ratio_M.square() / length_M)
@@ -234,5 +264,6 @@ class _GaugeSums:
 
     def gauges(self) -> Gauges:
         count = float(len(self._batch[WEIGHT]))
+        # One transfer for all gauges.
         sums = torch.stack(list(self._sums.values())).cpu().numpy()
         return {name: Gauge(float(x), self._counts.get(name, count)) for name, x in zip(self._sums, sums, strict=True)}

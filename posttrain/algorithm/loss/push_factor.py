@@ -76,6 +76,8 @@ def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
     answer. `sequence_token` is s too: pi_t / sg[pi_t] has value 1, so GSPO-token's gradient differs only where credit
     varies.
     """
+    # Sums of logs and one exp: a product of a thousand ratios would
+    # overflow on the way. Every form is exp(0) = 1 on policy.
     x_M = log_ratio_M.detach()
     match ratio:
         case "one":
@@ -105,6 +107,8 @@ def _(region: Clip, inputs: TrustInputs) -> Push:
     """A05, Eq. 7 of 1707.06347: the gradient of -min(r A, clip(r, 1-low, 1+high) A) is -r A grad log pi, or 0 where the
     clipped branch is the smaller: r > 1+high with A > 0, r < 1-low with A < 0."""
     r_M, up_M, down_M = inputs.ratio_M, inputs.up_M, inputs.down_M
+    # "High" are bounds above 1, whatever the sign: the clip for A > 0, and
+    # the dual clip for A < 0, where r A has no lower bound as r grows.
     loud_M = (up_M & (r_M > 1 + region.high)) | (down_M & (r_M > (region.cap or torch.inf)))
     return _clipped(r_M, down_M & (r_M < 1 - region.low), loud_M)
 
@@ -116,12 +120,16 @@ def _(region: Cap, inputs: TrustInputs) -> Push:
 
 @pushed.register
 def _(region: Taper, inputs: TrustInputs) -> Push:
+    # Successes have the plain likelihood's gradient, however unlikely
+    # they became; failures are let go as they become unlikely.
     return _unmasked(torch.where(inputs.down_M, inputs.ratio_M.clamp(max=region.cap), 1.0))
 
 
 @pushed.register
 def _(region: Soft, inputs: TrustInputs) -> Push:
     r_M = inputs.ratio_M
+    # f(r) = 4 / tau * sigmoid(tau (r - 1)) has f'(r) = 4 s (1 - s),
+    # and dr / d log pi = r: the push is r f'(r), and 1 at r = 1.
     gate_M = torch.sigmoid(_either(inputs.up_M, region.tau, region.tau_negative, r_M) * (r_M - 1))
     return _unmasked(4 * r_M * gate_M * (1 - gate_M))
 
@@ -133,6 +141,7 @@ def _(region: Geometric, inputs: TrustInputs) -> Push:
     low, high = region.low, region.high
     high_M = inputs.up_M & (inputs.log_ratio_M > high)
     low_M = inputs.down_M & (inputs.log_ratio_M < -low)
+    # A masked token gives no gradient, but its bounded log-ratio stays in the mean of its episode.
     held_M = torch.where(high_M, high, torch.where(low_M, -low, inputs.log_ratio_M))
     weight_M = bounded_exp(inputs.batch.episode_sum(held_M) / inputs.batch.episode_length())
     return _clipped(weight_M, low_M, high_M)
@@ -141,6 +150,7 @@ def _(region: Geometric, inputs: TrustInputs) -> Push:
 @pushed.register
 def _(region: Divergence, inputs: TrustInputs) -> Push:
     r_M = inputs.ratio_M
+    # Masked only where it is far and its push leads further: a token that comes back towards the anchor always learns.
     far_M = (
         distance(region, inputs.logp_M, inputs.logp_M - inputs.log_ratio_M, inputs.batch, inputs.candidates_MK)
         > region.delta
@@ -150,6 +160,7 @@ def _(region: Divergence, inputs: TrustInputs) -> Push:
 
 @pushed.register
 def _(region: FutureKL, inputs: TrustInputs) -> Push:
+    # The same clip as PPO's, of which the factor f changes the size and never which tokens are masked.
     clipped = pushed(Clip(low=region.low, high=region.high), inputs)
     return Push(clipped.push_M * future(region, inputs), clipped.low_M, clipped.high_M)
 
@@ -161,6 +172,8 @@ def _(region: Hump, inputs: TrustInputs) -> Push:
         _either(inputs.up_M, region.k, region.k_negative, r_M),
         _either(inputs.up_M, region.fade, region.fade_negative, r_M),
     )
+    # r^k e^{fade (1 - r)}: it rises from 0, is 1 on policy, and
+    # fades for large r, with no edge where a gradient ends suddenly.
     return _unmasked(r_M.pow(k_M) * torch.exp(fade_M * (1 - r_M)))
 
 
@@ -184,12 +197,15 @@ def future(region: FutureKL, inputs: TrustInputs) -> Tensor:
 
     Log-ratios [.1, .2, -.1], half-life 32: sums [.199954, .102143, -.1], factors [1.2, 1.107542, .904837] (A29).
     """
+    # One token with an absurd ratio would decide the factor of all tokens before it.
     counted_M = inputs.log_ratio_M.masked_fill(inputs.ratio_M > region.ignore, 0.0)
     factor_M = bounded_exp(inputs.batch.to_go(counted_M, 2 ** (-1 / region.half_life)))
+    # A token that is punished and has become much more likely is not pushed harder than its ratio says.
     top_M = _either((inputs.advantage_M < 0) & (inputs.ratio_M > region.loud), 1.0, 1 + region.band_high, factor_M)
     return torch.minimum(factor_M.clamp(min=1 - region.band_low), top_M)
 
 
 def bounded_exp(x: Tensor) -> Tensor:
     """exp of a log-ratio within +-LOG_RATIO_LIMIT."""
+    # In terms that are differentiated, clamp has gradient 0 beyond the limit: such a token has no part in them.
     return x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -37,11 +37,15 @@ def estimate(estimator: Estimator, gap: Tensor, log_ratio: Tensor | None = None)
         case "k2":
             return gap.square() / 2
         case "k3":
+            # expm1: for small gaps exp(-gap) - 1 + gap is gap^2 / 2, of which exp(-gap) - 1 would have
+            # lost most digits. Only the lower bound is needed, since exp(-gap) is small for large gaps.
             near = gap.clamp(min=-LOG_RATIO_LIMIT)
             return torch.expm1(-near) + near
         case "rk3":
             if log_ratio is None:
                 raise InvariantError("rk3 weights k3 by a ratio, and none was given")
+            # The ratio is not detached. d(rho k3) has the path term k3 *
+            # grad rho, which makes the gradient exact also off policy.
             return bounded_exp(log_ratio) * estimate("k3", gap)
 
 
@@ -72,6 +76,8 @@ def _(pull: KL, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor |
 def _(pull: SequenceL2, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
     """coef/2 * (sum of the episode's log-ratios)^2, once per episode (A20, Eq. 3). Its value is divided over the
     episode's tokens. A token's whole gradient is then weight * (A - coef * log-ratio sum) * grad log pi."""
+    # All tokens of an episode have the same weight under every
+    # aggregate, so |y| equal shares add up to one square an episode.
     return pull.coef / 2 * batch.episode_sum(log_ratio_M).square() / batch.episode_length()
 
 

@@ -28,4 +28,6 @@ def _(scale: EffectiveSize, gauges: Gauges) -> float:
     if ANSWER_RATIO not in gauges:
         raise InvariantError(f"step_scale=effectivesize reads the gauge {ANSWER_RATIO}, and the loss gave none")
     share = effective_share(gauges[ANSWER_RATIO], gauges[ANSWER_RATIO_SQUARE])
+    # The square root is the usual rule by which the learning rate of an
+    # Adam-like optimizer follows the size of its batch, here the effective one.
     return math.sqrt(min(1.0, share / scale.base))

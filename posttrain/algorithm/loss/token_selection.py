@@ -43,8 +43,11 @@ def paid(tokens: Tokens, chosen_M: Tensor, log_ratio_M: Tensor) -> Tensor | None
 def _(tokens: ClipCov, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
     if rng is None:
         raise InvariantError("clip-cov draws tokens at random, and no generator was given")
+    # Tokens with a large covariance are those whose update lowers the entropy most: likely ones
+    # that are rewarded, unlikely ones that are punished. A few of them, by chance, are left out.
     cov_M = covariance(batch[ADVANTAGE], _before(batch))
     within = np.flatnonzero((cov_M > tokens.low) & (cov_M < tokens.high))
+    # The share is one of all tokens of the minibatch, not of those within the bounds.
     count = min(len(within), int(tokens.share * len(cov_M)))
     silent = rng.choice(within, count, replace=False) if count else within[:0]
     return ~np.isin(np.arange(len(cov_M)), silent)
@@ -57,6 +60,8 @@ def _(tokens: KlCov, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.
 
 @paid.register
 def _(tokens: KlCov, chosen_M: Tensor, log_ratio_M: Tensor) -> Tensor | None:
+    # They keep their policy gradient and are held to the anchor besides.
+    # Where the ratio is exactly 1, the gradient of |x| is 0 in torch.
     return tokens.coef * chosen_M * log_ratio_M.abs()
 
 
@@ -70,6 +75,8 @@ def _(tokens: TopEntropy, batch: Batch, entropy_M: np.ndarray | None, rng: np.ra
 @choose.register
 def _(tokens: SecondMoment, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
     gap_M = _before(batch) - batch[MU]
+    # sign(A) * log(pi/mu) > 0: the token has moved the way that
+    # its credit pushes it, so the push leads further from mu.
     counts_M = np.sign(batch[ADVANTAGE]) * gap_M > 0 if tokens.of == "outward" else np.ones(len(gap_M), bool)
     out = np.ones(len(gap_M), bool)
     out[counts_M] = within_moment(gap_M[counts_M], tokens.limit)
@@ -104,6 +111,8 @@ def within_moment(log_ratio_M: Array, limit: float) -> NDArray[np.bool_]:
 
     [.1, -.2, .5] has mean square .1; at limit .04 the token with .5 is masked.
     """
+    # Sorted by size, the running mean of squares never falls. So the longest allowed prefix is
+    # found by bisection, and masking the largest ones first is the same as keeping the smallest.
     order = np.argsort(np.abs(log_ratio_M), kind="stable")
     means = np.cumsum(log_ratio_M[order] ** 2) / np.arange(1, len(order) + 1)
     out = np.zeros(len(order), bool)
@@ -116,5 +125,7 @@ def mixing(version_M: np.ndarray, start: int, making: int) -> Array:
 
     Sampled by version 3, step started at 6, making 7: .75.
     """
+    # A turn may have ended under newer weights than those at the start; then
+    # it counts as said by these. making > start, so nothing is divided by 0.
     said_M = np.minimum(version_M, start)
     return (start - said_M) / (making - said_M)

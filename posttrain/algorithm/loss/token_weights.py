@@ -43,10 +43,13 @@ def weigh(
     if not len(tokens_E):
         return np.zeros(0)
     episodes = float(len(tokens_E))
+    # The whole choice of an aggregation is this one number a token. It may not
+    # be applied to a part: the denominators of parts are not those of the whole.
     match aggregate:
         case "token_mean":
             return np.full_like(tokens_E, 1 / tokens_E.sum())
         case "prompt_mean":
+            # [P] tokens of each group, and 1 / (P * tokens of the own group) for each episode.
             _, index_E = np.unique(groups_E, return_inverse=True)
             tokens_P = np.bincount(index_E, weights=tokens_E)
             return 1 / (len(tokens_P) * tokens_P[index_E])

@@ -105,6 +105,8 @@ def _(kind: Average, of: Completions) -> Tensor:
 
 @statistic.register
 def _(kind: Desensitized, of: Completions) -> Tensor:
+    # Up to the shorter length both sides have as many terms. What is longer
+    # than that would win or lose by length alone, and is weighed down.
     tail_M = of.position_M >= of.shared_E[of.sequence_M]
     return of.sum(torch.where(tail_M, kind.alpha * of.l_M, of.l_M))
 
@@ -112,15 +114,19 @@ def _(kind: Desensitized, of: Completions) -> Tensor:
 @statistic.register
 def _(kind: LogOdds, of: Completions) -> Tensor:
     mean_E = of.mean(of.l_M)
+    # log odds = log p - log(1 - p) with log p = mean of l.
     return mean_E - log1mexp(mean_E)
 
 
 def log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x < 0, exact on both sides of -log 2. An x nearer to 0 than one rounding has no gradient."""
+    # At x = 0 the log would be of 0.
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -math.log(2)
     return torch.where(
         near,
+        # expm1 keeps the digits of 1 - e^x near 0, log1p those of log(1 - e^x) far from it. Each form gets
+        # -1 where the other is taken: `where` multiplies the unused gradient by 0, and 0 * inf would be NaN.
         torch.log(-torch.expm1(torch.where(near, x, torch.full_like(x, -1.0)))),
         torch.log1p(-torch.exp(torch.where(near, torch.full_like(x, -1.0), x))),
     )
@@ -138,22 +144,27 @@ def divergence(kind: FDivergence, log_ratio_E: Tensor) -> Tensor:
 
 @divergence.register
 def _(kind: ReverseKL, log_ratio_E: Tensor) -> Tensor:
+    # f(t) = t log t, f'(t) = log t + 1. Constants cancel in a
+    # difference of two scores, so they are left out, here and below.
     return log_ratio_E
 
 
 @divergence.register
 def _(kind: ForwardKL, log_ratio_E: Tensor) -> Tensor:
+    # f(t) = -log t, f'(t) = -1 / t.
     return 1 - torch.exp((-log_ratio_E).clamp(max=LARGEST_EXPONENT))
 
 
 @divergence.register
 def _(kind: JensenShannon, log_ratio_E: Tensor) -> Tensor:
+    # log(2 t / (1 + t)) = log 2 + log sigmoid(log t).
     return math.log(2) + logsigmoid(log_ratio_E)
 
 
 @divergence.register
 def _(kind: AlphaDivergence, log_ratio_E: Tensor) -> Tensor:
     power = kind.alpha - 1
+    # expm1 goes to power * log t for a small power, so the limit at alpha = 1 is approached without cancellation.
     return torch.expm1((power * log_ratio_E).clamp(max=LARGEST_EXPONENT)) / power
 
 
@@ -198,28 +209,33 @@ def _(kind: Hinge, of: Margins) -> Tensor:
 
 @link.register
 def _(kind: Square, of: Margins) -> Tensor:
+    # x holds beta already: (x - 1/2) / beta = (h_c - h_r) - 1 / (2 beta).
     return ((of.x_U - 0.5) / of.beta) ** 2
 
 
 @link.register
 def _(kind: Exact, of: Margins) -> Tensor:
+    # log q and log(1 - q) by logsigmoid: q itself rounds to 0 or 1 for a large margin, and its log would be infinite.
     up, down = logsigmoid(of.x_U), logsigmoid(-of.x_U)
     return up.exp() * (up - math.log1p(-kind.rate)) + down.exp() * (down - math.log(kind.rate))
 
 
 @link.register
 def _(kind: Discovered, of: Margins) -> Tensor:
+    # m is differentiated too, as in the paper.
     m = torch.sigmoid(of.x_U / kind.tau)
     return -(1 - m) * logsigmoid(of.x_U) + m * torch.exp((-of.x_U).clamp(max=LARGEST_EXPONENT))
 
 
 @link.register
 def _(kind: AnchoredDown, of: Margins) -> Tensor:
+    # 1 - sigmoid(u_c - u_r) = sigmoid(u_r - u_c), without a difference from 1.
     return torch.sigmoid(of.chosen_U) + torch.sigmoid(of.rejected_U - of.chosen_U)
 
 
 @link.register
 def _(kind: SidedLink, of: Margins) -> Tensor:
+    # A pair is two labels: the chosen completion good, the rejected one bad.
     good = torch.ones_like(of.x_U, dtype=torch.bool)
     return side(kind, of.chosen_U, good, of.beta) + side(kind, of.rejected_U, ~good, of.beta)
 
@@ -230,6 +246,7 @@ def _signed(u_E: Tensor, good: Tensor) -> Tensor:
 
 @side.register
 def _(kind: NoiseContrast, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
+    # The first term is the chosen side's alone, the second is both sides', with one half each.
     return -torch.where(good, logsigmoid(u_E), torch.zeros_like(u_E)) - 0.5 * logsigmoid(-u_E)
 
 
@@ -245,6 +262,7 @@ def _(kind: SelfPlay, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
 
 @side.register
 def _(kind: AnchoredZero, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
+    # 1 - sigmoid(z) = sigmoid(-z): no gradient is lost where sigmoid(z) rounds to 1.
     return torch.sigmoid(-_signed(u_E, good))
 
 
@@ -292,10 +310,13 @@ def noisy(noise: LabelNoise | None, kind: Link, of: Margins) -> Tensor:
 
 @noisy.register
 def _(noise: Conservative, kind: Link, of: Margins) -> Tensor:
+    # The expected loss if the label is wrong with this probability. Its minimum is at a finite margin.
     return (1 - noise.rate) * link(kind, of) + noise.rate * link(kind, of.swapped())
 
 
 @noisy.register
 def _(noise: Robust, kind: Link, of: Margins) -> Tensor:
+    # With e the rate: (1 - e) [(1 - e) f(x) - e f(-x)] + e [(1 - e) f(-x) - e f(x)] = (1 - 2 e)
+    # f(x). So the mean over wrong labels, divided by 1 - 2 e, is the loss of the right ones.
     right = (1 - noise.rate) * link(kind, of) - noise.rate * link(kind, of.swapped())
     return right / (1 - 2 * noise.rate)

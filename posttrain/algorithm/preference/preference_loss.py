@@ -80,8 +80,12 @@ class _Judged:
 
     @staticmethod
     def of(a: PreferenceAlgorithm, micro: Batch, logp_M: Tensor) -> _Judged:
+        # Axes: M tokens, E completions, U pairs. A micro-batch holds whole units, with completions in the
+        # order that the sides say, so chosen and rejected ones of a pair stand at equal places of their lists.
         side_E = sides_of(a, micro)
         held = streams(micro, logp_M.device, logp_M.dtype)
+        # Twice the same completions: with log pi, and with log pi - log ref where there is a
+        # reference. The first is read for gauges, for Nash-MD and for margins that are matched.
         plain = completions(micro, logp_M)
         ratio_M = logp_M - held[REFERENCE] if a.against == "reference" else logp_M
         h_E = score(a, _with(plain, ratio_M))
@@ -105,10 +109,13 @@ class _Judged:
             return a.coef * (weight_E * self._nash()).sum()
         if a.rows == "label":
             good = torch.as_tensor(self.side_E == 1, device=self.h_E.device)
+            # Good and bad completions may have weights of their own, against data that has many more of one.
             of_side = torch.where(good, a.good, a.bad)
             return a.coef * (weight_E * of_side * side(a.link, self._reward(), good, a.beta)).sum()
+        # A gold completion (side 2) is in no difference: it is only imitated, by what is added.
         c, r = self.at(1), self.at(0)
         each_U = self._matched(c, r) if a.match == "rewards" else noisy(a.noise, a.link, self._margins(c, r))
+        # Both completions of a unit have its weight, so the chosen one's is read.
         weight_U = weight_E[c] * self.each(self.held[OWN])[c] if a.weights == "wpo" else weight_E[c]
         return a.coef * (weight_U * each_U).sum()
 
@@ -121,9 +128,12 @@ class _Judged:
         a, u_E = self.a, self._reward()
         if a.match == "margins":
             plain_E = statistic(a.statistic, self.plain)
+            # The policy's own margin against the reference's at the same rank, which need
+            # not be this pair's. So the reference is in MATCH, and `plain` has none.
             x_U = a.beta * (plain_E[c] - plain_E[r] - self.each(self.held[MATCH])[c])
         else:
             x_U = u_E[c] - u_E[r]
+        # After beta: a margin is in units of x.
         if a.margin is not None:
             margin_U = self.each(self.held[MARGIN])[c] if MARGIN in self.held else None
             x_U = x_U - owed(a.margin, margin_U, a.beta)
@@ -133,8 +143,12 @@ class _Judged:
         """[U]: each side against its match on the other side, which may lie in another micro-batch and is a constant
         here. Value and gradient of the pairs of all micro-batches add up to those of the minibatch."""
         a, match_E = self.a, self.each(self.held[MATCH])
+        # Each sorted pair has a chosen and a rejected side, and both know the score that
+        # they are paired with. The first form gives the gradient by h_c and the value,
+        # the second the gradient by h_r and the value 0: together the pair counts once.
         up = a.beta * (self.h_E[c] - match_E[c])
         down = a.beta * (match_E[r] - self.h_E[r])
+        # A link of differences reads x alone; the rewards of the sides are given because the type has them.
         from_chosen, from_rejected = (noisy(a.noise, a.link, Margins(x, x, -x, a.beta)) for x in (up, down))
         return from_chosen + from_rejected - from_rejected.detach()
 
@@ -144,7 +158,10 @@ class _Judged:
         own_E = (~self.each(held[OPPONENT])).to(self.logp_M.dtype)
         chosen_E = torch.as_tensor(self.side_E == 1, device=self.h_E.device)
         p_E = self.each(held[MARGIN])
+        # MARGIN is the probability that the chosen one is preferred, on both completions of a pair.
         preferred_E = torch.where(chosen_E, p_E, 1 - p_E)
+        # sg[log pi_t - log ref_t] * log pi_t: a score function whose mean
+        # is the gradient of the KL at each token. 1/2 is the baseline of P.
         charged_M = (self.logp_M - held[REFERENCE]).detach() * self.logp_M
         of = self.plain
         return own_E * (self.a.beta * of.sum(charged_M) - (preferred_E - 0.5) * of.sum(self.logp_M))
@@ -161,6 +178,7 @@ class _Judged:
 
     def gauges(self) -> Gauges:
         with torch.no_grad():
+            # Both rows in one transfer from the device.
             table = torch.stack([self._reward(), self.plain.sum(self.logp_M)]).double().cpu()
         u_E, logp_E = np.asarray(table[0]), np.asarray(table[1])
         out: Gauges = {}
@@ -172,6 +190,7 @@ class _Judged:
         else:
             ahead = u_E[self.side_E == 1] - u_E[self.side_E == 0]
             out["preference/margin"] = Gauge.of(ahead)
+        # At the start of a stage all rewards are 0, and a tie counts one half: neither right nor wrong.
         out["preference/accuracy"] = Gauge.of(np.where(ahead == 0, 0.5, (ahead > 0).astype(np.float64)))
         return out
 
@@ -185,6 +204,8 @@ def added(term: Added, logp_M: Tensor, batch: Streams) -> Tensor:
 
 @added.register
 def _(term: ChosenNLL, logp_M: Tensor, batch: Streams) -> Tensor:
+    # WEIGHT is the unit's weight on each token, so its sum is a mean over
+    # completions of their sums; LIKELIHOOD divides by the number of tokens.
     weight_M = batch[WEIGHT] if term.over == "sequences" else batch[LIKELIHOOD]
     return -term.coef * (weight_M * (batch[SIDE] == 1) * logp_M).sum()
 
@@ -196,6 +217,7 @@ def _(term: GoldNLL, logp_M: Tensor, batch: Streams) -> Tensor:
 
 @added.register
 def _(term: Optimism, logp_M: Tensor, batch: Streams) -> Tensor:
+    # Added to a loss that falls, so the policy lowers the log-prob of what the reference said.
     return term.coef * (batch[WEIGHT] * batch[OPPONENT] * logp_M).sum()
 
 

@@ -59,9 +59,11 @@ def layout(batch: Batch) -> CompletionLayout:
             f"{int((length_E == 0).sum())} of {batch.episodes} completions have no spoken token: each has at least its"
             " stop token"
         )
+    # Tokens of a completion lie together, in order of the completions, so positions follow from the starts.
     starts_E = np.cumsum(length_E) - length_E
     unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
     shortest_U = np.full(batch.units, np.iinfo(np.int64).max)
+    # A scatter with several completions a unit; the completions of one unit share the result.
     np.minimum.at(shortest_U, unit_E, length_E)
     position_M = np.arange(batch.spoken) - starts_E[batch.sequence_M]
     return CompletionLayout(length_E, shortest_U[unit_E], position_M)
@@ -73,11 +75,14 @@ def sides_of(a: PreferenceAlgorithm, batch: Batch) -> np.ndarray:
     Raises:
         InvariantError: the sides are not those of units of `a.rows`, in their order.
     """
+    # Streams that belong to a completion stand on each of its
+    # tokens. The first is read, and here also that all are equal.
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
     side_M = batch[SIDE]
     side_E = side_M[first_E]
     if not np.array_equal(side_M, side_E[batch.sequence_M]):
         raise InvariantError("the tokens of one completion are on different sides")
+    # Links read chosen and rejected by their places, so an order that is not kept would swap labels without an error.
     order = SIDES[a.rows]
     if not order:
         if not np.isin(side_E, (0, 1)).all():
@@ -106,6 +111,7 @@ def scores_of(a: PreferenceAlgorithm, batch: Batch, l_M: np.ndarray) -> np.ndarr
         torch.as_tensor(laid.shared_E),
         torch.as_tensor(laid.position_M),
     )
+    # The same functions as in the loss, in float64 and without gradient: what is matched is what is learned.
     return divergence(a.divergence, statistic(a.statistic, of)).numpy()
 
 
@@ -135,6 +141,7 @@ class PreferenceContext:
 def _likelihood(w: PreferenceContext) -> np.ndarray:
     side_M, weight_M = w.batch[SIDE], w.batch[WEIGHT]
     out = np.zeros(w.batch.spoken)
+    # Chosen and gold tokens are normalised apart, so each likelihood is a mean over its own tokens.
     for wanted in (1, 2):
         on = weight_M * (side_M == wanted)
         out += on / on.sum() if on.sum() > 0 else 0
@@ -146,6 +153,7 @@ def _match(w: PreferenceContext) -> np.ndarray:
     rewards are matched, the score on the other side at the rank of the completion's own score."""
     a, batch = w.algorithm, w.batch
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
+    # In one dimension optimal transport pairs equal ranks, which is only so where all points have the same mass.
     if np.ptp(batch[WEIGHT][first_E]) > 1e-12:
         raise DataError(
             f"match={a.match} joins sides of different pairs, so all pairs weigh the same: leave weights out"
@@ -153,7 +161,10 @@ def _match(w: PreferenceContext) -> np.ndarray:
     out_E = np.zeros(batch.episodes)
     if a.match == "margins":
         start_E, reference_E = (scores_of(a, batch, batch[s]) for s in (START, REFERENCE))
+        # rows=pair: chosen at the even places, rejected at the odd ones (`sides_of`).
         own_U, reference_U = start_E[::2] - start_E[1::2], reference_E[::2] - reference_E[1::2]
+        # sort(x)[rank(y)]: for each y the x of the same rank. The order is
+        # that before the optimizer step, so it is a constant of the loss.
         matched_U = np.sort(reference_U)[_ranks(own_U)]
         return w.spread(np.repeat(matched_U, 2))
     h_E = scores_of(a, batch, w.log_ratio_M)
@@ -172,11 +183,14 @@ def _ranks(x: np.ndarray) -> np.ndarray:
 def _own(w: PreferenceContext) -> np.ndarray:
     """exp of the mean of log pi - log sum pi^2 of each side, multiplied over the two (2406.11827, Eq. 2)."""
     batch = w.batch
+    # sum_v pi_v^2 is the mean of pi(y_t) over the policy's own draws: a token
+    # of the data is compared with what the policy says there on average.
     aligned_M = batch[START].astype(np.float64) - np.log(batch[COLLISION].astype(np.float64))
     sums_E = np.bincount(batch.sequence_M, aligned_M, batch.episodes)
     each_E = np.exp(sums_E / layout(batch).length_E)
     unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
     product_U = np.ones(batch.units)
+    # exp of the mean for each side [E], the product over the two sides [U].
     np.multiply.at(product_U, unit_E, each_E)
     return w.spread(product_U[unit_E])
 
@@ -208,6 +222,7 @@ def prepared(
         mismatched_E: log-ratios of policy to reference, summed over each completion of `mismatched`, where
             `a.reads_mismatched`.
     """
+    # The layout is checked first, and weights are normalised before the makers run, since they read WEIGHT.
     sides_of(a, batch)
     batch = batch.having({WEIGHT: _normalised(batch)})
     remembered = dict(running or {})
@@ -218,9 +233,12 @@ def prepared(
                 f"algorithm {a.name!r} compares with completions under other prompts, and none were scored: score"
                 " `mismatched` by policy and reference"
             )
+        # KTO's z_0 estimates a KL, which is never below 0, though its estimate from a few completions may be.
         shift = a.beta * max(0.0, float(np.mean(mismatched_E)))
     if a.shift == "running":
         u_E = a.beta * scores_of(a, batch, PreferenceContext(a, batch, 0.0).log_ratio_M)
+        # This minibatch is in the mean that shifts it. Sums and counts,
+        # not a mean, are kept: they go on exactly from a checkpoint.
         total = remembered.get("sum", 0.0) + float(u_E.sum())
         count = remembered.get("count", 0.0) + len(u_E)
         remembered, shift = {"sum": total, "count": count}, total / count
@@ -237,6 +255,8 @@ def _normalised(batch: Batch) -> np.ndarray:
     held = batch.find(WEIGHT)
     weight_E = np.ones(batch.episodes) if held is None else held[first_E]
     unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
+    # [U]: the first completion of each unit, whose weight is the unit's.
+    # Divided by the sum over units, not over completions or tokens.
     first_U = np.searchsorted(unit_E, np.arange(batch.units))
     weight_U = weight_E[first_U]
     if np.any(weight_U < 0) or not weight_U.sum() > 0:
@@ -251,16 +271,19 @@ def mismatched(segments: Sequence[Segment], longest: int) -> list[Segment]:
     Raises:
         DataError: there is no such row for any prompt.
     """
+    # The first spoken token ends the prompt.
     cuts = [int(np.argmax(s.mask)) for s in segments]
     prompts = [s.ids[:cut].tobytes() for s, cut in zip(segments, cuts, strict=True)]
     out: list[Segment] = []
     for i, (own, cut) in enumerate(zip(segments, cuts, strict=True)):
+        # Backwards around the circle: a negative j counts from the end, as Python indexes.
         j = next((j % len(segments) for j in range(i - 1, i - len(segments), -1) if prompts[j] != prompts[i]), None)
         if j is None or cut + len(segments[j].ids) - cuts[j] > longest:
             continue
         other = segments[j]
         ids = np.concatenate([own.ids[:cut], other.ids[cuts[j] :]])
         mask = np.concatenate([np.zeros(cut, np.bool_), other.mask[cuts[j] :]])
+        # Nobody sampled this sequence: its tokens are marked as shown, and are only scored.
         logp = np.where(mask, 0.0, np.nan).astype(np.float32)
         out.append(Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), own.sampling))
     if not out:

@@ -92,12 +92,15 @@ class RankingLoss:
         """Returns the terms of pairs or rankings: the members of a unit, best first."""
         loss, right, apart = read.score_S.new_zeros(()), 0.0, list[Tensor]()
         margin_S = read.first(MARGIN) if self.margin and MARGIN in read.batch else None
+        # Units of one size at a time, so that each is a plain [U, K] table. Their losses add up.
         for members_UK in read.units():
             score_UK = read.score_S[members_UK]
             count = members_UK.shape[1]
             margin_U = score_UK.new_zeros(len(members_UK)) if margin_S is None else margin_S[members_UK[:, 0]]
             if self.judged == "pair" and count != 2:
                 raise InvariantError(f"a pair has {count} completions in its unit")
+            # [U, P] gaps of all P = K (K - 1) / 2 pairs with the better
+            # one first. They are also what accuracy is counted of.
             first, second = torch.triu_indices(count, count, 1, device=score_UK.device)
             gap_UP = score_UK[:, first] - score_UK[:, second]
             if self.judged == "pair":
@@ -105,11 +108,16 @@ class RankingLoss:
             elif self.pairs:
                 each_U = -logsigmoid(gap_UP).mean(-1)
             else:
+                # log sum_{j >= k} exp R_j by a cumulative sum from the last
+                # one. The last place is log exp R_K - R_K = 0 and is cut off.
                 each_U = (score_UK.flip(-1).logcumsumexp(-1).flip(-1) - score_UK)[:, :-1].sum(-1)
             if self.centre:
+                # Only differences are judged, so the scores could drift together.
+                # The factor 2 / K makes a ranking of two the same as a pair.
                 each_U = each_U + self.centre * (2 / count * score_UK.sum(-1)).square()
             loss = loss + (read.weight_S[members_UK[:, 0]] * each_U).sum()
             said = gap_UP.detach()
+            # A tie is half right: else a head that gives every answer the same score would be all wrong, or all right.
             right += float((said > 0).sum() + (said == 0).sum() / 2)
             apart.append(said.flatten())
         gaps = torch.cat(apart)
@@ -124,6 +132,7 @@ class RankingLoss:
 
     def _regularised(self, read: _Read, terms: Terms, logp_M: Tensor) -> Terms:
         """Returns the terms of pairs: the loss, joined with the loss of the language head on their completions."""
+        # The three forms differ only in x: log-probs or log-ratios, of the chosen one or of the difference.
         if self.regularise == "dpo":
             logp_M = logp_M - read.each(REFERENCE)
         logp_S = logp_M.new_zeros(len(read.score_S)).index_add(0, read.segment_M, logp_M)
@@ -142,6 +151,8 @@ class RankingLoss:
             segment_M = read.segment_M
             sign_M = torch.where(good_S, 1.0, -1.0).to(read.score_S.dtype)[segment_M]
             said_S = torch.bincount(segment_M, minlength=len(good_S)).to(read.score_S.dtype)
+            # softplus(-s R) = -log sigmoid(s R) at each token, divided by
+            # the tokens of its completion: a long one counts once.
             each_M = softplus(-sign_M * given.outputs[:, 0]) / said_S[segment_M]
             each_S = read.score_S.new_zeros(len(good_S)).index_add(0, segment_M, each_M)
         else:
@@ -157,7 +168,10 @@ class RankingLoss:
         steps_S = torch.bincount(read.segment_M[known_M], minlength=len(read.score_S))
         if not bool((steps_S > 0).all()):
             raise InvariantError("a completion has no labelled step: leave it out of the minibatch")
+        # Only the ends of labelled steps, [K] of the whole micro-batch.
+        # NaN never enters the arithmetic: a product with 0 would keep it.
         label_K, score_K, segment_K = label_M[known_M], score_M[known_M], read.segment_M[known_M]
+        # -y log sigmoid(R) - (1 - y) log sigmoid(-R) = softplus(R) - y R, also for a label between 0 and 1.
         each_K = (softplus(score_K) - label_K * score_K) / steps_S[segment_K]
         each_S = read.score_S.new_zeros(len(steps_S)).index_add(0, segment_K, each_K)
         right = (score_K.detach() > 0) == (label_K > 0.5)
@@ -175,6 +189,8 @@ class RankingLoss:
             each_S = cross_entropy(given.outputs, target_S, reduction="none")
             off_SK = (read.score_S.detach() - rating_SK[:, 0])[:, None]
         else:
+            # The inner `where` takes NaN out before the difference: the
+            # outer one alone would leave a NaN in the gradient.
             off_SK = torch.where(known_SK, given.outputs - torch.where(known_SK, rating_SK, 0.0), 0.0)
             each_S = off_SK.square().sum(-1) / known_SK.sum(-1)
         error = Gauge(float(off_SK.detach().abs().sum()), int(known_SK.sum()))
@@ -189,6 +205,7 @@ class _Read:
         spoken_S = np.bincount(batch.segment_M, minlength=len(batch.lengths_S))
         if not spoken_S.all():
             raise InvariantError(f"{int((spoken_S == 0).sum())} judged completions have no spoken token")
+        # A completion's streams are equal on all of its tokens, so the first one is read [S].
         self._first_S = np.cumsum(spoken_S) - spoken_S
         self.weight_S = self.first(WEIGHT)
         self.segment_M = torch.as_tensor(batch.segment_M, dtype=torch.int64, device=self.score_S.device)
@@ -216,6 +233,7 @@ class _Read:
                     f"the sides of a judgement are {side_S[members].tolist()}: each of its completions says to how many"
                     " of the others it was preferred (of a pair, 1 chosen and 0 rejected)"
                 )
+            # SIDE counts to how many others a completion was preferred, so descending order is best first.
             by_size.setdefault(len(members), []).append(members[np.argsort(-side_S[members])])
         device = self.score_S.device
         return [torch.as_tensor(np.stack(x), dtype=torch.int64, device=device) for _, x in sorted(by_size.items())]
