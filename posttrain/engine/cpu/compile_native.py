@@ -36,6 +36,7 @@ LANES = 16
 SOURCES = Path(__file__).with_name("native_code")
 MAIN = SOURCES / "decoder.c"
 """Includes the other files, so that all code is one compilation unit."""
+# Without -ffast-math: the code relies on infinities, on nan, and on the written order of its sums.
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -119,6 +120,7 @@ class Kernels:
     ensures both."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        # Without `argtypes` ctypes would pass every number as a C int and cut addresses to 32 bits.
         for name, arguments in SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, INT if name in FAILS else None
@@ -158,6 +160,7 @@ class Kernels:
             *(visible_T.data_ptr(), starts_B.data_ptr(), lengths_B.data_ptr(), out.data_ptr()),
             *(count, heads, key.shape[0], width, value.shape[-1]),
         )
+        # C gets addresses alone. As a default argument of the function the tensors live as long as it does.
         cap, tensors = softcap or 0.0, (key, value, query)
 
         def attend(keys: Tensor, values: Tensor, scaling: float, window: int | None, alive: Any = tensors) -> None:
@@ -229,6 +232,8 @@ def own_cache() -> Path | None:
     """The folder of compiled code in the user's cache folder; None where there is none that only this user can have
     written. What lies in it is loaded as code."""
     named = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative path there is not valid and is ignored, as the XDG specification says. Links are resolved first, so
+    # that what is judged is the folder that will be read.
     try:
         base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
         folder = base.resolve() / "posttrain"
@@ -242,6 +247,8 @@ def _kept(library: Path) -> Kernels | None:
     """The kernels of a library in the cache; None where it is not as it was written, or not by this user."""
     digest, found = library.with_suffix(".sha256"), ""
     with suppress(OSError):
+        # Whoever can write the library can run code as this user. So
+        # owner and rights come before its digest is read at all.
         own = all(read_untrusted.private(path, stat.S_ISREG) for path in (library, digest))
         found = _loaded(library) if own and _digest(library.read_bytes()) == digest.read_bytes() else ""
     return None if isinstance(found, str) else found

@@ -27,6 +27,7 @@ float16 differ by about 2e-4, and by 2e-3 in bfloat16."""
 def prove_logprobs(out: ReadOut, hidden: Tensor, kernels: KernelChoice) -> None:
     """InvariantError where the learner's head is narrower than float32 at these hidden states [M, H]."""
     hidden = hidden.detach()[:TOKENS]
+    # Multiples of a prime: ids from all over the vocabulary, so that every block is read, without a random generator.
     targets = torch.arange(len(hidden), device=hidden.device) * 7919 % out.weight.shape[0]
     ours, _ = logprobs(
         hidden,
@@ -39,10 +40,12 @@ def prove_logprobs(out: ReadOut, hidden: Tensor, kernels: KernelChoice) -> None:
         softcap=out.softcap,
         scale=out.scale,
     )
+    # At least 1, so that a model whose logits are all near 0 is not judged by a relative error.
     largest, norm, said = torch.tensor(1.0).double(), [], torch.zeros(len(hidden)).double()
     for first, z in _exact(out, hidden):
         largest = torch.maximum(largest, z.abs().max())
         norm.append(z.logsumexp(1))
+        # Each target lies in one block of the vocabulary.
         inside = (targets.cpu() >= first) & (targets.cpu() < first + z.shape[1])
         said[inside] = z[inside, targets.cpu()[inside] - first]
     _refuse("the learner's", float((ours.double().cpu() - said + torch.stack(norm).logsumexp(0)).abs().max() / largest))
@@ -62,6 +65,7 @@ def prove_logits(out: ReadOut) -> None:
 
 def _exact(out: ReadOut, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
     """(first id, logits [M, B] in float64 on the CPU) of each block of the vocabulary."""
+    # float64 on the CPU: what may narrow the head on an accelerator, TF32 or an autocast there, cannot touch it.
     h = hidden.cpu().double()
     for first in range(0, out.weight.shape[0], BLOCK):
         w = out.weight[first : first + BLOCK].detach().cpu().double()
@@ -73,6 +77,7 @@ def _exact(out: ReadOut, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _refuse(whose: str, gap: float) -> None:
+    # In this form nan is refused too.
     if not gap <= BOUND:
         raise InvariantError(
             f"{whose} head computes in less than float32: its logits differ from float64 by {gap:.2g} of the largest"

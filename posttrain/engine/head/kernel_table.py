@@ -62,6 +62,7 @@ TABLE: dict[str, tuple[Kernel, ...]] = {}
 
 def add_forms(operation: str, *forms: Kernel) -> None:
     """Register all forms of one operation. One of them is the reference form."""
+    # The sort is stable: two compiled forms of one operation stay in the order in which they are given.
     TABLE[operation] = tuple(replace(k, operation=operation) for k in sorted(forms, key=lambda k: FORMS.index(k.form)))
     assert TABLE[operation][-1].form == "reference"
 
@@ -69,12 +70,14 @@ def add_forms(operation: str, *forms: Kernel) -> None:
 def kernel(operation: str, device: torch.device, dtype: torch.dtype, choice: KernelChoice = "auto") -> Kernel:
     """The first form in the order of `FORMS` that the choice allows and that supports the device and dtype."""
     first = 0 if choice == "auto" else FORMS.index(choice)
+    # There is always one: the reference form is last, every choice allows it, and it fits everything.
     return next(k for k in TABLE[operation] if FORMS.index(k.form) >= first and not k.unfit(device, dtype))
 
 
 def check_compiled(operation: str, device: torch.device, dtype: torch.dtype) -> None:
     """EngineError where no compiled form of an operation can be used."""
     found = [k.unfit(device, dtype) for k in TABLE[operation] if k.form == "compiled"]
+    # Without any compiled form `found` is empty, and that is refused too.
     if all(found):
         why = "; ".join(found) or f"{operation} has no such form"
         raise EngineError(f"model.kernels=compiled, but there are no compiled kernels: {why}")

@@ -36,6 +36,9 @@ class Ragged:
     """
 
     def __init__(self, ids: np.ndarray, start_M: np.ndarray, count_M: np.ndarray, device: torch.device) -> None:
+        # All runs laid end to end have sum(count) entries. Entry e belongs to the
+        # token m with before[m] <= e < before[m + 1], and it reads ids[e - before[m]
+        # + start[m]]. So one number a token, the shift, leads from e to its id.
         self._before = np.append(0, np.cumsum(count_M, dtype=np.int64))
         self._ids, self._count = _to(ids, device), _to(count_M, device)
         self._shift = _to(start_M - self._before[:-1], device)
@@ -46,9 +49,12 @@ class Ragged:
         on, numbered row by row. Ids that have no column are left out. The places are distinct if the ids of each run
         are."""
         first, last = int(self._before[a]), int(self._before[b])
+        # With the size told, a GPU need not be waited for to learn it.
         rows = torch.arange(a, b, device=self._ids.device).repeat_interleave(self._count[a:b], output_size=last - first)
         which = torch.arange(first, last, device=self._ids.device) + self._shift[rows]
         rows, ids = rows - a, self._ids[which] - first_id
+        # With a single block every id has a column, and the selection,
+        # for which a GPU has to be waited for, is left out.
         if first_id or self._last >= width:
             inside = (ids >= 0) & (ids < width)
             rows, ids = rows[inside], ids[inside]
@@ -107,6 +113,8 @@ class LogitRules:
         Returns (places, slope) of the penalised logits: the slope is the derivative of the result with respect to the
         logit before. It is 1 everywhere else, and has no effect where a token is banned.
         """
+        # The sampler's order: bias, penalty, bans. The penalty looks at the sign of the biased logit, and bans come
+        # last, so that nothing is computed with -inf.
         flat, to, width = z.view(-1), at + z.shape[0], z.shape[1]
         if self.bias_ids is not None and self.bias is not None:
             inside = (self.bias_ids >= first) & (self.bias_ids < first + width)
@@ -117,6 +125,8 @@ class LogitRules:
             places = self.seen.places(at, to, width, first)
             old, p = flat[places], self.penalty
             divisor = torch.full((), p, dtype=z.dtype, device=z.device)  # a GPU would multiply by 1 / p
+            # A penalty p > 1 makes every seen token less probable: it
+            # divides logits above 0 and multiplies those below.
             flat.index_copy_(0, places, torch.where(old < 0, old * divisor, old / divisor))
             penalised = places, torch.full_like(old, 1 / p).masked_fill_(old.detach() < 0, p)
         if self.never_V is not None:
@@ -135,11 +145,15 @@ def seen_before(packed: Packed, vocabulary: int) -> tuple[np.ndarray, np.ndarray
 
     Example: in the segment [5 6 5 X] with X spoken, ids = [5, 6], start = [0], count = [2].
     """
+    # segment * V + id is one number for each pair of segment and id, and `np.unique` gives the first position of each.
+    # In order of position the pairs of one segment lie together, and those before any place are a run from the start of
+    # its segment. So all tokens of a segment share one list, and differ in the count alone.
     starts_S = np.cumsum(packed.lengths_S) - packed.lengths_S
     segment_N = np.repeat(np.arange(len(starts_S), dtype=np.int64), packed.lengths_S)
     _, first = np.unique(segment_N * vocabulary + packed.ids_N, return_index=True)
     first = np.sort(first)
     start_M = np.searchsorted(first, starts_S[packed.segment_M])
+    # "right": the token at the source position itself comes before the spoken one, and counts.
     return packed.ids_N[first], start_M, np.searchsorted(first, packed.source_M, side="right") - start_M
 
 
@@ -165,17 +179,21 @@ def banned_here(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
         ids.append(np.tile(np.array(s.stop_ids, np.int64), len(early)))
     sequences = [b for b in s.bad_ids if len(b) > 1]
     if in_turn_M is not None and sequences:
+        # The token before last of a bad sequence must stand directly before. Positions sorted by that token give the
+        # few candidates of each sequence by two binary searches; then they are thinned out from the back to the front.
         before_M = packed.ids_N[packed.source_M]
         order = np.argsort(before_M, kind="stable")
         inside = before_M[order]
         for b in sequences:
             at = order[np.searchsorted(inside, b[-2]) : np.searchsorted(inside, b[-2], side="right")]
+            # The whole sequence must lie in this turn: the tokens of a prompt do not complete one.
             at = at[in_turn_M[at] >= len(b) - 1]
             for back, token in enumerate(b[-3::-1], 1):
                 at = at[packed.ids_N[packed.source_M[at] - back] == token]
             rows.append(at)
             ids.append(np.full(len(at), b[-1], np.int64))
     row, what = np.concatenate(rows), np.concatenate(ids)
+    # `Ragged` needs the ids of one token beside each other.
     order = np.argsort(row, kind="stable")
     return row[order], what[order]
 

@@ -43,6 +43,7 @@ class KeptSets(KeptMask):
     """Kept sets, checked at construction: each holds the token that was said. InvariantError otherwise."""
 
     def __init__(self, kept: TruncationSets, targets: Tensor) -> None:
+        # `reduceat` gives a wrong answer for an empty run, but `TruncationSets` refuses empty sets.
         said = np.repeat(targets.cpu().numpy(), np.diff(kept.offsets)) == kept.ids
         inside = np.logical_or.reduceat(said, kept.offsets[:-1]) if len(kept) else np.zeros(0, bool)
         if not inside.all():
@@ -78,6 +79,8 @@ class LogitTransform:
         first..first + B. The factors of the backward are appended to `slopes`."""
         z = logits(h, w, b, self.scale, self.softcap)
         if slopes is not None and self.softcap is not None:
+            # z = c tanh(x / c) has the derivative 1 - tanh^2 = 1 - (z / c)^2.
+            # It is taken here, because the next steps change z in place.
             slopes.append(LogitSlope(None, 1 - (z / self.softcap).square_()))
         penalised = None if self.rules is None else self.rules.adjust(z, at, first)
         if slopes is not None and penalised is not None:
@@ -86,6 +89,7 @@ class LogitTransform:
             z.mul_(self.beta)
         if self.sets is None:
             return z
+        # Last, because the sampler cuts its sets from the distribution after the temperature.
         return z.masked_fill_(self.sets.outside(at, at + len(z), z.shape[1], first), float("-inf"))
 
     @property

@@ -84,6 +84,8 @@ def logprobs(
     factor depends on the sign of the logit), and a soft-cap.
     """
     sampling.for_training()
+    # A truncating contract without its sets would give the log-probs of another distribution, and no later line could
+    # see it. So the sets are there exactly where the contract needs them; the same holds for rules.
     if (kept is not None) != sampling.truncated or (kept is not None and len(kept) != len(targets)):
         sets_given = 0 if kept is None else len(kept)
         raise InvariantError(
@@ -96,6 +98,8 @@ def logprobs(
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptSets(kept, targets)
     )
+    # By the dtype of the tiles, not of the weight: blocks of a bfloat16
+    # weight are converted first, so the forms for float32 serve it.
     form = kernel("head", hidden.device, logit_dtype(weight.dtype), kernels)
     tile = _tile(hidden, weight, transform, chunk, block)
     logp, entropy = form.function(hidden, weight, bias, targets.long(), transform, want_entropy, tile)
@@ -114,6 +118,7 @@ def candidates(
     transform = _transform(hidden.device, **contract)
     tile = _tile(hidden, weight, transform)
     logp, _ = TiledHead.apply(hidden, weight, bias, ids_MK.long(), transform, False, tile, TORCH)
+    # A divergence multiplies these by probabilities, and 0 times -inf is nan.
     return logp.clamp_min(torch.finfo(logp.dtype).min)
 
 
@@ -134,6 +139,8 @@ def most_probable(
     indices: list[Tensor] = []
     for _, blocks in _scored(hidden, weight, bias, transform):
         best, which = list[Tensor](), list[Tensor]()
+        # Per token at most k of the earlier blocks and k of this
+        # block are held. The best k of both go on to the next block.
         for first, logp in normalised(blocks, torch.log_softmax, single)():
             found = logp.topk(min(k, logp.shape[1]), 1)
             best.append(found.values)
@@ -158,11 +165,14 @@ def energies(
     Without targets |p|^2, the probability that two draws are the same."""
     transform = _transform(hidden.device, **contract)
     single = _ids(weight) == weight.shape[0]
+    # An empty part first, so that there is something to join where no token is asked about.
     out = [hidden.new_zeros(0, dtype=logit_dtype(weight.dtype))]
     for rows, blocks in _scored(hidden, weight, bias, transform):
         energy = hidden.new_zeros(rows.stop - rows.start, dtype=logit_dtype(weight.dtype))
         for first, p in normalised(blocks, torch.softmax, single)():
             if targets is not None:
+                # |p - onehot(t)|^2, which is the same square. In every block
+                # but that of the target nothing is subtracted.
                 place, inside = within(targets[rows, None].long() - first, p.shape[1])
                 p.scatter_add_(1, place, -inside.to(p.dtype))
             energy += torch.linalg.vecdot(p, p)
@@ -185,10 +195,14 @@ def odds(
     """
     transform = _transform(hidden.device, **contract)
     single = _ids(weight) == weight.shape[0]
+    # float64, because the caller compares a random number with `below` and `upto`, and each is a sum over up to a
+    # vocabulary of small numbers.
     none = hidden.new_zeros((0, len(temperatures)), dtype=torch.float64)
     out = [[none.new_zeros(0)], [none.new_zeros(0)], [none], [none]]
     for rows, blocks in _scored(hidden, weight, bias, transform):
         target = targets[rows, None].long()
+        # Each use of `logps` reads the blocks again: where the vocabulary
+        # is several blocks, no float64 matrix of all ids is held.
         logps = normalised(each(blocks, torch.Tensor.double), torch.log_softmax, single)
         below, said = none.new_zeros(len(target)), none.new_zeros(len(target))
         for first, logp in logps():
@@ -197,6 +211,7 @@ def odds(
             said += picked(logp, target - first)[:, 0]
         ratios, apart = none.new_zeros(len(target), len(temperatures)), none.new_zeros(len(target), len(temperatures))
         for k, t in enumerate(temperatures):
+            # q is proportional to p^(1/t), so log q is log p / t, normalised again.
             flatter = normalised(each(logps, lambda logp, t=t: logp / t), torch.log_softmax, single)
             for (first, q), (_, logp) in zip(flatter(), logps(), strict=True):
                 ratios[:, k] += picked(q, target - first)[:, 0]
@@ -216,6 +231,7 @@ def _transform(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> LogitTransform:
+    # `KeptMask` and not `KeptSets`: some callers ask about ids that nobody said, and those may lie outside of the set.
     mask = None if kept is None else KeptMask(kept, device)
     return LogitTransform(1 / sampling.temperature, softcap, scale, rules, mask)
 
@@ -228,6 +244,8 @@ def _ids(weight: Tensor) -> int:
     vocabulary = weight.shape[0]
     if vocabulary <= CHUNK_IDS:
         return vocabulary
+    # -(-a // b) rounds up. Inside stands the number of blocks, and V over it is their width. Equal blocks leave no
+    # narrow rest: 151,936 ids in blocks of at most 4,096 become 38 of 3,999.
     return -(-vocabulary // -(-vocabulary // min(CHUNK_IDS, TILE[_kind(weight)][1])))
 
 
@@ -235,6 +253,8 @@ def _tile(
     hidden: Tensor, weight: Tensor, transform: LogitTransform, chunk: int | None = None, block: int | None = None
 ) -> Tile:
     rows, ids = chunk or _rows(hidden, weight), block or _ids(weight)
+    # Where the steps after the product have slopes, scores alone are not enough for the backward: it computes scores
+    # again, and the slopes with them.
     fits = len(hidden) * weight.shape[0] <= KEPT_ELEMENTS[_kind(weight)]
     return Tile(rows, ids, fits and torch.is_grad_enabled() and not transform.sloped)
 

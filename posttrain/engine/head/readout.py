@@ -142,6 +142,8 @@ def _check_windows(module: PreTrainedModel, context: int | None, seen: bool) -> 
     kinds = getattr(config, "layer_types", None)
     for field, kind in (("sliding_window", "sliding"), ("attention_chunk_size", "chunked")):
         size = getattr(config, field, None)
+        # A limit matters only if the config switches it on, a layer type uses it, no layer told our attention of it,
+        # and a sequence can be longer than it.
         used = getattr(config, f"use_{field}", None) is not False and (not kinds or any(kind in k for k in kinds))
         told = seen and kind == "sliding"
         if isinstance(size, int) and size > 0 and used and not told and (context is None or size < context):
@@ -164,20 +166,26 @@ def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = 
     The bound is relative to the largest logit: 1e-4 in float32, 0.05 in bfloat16 (whose own head rounds its logits).
     """
     device = out.weight.device
+    # Multiples of a prime as ids: tokens from all over the vocabulary, without a random generator.
     at = torch.arange(min(CANARY, positions(module) or CANARY), device=device)
     ids = at * 7919 % out.weight.shape[0]
     layout = _WindowProbe([len(at)])
     try:
+        # Both sides run the same decoder with the same attention. So a difference can only come from what the module
+        # does between its decoder and its logits.
         ours = out.logits(out.hidden(ids, at, layout))
         with using(layout):
             given = takes_positions(out.decoder, at[None])
             theirs = module(input_ids=ids[None], use_cache=False, **given).logits[0].to(ours.dtype)
+    # Code of an unknown architecture runs here, and what it raises
+    # where it is not made for packed segments can be any of these.
     except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
         raise EngineError(
             f"{type(module).__name__} cannot run with packed segments ({type(error).__name__}: {error}). Use a"
             " decoder-only causal LM whose attention goes through transformers' attention interface (Llama, Qwen,"
             " Gemma, GPT-2, ...)"
         ) from error
+    # After the forward pass, in which the layers say whether they have a window.
     _check_windows(module, context or positions(module), layout.seen)
     gap = float((ours - theirs).abs().max())
     bound = (1e-4 if out.weight.dtype in (torch.float32, torch.float64) else 0.05) * max(1.0, float(theirs.abs().max()))

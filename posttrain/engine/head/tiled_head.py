@@ -60,6 +60,7 @@ class TiledHead(torch.autograd.Function):
                 rows = slice(at, min(at + tile.rows, len(hidden)))
                 z = transform.scores(hidden[rows].to(dtype), w, b, at, None, first)
                 scores += [z] if tile.kept else []
+                # A named id lies in one block, and the others add 0 for it.
                 said[rows] += picked(z, named_MK[rows] - first)
                 running.add(rows, *form.fold(z, want_entropy, transform.masked))
         norm, entropy = running.norm(), running.entropy()
@@ -74,6 +75,7 @@ class TiledHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, named_MK, norm, entropy, *kept = ctx.saved_tensors
         transform, tile, dtype = ctx.transform, ctx.tile, logit_dtype(weight.dtype)
+        # Temperature and scale are constants of the whole tile, so their factors are one, whatever stands between them.
         factor, scores = transform.beta * transform.scale, iter(kept)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         of_logp, of_entropy = grads
@@ -99,6 +101,7 @@ class TiledHead(torch.autograd.Function):
                     slope.times(d)
                 if factor != 1:
                     d.mul_(factor)
+                # The first block writes and the others add, so the memory need not be zero before.
                 if grad_hidden is not None and first == 0:
                     torch.mm(d, w, out=grad_hidden[rows])
                 elif grad_hidden is not None:
@@ -108,6 +111,7 @@ class TiledHead(torch.autograd.Function):
                 if sum_b is not None:
                     sum_b.add_(d.sum(0))
             for whole, part in ((grad_weight, sum_w), (grad_bias, sum_b)):
+                # A narrower gradient is rounded once for all tokens, not once a tile.
                 if whole is not None and part is not None and whole.dtype != dtype:
                     whole[first : first + tile.ids] = part
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *(None,) * 5

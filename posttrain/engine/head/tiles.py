@@ -47,12 +47,15 @@ class Tile:
 
 def fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `TileForm.fold`."""
+    # A row may have no id that can be said in this block. Its largest score is then the lowest finite number and not
+    # -inf, since -inf minus -inf is nan; so its mass is 0.
     most = z.amax(1).clamp_min_(torch.finfo(z.dtype).min)
     q = z - most[:, None]
     if not want_entropy:
         return most, q.exp_().sum(1), None
     p = q.exp()
     if masked:
+        # p is 0 there, and 0 times -inf is nan.
         q.masked_fill_(torch.isneginf(q), 0)
     return most, p.sum(1), torch.linalg.vecdot(p, q)
 
@@ -69,6 +72,8 @@ def cotangent(
 ) -> Tensor:
     """See `TileForm.cotangent`. With p the distribution and H its entropy: d logp_t / dz = onehot(t) - p, and
     d H / dz_i = -p_i (log p_i + H)."""
+    # Each of the K named ids takes p away in proportion to its own gradient, so the dense part needs their sum alone.
+    # The one-hot parts are added at the end, at K places a row.
     q, total = torch.sub(z, norm[:, None], out=out), by_logp.sum(1, keepdim=True)
     if by_entropy is None:
         d = q.exp_().mul_(-total)
@@ -87,6 +92,8 @@ TORCH = TileForm(fold, cotangent)
 def _made(form: TileForm, z: Tensor, norm: Tensor, named: Tensor, by: Tensor, want: bool) -> list[Tensor | None]:
     """Returns the results of both operations on these scores, the scores after both, and the gradient that is written
     in place of the scores."""
+    # Two copies: `kept` shows whether a form changes scores that
+    # it may only read, `lost` whether it can write over them.
     kept, lost = z.clone(), z.clone()
 
     def gradient(x: Tensor, out: Tensor) -> Tensor:
@@ -98,18 +105,24 @@ def _made(form: TileForm, z: Tensor, norm: Tensor, named: Tensor, by: Tensor, wa
 def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width: int) -> float:
     """Returns the largest difference between a form and torch's operations, relative to the largest number, on a small
     tile of `width` ids, with banned ids, a row without any id, and large scores. nan where one has nan."""
+    # One row for each hard case. 500 overflows exp unless the largest score is subtracted. It stands last, so that a
+    # form which reads in pieces has to rescale what it summed before.
     rows, made = 5, torch.Generator().manual_seed(0)
     z = torch.randn(rows, width, generator=made, dtype=torch.float64) * 3
     z[1, ::3], z[2, :], z[3, width - 1] = -torch.inf, -torch.inf, 500.0
     z, by = z.to(device, dtype), torch.randn(4, rows, generator=made, dtype=torch.float64).to(device, dtype)
+    # Named ids: first and last places, ids of an earlier and of a
+    # later block, and twice the same id, whose gradients add up.
     named = torch.tensor([[1, width - 1], [4, -3], [0, 0], [width + 5, 2], [7, 7]], device=device)
     worst = 0.0
     for want in (False, True):
+        # The row without any id has norm -inf, and -inf minus -inf would be nan in both forms.
         norm = torch.logsumexp(z, 1).nan_to_num(neginf=0.0)
         found = [_made(f, z, norm, named, by, want) for f in (form, TORCH)]
         for ours, theirs in zip(*found, strict=True):
             if ours is not None and theirs is not None:
                 largest = theirs.abs().nan_to_num(posinf=0.0).clamp_max(1e30).max().clamp_min(1.0)
+                # Equal first: two equal infinities have the difference nan.
                 gaps = torch.where(ours == theirs, 0.0, (ours - theirs).abs() / largest)
                 worst = max(worst, float(gaps.max())) if not bool(gaps.isnan().any()) else float("nan")
     return worst
@@ -117,6 +130,8 @@ def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width:
 
 def within(named: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """(place, inside): a valid column of each named id in a block of `width` ids, and whether the id lies in it."""
+    # `gather` and `scatter` need valid columns in every row. Ids of other blocks point at some column, and the caller
+    # makes what they read or add zero.
     return named.clamp(0, width - 1), (named >= 0) & (named < width)
 
 
@@ -130,12 +145,15 @@ class RunningSoftmax:
     """The numbers m, S and U of M tokens over the blocks that were read so far."""
 
     def __init__(self, like: Tensor, want_entropy: bool) -> None:
+        # The lowest finite number and not -inf, since `add` subtracts it from others of its kind.
         self.most = torch.full_like(like, torch.finfo(like.dtype).min)
         self.mass = torch.zeros_like(like)
         self.spread = torch.zeros_like(like) if want_entropy else None
 
     def add(self, rows: slice, most: Tensor, mass: Tensor, spread: Tensor | None) -> None:
         """Join what `TileForm.fold` found of a block, for the tokens `rows`."""
+        # With m' = max of both: exp(z - m') = exp(z - m) exp(m - m'), and z - m' = (z - m) + (m - m'). So S' = exp(m -
+        # m') S, and U' = exp(m - m') (U + (m - m') S). U comes first, because it reads the old S.
         old, new = self.most[rows], torch.maximum(self.most[rows], most)
         was, now = torch.exp(old - new), torch.exp(most - new)
         if self.spread is not None and spread is not None:
@@ -166,6 +184,8 @@ def each(blocks: Blocks, change: Callable[[Tensor], Tensor]) -> Blocks:
 def normalised(blocks: Blocks, soft: Callable[[Tensor, int], Tensor], single: bool) -> Blocks:
     """`soft`, torch's log-softmax or softmax, over all blocks; `single`: there is one, which is computed once and
     kept."""
+    # One block: torch's own function sees the whole row, and its bits are those of the plain computation. More blocks:
+    # a first reading for the norm, and a second one at every use.
     if single:
         whole = [(first, soft(z, 1)) for first, z in blocks()]
         return lambda: whole
@@ -176,6 +196,7 @@ def normalised(blocks: Blocks, soft: Callable[[Tensor, int], Tensor], single: bo
     assert running is not None
     norm = running.norm()[:, None]
     if soft is torch.softmax:
+        # In place, since every reading of `blocks` makes new numbers.
         return each(blocks, lambda z: z.sub_(norm).exp_())
     return each(blocks, lambda z: z.sub_(norm))
 
@@ -192,6 +213,7 @@ NATIVE_WIDTH = 83
 def _native_fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `TileForm.fold`. Masked scores need no other path."""
     z = z.contiguous()
+    # C gets addresses only. The names keep the memory alive until the call is over.
     most, mass, spread = z.new_empty(3, len(z))
     to = spread.data_ptr() if want_entropy else None
     compile_native.library().fold_rows(z.data_ptr(), most.data_ptr(), mass.data_ptr(), to, *z.shape)
@@ -212,6 +234,7 @@ def _native_cotangent(
     z, rows = z.contiguous(), [norm.contiguous(), by_logp.sum(1)]
     if by_entropy is not None:
         rows += [by_entropy.contiguous(), entropy.contiguous()]
+    # A wrong dtype or stride would not fail in C: it would read other memory.
     assert out.is_contiguous() and all(x.dtype == torch.float32 for x in (z, out, *rows))
     addresses = [x.data_ptr() for x in rows] if by_entropy is not None else [*(x.data_ptr() for x in rows), None, None]
     compile_native.library().cotangent_rows(z.data_ptr(), *addresses, out.data_ptr(), *z.shape)

@@ -28,9 +28,11 @@ BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
 @triton.jit
 def _fold_rows(z, most, mass, spread, width, stride, LOWEST: tl.constexpr, SPREAD: tl.constexpr, COLUMNS: tl.constexpr):
     """One program reads one row; m, S and U as in `engine.head.tiles`. Columns beyond the row count as -inf."""
+    # int64, because row times stride passes 2^31 in a large tile.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     x = tl.load(z + row * stride + columns, mask=columns < width, other=float("-inf"))
+    # The first piece stands before the loop, so that m is finite when the loop subtracts it.
     m = tl.maximum(tl.max(x, 0), LOWEST)
     q = x - m
     p = tl.exp(q)
@@ -43,6 +45,7 @@ def _fold_rows(z, most, mass, spread, width, stride, LOWEST: tl.constexpr, SPREA
         q = x - new
         p = tl.exp(q)
         if SPREAD:
+            # U before S, because it reads the old S; see `RunningSoftmax.add`.
             u = was * (u + (m - new) * s) + tl.sum(tl.where(q == float("-inf"), 0.0, p * q), 0)
         s = was * s + tl.sum(p, 0)
         m = new
@@ -94,6 +97,7 @@ def cotangent(
     rows, width = z.shape
     total, spread = by_logp.sum(1), by_entropy is not None
     if rows:
+        # Without an entropy the kernel reads neither of the last two. They need some address, and `norm` has one.
         given = (total, norm if by_entropy is None else by_entropy.contiguous(), entropy if spread else norm)
         size = _columns(width)
         sizes = width, z.stride(0), out.stride(0), spread, size
@@ -120,6 +124,7 @@ def proved(device: torch.device, dtype: torch.dtype) -> TileForm:
         EngineError: it does not agree, or it cannot be compiled here.
     """
     try:
+        # More than one piece of columns and a ragged last one, so that the loop and the masks are compared too.
         gap = tiles.largest_gap(TRITON, device, dtype, COLUMNS + 37)
     except Exception as error:  # a compiler and a driver raise errors of any kind
         first = (str(error).strip().splitlines() or ["no reason given"])[0]

@@ -48,6 +48,8 @@ class RewardHead(nn.Module):
         drawn = torch.Generator().manual_seed(seeds.torch_seed(seed, NAME))
 
         def layer() -> nn.Linear:
+            # On "meta" the layer's own initialisation draws nothing. The weights come from a generator of this head
+            # alone, so the random numbers of the run are the same with and without it.
             made = nn.Linear(width, shape.width, bias=False, device="meta")
             weight = torch.randn(shape.width, width, generator=drawn) * (width + 1) ** -0.5
             made.weight = nn.Parameter(weight.to(device=device, dtype=dtype))
@@ -58,15 +60,19 @@ class RewardHead(nn.Module):
 
     def places(self, packed: Packed) -> np.ndarray:
         """int64 [R]: the packed positions that it reads, in the order in which `read` takes their hidden states."""
+        # `source_M` is the position that predicts a token, so the token itself is at the next one.
         pooled = self._last(packed) if self.shape.pool == "last" else packed.source_M + 1
         if self.shape.pool == "last" and self.gate is None:
             return pooled
+        # A segment without a spoken token has no mean and no last
+        # one, and the index below would be that of the next segment.
         spoken_S = np.bincount(packed.segment_M, minlength=len(packed.lengths_S))
         if not spoken_S.all():
             raise DataError(
                 f"{int((spoken_S == 0).sum())} of {len(spoken_S)} sequences have no token of a completion, and this"
                 " reward head reads the completion: leave empty completions out"
             )
+        # The gate reads the prompt: the position that predicts the first spoken token is its last one.
         before = packed.source_M[np.cumsum(spoken_S) - spoken_S]
         return pooled if self.gate is None else np.concatenate([pooled, before])
 
@@ -85,6 +91,7 @@ class RewardHead(nn.Module):
         """The score of each segment, from the hidden states [R, H] at `places`."""
         count = len(packed.lengths_S)
         hidden = hidden.to(self.score.weight.dtype)
+        # `places` put the S positions of the gate behind the pooled ones.
         pooled, before = (hidden, None) if self.gate is None else (hidden[:-count], hidden[-count:])
         if self.shape.pool == "mean":
             segment_M = torch.from_numpy(packed.segment_M.astype(np.int64)).to(hidden.device)
@@ -92,6 +99,7 @@ class RewardHead(nn.Module):
             pooled = hidden.new_zeros(count, hidden.shape[1]).index_add(0, segment_M, pooled) / said[:, None]
         outputs = self.score(pooled)
         if self.shape.pool == "token":
+            # Every spoken token has a score. The score of a segment is that of its last token.
             ends = torch.from_numpy(np.cumsum(np.bincount(packed.segment_M, minlength=count)) - 1).to(hidden.device)
             return Rewards(outputs[ends, 0], outputs)
         return Rewards(self._score(outputs, before), outputs)

@@ -86,6 +86,8 @@ def kept_on_the_cpu() -> AbstractContextManager[Any]:
 
 
 def _away(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    # Autograd saves weights too, often as a transposed view. The parameter lives on the device anyway, so moving it
+    # would save nothing and cost two copies.
     root = x if x._base is None else x._base
     if isinstance(root, nn.Parameter) or (root.is_leaf and root.requires_grad) or x.numel() < SMALL:
         return x

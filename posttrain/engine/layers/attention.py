@@ -100,6 +100,8 @@ def keep_layout_in_recomputation(module: nn.Module) -> None:
 
 
 def _checkpoint_with_layout(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    # A layer is computed again in the backward pass. There `using` has ended, and on a GPU autograd works in a thread
+    # of its own, where the context variable is not set. So the layout is bound while the forward pass runs.
     layout = _IN_USE.get()
 
     def again(*given: Any) -> Any:
@@ -186,6 +188,8 @@ def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
     out: list[list[int]] = []
     tokens = 0
     for s in order.tolist():
+        # With s the last group has n + 1 rows, each padded to the length of
+        # its first. Of these positions a share of 1 - waste must be real.
         length = int(lengths_S[s])
         if out and tokens + length >= (1 - waste) * (len(out[-1]) + 1) * int(lengths_S[out[-1][0]]):
             out[-1].append(s)
@@ -253,6 +257,7 @@ class RunsLayout:
     def by_runs(self, call: AttentionCall) -> Tensor:
         if call.softcap is not None:
             return self.by_buckets(call)
+        # [1, heads, N, D] to rows [N, heads, D], so that one index selects all heads of a position.
         q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
         return packed_attention.attend(q, k, v, self.runs, call.scaling, call.window).unsqueeze(0)
 
@@ -328,8 +333,11 @@ class PackedLayout(RunsLayout):
         to, back, row = list[np.ndarray](), np.empty(self.tokens, np.int64), 0
         for group, (_, longest) in zip(self._groups, self.shapes, strict=True):
             length_B = self._lengths_S[group][:, None]
+            # Rows behind a segment's end repeat its last position: any row
+            # would do, since none before reads it, and this one always exists.
             position_BL = starts_S[group][:, None] + np.minimum(np.arange(longest), length_B - 1)
             real_BL = np.arange(longest) < length_B
+            # Row-major places in [B, L], behind the rows of the buckets before.
             back[position_BL[real_BL]] = row + np.flatnonzero(real_BL)
             to.append(position_BL.ravel())
             row += position_BL.size

@@ -52,6 +52,7 @@ def compile_layers(out: ReadOut) -> int:
     if (cache := compile_native.own_cache()) is not None:  # torch's own choice is a folder that any user may make first
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     for layer in lists[0]:
+        # dynamic: the number of positions differs from pass to pass, and each would be compiled anew.
         layer.compile(dynamic=True)
     return len(lists[0])
 
@@ -83,4 +84,5 @@ def _gap(one: tuple[Tensor, dict[str, Tensor]], two: tuple[Tensor, dict[str, Ten
     gaps = [
         float((b.double() - a.double()).norm() / a.double().norm().clamp_min(1e-30)) for a, b in zip(*flat, strict=True)
     ]
+    # `gap == gap` is false for nan, which `max` could otherwise pass over.
     return max(gap if gap == gap else float("inf") for gap in gaps)

@@ -39,6 +39,8 @@ class SelectRows(torch.autograd.Function):
         out = grad.new_zeros(ctx.rows, grad.shape[1])
         if again is None:
             return out.index_copy_(0, at, grad), None, None
+        # `index_copy_` may not meet a row twice: which gradient stays would be left to chance. Firsts are copied, which
+        # is quicker than adding to zeros, and only repeats are added.
         once = torch.ones(len(at), dtype=torch.bool, device=at.device)
         once[again] = False
         out.index_copy_(0, at[once], grad[once])
@@ -72,6 +74,8 @@ class LookedUp(torch.autograd.Function):
         ctx.save_for_backward(ids)
         ctx.shape, ctx.padding, ctx.by_rows = weight.shape, padding, by_rows
         ctx.set_materialize_grads(False)  # a pass whose head is not read has no gradient of it
+        # The second output is the weight itself, as a view that belongs to this node. The head reads it, so the head's
+        # gradient arrives here together with that of the rows.
         return nn.functional.embedding(ids, weight), weight.view_as(weight)
 
     @staticmethod
@@ -83,6 +87,8 @@ class LookedUp(torch.autograd.Function):
             return of_weight, None, None, None
         if of_weight is None and not ctx.by_rows:
             return _whole(of_rows, ids, ctx.shape, ctx.padding), None, None, None
+        # The gradient of the F distinct ids, [F, H], by torch's own sum over equal ids. It goes into the head's
+        # gradient, or becomes a sparse one.
         found, place = torch.unique(ids, return_inverse=True)
         if of_weight is None and len(found) * PART > ctx.shape[0]:
             return _whole(of_rows, ids, ctx.shape, ctx.padding), None, None, None
@@ -135,6 +141,7 @@ class LookUp:
     def looked_up(self) -> Iterator[None]:
         """Inside, the embedding's look-up is `LookedUp`, where a gradient is computed that it makes smaller."""
         module, self._for_head = self._embedding, None
+        # A forward that somebody else has put there must run, and hooks may change the rows: both are left as they are.
         hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
         trains = torch.is_grad_enabled() and module.weight.requires_grad
         if hooked or not trains or not (self._shared or self._by_rows):
@@ -149,6 +156,7 @@ class LookUp:
     def take(self) -> Tensor | None:
         """The weight for the head that reads the hidden states computed last; None where it has none of its own. It is
         given once."""
+        # Given once, so that no later head reads a node of a graph that is gone.
         weight, self._for_head = self._for_head, None
         return weight
 

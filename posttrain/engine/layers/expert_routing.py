@@ -40,6 +40,7 @@ softmax in float32 also in float64 models."""
 
 def weights_of(logits: Tensor, chosen: Tensor, normalised: bool, dtype: torch.dtype) -> Tensor:
     """[N, K]: the weights of the chosen experts."""
+    # In float32 at least, as the routers of transformers compute it, whatever the type of the model.
     wide = logits if logits.dtype == torch.float64 else logits.float()
     weights = torch.softmax(wide, -1).gather(-1, chosen)
     if normalised:
@@ -68,6 +69,7 @@ class Routing:
         self.own[place] = self.used[place] = own
         if self.scores:
             self.logits[place] = logits
+        # Without given choices the output is passed on as it is, and the model computes what it would without a hook.
         if self.given is None:
             return output
         given = self.given[:, place].to(own.device)
@@ -88,6 +90,7 @@ class Routing:
         """([N, R]: how much higher the best expert that was not used scores than the worst used one; the largest
         |score|). The pass must have kept the scores."""
         used, logits = self.stacked(self.used), self.stacked(self.logits)
+        # At most 0 where a router used its own best; above 0 the used experts are not the best ones.
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, used, True)
         best = logits.masked_fill(chosen, float("-inf")).amax(-1)
         return best - logits.masked_fill(~chosen, float("inf")).amin(-1), float(logits.detach().abs().max())
@@ -113,6 +116,7 @@ def following(passes: Sequence[Routing]) -> Routing | None:
 
 def _hook(module: nn.Module, args: Any, output: Any) -> Any:
     routing = getattr(attention.layout_in_use(), "routing", None)
+    # None from a forward hook leaves the output as it is.
     return None if routing is None else routing.at(*getattr(module, PLACE), output)
 
 
@@ -140,6 +144,8 @@ def routers_of(module: PreTrainedModel) -> RouterModules | None:
     names = {id(p): n for n, p in module.named_parameters()}
     experts = int(found[0][1].weight.shape[0])
     parents = (module.get_submodule(name.rpartition(".")[0]) for name, _ in found)
+    # Experts of a layer are often one tensor [E, ...]. The router's parent holds them, and their first axis tells them
+    # apart from other weights.
     stacked = tuple(
         tuple(names[id(p)] for p in parent.parameters() if p.ndim == 3 and p.shape[0] == experts) for parent in parents
     )
@@ -181,8 +187,13 @@ def _normalised(router: Any) -> bool | None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIED, weight.shape[-1], generator=generator).to(weight)
     try:
+        # The first call shows how large the scores are; in the second the largest is
+        # `SPREAD`. Tiny scores would leave the choice to rounding. With huge ones all
+        # weights but one vanish, and normalised and plain weights look alike.
         size = float(router(hidden)[0].abs().max())
         logits, weights, chosen = router(hidden * (SPREAD / size if size else 1.0))
+        # The chosen are the K best exactly if the worst of them has the K-th largest score. Scores are compared and not
+        # ids, because equal scores may be ordered in either way.
         least = logits.topk(chosen.shape[-1], -1).values[:, -1] - logits.gather(-1, chosen).amin(-1)
     except Exception:  # a router of another form: its own code may raise anything
         return None
@@ -236,6 +247,8 @@ class PackedRouting(PassRouting):
         if given_N is not None:
             known_N = known_rows(given_N)
             given_C = np.full((int(place_N.max()) + 1, *given_N.shape[1:]), UNKNOWN, np.int16)
+            # Written to the place, then read back for every position. If two positions of one place disagree, the later
+            # write hides the earlier one, and the comparison finds it.
             given_C[place_N[known_N]] = given_N[known_N]
             if not np.array_equal(given_C[place_N[known_N]], given_N[known_N]):
                 return False
@@ -269,6 +282,8 @@ class PackedRouting(PassRouting):
         """The load-balance loss of these positions: the routers' probabilities times `packed.balance_E`, over the
         tokens whose experts are known."""
         assert packed.balance_E is not None and packed.routed_N is not None
+        # A place that is computed once may stand for several positions.
+        # It counts as often as it stands for one whose experts are known.
         times_C = np.bincount(self._place_N, known_rows(packed.routed_N), int(self._place_N.max()) + 1)
         logits = self.routing.stacked(self.routing.logits)
         wide = logits if logits.dtype == torch.float64 else logits.float()

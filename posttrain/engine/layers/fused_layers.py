@@ -71,6 +71,8 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
         g, dx, width = grads[0].contiguous(), torch.empty_like(x), x.shape[-1]
+        # The gradient of the weight is a sum over rows. C sums each chunk in order, and the chunks are added here, so
+        # the bits do not depend on the number of threads.
         parts = x.new_empty(_chunks(len(inverse)), width)
         addresses = (t.data_ptr() for t in (g, x, weight, inverse, dx, parts))
         compile_native.library().rms_rows_back(*addresses, len(inverse), width)
@@ -165,6 +167,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Returns the output of the attention, at the positions `read` alone where they are given."""
     shape = hidden_states.shape[:-1]
+    # C reads one row of the tables for each position, so a table that all rows share is written out.
     cosine, sine = (x.expand(*shape, -1).contiguous() for x in position_embeddings)
 
     def rotated(made: Tensor, norm: Any | None) -> Tensor:
@@ -211,11 +214,15 @@ class FusedReadOut(ReadOut):
     def hidden_at(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, at_M: np.ndarray) -> Tensor:
         """Returns the hidden states as the base method does. The last layer makes only keys and values for positions
         that nobody reads, such as prompts."""
+        # Segments that begin alike read one position several times: it is computed once, and repeated at the end.
         read_R, place_M = np.unique(at_M, return_inverse=True)
         last = self.layers[-1]
+        # Also where somebody else has replaced the last layer's forward, and where all positions are read, or none:
+        # then there is nothing to leave out.
         if not self._runs() or "forward" in last.__dict__ or len(read_R) in (0, input_ids.numel()):
             return super().hidden_at(input_ids, position_ids, layout, at_M)
         read = torch.from_numpy(read_R.astype(np.int64)).to(input_ids.device)
+        # An attribute of the instance hides the method of its class, and deleting it brings the method back.
         last.__dict__["forward"] = partial(_last_layer, last, read)
         try:
             found = self.hidden(input_ids, position_ids, layout)
@@ -277,6 +284,7 @@ def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
         return plain
     names = {prefix + ending: method for ending, method in METHODS.items()}
     parts = [p for p in plain.decoder.modules() if type(p).__name__ in names]
+    # `replaced` would overwrite a forward that somebody else has put there, and delete it at the end.
     if any(p._forward_hooks or p._forward_pre_hooks or "forward" in p.__dict__ for p in parts):
         return plain
     methods = tuple((p, MethodType(names[type(p).__name__], p)) for p in parts)
@@ -293,6 +301,8 @@ def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> No
     gap = _gap(ours, theirs)
     if gap <= BOUND:
         return
+    # Some models enlarge rounding from layer to layer. The plain layers in float64 show how far float32 alone is off,
+    # and the fused ones may be off by a few times that.
     exact = _sample(read_out(copy.deepcopy(module).double()))
     error, rounding = _gap(ours, exact), _gap(theirs, exact)
     if not error <= ROUNDINGS * max(rounding, BOUND):
@@ -316,6 +326,7 @@ def _sample(read: ReadOut) -> list[Tensor]:
     trained = [p for p in decoder.layers[0].parameters() if p.requires_grad]
     with torch.enable_grad():
         hidden = sample_states(read)
+        # Weights of both signs for the sum, the same in every run and without a random generator.
         by = torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device).sin().view_as(hidden)
         grads = torch.autograd.grad((hidden * by).sum(), trained) if trained else ()
     return [hidden.detach(), *grads]
@@ -330,6 +341,7 @@ def _gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
     apart = [a.double() - b.double() for a, b in zip(ours, theirs, strict=True)]
     states = max(largest(theirs[:1]), 1e-30)
+    # One scale for all gradients: a weight whose gradient is zero but for rounding would fail by a scale of its own.
     gradients = max(largest(theirs[1:]), 1e-6 * states)
     return max(largest(apart[:1]) / states, largest(apart[1:]) / gradients)
 

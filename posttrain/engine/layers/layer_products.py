@@ -46,6 +46,7 @@ def fits(*given: Tensor | None) -> bool:
     """Returns whether `linear` may multiply these: plain float32 tensors on the CPU, of which nobody asks a
     gradient."""
     tensors = [t for t in given if t is not None]
+    # The type itself and no subclass: a distributed or quantised tensor multiplies in its own way.
     plain = all(type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.is_cpu for t in tensors)
     return plain and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
@@ -54,6 +55,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ W.T + b of float32 numbers on the CPU, without a gradient: [N, E] and [F, E] -> [N, F]."""
     if not _takes_one_dnn(x):
         return F.linear(x, weight, bias)
+    # This operation has no derivative, so callers are outside of autograd, or write the backward pass themselves.
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -79,6 +81,8 @@ def summed(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
     for all of them, and then what is made of it, or each g."""
     if not ONE_DNN or len(x) < MANY or min(t.shape[1] for t in (x, *grads)) < WIDE or compile_native.missing():
         return [g.t() @ x for g in grads]
+    # g.T @ x is `linear` of g.T and x.T. The other way around it is (x.T @ g).T, where x.T serves all of them and each
+    # small result is transposed back.
     if x.shape[1] >= sum(g.shape[1] for g in grads):
         return [linear(transposed(g), x.t()) for g in grads]
     once = transposed(x)
@@ -94,10 +98,14 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parts: Tensor | None) -> tuple[Tensor, ...]:
+        # `needed` is x, then weight and bias of each product by turns. x is kept only for gradients of weights, and the
+        # weights only for that of x.
         needed, weights = ctx.needs_input_grad, parts[::2]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if any(needed[1::2]) else None, *(weights if needed[0] else ()))
         outs = tuple(linear(x, w, b) for w, b in zip(weights, parts[1::2], strict=True) if w is not None)
+        # An output that depends on nothing trained asks for no gradient,
+        # so that what reads it keeps nothing for a backward pass.
         ctx.mark_non_differentiable(*(o for i, o in enumerate(outs) if not (needed[0] or any(needed[2 * i + 1 :][:2]))))
         return outs
 
@@ -109,6 +117,8 @@ class Products(torch.autograd.Function):
         dx, of_weights, of_biases = None, dict[int, Tensor](), dict[int, Tensor]()
         for i, g in flat.items():
             if needed[0]:
+                # Summed in the order of the arguments, so that the bits do
+                # not depend on the order in which gradients arrive.
                 dx = added(dx, g, weights[i])
             if needed[2 + 2 * i]:
                 of_biases[i] = g.sum(0)
@@ -128,6 +138,8 @@ def products(x: Tensor, *modules: nn.Module) -> Sequence[Tensor]:
 
 def is_product(module: Any) -> bool:
     """Returns whether a module is `nn.Linear` itself, with whole float32 weights, and calling it does nothing else."""
+    # Whoever wraps, hooks or compiles a module wants its call to
+    # happen. Then it is called, and not only its weight read.
     if type(module) is not nn.Linear or "forward" in module.__dict__ or module._compiled_call_impl is not None:
         return False
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:

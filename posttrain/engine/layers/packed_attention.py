@@ -41,15 +41,19 @@ class Runs:
 
     def __init__(self, start: np.ndarray, length: np.ndarray, above: Sequence[np.ndarray] = ()) -> None:
         self.positions = int(length.sum())
+        # Threads take trees in this order, in the backward pass one head of one tree at a time. The costliest come
+        # first, so that no thread begins a long one when the others are done.
         deep = np.array([len(a) for a in above], np.int64) if above else np.zeros(len(start), np.int64)
         root = np.array([a[0] if len(a) else s for a, s in zip(above, start, strict=True)]) if above else start
         cost = dict.fromkeys(root.tolist(), 0)
+        # Queries times keys of a run, summed over its tree.
         for r, n in zip(root.tolist(), (length * (deep + length)).tolist(), strict=True):
             cost[r] += n
         order = sorted(range(len(start)), key=lambda r: (-cost[int(root[r])], root[r], deep[r]))
         self._start, self._length, self._deep = (
             np.ascontiguousarray(x[order], np.int64) for x in (start, length, deep)
         )
+        # Run r sees above[begin[r] : begin[r] + deep[r]], and tree c holds the runs first[c] to first[c + 1] - 1.
         self._begin = np.cumsum(self._deep) - self._deep
         self._above = np.concatenate([above[r] for r in order]).astype(np.int64) if above else np.zeros(0, np.int64)
         tree = root[order]
@@ -74,6 +78,8 @@ class _Attention(torch.autograd.Function):
         query, key, value = (x.contiguous() for x in (query, key, value))
         count, heads, _ = query.shape
         out, total = query.new_empty(count, heads, value.shape[2]), query.new_empty(count, heads)
+        # `total` [N, H] is log sum exp of each query's scores. With it the backward pass makes the weights again, and
+        # no matrix of scores is kept.
         told, rows = runs.told(query, key, value, scaling, window), (query, key, value, out, total)
         _made(compile_native.library().segments_forward(ctypes.byref(told), *(x.data_ptr() for x in rows)))
         ctx.save_for_backward(*rows)
@@ -87,6 +93,8 @@ class _Attention(torch.autograd.Function):
         runs, scaling, window = ctx.of
         (count, heads, _), shared = query.shape, key.shape[1]
         dquery = torch.empty_like(query)
+        # One gradient for each query head: several heads read the same keys and may be in several threads, which then
+        # write to different memory. They are summed below, in a fixed order.
         dkey, dvalue = (x.new_zeros(count, heads, x.shape[2]) for x in (key, value))
         told = runs.told(query, key, value, scaling, window)
         read = (x.data_ptr() for x in (*saved, grad.contiguous()))
@@ -122,6 +130,8 @@ def _proved(*shape: Any) -> None:
 
 def _prove(heads: int, shared: int, width: int, out_width: int, windowed: bool) -> None:
     """EngineError where outputs or gradients of a small tree differ from the plain definition by more than rounding."""
+    # Four runs: a root, two below it (of which one is longer than a block of 32 queries), and a segment alone. Scores
+    # of both kinds are met: within a run, and above it.
     length, window = np.array([5, 37, 18, 2]), 9 if windowed else None
     start = np.cumsum(length) - length
     above = [np.arange(0), np.arange(5), np.arange(4), np.arange(0)]

@@ -69,12 +69,15 @@ class SharedTree:
         place_N, first, runs = np.empty(len(ids_N), np.int64), list[np.ndarray](), list[TreeRun]()
         count, before = 0, -1
         for s, shared in zip(order, _rounded([parts[s] for s in order]), strict=True):
+            # What this segment shares has its places already, given by the one before it in this order. Some of these
+            # were in turn shared there, so `above` reaches up to the root.
             above = place_N[starts[before] : starts[before] + shared] if shared else np.zeros(0, np.int64)
             own = int(lengths_S[s]) - shared
             place_N[starts[s] : starts[s] + shared] = above
             place_N[starts[s] + shared : ends[s]] = np.arange(count, count + own)
             first.append(np.arange(starts[s] + shared, ends[s]))
             if own:
+                # A segment that lies wholly in the one before adds no position, and so no run.
                 runs.append(TreeRun(count, own, above.copy()))
             count, before = count + own, s
         return _numbered(np.concatenate(first), place_N, runs)
@@ -83,6 +86,7 @@ class SharedTree:
 def _numbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun]) -> SharedTree:
     """The tree with its unique positions in the order that `SharedTree.runs` says."""
     order = sorted(runs, key=lambda r: (len(r.above), -r.length, r.start))
+    # old_U[new] is the number before the renumbering, and new_U is its inverse.
     old_U = np.concatenate([np.arange(r.start, r.start + r.length) for r in order])
     new_U = np.empty_like(old_U)
     new_U[old_U] = np.arange(len(old_U))
@@ -95,6 +99,8 @@ def _rounded(parts: Sequence[np.ndarray]) -> list[int]:
     not worth it."""
     found = [0, *(alike(a, b) for a, b in pairwise(parts))]
     out, tree = list[int](), list[int]()
+    # `tree` gathers what the segments of one tree share with the one before them. A segment that shares too little ends
+    # it and begins the next one; the 0 at the end closes the last.
     for i, shared in enumerate([*found, 0]):
         if shared < LEAST:
             out += _clustered(tree, parts[i - len(tree) : i])
@@ -112,6 +118,8 @@ def _clustered(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
     # Siblings share a prompt to the token, but some also begin alike by chance: 40, 41 or 43 tokens. Each length would
     # be a call of attention of its own, which costs more than computing up to `SLACK` tokens twice.
     begin: dict[int, int] = {}
+    # From the shortest on: each becomes the first one kept that is less than `SLACK` shorter. Rounding down is always
+    # valid, since a shorter beginning is shared too.
     for shared in sorted(set(tree)):
         least = next((b for b in begin.values() if shared - b < SLACK), shared)
         begin[shared] = least
@@ -149,8 +157,10 @@ class _Bucket:
         length_B = np.array([r.length for r in runs])
         above_BA = np.stack([r.above for r in runs])
         deep = above_BA.shape[1]
+        # Rows behind a run's end repeat its last position.
         read_BL = np.array([r.start for r in runs])[:, None] + np.minimum(np.arange(longest), length_B[:, None] - 1)
         row, column = np.nonzero(np.arange(longest) < length_B[:, None])
+        # Siblings lie below the same positions. P distinct lists, and a matrix [P, B] of which run lies below which.
         places, which = np.unique(above_BA, axis=0, return_inverse=True)
         parents = (np.arange(len(places))[:, None] == which.reshape(1, -1)).astype(np.float32)
         return cls(
@@ -217,7 +227,10 @@ class _Padded(torch.autograd.Function):
         for b, grad in zip(ctx.of, grads, strict=True):
             if not (ctx.above and b.deep):
                 continue
+            # [P, B] @ [B, A * K * D]: gradients of all runs below one list, summed by one product.
             summed = (b.parents.to(grad.dtype) @ grad[:, : b.deep].flatten(1)).view(-1, b.deep, *grad.shape[2:])
+            # No position twice: all lists are written by one copy. Lists that overlap go one by one, because one
+            # `index_put` over all would lose what a position gets twice. Within a list positions are distinct.
             if b.apart:
                 flat = b.places.flatten()
                 out.index_copy_(0, flat, out.index_select(0, flat) + summed.flatten(0, 1))
@@ -280,6 +293,8 @@ class TreeLayout(RunsLayout):
             self._device, self._masks = query.device, {}
             for bucket in self._buckets:
                 bucket.to(query.device)
+        # Queries are a run's own positions; keys and values are those above
+        # it too. Each is one node for all buckets, with one gradient.
         q, k, v = (
             _Padded.apply(x[0].transpose(0, 1), self._buckets, above)
             for x, above in ((query, False), (call.key, True), (call.value, True))
@@ -299,6 +314,8 @@ class TreeLayout(RunsLayout):
             return None
         if (longest, deep, window) not in self._masks:
             depth = torch.arange(deep + longest, device=self._device)
+            # Depth is the place in the sequence: A positions above, then
+            # the run. So a window counts through what is shared.
             distance = depth[deep:, None] - depth
             self._masks[longest, deep, window] = (distance >= 0) & (distance < (window or deep + longest))
         return self._masks[longest, deep, window]

@@ -66,9 +66,12 @@ class Sharing:
         """
         at = packed.source_M if at is None else at
         ids, lengths = packed.ids_N, packed.lengths_S
+        # Cut before the tree is made, so that what nobody reads is neither shared nor computed.
         if not self._every:
             ids, lengths, at = _until_read(ids, lengths, at)
         tree = self._tree(ids, lengths) if self.on else None
+        # Positions of one place may have been sent to different experts
+        # by the sampler. Then one computation cannot stand for both.
         if tree is not None and routing is not None and not routing.fold(tree.place_N):
             tree = None
         self.computed += len(packed.ids_N) - (0 if tree is None else len(ids) - len(tree.first_U))
@@ -136,8 +139,11 @@ class Sharing:
             once, all_N = self._choices(ids, lengths, tree)
             shared = self._shared(ids, at, tree, None, once)[self._to(tree.place_N)]
             alone = self._plain(ids, lengths, None, all_N)
+            # Both passes follow the same choices, or a choice near a tie would make a difference that sharing did not
+            # cause. Whether the choices are the routers' own is asked apart.
             lead = 0.0 if once is None else once.routing.chosen_by_more(alone.dtype)
             gap = _gap([shared.detach()], [alone.detach()])
+            # Without trained weights, as in a reference, there is no gradient to compare.
             if trained:
                 gap = max(gap, _gradient_gap(shared, alone, trained))
         bound = BOUNDS.get(alone.dtype, 0.1)
@@ -171,6 +177,8 @@ def _until_read(
     of which nothing is read is left out; where nothing is read at all, they stay as they are."""
     if not len(at_M):
         return ids_N, lengths_S, at_M
+    # kept_S is how much of each segment is needed: up to its last
+    # read position. Places then shift by what was cut before them.
     starts, segment_N = np.cumsum(lengths_S) - lengths_S, np.repeat(np.arange(len(lengths_S)), lengths_S)
     kept_S = np.zeros_like(lengths_S)
     np.maximum.at(kept_S, segment_N[at_M], at_M - starts[segment_N[at_M]] + 1)
@@ -184,6 +192,8 @@ def _few(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarray, np.ndarr
     ends = np.cumsum(lengths_S)
     parts = [ids_N[a:b] for a, b in zip(ends - lengths_S, ends, strict=True)]
     parts.sort(key=lambda x: x.astype(">u4").tobytes())
+    # The neighbours that share most, and those that follow: a
+    # proof on segments which share nothing would prove nothing.
     best = max(range(1, len(parts)), key=lambda i: SharedTree.of(*_joined(parts[i - 1 : i + 1])).saving)
     chosen = parts[best - 1 : best + 1]
     for part in parts[best + 1 :]:
@@ -200,6 +210,7 @@ def _gradient_gap(shared: Tensor, alone: Tensor, trained: Sequence[Tensor]) -> f
 
     def gradients(hidden: Tensor, scale: float) -> list[Tensor]:
         loss = (hidden * (weights * scale)).sum()
+        # The graph stays for the next scale.
         found = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=True)
         return [whole(g) for g in found if g is not None]
 
@@ -207,6 +218,7 @@ def _gradient_gap(shared: Tensor, alone: Tensor, trained: Sequence[Tensor]) -> f
     for scale in SCALES:
         wanted = gradients(alone, scale)
         gap = _gap(gradients(shared, scale), wanted)
+        # The scale falls only where it must: a small one pushes float16 gradients below its least number.
         if all(bool(g.isfinite().all()) for g in wanted):
             break
     return gap
