@@ -55,13 +55,18 @@ def keeps_state(config: Mapping[str, Any]) -> bool:
         EngineError: it keeps one, and cannot be trained here. The message names the architecture.
     """
     kind = str(config.get("model_type", ""))
+    # Models with several parts list the kinds of layers in the config of their text model.
     inner = config.get("text_config")
     listed = [_kinds(part) for part in (config, inner) if isinstance(part, Mapping)]
     states = sorted({k for kinds in listed for k in kinds if any(word in k for word in STATES)})
     if kind in ALWAYS:
         return True
     if kind in BY_LAYERS:
+        # Such a model without a list may keep a state in any layer: computing it sequence by sequence is right in any
+        # case.
         return bool(states) or not any(listed)
+    # A type that is not known here is judged by the names of its layers, so that new architectures are refused, and not
+    # computed with a state that runs from one sequence into the next.
     if kind in NOT_SHOWN or states:
         what = f" (layers of kind {', '.join(states)})" if states else ""
         raise EngineError(

@@ -39,6 +39,8 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
     """
     found: dict[str, nn.Module] = {}
     with _generators_kept(module), torch.enable_grad():
+        # Two rounds: first only the modules that draw. A module may read the training mode of a child in place of its
+        # own, so what still draws is kept together with all of its children.
         for whole in (False, True):
             drawn = _drawing(module, out)
             for part in drawn.values():
@@ -52,6 +54,7 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
                 f"{_named(still)} draws random numbers in training mode, and in evaluation mode too: sampler and"
                 " learner would differ. Switch this noise off in the model's config.json, or use another architecture"
             )
+        # That nothing draws is not enough: a module may compute something else in training mode without random numbers.
         _check_same(module, out)
     module.eval()
     return [
@@ -64,6 +67,8 @@ def _keep_in_evaluation(part: nn.Module) -> None:
     """Make `train()` on this module, or on one above it, change its children but not
     itself. Survives `copy.deepcopy`, and the way into another process."""
     part.training = False
+    # A partial of a function of this file, and no closure: deepcopy copies the argument along with the module, so a
+    # copy's `train` acts on the copy, and pickle finds the function by its name.
     part.train = partial(_only_children, part)  # type: ignore[method-assign]
 
 
@@ -75,12 +80,17 @@ def _only_children(self: nn.Module, mode: bool = True) -> nn.Module:
 
 def _run(module: PreTrainedModel, out: ReadOut) -> Tensor:
     """Hidden states [N, H] of the canary."""
+    # Ids are spread over the vocabulary by a large prime, because neighbours among the first ids are often special
+    # tokens.
     at = torch.arange(min(CANARY, positions(module) or CANARY), device=out.weight.device)
     return out.hidden(at * 7919 % out.weight.shape[0], at, PackedLayout([len(at)])).detach()
 
 
 def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
     """By name, the modules whose own code draws random numbers in one forward pass in training mode."""
+    # Hooks run as each module begins and ends, and `running` is the stack of modules inside which the pass is. A change
+    # of a generator's state since the last hook was made by the module on top of the stack, and by none of its
+    # children, because those have hooks too.
     names = {id(part): name for name, part in module.named_modules()}
     found: dict[str, nn.Module] = {}
     running: list[nn.Module] = [module]
@@ -120,6 +130,8 @@ def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
     """EngineError where training mode, from two random states, does not compute the same as evaluation mode."""
     passes: list[Tensor] = []
     trails: list[list[tuple[str, Tensor]]] = []
+    # The last pass, None, is in evaluation mode, and the others are compared with it. Two seeds, because noise may be
+    # without effect in one draw.
     for seed in (*SEEDS, None):
         module.train(seed is not None)
         torch.manual_seed(seed or 0)
@@ -130,6 +142,8 @@ def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
         1.0, float(passes[-1].abs().max())
     )
     for which, hidden in enumerate(passes[:-1]):
+        # Written as `not <=`, so that NaN is refused as well. The trail of outputs then tells the first module that
+        # differs.
         if not float((hidden - passes[-1]).abs().max()) <= bound:
             first = next(
                 (a for a, b in zip(trails[which], trails[-1], strict=False) if not torch.equal(a[1], b[1])),
@@ -149,6 +163,7 @@ def _recorded_outputs(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 
     def ended(name: str) -> Any:
         def leave(part: nn.Module, args: Any, output: Any) -> None:
+            # A sum in place of the output, so that the trail of a whole model takes no memory.
             first = output[0] if isinstance(output, tuple) and output else output
             if isinstance(first, Tensor):
                 trail.append((f"{name} ({type(part).__name__})", first.detach().double().sum()))
@@ -165,6 +180,7 @@ def _recorded_outputs(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 
 def _state(module: PreTrainedModel) -> tuple[Any, ...]:
     """The states of all global random generators that a model could draw from."""
+    # numpy's keys are an array, which has no truth value when tuples are compared; bytes have.
     name, keys, *rest = np.random.get_state()
     device = [torch.cuda.get_rng_state(module.device).numpy().tobytes()] if module.device.type == "cuda" else []
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(keys).tobytes(), *rest, *device

@@ -39,9 +39,12 @@ def check_source(setting: str, path: str) -> None:
     what, where = _named(setting, path), Path(found)
     if saved_adapter(path) is not None:
         what += f" base_model_name_or_path={found}"
+    # An adapter's own folder and that of the model beneath it may each have a certificate. dict.fromkeys drops one of
+    # two equal folders.
     for folder in dict.fromkeys((Path(path).expanduser().resolve(), where)):
         if folder.is_dir():
             verify_certificate(folder)
+    # `locate` gives an absolute path for a directory, and a hub id is never one.
     if where.is_absolute():
         return
     import huggingface_hub as hub
@@ -49,6 +52,7 @@ def check_source(setting: str, path: str) -> None:
 
     here = f"{what}: there is no such directory here, and"
     try:
+        # In the cache it can be loaded offline, so the network is not asked at all.
         if isinstance(hub.try_to_load_from_cache(found, "config.json"), str):
             return
         hub.get_hf_file_metadata(hub.hf_hub_url(found, "config.json"), timeout=PATIENCE)
@@ -86,6 +90,7 @@ def _first(error: BaseException) -> str:
 def locate(path: str, setting: str = "model.path") -> str:
     """The directory as an absolute path, or the hub id. Of a PEFT adapter, those of the model beneath it."""
     saved = saved_adapter(path)
+    # One step only. An adapter over an adapter goes on to the refusal below, as a folder without config.json.
     if saved is not None and saved_adapter(saved.base) is None:
         return locate(saved.base, f"{_named(setting, path)} base_model_name_or_path")
     folder, what = Path(path).expanduser(), _named(setting, path)
@@ -113,12 +118,15 @@ def locate(path: str, setting: str = "model.path") -> str:
                 f"{what}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the"
                 " tokenizer there too: tokenizer.save_pretrained"
             )
+        # In this order: sizes and kinds of the files first, because the other two parse config.json.
         examine(folder)
         check_layers(folder)
         check_state(folder)
         return str(folder.resolve())
     if folder.is_file():
         raise ConfigError(f"{what} is a file: give the directory that holds config.json, the weights and the tokenizer")
+    # folder/name with an existing folder is a path with a typing error. It is not asked for at the hub, where somebody
+    # else could own that name.
     if not HUB_ID.fullmatch(path) or ("/" in path and folder.parent.is_dir()):
         raise ConfigError(
             f"{what}: no such directory. Give {'a run folder, ' * (not setting)}a directory written by"

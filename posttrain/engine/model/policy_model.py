@@ -109,6 +109,7 @@ class Policy:
     def twin(self) -> Policy:
         """The same policy with its own copy of the weights that train. Frozen weights are shared, so nothing may change
         them in either."""
+        # The memo of deepcopy lists the frozen parameters as copied already, so both modules hold the same ones.
         frozen = {id(p): p for p in self.module.parameters() if not p.requires_grad}
         return replace(self, module=copy.deepcopy(self.module, {**frozen}))
 
@@ -151,6 +152,8 @@ class Policy:
                 folder, dtype=self.dtype, trust_remote_code=self.remote_code
             ).eval()
             words = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.remote_code)
+        # From the cheapest proof to the one that covers most: equal bits, an equal tokenizer, and then transformers'
+        # own forward pass, which sees a config that does not fit the weights.
         same_weights(named_tensors(self.module), named_tensors(again), Path(folder))
         same_tokenizer(self.tokenizer, words, Path(folder))
         self._check_greedy(again.to(self.device), Path(folder))
@@ -172,7 +175,10 @@ class Policy:
         logits, up to rounding."""
         start = torch.arange(min(4, self.context - 1), device=self.device)
         said = self.greedy(start, min(GREEDY_TOKENS, self.context - len(start)))
+        # One pass over prompt and answer gives the logits for each said token: position t predicts token t + 1.
         logits = again(input_ids=said[None], use_cache=False).logits[0, len(start) - 1 : -1].float()
+        # The gap to the largest logit, and no comparison of the argmax: two nearly equal logits may change places by
+        # rounding.
         gap = logits.max(-1).values - logits.gather(-1, said[len(start) :, None])[:, 0]
         bound = (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * max(1.0, float(logits.abs().max()))
         if not float(gap.max()) <= bound:
@@ -187,6 +193,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights and persistent buffers under their state-dict names. A tied tensor comes once, under its first name."""
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
+        # keep_vars=True gives the parameters themselves, and a tied one is the same object under both names.
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
@@ -227,6 +234,7 @@ def load_policy(
     _device(model.device)
     dtype = getattr(torch, model.dtype)
     saved = saved_adapter(model.path) if model.path is not None else None
+    # A run that begins with a saved adapter goes on with its settings. `goes_on` refuses settings that contradict them.
     if saved is not None and model.lora != saved.lora:
         model = replace(model, lora=goes_on(model.lora, saved.lora, f"model={model.path}"))
     if model.path is None:
@@ -252,6 +260,7 @@ def with_adapter(policy: Policy, model: Model, seed: int) -> Policy:
     check_frozen(model.lora, model.quantize)
     if model.lora is None:
         return policy
+    # Taken before rounding: it is the digest of what the files hold, by which a run knows its base model again.
     if model.quantize is not None and not is_quantised(policy.module):
         policy = replace(policy, rounded_from=fingerprint(named_tensors(policy.module)))
         quantise(policy.module, model.quantize)
@@ -290,13 +299,17 @@ def prepared(
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     here = None if module.device.type == "meta" else _device(model.device)
+    # On meta there is nothing to move, and only the type is set.
     torch.nn.Module.to(module, device=here, dtype=getattr(torch, model.dtype)).eval()
     for part in module.modules():
+        # The config's rates are 0 already; this is for layers that have a rate of their own.
         if isinstance(part, nn.Dropout):
             part.p = 0.0
         if isinstance(part, nn.Embedding):
+            # torch gives the row of the padding index no gradient, and here every row learns.
             part.padding_idx = None
     notes = [*notes, *_check_vocabulary(tokenizer, module), *turn_end(tokenizer, stop_ids)]
+    # What is saved from this module ends its turns where the policy did.
     module.generation_config.eos_token_id = list(stop_ids)
     context = _context(model, module, most)
     if _emulated(module):
@@ -307,6 +320,7 @@ def prepared(
     if is_stateful(module):
         notes += [_STATE]
     if here is not None:
+        # Both run the model, so they wait until the weights are there. Who reads weights in rows calls them later.
         notes += silence(module, accept(module, context)[0])
     return Policy(
         module=module,
@@ -369,6 +383,7 @@ def _embedding_rows(module: PreTrainedModel) -> int:
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedModel) -> list[str]:
     rows = _embedding_rows(module)
+    # The largest id counts, and not the number of tokens: vocabularies may have holes.
     top_token, top = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if top >= rows:
         raise DataError(
@@ -385,6 +400,8 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedMode
 def _device(name: str) -> torch.device:
     """The device of that name. It must have float64, by which tokens are drawn and weights checked: MPS has none."""
     try:
+        # Only an allocation shows whether torch was built for the device, whether it is there, and whether it has
+        # float64.
         return torch.empty(0, device=name, dtype=torch.float64).device
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         unknown = isinstance(error, NotImplementedError)  # torch then lists all of its operators

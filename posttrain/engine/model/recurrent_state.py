@@ -42,6 +42,8 @@ class RowLayout:
         """query [B, H, L, D], key and value [B, K, L, D] -> [B, L, H, D]."""
         query, window = call.query, call.window
         length, mask = query.shape[2], None
+        # Without a window the kernel's own causal mask is enough; padding lies to the right, where no real position
+        # looks.
         if window is not None and window < length:
             at = torch.arange(length, device=query.device)
             distance = at[:, None] - at
@@ -74,6 +76,8 @@ def rows_alone(
     Args:
         most: positions of one batch; 0: no bound but that of a bucket.
     """
+    # Three numberings of positions: packed ones (N), rows of the padded batches laid end to end, and the M that are
+    # wanted. place_N gives for each packed position its row in the padded batches.
     starts_S = np.cumsum(lengths_S) - lengths_S
     place_N = np.empty(len(ids_N), np.int64)
     parts: list[Tensor] = []
@@ -82,8 +86,11 @@ def rows_alone(
         longest = int(lengths_S[group[0]])
         each = max(1, most // longest) if most else len(group)
         for members in (group[i : i + each] for i in range(0, len(group), each)):
+            # Padding repeats the segment's last token. Any token would do, since nothing real comes behind it.
             at_BL = starts_S[members][:, None] + np.minimum(np.arange(longest), lengths_S[members][:, None] - 1)
             real_BL = np.arange(longest) < lengths_S[members][:, None]
+            # `flatten` below numbers a batch's positions row by row, as flatnonzero does, and `row` counts all batches
+            # before it.
             place_N[at_BL[real_BL]] = row + np.flatnonzero(real_BL)
             ids = torch.from_numpy(ids_N[at_BL].astype(np.int64)).to(out.weight.device)
             parts.append(out.rows(ids, layout).flatten(0, 1))

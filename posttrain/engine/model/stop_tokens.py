@@ -23,6 +23,7 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int,
     Args:
         config: the model's generation config; None: there is none.
     """
+    # transformers marks a generation config that it made up from config.json.
     derived = bool(getattr(config, "_from_model_config", False))
     listed = None if config is None else config.eos_token_id
     model_ids: list[Any] = [] if listed is None else list(listed) if isinstance(listed, list | tuple) else [listed]
@@ -33,6 +34,8 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int,
         )
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     own: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    # A dict keeps the order, and the tokenizer's own EOS comes first: the first id is the one that is written where one
+    # end token is needed.
     stops = dict.fromkeys([*(int(i) for i in own), *(int(i) for i in model_ids if not derived or i in special)])
     if not stops:
         raise DataError(
@@ -60,6 +63,8 @@ def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> l
     ]
     if not tokenizer.chat_template:
         return notes
+    # Two dialogues, one that ends with the assistant and one that goes on, because templates may end only the last turn
+    # with EOS. What stands behind the assistant's words (SAID) is the end of its turn.
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": SAID}]
     tails: list[str] = []
     for more in ([], turns[:1]):
@@ -75,7 +80,10 @@ def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> l
             break
         tails.append(str(text).rpartition(SAID)[2])
     named = {str(tokenizer.decode([i])): i for i in (*special, *stop_ids)}
+    # Longest first, because an alternation takes the first that fits, and one token's text may begin with another's.
     one = "|".join(map(re.escape, sorted(filter(None, named), key=len, reverse=True)))
+    # Only tokens directly behind the words count, with white space between. Those of the user's turn come after other
+    # text.
     ends = [re.findall(one, found[0]) for t in tails if (found := re.match(rf"(?:\s*(?:{one}))*", t))]
     if not ends or any(named[name] in stop_ids for names in ends for name in names):
         return notes

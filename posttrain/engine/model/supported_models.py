@@ -61,6 +61,8 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
         raise EngineError(
             f"context={context} exceeds the {bound} positions of {name}. Set model.context to at most {bound}"
         )
+    # What the config alone tells comes first, then the shapes of a pass, then numbers: so a message names the cause,
+    # and not a wrong number that follows from it.
     _check_rope(config, name, context)
     _use_attention(module)
     out = read_out(module)
@@ -92,10 +94,13 @@ def _use_attention(module: PreTrainedModel) -> None:
 @contextmanager
 def as_built(module: PreTrainedModel) -> Iterator[None]:
     """Inside, `module` attends with transformers' own plain code, and the layout has no effect."""
+    # Layers hold the config each by itself, and an inner config may be another object than the outer one.
     configs = {id(c): c for p in module.modules() if (c := getattr(p, "config", None)) is not None}
     ours = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == attention.NAME]
     try:
         for config in ours:
+            # The attribute behind the property: the setter would change inner configs as well, also those that are not
+            # ours.
             config._attn_implementation_internal = "eager"
         yield
     finally:
@@ -136,6 +141,7 @@ def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerSha
                 f"{name} cannot run with packed segments ({type(error).__name__}: {error}). {WANTED}"
             ) from error
     layers = int(config.num_hidden_layers)
+    # A layer that is missing here computes its past in another way, which neither packing nor the engine's cache knows.
     if sorted(probe.seen) != list(range(layers)):
         missing = sorted(set(range(layers)) - set(probe.seen))
         where = f"layers {missing}" if missing else f"{len(probe.seen)} attentions in {layers} layers"
@@ -162,6 +168,7 @@ def _check_rope(config: object, name: str, context: int) -> None:
     """EngineError where the rope's frequencies depend on the longest sequence of the batch and `context`
     is long enough for it."""
     rope = getattr(config, "rope_parameters", None) or {}
+    # Models with several kinds of layers have one dict of rope settings for each kind.
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
     for kind in kinds:
         if kind.get("rope_type") in ("dynamic", "longrope"):
@@ -190,6 +197,8 @@ class _GrowingCache:
                 torch.cat([old, new], dim=2) for old, new in zip(self._past[layer], (key, value), strict=True)
             )
         self._past[layer] = key, value
+        # Keys are all positions so far and queries the last of them: distance [queries, keys] is how far back a key
+        # lies.
         at = torch.arange(key.shape[2], device=key.device)
         distance = at[-query.shape[2] :, None] - at
         mask = (distance >= 0) & (distance < (call.window or len(at)))
@@ -220,6 +229,9 @@ def _check(module: PreTrainedModel, out: ReadOut, length: int, difference: Diffe
 def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
     """Returns the difference that is found, as text; '' where nothing differs. The experts of a mixture are those of
     the sequences alone, wherever rounding decides between them (`_otherwise`)."""
+    # The reference is computed first, each sequence alone by transformers' own attention. What its routers chose is
+    # given to the packed pass, since rounding may flip a choice between two nearly equal experts, and the hidden states
+    # would then differ without any fault. Whether the given choices are also the pass's own is tested behind it.
     (ids, at), (other, there) = alone = _canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)
     chosen = [Routing(), Routing()]
     with as_built(module):
@@ -230,6 +242,7 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
     layout = _routed(PackedLayout([len(ids), len(other)]), how)
     packed = out.hidden(torch.cat([ids, other]), torch.cat([at, there]), layout)
     together, beside = packed.split([len(ids), len(other)])
+    # The second sequence is the one that would see the first if the mask leaked.
     for name, ours, theirs in (("", together, wanted[0]), (" behind another one", beside, wanted[1])):
         if (gap := _gap(ours, theirs)) > _bound(ours):
             return (
@@ -244,6 +257,7 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
 def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, chosen: Routing) -> str:
     """Returns the difference, as text, where the last token of a sequence is computed over the cached keys and values
     of those before."""
+    # First all tokens but the last, then the last one over what the first call has cached, as the engine decodes.
     memory, given = _GrowingCache(), following([chosen])
     for name, part in (("before its end", slice(None, -1)), ("over cached keys and values", slice(-1, None))):
         how = None if given is None or given.given is None else Routing(given.given[part], True)

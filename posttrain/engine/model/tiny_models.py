@@ -47,6 +47,7 @@ def characters(alphabet: str) -> PreTrainedTokenizerFast:
             f" {twice}"
         )
     core = Tokenizer(models.WordLevel({token: i for i, token in enumerate([*alphabet, EOS, PAD])}))
+    # [\s\S] is any character, line ends too; a dot would leave those out.
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     return wrap(core)
@@ -54,8 +55,11 @@ def characters(alphabet: str) -> PreTrainedTokenizerFast:
 
 def raw_bytes() -> PreTrainedTokenizerFast:
     """One token per byte of UTF-8, so that any text can be encoded, then EOS and PAD: 258 tokens."""
+    # A BPE without merges is one token for each byte. Sorted, because the alphabet has no fixed order and ids must not
+    # change from run to run.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*letters, EOS, PAD])}, merges=[]))
+    # No space is put before a text, so that decoding gives the text back exactly.
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     return wrap(core)
