@@ -53,6 +53,7 @@ class ExpertLearner(TensorLearner):
         found = super().routers()
         if found is None:
             return None
+        # Rank r has experts r * own to (r + 1) * own - 1 of each layer, as transformers divides them.
         own = found.experts // self.holders.world
         begin = own * self.holders.rank
         return replace(found, held=slice(begin, begin + own), of_all=self._every_expert)
@@ -61,6 +62,8 @@ class ExpertLearner(TensorLearner):
         return np.concatenate(self.holders.every(own))
 
     def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
+        # The plan's patterns name parameters (the experts' stacked weights) and modules (what holds them), so both are
+        # matched.
         names = [*(n for n, _ in decoder.named_parameters()), *(n for n, _ in decoder.named_modules())]
         whole = {n: style for n in names for pattern, style in plan.items() if fnmatch.fnmatch(n, pattern)}
         from posttrain.engine.parallel.joined_experts import divide  # not in every transformers that is used here
@@ -86,6 +89,7 @@ def whole_experts(policy: Policy, world: int) -> dict[str, str]:
             " --parallel experts, or train it in one process"
         )
     decoder: Any = policy.module.get_decoder()
+    # By the style grouped_gemm a plan names the stacked weights [experts, ...], so their first axis counts the experts.
     found = {
         int(p.shape[0])
         for name, p in decoder.named_parameters()

@@ -57,9 +57,12 @@ def gathered(
     advice = "A rank left out an update, so its part is stale: nothing made of it could be trusted"
     check_same(ranks, version, "version of the weights", advice)
     held = list(shards)
+    # Everybody's labels go to everybody first. From the same table each rank makes the same buckets, so afterwards only
+    # bytes are exchanged, and no rank can wait for one that has no part of a weight.
     told: list[tuple[int, list[_Label]]] = ranks.every((bucket or BUCKET, [_label(s, ranks) for s in held]))
     bucket, table = told[0][0], [labels for _, labels in told]
     for rank, labels in enumerate(table):
+        # Compared by every rank, so that all of them raise, and none is left waiting in the exchange of the bytes.
         if [(x.name, x.dtype, x.shape) for x in labels] != [(x.name, x.dtype, x.shape) for x in table[0]]:
             raise InvariantError(
                 f"rank {rank} has other weights than rank 0: build the same model, in the same dtype, on every rank"
@@ -67,11 +70,14 @@ def gathered(
     parts = ranks.world // ranks.replicas
     if to >= parts:
         raise ConfigError(f"to={to}: ranks 0 to {parts - 1} hold the first copy of the weights. Name one of them")
+    # Ranks of the other copies have taken part in the checks, and their parts are those of the first copy.
     if ranks.rank >= parts:
         return
     table, group = table[:parts], ranks.group if ranks.replicas == 1 else ranks.mesh.get_group("shard")
+    # A gather needs pieces of the same size from all ranks: that of the rank with the most bytes in the bucket.
     runs = [(run, max(sum(labels[i].sent for i in run) for labels in table)) for run in _runs(table, bucket)]
-    # the same memory for all buckets: what is freed for each one stays with the C library
+    # The same memory serves all buckets, since what is freed for each one would stay with the C library.
+    # Row 0 is what this rank sends. On the receiving rank a row for each rank follows.
     memory = torch.zeros(
         1 + len(table) * (ranks.rank == to), max((width for _, width in runs), default=0), dtype=torch.uint8
     )
@@ -90,6 +96,7 @@ def gathered(
 
 def _label(shard: Shard, ranks: ProcessRanks) -> _Label:
     size = shard.tensor.numel() * shard.tensor.element_size()
+    # Every rank has it whole, and that of rank 0 is enough. The others send a label and no bytes.
     doubled = shard.whole and ranks.rank > 0 and size > 0
     sent = 0 if doubled else -(-size // ALIGNED) * ALIGNED
     return _Label(shard.name, shard.tensor.dtype, shard.shape, shard.offsets, tuple(shard.tensor.shape), sent)
@@ -100,6 +107,7 @@ def _runs(table: list[list[_Label]], bucket: int) -> Iterator[list[int]]:
     run, size = list[int](), 0
     for i in range(len(table[0])):
         more = sum(labels[i].sent for labels in table)
+        # `run and`: a weight that is larger than a bucket alone gets a bucket of its own, and no empty one before it.
         if run and size + more > bucket:
             yield run
             run, size = [], 0

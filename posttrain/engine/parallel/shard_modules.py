@@ -45,13 +45,17 @@ def cut(
         offload: keep each rank's part in the memory of the CPU.
     """
     away = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    # Gradients are summed over ranks in float32, although weights below it are computed with: sums of many ranks would
+    # lose their last bits.
     policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=torch.float32, cast_forward_inputs=False)
     own = MixedPrecisionPolicy() if computes is None else policy
 
     def shard(part: nn.Module, precision: MixedPrecisionPolicy) -> None:
         fully_shard(part, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=away)
 
+    # transformers' list of the classes of a decoder's layers, which are the units in which weights come together.
     names = set(module._no_split_modules or ())
+    # Layers before the outermost module: fully_shard takes of a module what no inner unit has taken.
     for layer in [part for part in module.modules() if type(part).__name__ in names]:
         shard(layer, own)
     if computes is None:
@@ -63,6 +67,8 @@ def cut(
     shard(outermost, MixedPrecisionPolicy())
     for part in outermost.modules():
         if isinstance(part, FSDPModule):
+            # By default FSDP averages over ranks. The weights of the loss are normalised over the whole minibatch, so
+            # gradients add up.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return outermost
@@ -70,6 +76,8 @@ def cut(
 
 def remade(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter | None]) -> None:
     """Put other parameters in the place of those for which `make` returns one. Ties stay ties."""
+    # By identity, so that a tied parameter is made once and put in both places. The old one is kept in the table too:
+    # were it freed, its id could be that of a new parameter.
     made: dict[int, tuple[nn.Parameter, nn.Parameter | None]] = {}
     for part in module.modules():
         for name, p in part._parameters.items():
@@ -89,6 +97,7 @@ def with_memory(outermost: OutermostModule) -> set[str]:
     def make(p: nn.Parameter) -> nn.Parameter | None:
         if not p.is_meta or not isinstance(p, DTensor):
             return None
+        # to_local of a parameter on meta gives this rank's shape without any memory.
         own = torch.empty(p.to_local().shape, dtype=p.dtype)
         whole = {"shape": p.shape, "stride": p.stride()}
         cut_up = DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, **whole)
@@ -104,6 +113,8 @@ def giving(own: nn.Parameter, local: Callable[[Any], Tensor]) -> Callable[[Any],
     gradient."""
 
     def give(p: Any) -> None:
+        # The optimizer sees the rank's own tensor alone, so the gradient moves there, and torch's parameter holds none:
+        # two copies would be memory, and one that stays would be added to in the next pass.
         found = local(p)
         own.grad = found if own.grad is None else own.grad.add_(found)
         p.grad = None
@@ -115,6 +126,7 @@ def shard_of(name: str, tensor: DTensor) -> Shard:
     """This rank's rows of a weight: ceil(rows / parts) on each rank, fewer or none on the last ones. Of copies only the
     first one counts: ranks of the others give none."""
     own = rows_of(tensor)
+    # Axis 0 counts the copies, and copy 0 is the first.
     if tensor.device_mesh.ndim == 2 and tensor.device_mesh.get_local_rank(0):
         own = own[:0]
     return Shard(name, own, tuple(tensor.shape), (first_row(tensor), *[0] * (tensor.ndim - 1)))
@@ -123,6 +135,8 @@ def shard_of(name: str, tensor: DTensor) -> Shard:
 def first_row(tensor: DTensor) -> int:
     """The row with which this rank's part begins."""
     mesh, rows = tensor.device_mesh, tensor.shape[0]
+    # The last axis counts the parts of a copy. Like torch.chunk: ceil(rows / parts) rows each, so the last may have
+    # fewer.
     axis = mesh.ndim - 1
     return min(rows, -(-rows // mesh.size(axis)) * mesh.get_local_rank(axis))
 

@@ -28,6 +28,8 @@ def loud_rows(learner: ShardedLearner) -> dict[str, Tensor]:
         for word, b in part.lora_B.items():
             rows = b.weight.shape[0]
             added = part.scaling[word] * _norm(part.lora_A[word].weight) * math.sqrt(rows)
+            # Every rank draws the numbers of the whole matrix from one seed and keeps its own rows, so the ranks
+            # together hold the matrix that one process would hold.
             numbers = torch.randn(b.weight.shape, generator=generator) * (base / (2 * max(added, 1e-30)))
             place, begin = own[f"{name}.lora_B.{word}.weight"], first_row(b.weight)
             place.copy_(numbers[begin : begin + len(place)])
@@ -42,5 +44,6 @@ def put_rows(learner: HFLearner, kept: Mapping[str, Tensor]) -> None:
 
 
 def _norm(weight: Any) -> float:
+    # full_tensor is an exchange: every rank comes here for the same weights in the same order.
     whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
     return float(whole.double().norm())

@@ -132,6 +132,7 @@ class ShardedLearner(HFLearner):
         for name, p in self._sharded.items():
             p.register_post_accumulate_grad_hook(giving(self._own[name], lambda p: rows_of(p.grad)))
         if prove is not None:
+            # Weights that were read by rows are whole nowhere but inside a pass, so the checks at load wait until here.
             self.inside(lambda: prove(self.policy))
             prove_layers(policy.module, self._reader.out, self.inside, self._own, ranks)
 
@@ -156,6 +157,8 @@ class ShardedLearner(HFLearner):
     def _prove_sharing(self) -> None:
         """At the first pass, where shared beginnings are computed once."""
         rows, width = self._reader._rows, self._reader.out.weight.shape[0]
+        # One process proves sharing at the first batch that shares something. Here that may differ between ranks, and a
+        # proof is passes that all must make, so it is made at the first pass of any kind.
         if isinstance(rows, Sharing) and rows.on and not rows.proved:
             prove_sharing(rows, self.inside, self._own, self.ranks, width, self.policy.context)
 
@@ -200,6 +203,7 @@ class ShardedLearner(HFLearner):
         return {name: self._rows_rounded(name, own.detach()) for name, own in self._own.items()}
 
     def _rows_rounded(self, name: str, own: Tensor) -> Tensor:
+        # Heads are computed in their own type and never rounded.
         return own if self.narrow is None or name.startswith(HEADS) else own.to(self.narrow)
 
     def like(self, name: str, own: Tensor) -> Tensor:
@@ -224,12 +228,15 @@ def _filled(outermost: OutermostModule, policy: Policy, dtype: torch.dtype, fill
     blank = with_memory(outermost)
     held = dict(outermost.named_parameters())
     for name in blank:
+        # A value head begins with 0, and no file of the model has it.
         if "value_head." in name:
             rows_of(held[name]).zero_()
     ids = {id(held[name]) for name in blank}
     for name, tensor in named_tensors(policy.module):
+        # Buffers are whole on each rank.
         if not isinstance(tensor, DTensor):
             fill(policy.module, name, tensor, 0, tensor.dtype)
+        # Only what had no memory is read: a new adapter has its numbers already.
         elif id(tensor) in ids:
             fill(policy.module, name, rows_of(tensor), first_row(tensor), dtype)
 

@@ -129,6 +129,8 @@ def _prove(policy: Policy) -> None:
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Inside, parameters of new modules are on `meta`. Their buffers are real."""
+    # torch.device("meta") would put buffers there too, such as the frequencies of a rope, and no file has those. So
+    # only parameters are caught, where modules register them.
     real = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -150,11 +152,14 @@ def _adapted(policy: BlankPolicy, model: Model, seed: int) -> BlankPolicy:
     blanks = set[int]()
 
     def blank(p: nn.Parameter) -> nn.Parameter:
+        # The system gives memory to a page when it is first written. Nothing writes here, so these tensors cost
+        # addresses only.
         new = nn.Parameter(torch.empty_like(p, device="cpu"))
         blanks.add(id(new))
         return new
 
     remade(policy.module, blank)
     attach(policy.module, model.lora, seed)
+    # Back to meta what was blank; the adapter's own parameters are new and stay.
     remade(policy.module, lambda p: nn.Parameter(p.detach().to("meta"), False) if id(p) in blanks else None)
     return replace(policy, lora=model.lora)

@@ -48,22 +48,30 @@ def prove_layers(
     """
     if not isinstance(out, FusedReadOut):
         return
+    # The first layer's arguments are recorded in a pass of the whole model, so that the layer can be run alone
+    # afterwards with what it is really given.
     asked = dict[str, Any]()
     hook = out.layers[0].register_forward_pre_hook(
         lambda layer, given, named: asked.update(given=given, named=named), with_kwargs=True
     )
     try:
         with torch.no_grad():
+            # found[0] is of the fused layers, found[1] of the model's own; each a list: hidden states, then the rank's
+            # gradients.
             found = [[inside(lambda read=read: sample_states(read))] for read in (out, read_out(module))]
     finally:
         hook.remove()
     for parts, replaced in zip(found, (True, False), strict=True):
         parts += _gradients(out, inside, own, asked, replaced)
+    # A rank may have no row of a weight, and max of nothing is an error.
     apart = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(*found, strict=True)]
     size = [float(b.abs().max()) if len(b) else 0.0 for b in found[1]]
+    # The largest numbers of all ranks, so that every rank takes the same decision: one that raised alone would leave
+    # the others waiting.
     table = ranks.every((apart[0], size[0], max(apart[1:], default=0.0), max(size[1:], default=0.0)))
     far, states, off, gradients = (max(column, key=_badness) for column in zip(*table, strict=True))
     states = max(states, 1e-30)
+    # Gradients that are nothing but rounding are compared with the size of the states, or 0 / 0 would decide.
     gap = max(far / states, off / max(gradients, 1e-6 * states), key=_badness)
     if not gap <= BOUND:
         raise EngineError(
@@ -90,6 +98,7 @@ def _gradients(
     with torch.enable_grad():
         made = inside(layer)
         if made.requires_grad:
+            # A sum with different factors: by a plain sum, errors that cancel would not be seen.
             by = torch.arange(made.numel(), dtype=made.dtype).sin().view_as(made)
             (made * by).sum().backward()
     return [made.detach(), *_taken(own)]
@@ -133,9 +142,12 @@ def prove_sharing(
         found = [_computed(rows, inside, own, packed, shared, scale) for shared in (True, False)]
         apart = [square_sum(a - b) for a, b in zip(*found, strict=True)]
         size = [square_sum(b) for b in found[1]]
+        # Hidden states are whole on each rank, so each rank's own ratio counts. Gradients are cut: squares of all ranks
+        # are added before the ratio is taken.
         table = ranks.every((apart[0], size[0], sum(apart[1:]), sum(size[1:])))
         gap = max(*(_ratio(t[0], t[1]) for t in table), _ratio(sum(t[2] for t in table), sum(t[3] for t in table)))
         dtype = found[1][0].dtype
+        # In float16 the gradients may overflow. All ranks look at the same table, so all try the next scale or none.
         if all(math.isfinite(t[3]) for t in table):
             break
     rows.proved = True
@@ -146,6 +158,7 @@ def prove_sharing(
 
 def _made_up(vocabulary: int, context: int) -> Packed:
     shared = min(SHARED, context - OWN)
+    # Two segments with the same first `shared` ids. s makes the rest of the second one different.
     ids = [np.arange(shared + OWN) * 7919 + (np.arange(shared + OWN) >= shared) * s for s in (0, 1)]
     mask = np.arange(shared + OWN) >= shared
     logp, versions = np.where(mask, 0.0, np.nan).astype(np.float32), np.where(mask, 0, -1).astype(np.int32)

@@ -26,6 +26,8 @@ class EmptyModule:
 
     def __init__(self, policy: Policy) -> None:
         module = policy.module
+        # The memo gives deepcopy a parameter without memory in place of each: the mould costs nothing, and ties stay
+        # ties.
         blank = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
         self._policy = replace(policy, module=copy.deepcopy(module, {**blank}), reward_head=None)
 
@@ -41,6 +43,7 @@ def rows_now(learner: ShardedLearner) -> Filler:
 
     def fill(module: Any, name: str, into: Tensor, begin: int, dtype: torch.dtype) -> None:
         own = held[name]
+        # `begin` is not needed: the reference is cut as the learner is, so the rank's rows are the same ones.
         into.copy_((rows_of(own) if isinstance(own, DTensor) else own).to(learner.narrow or into.dtype))
 
     return fill
@@ -75,6 +78,7 @@ class TensorReference(ShardedReference):
         remade(policy.module, lambda p: nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=False))
         with torch.no_grad():
             for name, tensor in named_tensors(policy.module):
+                # `whole` is an exchange, so every rank reads the weights in the order of the module.
                 tensor.copy_(learner.whole(held[name]))
         self._scorer = learner.beside(policy)
         self._scorer.policy.module.eval()

@@ -36,9 +36,11 @@ def divided(
     """
     if ranks.world == 1:
         return compute(packed)
+    # Every rank has the whole batch and computes the same shares of it, so who does what need not be told.
     shares = packed.shares(ranks.world)
     mine = packed.select(shares[ranks.rank])
     parts = mine.split(room) if mine.episodes else []
+    # One exchange for both: whether all have the same tokens, and how many passes the slowest rank makes.
     table = ranks.every((_digest(packed), len(parts)))
     if any(digest != table[0][0] for digest, _ in table):
         raise InvariantError(
@@ -46,10 +48,13 @@ def divided(
             " the whole batch, packed once"
         )
     found = [compute(part) for part in parts]
+    # Weights come together in exchanges of all ranks, so each makes as many passes as the one with the most.
     for _ in range(max(n for _, n in table) - len(parts)):
         compute(_smallest(packed))  # so that others can compute theirs
     places = [_places(packed, share, per) for share in shares]
     pieces = [piece for own in ranks.every(found) for piece in own]
+    # The pieces come in the order of the ranks. places[i] is where result i belongs in the batch, so sorting by it puts
+    # the results into the order of the batch.
     order = np.argsort(np.concatenate(places), kind="stable")
     return _joined(pieces, order)
 

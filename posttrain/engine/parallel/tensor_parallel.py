@@ -72,6 +72,7 @@ class TensorLearner(HFLearner):
         self._frozen = None
         self._cut(policy.module.get_decoder(), plan)
         self._held: dict[str, nn.Parameter] = super().parameters()
+        # A cut parameter's own part, over the same memory; what is whole is the parameter itself.
         self._own = {n: nn.Parameter(_local(p)) if isinstance(p, DTensor) else p for n, p in self._held.items()}
         for name, p in self._held.items():
             if isinstance(p, DTensor):
@@ -89,12 +90,15 @@ class TensorLearner(HFLearner):
         """Cut the weights that the plan names, in place."""
         styles = {name: ColwiseParallel() if style == "colwise" else RowwiseParallel() for name, style in plan.items()}
         parallelize_module(decoder, self.holders.mesh, {n: s for n, s in styles.items() if plan[n] not in WHOLE})
+        # Weights such as the norms of queries and keys are whole on each rank and read by its own heads only, so each
+        # rank has a part of their gradient.
         shared = [n for n, style in plan.items() if style in WHOLE]
         for name, p in decoder.named_parameters():
             if p.requires_grad and any(fnmatch.fnmatch(name.rpartition(".")[0], pattern) for pattern in shared):
                 p.register_hook(self._summed)
 
     def _summed(self, gradient: Tensor) -> Tensor:
+        # A hook must not write into its argument: autograd may still need it elsewhere.
         out = gradient.clone()
         dist.all_reduce(out, group=self.holders.group)
         return out
@@ -120,6 +124,8 @@ class TensorLearner(HFLearner):
         """
         cut = [g for n, g in gradients.items() if self._is_cut(n)]
         rest = [g for n, g in gradients.items() if not self._is_cut(n)]
+        # Squares of the cut parts add up over ranks. What is whole on each is there as often as there are ranks, so it
+        # counts once.
         own, whole = (float(torch.nn.utils.get_total_norm(part)) for part in (cut, rest))
         table = self.holders.every((own, whole))
         self._of_one_way(table[0][1], [abs(w - table[0][1]) for _, w in table])
@@ -138,6 +144,8 @@ class TensorLearner(HFLearner):
                 first = own.clone()
                 dist.broadcast(first, group=self.holders.group, group_src=0)
                 size = math.hypot(size, float(torch.linalg.vector_norm(first)))
+                # sub_ overwrites this rank's gradient, which is replaced by the first rank's on the next line, so no
+                # memory is needed for the difference.
                 apart = math.hypot(apart, float(torch.linalg.vector_norm(own.sub_(first))))
                 own.copy_(first)
         self._of_one_way(size, self.holders.every(apart))
@@ -146,6 +154,7 @@ class TensorLearner(HFLearner):
         """InvariantError where what every rank has whole got other gradients on some rank: `size` of the first rank's,
         and how far that of each rank is from it."""
         far = max(range(len(apart)), key=lambda r: apart[r])
+        # A gradient that is not finite is no sign that the ranks went apart; the optimizer's own check tells of it.
         if math.isfinite(size + apart[far]) and apart[far] > ROUNDING * size + NOISE:
             raise InvariantError(
                 f"ranks have gone different ways: the gradient of what each has whole has the norm {size:.6g} on rank"
@@ -165,6 +174,7 @@ class TensorLearner(HFLearner):
         if not isinstance(like, DTensor) or not isinstance(like.placements[0], Cut):
             return Shard.of(name, own)
         axis, at = like.placements[0].dim, [0] * like.ndim
+        # torch cuts as torch.chunk does: ceil(size / ranks) on each rank, fewer or none on the last ones.
         at[axis] = min(like.shape[axis], -(-like.shape[axis] // self.holders.world) * self.holders.rank)
         return Shard(name, own, tuple(like.shape), tuple(at))
 
@@ -191,6 +201,7 @@ class TensorLearner(HFLearner):
 
 
 def _own_gradient(p: Any) -> Tensor:
+    # torch may leave a gradient as parts that are still to be summed; redistributing it as the weight is does that.
     return _local(p.grad.redistribute(placements=p.placements)).clone()
 
 
@@ -220,6 +231,7 @@ def columns_and_rows(policy: Policy, world: int) -> dict[str, str]:
             f"{name} has no plan of columns and rows for tensor parallelism in transformers. Cut its weights by rows"
             " instead (`ShardedLearner`, --parallel rows), which is offered for every architecture"
         )
+    # A head cannot be cut, and key-value heads may be fewer than query heads, so both must divide.
     heads = {int(getattr(config, n, None) or world) for n in ("num_attention_heads", "num_key_value_heads")}
     if any(n % world for n in heads):
         raise ConfigError(f"{world} ranks cannot share {min(heads)} heads of {name} evenly: give a divisor of them")

@@ -70,9 +70,12 @@ class ProcessRanks:
                 f"replicas={replicas} of {len(members)} ranks: each copy of the weights is cut over the same number of"
                 " ranks, so give a divisor of their number"
             )
+        # [replicas, parts]: a row is one copy of the weights, a column the ranks that hold the same rows of each copy.
         grid = torch.tensor([dist.get_global_rank(self.group, r) for r in members]).view(replicas, -1)
         group = self._own_group([grid.flatten()])
+        # Columns first, then rows: the order of the mesh's names, replicate and shard.
         lines = [] if replicas == 1 else [self._own_group(list(grid.T)), self._own_group(list(grid))]
+        # Only now, because every process must take part in making every group, also of those that it is not in.
         if group is None:
             return None
         made: Any = lines
@@ -83,6 +86,7 @@ class ProcessRanks:
     def _own_group(self, lines: list[torch.Tensor]) -> ProcessGroup | None:
         """A group for each line of global ranks; the one that this process is in."""
         limit = timedelta(seconds=self.seconds)
+        # All processes make all groups in the same order, which is how torch gives them the same names.
         groups: list[Any] = [dist.new_group(line.tolist(), timeout=limit) for line in lines]
         me = dist.get_rank()
         return next((g for g, line in zip(groups, lines, strict=True) if me in line), None)

@@ -70,6 +70,7 @@ def met(
         RankLost: the ranks did not meet.
     """
     with signed(key):
+        # Only while they meet, which is when gloo reads the variable.
         with _loopback() if local else contextlib.nullcontext():
             ranks = _meeting(lambda: _meet(store, rank, world, seconds, replicas), max(seconds, MEET_SECONDS), gone)
         try:
@@ -79,8 +80,11 @@ def met(
 
 
 def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) -> ProcessRanks:
+    # torch's own meeting waits for each rank in turn and cannot be interrupted. All say that they are here first, so it
+    # begins only when none is missing.
     store.set(HERE.format(rank), "1")
     store.wait([HERE.format(r) for r in range(world)], timedelta(seconds=max(seconds, MEET_SECONDS)))
+    # The keys of torch do not meet those of the orders in the same store.
     within = PrefixStore("exchange", store)
     c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]  # it counts meetings that failed, and names groups
     dist.init_process_group("gloo", store=within, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
@@ -102,6 +106,7 @@ def _meeting(work: Callable[[], ProcessRanks], seconds: float, gone: Callable[[]
                 why = gone() or str(error)
             if why:
                 raise RankLost(f"the ranks did not meet: {why}. Nothing was begun: start again")
+    # Also where the user interrupts: the group may have been made by the thread a moment before.
     except BaseException:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -137,8 +142,12 @@ class RankOrders:
         if self.ranks.world == 1:
             return
         self.number += 1
+        # The key first, then the broadcast: a rank that waits at the store, without a time-out, is told to come to the
+        # exchange, which has one.
         self._store.set(_key(self.number), what)
         dist.broadcast_object_list([work], group_src=0, group=self.ranks.group)
+        # Every rank was in the broadcast of this order, so none can still want the key of the one before. The store
+        # does not grow with the steps of a run.
         if self.number > 1:
             self._store.delete_key(_key(self.number - 1))
 
@@ -151,6 +160,7 @@ class RankOrders:
         """Returns the reasons why ranks failed, by rank, of those that said so."""
         found: dict[int, str] = {}
         with contextlib.suppress(RuntimeError):
+            # `check` first, because `get` of a key that is not there would wait for it.
             for rank in range(1, self.ranks.world):
                 if self._store.check([key := f"failed/{rank}"]):
                     found[rank] = self._store.get(key).decode()
@@ -182,6 +192,8 @@ class RankOrders:
         if what.decode() == END:
             raise OrdersEnded
         self.number += 1
+        # Noted before the broadcast, so that rank 0 can tell a rank that never came from one that came and then stood
+        # still.
         self._note(f"began order {self.number} ({what.decode()})")
         box: list[Any] = [None]
         dist.broadcast_object_list(box, group_src=0, group=self.ranks.group)

@@ -40,13 +40,17 @@ class RankProcesses:
         self._temporary = tempfile.TemporaryDirectory(prefix="posttrain-ranks-")
         self.folder = Path(self._temporary.name)
         """Nobody else can read it (mode 0700)."""
+        # The ranks' key is in the store's file too, and the folder's mode is what protects it. -1: any number of
+        # processes.
         self.store = FileStore(path := str(self.folder / "store"), -1)
         self.store.set(KEY, self.key.decode())
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        # A run that ends without `close` leaves no process behind.
         atexit.register(self._killed)
         for rank in range(1, world):
             given = {"rank": rank, "world": world, "path": path, "told": {"seconds": seconds, **told}}
             with self._log(rank).open("wb") as log:
+                # `begun` also ends them where this process is killed and can run nothing.
                 self._processes[rank] = begun(
                     COMMAND.format(module=module, **given),
                     stdin=subprocess.DEVNULL,
@@ -70,6 +74,7 @@ class RankProcesses:
         code = self._processes[rank].poll()
         if code is None:
             return ""
+        # Popen gives a process that was ended by a signal the negative number of the signal.
         how = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
         return f"{how}{self._last_words(rank)}"
 
@@ -77,6 +82,7 @@ class RankProcesses:
         """Returns whether the process lives and is stopped (SIGSTOP), as far as this system says."""
         with contextlib.suppress(OSError, IndexError):
             about = Path(f"/proc/{self._processes[rank].pid}/stat").read_text()
+            # The state follows the name in parentheses, and a name may hold spaces and parentheses itself.
             return about.rpartition(")")[2].split()[0] in ("T", "t")
         return False
 
@@ -85,6 +91,8 @@ class RankProcesses:
         atexit.unregister(self._killed)
         last = time.monotonic() + END_SECONDS
         for process in self._processes.values():
+            # One deadline for all of them, not one for each; who has no time left gets a tenth of a second, to be seen
+            # as ended.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if not kill:
                     process.wait(max(0.1, last - time.monotonic()))

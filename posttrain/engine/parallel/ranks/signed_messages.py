@@ -59,12 +59,16 @@ def _of_file(path: Path) -> bytes:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
         with (
+            # Written beside under another name and linked when it is whole: several ranks may start at once, and the
+            # first link wins while the others read that file. No rank ever reads half a key.
             tempfile.NamedTemporaryFile(dir=path.parent) as part,
             suppress(FileExistsError),
         ):  # or another is first
             part.write(fresh_key())
             part.flush()
             os.link(part.name, path)
+    # Checked on the open file, so that it cannot be exchanged between the check and the reading. A link is not
+    # followed, and a pipe does not block.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
@@ -79,10 +83,13 @@ def signed(key: bytes) -> Iterator[None]:
     Raises:
         EngineError: torch does not write pickles as this expects.
     """
+    # torch has no setting for this: all its exchanges of Python objects go through these two names.
     before: Any = c10d._pickler, c10d._unpickler  # pyright: ignore[reportPrivateUsage]
     ours: Any = partial(_Writer, key), partial(_Reader, key)
     c10d._pickler, c10d._unpickler = ours  # pyright: ignore[reportPrivateUsage]
     try:
+        # A trial, because the names are private: with a torch that does not use them, pickles would go unsigned without
+        # a word.
         written, _ = c10d._object_to_tensor(None, torch.device("cpu"), None)  # pyright: ignore[reportPrivateUsage]
         if bytes(written.numpy())[:SIGNED] != _signature(key, bytes(written.numpy())[SIGNED:]):
             raise EngineError(f"torch {torch.__version__} does not sign what ranks send each other: take torch 2.13")
@@ -96,6 +103,7 @@ class _Writer:
         self._key, self._file = key, file
 
     def dump(self, value: Any) -> None:
+        # Room for the signature first, so that the pickle is written once and not copied behind it.
         self._file.write(bytes(SIGNED))
         pickle.Pickler(self._file, pickle.HIGHEST_PROTOCOL).dump(value)
         with self._file.getbuffer() as data:
@@ -105,6 +113,8 @@ class _Writer:
 class _Reader(_Writer):
     def load(self) -> Any:
         with self._file.getbuffer() as data:
+            # The signature is checked over all bytes before the unpickler sees the first of them. compare_digest takes
+            # the same time wherever the bytes differ, so that timing tells nothing about the right signature.
             right = hmac.compare_digest(data[:SIGNED], _signature(self._key, data[SIGNED:]))
         if not right:
             raise EngineError(
