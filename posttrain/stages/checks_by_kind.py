@@ -45,6 +45,8 @@ from posttrain.stages.supervised.imitation_checks import ImitationCheck
 
 def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a reinforcement stage, in the order in which they get events."""
+    # `steps` are empty where the stage begins. Checks that are done once, such as whether weights move, read in these
+    # lines whether an earlier part of the stage has passed them.
     history, bets = StageHistory(steps), Bets.of(kept.get("bets"))
     return [
         ResumeCheck(history),
@@ -59,6 +61,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         BalanceCheck(),
         HintCheck(),
         TaskCheck(),
+        # None: the stage begins here. An empty mapping: it goes on, from a checkpoint that holds nothing of the check.
         AheadCheck(kept.get("ahead", {}) if steps else None),
         ReplayCheck(kept.get("replayed", {}) if steps else None),
         FreshCheck(bets),
@@ -171,6 +174,7 @@ def checks_of(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> l
         steps: those the stage has taken already.
         kept: what a checkpoint stored of all observers.
     """
+    # A derived stage type has the checks of the nearest kind that it derives from.
     kind = next((k for k in type(stage).__mro__ if k in OF), None)
     return [PhasePeaks(), *([] if kind is None else OF[kind](steps, kept))]
 

@@ -52,6 +52,7 @@ def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[S
                     "the row offers tools, and this model's chat template writes none: take a model whose template"
                     " knows tools, or set env.args.tools_column= and write them into the prompt"
                 )
+            # No stage imitates this row: only its prompt must fit, and `prompt` refuses one that does not.
             if not texts or (row.completion is None and row.conversation is None):
                 render.prompt(task.prompt, task.id, tools)
             elif (length := max(_length(render, env, t, row, tools) for t in texts)) > policy.context:

@@ -51,6 +51,7 @@ class Stopper:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                     kept[number] = signal.signal(number, self._on_signal)
+        # Not the main thread, and only there may handlers be set. A program in another thread uses `stop`.
         except ValueError:
             kept = {}
         try:
@@ -85,12 +86,17 @@ class Stopper:
         Args:
             step: how many steps have ended.
         """
+        # The work is one task, looked at twice a second. `last` is when its running step must have ended. It moves on
+        # at every look until SIGTERM or SIGHUP has come; then it stands still, so that the time of grace begins with
+        # the signal.
         task = asyncio.ensure_future(work)
         at, longest, since = step(), 0.0, time.monotonic()
         last = since + GRACE
         try:
             while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
                 now = time.monotonic()
+                # A step has ended. What follows it, a border or a step of a stage that is not at rest, has time of its
+                # own.
                 if step() != at:
                     at, longest, since = step(), max(longest, now - since), now
                 elif self.number in (signal.SIGTERM, signal.SIGHUP):
@@ -101,6 +107,8 @@ class Stopper:
             task.result()
             return True
         finally:
+            # Also where this method itself is cancelled or raises. Closing engines and queues takes time, which is
+            # bounded here.
             task.cancel()
             await asyncio.wait({task}, timeout=GRACE)
 

@@ -89,6 +89,8 @@ class Driver(ABC, Generic[S, T, A]):
         """The same of held-out demonstrations."""
         env, rollout = self.setting.environment, self.setting.rollout
         self._shown = HeldoutDemonstrations.of(stage, env, parts.renderer, rollout)
+        # The limit is taken when the stage begins, from the results in `progress`: a resumed stage finds the same
+        # number there.
         self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
         self._begun, self._carried = time.perf_counter(), self.state.seconds
         self._files: Callable[[Path], None] = lambda folder: None
@@ -152,11 +154,15 @@ class Driver(ABC, Generic[S, T, A]):
 
     async def run(self) -> None:
         """From where the stage stands to its end, or to that of a step that waits when a signal has come."""
+        # False is no error of the stage: a signal came, the step did not end in time, and its work was cancelled.
         if not await self.stopper.ended(self._run(), lambda: self.state.step):
             where = f"in the middle of {self.stage.name} step {self.state.step + 1}"
             raise self._interrupted(f"{where}, which did not end after the signal, so nothing of it was kept")
 
     async def _run(self) -> None:
+        # The order of what follows: weights, optimizer, observers, then the kind's own parts, each of which reads what
+        # stands before it. A stage that was cut finds its weights in the learner (`Stages.left`), one that begins puts
+        # them there.
         checkpoint = self.checkpoint
         if checkpoint is None:
             await self._start()
@@ -166,19 +172,26 @@ class Driver(ABC, Generic[S, T, A]):
             self.parts.say(f"{self.stage.name}: {words}")
         if checkpoint is not None:
             self._load_optimizer(checkpoint, self.trainer)
+            # `optimizer.skips` counts steps in a row. A count that began again here would let each resumed run leave
+            # out as many.
             self.trainer.skipped = self.state.skipped
         # Checks and rules compare a step with those before it, so a resumed stage reads its own lines again.
         lines = [] if checkpoint is None else run_reader.steps(self.parts.book.folder)
         taken = [s for s in lines if s.stage == self.stage.name]
         self.watch = self.parts.observe(self.stage, taken, self.progress.checks)
         ask, learn = await self.open(checkpoint)
+        # After `open`, when a reference and other models of the stage are in memory: the largest pass must fit beside
+        # them.
         self._warm_up()
+        # Also after `open`, which draws the held-out judgements. A resumed stage has both numbers in its state.
         if checkpoint is None and self.stage.eval:
             ordered, loss = agreed(self), await self.likelihood()
             self.state.agreement_before = ordered and ordered.accuracy.mean
             self.state.loss_before = loss and loss.score.mean
             if loss is not None:
                 self.parts.say(f"{self.stage.name}: {loss.words} before its first step ({len(loss.rows)} rows)")
+        # A stop condition that was met before the checkpoint still holds: then the range is empty, and the stage only
+        # ends.
         last = 0 if self.state.ended else self.stage.steps
         try:
             with during_steps():
@@ -222,6 +235,7 @@ class Driver(ABC, Generic[S, T, A]):
             load_kept(parts, p, start)
             p.version = parts.version = p.version + 1
             if self._of_the_run:
+                # What was measured of the run belongs to the weights before.
                 p.accuracy = p.reward = None
         loaded = start == START and parts.run.model.path is not None  # built weights know nothing
         if not ((self.measures_before or loaded) and self.stage.eval):
@@ -239,8 +253,11 @@ class Driver(ABC, Generic[S, T, A]):
         """Accuracy and mean reward of the weights it starts from, where they were measured on the same held-out
         tasks."""
         p, run = self.progress, self.parts.run
+        # The run's own last measure is one of these very weights.
         if start == come_to(run.stages, self.stage) and self._on_its_tasks:
             return p.accuracy and p.accuracy[0], p.reward and p.reward[0]
+        # Else an earlier stage that was measured on the same tasks has it: the one that ended with these weights, or
+        # one that started from them.
         same = [r for r in p.results if run.env_of(run.stage(r.name)) == run.env_of(self.stage)]
         measured = [(r.accuracy, r.reward) for r in same if r.name == start and (r.accuracy or r.reward)]
         ended = [(a and a[0], paid and paid[0]) for a, paid in measured]
@@ -266,7 +283,10 @@ class Driver(ABC, Generic[S, T, A]):
         s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
         self.parts.version = p.version
         s.optimizer_steps += int(step.gauges["optim/steps"].sum) if "optim/steps" in step.gauges else 0
+        # Measures after an earlier step are dropped. The end of the stage keeps what it finds here, and must not take
+        # those for measures of the last weights.
         self.report = report = self.agreed = self.heldout_loss = None
+        # Not after the last step: the end of the stage measures the same weights for its result.
         if stage.eval_every and s.step % stage.eval_every == 0 and s.step < stage.steps:
             self.report = report = await self.evaluate()
             self.agreed, self.heldout_loss = agreed(self), await self.likelihood()
@@ -276,6 +296,7 @@ class Driver(ABC, Generic[S, T, A]):
             step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
         self.parts.tell(line := self.watch.line(replace(step, memory=self.clock.take_memory())))
         asked = self.stopper.after(line)
+        # Before the border, whose checkpoint has to say that the stage needs no further step.
         s.ended = self.enough(report) or waited_out(self, report) or asked
         await self._border(report)
         return not s.ended
@@ -288,8 +309,11 @@ class Driver(ABC, Generic[S, T, A]):
         result = self._result(report)
         p.results = (*p.results, result)
         parts.say(f"{stage.name}: done, {result.why}{measured_words(result)}{'' if report is None else report.words}")
+        # Before the checkpoint, which holds the fingerprint of the kept weights.
         keep(parts, p, stage.name)
         if not stage.hands_on:
+            # The weights from before the stage come back, under a version that no engine and no remembered evaluation
+            # has.
             load_kept(parts, p, come_to(parts.run.stages, stage))
             p.version = parts.version = p.version + 1
         p.stage, p.running, p.reopening = p.stage + 1, None, reopening
@@ -298,6 +322,8 @@ class Driver(ABC, Generic[S, T, A]):
     def _reopening(self, report: EvaluationReport | None) -> Reopening:
         """Returns the content of a checkpoint at this border, and the evaluation that belongs to it."""
         s, stage = self.state, self.stage
+        # The checkpoint at this border has no running stage, so `_note_state` cannot ask the kind again: what writes
+        # the kind's files is kept here for it.
         self._files = self._note_state()
         due = stage.eval_every and s.step % stage.eval_every == 0
         measured = [x.gauges() for x in (report, self.agreed, self.heldout_loss) if x is not None and due]
@@ -336,6 +362,7 @@ class Driver(ABC, Generic[S, T, A]):
         parts.measured = MeasuredReport(parts.version, sampling, environment, judges, report)
         if parts.run.record_episodes and not is_recorded(self, judges):
             parts.book.write_evaluation(self.stage.name, self.state.step, report.groups)
+        # Last, so that the record already holds the samples that the error sends the user to.
         refuse_unjudged(self, report)
         return report
 
@@ -364,9 +391,14 @@ class Driver(ABC, Generic[S, T, A]):
         """
         stage, step = self.stage, self.state.step
         due = stage.checkpoint_every and step % stage.checkpoint_every == 0
+        # A signal waits for a step at which the kind is at rest. With `sync_steps` above 1 the sampler has older
+        # weights than the learner in between, and a resumed run, which pushes when it begins, would go on with other
+        # samples.
         stopped = bool(self.stopper.number) and self.at_rest
         if stage.hands_on and (due or stopped):
+            # A checkpoint that is only due cannot wait: what a resumed run would push is pushed in this run too.
             await self.catch_up()
+            # Checkpoints of the whole run are compared by this number, so it is none of other tasks.
             known = report.reward.known if self._on_its_tasks and report else None
             self._checkpoint(known[0] if known else self._unjudged_metric)
         if stopped:

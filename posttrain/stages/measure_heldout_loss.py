@@ -65,6 +65,7 @@ def heldout_loss(learner: Learner, ones: Sequence[Demonstrated], tokens: int) ->
         logp_M = learner.score(Packed.of([s for d in part for s in d.segments])).astype(np.float64)
         if wrong := int((~np.isfinite(logp_M)).sum()):
             raise InvariantError(f"{wrong} tokens of held-out demonstrations have no finite log-prob")
+        # [M] holds the demonstrations one after the other; each takes its own tokens from where the one before ended.
         at = 0
         for d in part:
             mine, at = logp_M[at : at + len(d.weight_M)], at + len(d.weight_M)
@@ -77,6 +78,7 @@ def _parts(ones: Sequence[Demonstrated], tokens: int) -> Iterator[list[Demonstra
     size = 0
     for d in ones:
         length = sum(len(s.ids) for s in d.segments)
+        # A demonstration is never cut, so one that is longer than `tokens` is a part of its own.
         if part and size + length > tokens:
             yield part
             part, size = [], 0

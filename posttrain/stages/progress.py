@@ -15,6 +15,7 @@ from posttrain.system.subclass_registry import Open
 
 def state_fingerprint(optimizer: WeightOptimizer) -> str:
     """Exact digest of an optimizer's whole state."""
+    # Over ranks no process has the whole state: all of them compute the digest together.
     if isinstance(optimizer, DividedState):
         return optimizer.fingerprint()
     return fingerprint(optimizer.state_tensors().items())

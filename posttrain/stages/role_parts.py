@@ -48,8 +48,10 @@ def data_parts(driver: Driver[Any, Any, Any]) -> dict[str, Any]:
 def say_passes(driver: Driver[Any, Any, Any], source: TaskSource, begins: str) -> None:
     """Says how a stage that learns from rows begins, how often it meets them, and whether that is too often."""
     stage, parts = driver.stage, driver.parts
+    # A stage as long as another one takes an unknown number of steps: nothing is said of its passes.
     draws = 0 if driver.limit is not None else stage.steps * stage.batch
     each = [(draws / source.count, source.count)] if source.count else []
+    # Several sources are met at different rates, so each has its own number of passes.
     each = source.passes(draws) if isinstance(source, RevisitingTasks) else each
     passes = "".join(f", {n:.3g} passes over {rows:,} rows" for n, rows in each if n)
     parts.say(f"{stage.name}: {begins}{passes}")
@@ -70,6 +72,7 @@ def frozen_start(driver: Driver[Any, Any, Any], checkpoint: Path | None, name: s
     parts = driver.parts
     if checkpoint is None:
         return same_reference(driver, parts.freeze())
+    # The learner has the weights of the checkpoint. They are set aside while the kept ones are loaded and frozen.
     now = snapshot(parts.learner)
     load_kept(parts, driver.progress, name or starts(parts.run.stages, driver.stage))
     reference = parts.freeze()

@@ -24,6 +24,7 @@ def wait(work: Coroutine[Any, Any, T], stopper: Stopper | None = None) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
+    # A loop is running in this thread, and loops do not nest: the work gets a loop and a thread of its own.
     box: list[Any] = []
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
 
@@ -37,6 +38,7 @@ def wait(work: Coroutine[Any, Any, T], stopper: Stopper | None = None) -> T:
     def body() -> None:
         try:
             box.append((True, asyncio.run(main())))
+        # All of them, KeyboardInterrupt and SystemExit too: they are raised again in the thread that waits.
         except BaseException as error:
             box.append((False, error))
         finally:
@@ -50,6 +52,7 @@ def wait(work: Coroutine[Any, Any, T], stopper: Stopper | None = None) -> T:
     thread.join()
     ok, value = box[0]
     if not ok:
+        # The second interrupt cancels the work; to the caller it is the interrupt that it was.
         if isinstance(value, asyncio.CancelledError):
             raise KeyboardInterrupt
         raise value
@@ -70,4 +73,5 @@ def _watch(
                 stopper.stop(signal.SIGINT)
             else:
                 for loop, task in loops:
+                    # A task may only be cancelled from the thread of its loop.
                     loop.call_soon_threadsafe(task.cancel)

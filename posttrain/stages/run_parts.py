@@ -151,6 +151,7 @@ class RunParts:
         it does.
         """
         after = self.run.stages[self.run.stages.index(stage) :]
+        # Later stages first, then all: a stage that only imitates at the end is evaluated as an earlier one samples.
         own = [(s.contract, s.stores_top) for s in (*after, *self.run.stages) if s.contract is not None]
         said, stores = own[0] if own else (Sampling(), 0)
         contract = said.resolve(self.stop_ids, self.spell)
@@ -164,6 +165,7 @@ class RunParts:
         stages = self.run.stages
         later = [self.setting(s).environment for s in stages[stages.index(stage) + 1 :]]
         own = self.setting(stage).environment
+        # By identity: several stages may share an environment, which is to be told once.
         return tuple({id(e): e for e in (self.environment, *later) if e is not own}.values())
 
     async def publish(self) -> None:
@@ -187,6 +189,7 @@ class RunParts:
         """
         await self.publish()
         result = await evaluate(setting.rollout, setting.environment.heldout, sampling, self.run.evaluation)
+        # The call empties the counters; what it returns is dropped.
         self.sampler.gauges()
         self.sync.forget()
         return result
@@ -203,6 +206,7 @@ def keep(parts: RunParts, progress: Progress, name: str) -> None:
         InvariantError: other weights have this name already.
     """
     now = parts.learner.fingerprint()
+    # A resumed run keeps the same weights under the same name once more. Other weights under it are a broken run.
     if (then := progress.kept.get(name, now)) != now:
         raise InvariantError(
             f"the weights kept as {name!r} have fingerprint {then}, and others ({now}) would take their place: what is"

@@ -35,6 +35,8 @@ class Stages:
         if not p.stage and p.running is None:
             keep(parts, p, START)
         for stage in parts.run.stages[p.stage :]:
+            # Read anew for each stage: when the stage that was cut has ended, `p.running` is None, and those after it
+            # begin.
             cut = checkpoint if p.running is not None else None
             yield DRIVERS[type(stage)](parts, p, stage, self.stopper, cut)
 
@@ -56,6 +58,7 @@ def where(run: Run, state: Mapping[str, Any]) -> Progress:
         ConfigError, InvariantError: it is not what a checkpoint of this run says; the message names the place.
     """
     p = dataclass_json.from_plain(Progress, dict(state))
+    # A stage may only be running where one is left.
     if not 0 <= p.stage <= len(run.stages) or (p.running is not None and p.stage == len(run.stages)):
         raise InvariantError(f"it says that {p.stage} of {len(run.stages)} stages are done")
     if (

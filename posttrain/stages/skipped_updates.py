@@ -44,9 +44,11 @@ def left_out(roles: StageRoles[Any], batch: Batch, index: int, error: InvariantE
     stage, trainer = roles.stage, roles.trainer
     if not stage.optimizer.skips:
         raise error
+    # The batch is kept before it is decided: that of the step which ends the run is the one to look into.
     trainer.skipped += 1
     folder = f"skipped-{stage.name}-{index:06d}-{trainer.skipped}"
     roles.book.beside(folder, lambda path: save_batch(batch, path))
+    # `Trainer.step` sets the count to 0 at each update, so only steps in a row add up.
     if trainer.skipped > stage.optimizer.skips:
         raise InvariantError(
             f"{error}. It is the {_nth(trainer.skipped)} optimizer step in a row that is not finite, and"
@@ -81,6 +83,7 @@ def load_batch(folder: Path, further: Iterable[Stream] = ()) -> Batch:
     """
     path = folder / BATCH
     declared = {s.name: s for s in (*vars(streams).values(), *further) if isinstance(s, Stream)}
+    # Only opened: it refuses what is no plain file before safetensors maps it into memory.
     with read_untrusted.opened(path, RunFolderError):
         pass
     try:

@@ -64,6 +64,7 @@ def measured_words(result: StageResult) -> str:
 
 def refuse_unjudged(driver: Driver[Any, Any, Any], report: EvaluationReport) -> None:
     """RewardError where nothing can be judged before the first step of a stage that learns from verdicts."""
+    # `max_failed` marks the stages that learn from verdicts. Others may go on without a judged sample.
     asked, stage, parts = sum(len(g.episodes) for g in report.groups), driver.stage, driver.parts
     if not driver.state.step and report.failed == asked > 3 and hasattr(stage, "max_failed"):
         what = "held-out samples before the first step"
@@ -83,6 +84,7 @@ def waited_out(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -
     s, patience, loss = driver.state, driver.stage.patience, driver.heldout_loss
     reward = report.reward.known if report else None
     pairs = driver.agreed.accuracy.known if driver.agreed else None
+    # Lower is better of all three: a reward and a share of pairs get a minus. The first that was measured decides.
     found = (loss.score.mean, "loss") if loss else None
     found = found or (reward and (-reward[0], "mean reward")) or (pairs and (-pairs[0], "share of pairs"))
     if not patience or not found:
@@ -112,6 +114,8 @@ def is_recorded(driver: Driver[Any, Any, Any], judges: tuple[str, ...]) -> bool:
     if driver.state.step or not results or starts(parts.run.stages, stage) != results[-1].name:
         return False
     before = parts.run.stage(results[-1].name)
+    # The stage before ended with these weights. Its evaluation is the same one only with the same sampling, tasks and
+    # judges.
     ways = [(parts.sampling(s), parts.run.env_of(s)) for s in (before, stage)]
     same = ways[0] == ways[1] and judges == tuple(j.name for j in parts.judged_setting(before).rollout.judges)
     return same and before.hands_on and parts.book.holds_evaluation(before.name, results[-1].steps)

@@ -49,6 +49,8 @@ async def ask(roles: ReinforceRoles, index: int) -> Experience:
     with roles.clock.of("rollout"):
         taken = await roles.groups.take(index, request, roles.trainer.version, roles.adaptive.rate)
     with roles.clock.of("score"):
+        # It costs forward passes where the buffer refuses groups that are too far from the policy, so it counts as
+        # scoring.
         replayed = roles.replay.draw(index, partial(moved, roles.learner)) if roles.replay else ()
     return Experience(
         index,
@@ -90,8 +92,12 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
     """
     stage, version, partial = roles.stage, roles.trainer.version, UnfinishedStep(e)
     a = steered(stage.algorithm, roles.adaptive)
+    # Value warm-up: terms that move the policy are taken out here. The credit is computed as always, since the targets
+    # of the values are made of it, and is set to 0 only then.
     if warming := a.learns_values is not None and e.index <= a.learns_values.warmup:
         a = standing(a)
+    # Scores and credit of the whole step come before its first update: later minibatches would else be scored by a
+    # policy that earlier ones have moved. `partial` holds what is done so far.
     with stopped_is_recorded(roles, partial):
         with roles.clock.of("rollout"):
             roles.watch.emit(PlayedEvent(e))
@@ -114,14 +120,18 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         with roles.clock.of("learn"):
             if roles.implicit is not None:
                 partial.learned.append(roles.implicit.learn(e.index, groups, roles.watch))
+            # `cut` is lazy: a minibatch is made after the updates on those before it. What chooses tokens by the
+            # log-probs of the moment asks `now` for them.
             cut = pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version, now=roles.learner.score)
             for minibatch in cut:
+                # None: no episode of the minibatch has a gradient, so there is no step to take.
                 if (batch := minibatch.batch) is not None:
                     try:
                         with named(batch, credit, f"{stage.name} step {e.index}"):
                             data, loss = objective_of(roles, batch, PolicyLoss(a, warming))
                             seen = roles.trainer.step(data, loss, roles.watch, index=e.index, first=minibatch.first)
                     except InvariantError as error:
+                        # Only a gradient that is not finite may be left out. Any other broken invariant stops the run.
                         if not isinstance(error.__cause__, NonFiniteGradient):
                             raise
                         seen, note = left_out(roles, batch, e.index, error)
@@ -130,11 +140,14 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         with roles.clock.of("rollout"):
             await roles.groups.proceed()
         with roles.clock.of("sync"):
+            # `follow`, not `push`: where every update was left out there is nothing new to send.
             if e.index % stage.sync_steps == 0:
                 await roles.sync.follow(roles.trainer.version)
             roles.watch.emit(PushedEvent(e, credit))
         if roles.replay is not None:
             roles.replay.add(e.index, e.fresh)
+        # The line is made once, since its episodes may be written only once. If an observer stops the run in `after`,
+        # this line goes into the record with the reason.
         partial.line = _line(roles, partial, notes(e, credit, stage.prompts))
         roles.adaptive = _adapted(roles, partial, credit)
         line = await roles.watch.after(partial.line)
@@ -210,6 +223,7 @@ async def learn_from(
         try:
             gauges, skipped = roles.trainer.step(batch, loss, roles.watch, index=index, first=fresh), ()
         except NonFiniteGradient as error:
+            # The message names the first culprits and counts all of them: the others are passed as empty names.
             names = [f"{called} {e} ({roles.text(batch.ids_of(e))[:60]!r})" for e in error.culprits[:NAMED]]
             told = error.told(
                 [*names, *[""] * (len(error.culprits) - len(names))], f" ({roles.stage.name} step {index})"
@@ -255,6 +269,7 @@ def _line(roles: ReinforceRoles, partial: UnfinishedStep, notes: tuple[str, ...]
         _write(roles, partial)
     e, credit, seen = partial.experience, partial.credit or Credit((), roles.adaptive.ema), roles.watch.take()
     replayed = roles.replay.gauges() if roles.replay else {}
+    # What depends on time belongs into `clock`. `gauges` must be the same in a run that was interrupted and resumed.
     gauges = merge(rollout_gauges(e, credit), e.engine, replayed, seen.gauges, *partial.learned)
     timed = dict(roles.rollout.gauges())
     if roles.stage.staleness:  # what the engine did meanwhile depends on time

@@ -30,8 +30,10 @@ def largest(stage: Stage, context: int, ids: np.ndarray) -> Packed:
         ids: token ids to make the text of.
     """
     said = 0 if stage.contract is None else stage.contract.max_tokens
+    # Two tokens at least: the first of a sequence is never spoken.
     longest = max(2, min(context, max(stage.micro_tokens, said)))
     full, rest = divmod(max(stage.micro_tokens, longest), longest)
+    # A generator of its own, so that the run's random numbers do not move.
     rng = np.random.default_rng(0)
     lengths = [longest] * full + [rest] * (rest >= 2)
     return Packed.of([_made_up(rng.choice(ids, n).astype(np.int32)) for n in lengths])
@@ -51,18 +53,21 @@ def warm_up(trainer: Trainer, packed: Packed, reads: Reads, peak: PeakMemory) ->
     peak.reset()
     begun = time.perf_counter()
     with memory_suffices(packed, trainer.micro_tokens), torch.random.fork_rng(devices, device_type=device.type):
+        # It stands for moments that do not exist before the first update, and is held through the pass for its peak.
         held = torch.empty(trainer.optimizer.pending_bytes(), dtype=torch.uint8, device=device)
         learner.train_mode(True)
         try:
             with trainer.frozen():
                 scores = learner.forward(packed, reads)
                 given = None if scores.rewards is None else scores.rewards.score
+                # Every output that the stage reads is differentiated, so the pass keeps what a real loss makes it keep.
                 found = (scores.logp, scores.entropy, scores.value, scores.candidates, given)
                 torch.stack([x.sum() for x in found if x is not None]).sum().backward()
                 trainer.optimizer.gather()
         finally:
             learner.train_mode(False)
             for p in parameters:
+                # `parameters` has the master copies too, to which `gather` moved the gradients.
                 p.grad = None
         del held
     longest, count = int(packed.lengths_S.max()), len(packed.lengths_S)

@@ -41,6 +41,8 @@ class OrderedLearner(HFLearner):
     """Function that each rank runs for an ordered method."""
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
+        # All ranks are in this pass only inside an order or a step of the trainer. Alone it would stand in the first
+        # exchange.
         if not (self._lead.busy or self._lead.stepping):
             raise InvariantError(
                 "a forward pass of one rank alone would wait for the others for ever: what differentiates outside a"
@@ -50,6 +52,7 @@ class OrderedLearner(HFLearner):
 
     def _do(self, method: str, *given: Any) -> Any:
         """A method on all ranks: ordered, or called here while all do the same."""
+        # Inside an order every rank calls this method itself. A second order would find no rank that waits for one.
         if self._lead.busy:
             return getattr(super(), method)(*given)
         return self._lead.all(self._ask, method, given, what=f"{method} of the learner")
@@ -98,6 +101,8 @@ class OrderedLearner(HFLearner):
         other = super()._following()
         if other is not self:
             assert isinstance(other, OrderedLearner)
+            # On the other ranks too it is another learner than the usual one, so its methods are ordered by a function
+            # of their own.
             other._ask = together.ask_followed
         return other
 
@@ -106,6 +111,7 @@ class OrderedLearner(HFLearner):
         return super().shards() if self._lead.busy else self._of_all()
 
     def _of_all(self) -> Iterator[Shard]:
+        # The other ranks give bucket after bucket until the last: whoever takes these parts must take all of them.
         with freed_at_once(), self._lead.ordered("gather the weights", (together.send_weights, ())):
             yield from gathered(super().shards(), self._lead.ranks, self._lead.state.version)
 
@@ -133,6 +139,8 @@ class LeadLearner(OrderedLearner, ShardedLearner):
         ShardedLearner.__init__(self, policy, lead.ranks, **given)
         self._lead, read = lead, self._inside
 
+        # Every read of whole weights of the parent class goes through `_inside`, so a read that nobody ordered is found
+        # here and does not wait for ranks that will not come.
         def inside(function: Callable[[], Any]) -> Any:
             if not (lead.busy or lead.stepping):
                 raise InvariantError(
@@ -188,6 +196,7 @@ class LeadTrial:
         try:
             yield
         finally:
+            # In every case: the ranks would else train an adapter of random numbers.
             self._lead.all(together.make_quiet)
 
     def without(self, packed: Packed) -> np.ndarray:

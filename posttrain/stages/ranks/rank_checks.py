@@ -33,6 +33,8 @@ class RowCheck(Observer):
     async def begin(self, roles: Any) -> None:
         lead = self._lead
         lead.state.roles = roles
+        # Observers begin in their order, so the first of them carries all checks to the other ranks. Rank 0 has them
+        # already.
         if self._number == 0:
             others = together.watch, (roles.run.model, roles.stage, lead.state.checks, roles.sync.probe_ids)
             with lead.ordered("take checks", others):
@@ -41,6 +43,7 @@ class RowCheck(Observer):
             await self.inner.begin(roles)
 
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
+        # Gradients, moments and weights exist as rows of each rank. What other events tell, rank 0 has whole.
         if not isinstance(event, DifferentiatedEvent | LearnedEvent):
             return self.inner.on_event(roles, event)
         return self._lead.all(together.check_rows, self._number, what=f"{type(self.inner).__name__} of the own rows")
@@ -60,6 +63,7 @@ class RowCheck(Observer):
 
 def row_checks(lead: RankLead, found: Sequence[Observer], kinds: tuple[type[Observer], ...]) -> Observers:
     """The observers of a stage, with those of these kinds on every rank."""
+    # The place in `own` is the number by which all ranks know a check.
     own = [one for one in found if isinstance(one, kinds)]
     lead.state.checks = own
     return Observers([RowCheck(one, own.index(one), lead) if one in own else one for one in found])

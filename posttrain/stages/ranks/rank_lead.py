@@ -96,9 +96,12 @@ class RankLead:
         Raises:
             RankLost: a rank is lost.
         """
+        # An order may be sent inside another one (`meanwhile`), so the words of the outer one come back at the end.
         outer, self._open = self._open, what
         with self.told():
             self._orders.send(what, order)
+            # In a step of the trainer the ranks stand still in each event, where observers of rank 0 may order more.
+            # Everywhere else the other ranks are at work until the block ends, and take no order.
             self._inside += not meanwhile
             try:
                 yield
@@ -107,6 +110,7 @@ class RankLead:
                 raise
             finally:
                 self._inside -= not meanwhile
+        # Not in `finally`: after any other error the order stays open, and `close` then ends the ranks by force.
         self._open = outer
 
     @contextmanager
@@ -136,6 +140,9 @@ class RankLead:
         """Says in words which rank failed first."""
         where = f"in order {self._orders.number} ({self._open or 'go on'})"
         stand = "Nothing was written of this step. Go on from the last checkpoint with --resume"
+        # One rank that fails breaks the exchanges of all, and each says why it ended. The first cause is a rank whose
+        # words do not begin with `EXCHANGE`, or a process that is gone without a word. It may take a moment until that
+        # is known.
         last = time.monotonic() + SETTLE
         while True:
             said, ended = self._orders.failed(), self._ended()
@@ -154,6 +161,8 @@ class RankLead:
     def _stall(self, where: str, said: Mapping[int, str], error: RuntimeError, stand: str) -> str:
         late = [r for r in range(1, self.ranks.world) if r not in said]
         notes, number = self._orders.standing(), self._orders.number
+        # A rank that ended this order only waits for the next one. Such ranks are named where all others are in the
+        # same state.
         late = [r for r in late if notes.get(r) != f"ended order {number}"] or late
         told = "; ".join(f"rank {r} {self._stopped(r)}{notes.get(r, '')}" for r in late) or f"nobody says why ({error})"
         waits = [0, *sorted(said)]
@@ -175,8 +184,11 @@ class LeadReference:
 
     def __init__(self, lead: RankLead) -> None:
         self._lead, self._number = lead, lead.number()
+        # The order to make this copy carries the numbers of those that may be freed.
         dropped, lead.dropped = tuple(lead.dropped), []
         self.digest: str = lead.all(together.freeze, self._number, dropped)
+        # A finalizer runs whenever the collector does, perhaps in the middle of an exchange: so it only notes the
+        # number.
         weakref.finalize(self, lead.drop, self._number)
 
     def _asked(self, method: str, *given: Any) -> Any:
@@ -217,6 +229,7 @@ class LeadOptimizer(StageOptimizer):
 
 def lead_optimizer(lead: RankLead, config: Optimizer, given: tuple[Any, ...]) -> LeadOptimizer:
     """An optimizer on every rank, each for its own rows."""
+    # The order names the plain class. Only that of rank 0 knows the lead, which no other rank has.
     with lead.ordered("make optimizer", (together.make_optimizer, (config, StageOptimizer, given))):
         together.make_optimizer(lead.state, config, LeadOptimizer, given)
     made = lead.state.optimizer
@@ -233,6 +246,7 @@ class LeadTrainer(Trainer):
     def step(
         self, batch: Batch, loss: Loss, watch: Observers = UNOBSERVED, *, index: int = 0, first: bool = False
     ) -> Gauges:
+        # The whole minibatch goes to all ranks; the trainer of each takes its own share.
         order = StepOrder(batch, loss, index, first)
         with self.lead.ordered(f"a step of the trainer, step {index} of the stage", order, meanwhile=True):
             self.lead.stepping = True
@@ -259,10 +273,12 @@ class LeadObservers(Observers):
 
     def needs(self, event: PackedEvent) -> Needs:
         found = self._inner.needs(event)
+        # All ranks keep the same parts of their passes, as the observers of rank 0 need them.
         self._lead.proceed(found)
         return found
 
     def emit(self, event: Event) -> None:
+        # `check_rows` reads the event on every rank; the others set theirs where they stand (`StandingObservers`).
         self._lead.state.event = event
         self._inner.emit(event)
         self._lead.state.event = None

@@ -139,6 +139,7 @@ def _routers(state: RankState) -> Routers:
 
 def freeze(state: RankState, number: int, dropped: Sequence[int]) -> str:
     """Keep a frozen copy of the weights; returns its digest. Those that nobody reads any more are freed."""
+    # Before the new copy is made, so that memory never holds both.
     for old in dropped:
         state.references.pop(old, None)
     assert state.mould is not None
@@ -158,6 +159,7 @@ def ask_reference(state: RankState, number: int, method: str, given: tuple[Any, 
 
 def send_weights(state: RankState) -> None:
     """Send this rank's parts of the weights to rank 0, which reads them from `gathered` itself."""
+    # On this rank it yields nothing, and sends one bucket each time it is asked to go on.
     for _ in gathered(state.learner.shards(), state.ranks, state.version):
         pass
 
@@ -211,6 +213,7 @@ def watch(state: RankState, model: Model, stage: Stage, checks: Sequence[Observe
 
 
 def begin_check(state: RankState, number: int) -> None:
+    # These ranks have no event loop. Rank 0 awaits its own check (`RowCheck.begin`).
     asyncio.run(state.checks[number].begin(state.roles))
 
 
@@ -245,6 +248,7 @@ def read_weights(state: RankState, folder: str) -> None:
 def _read_weights(state: RankState, path: Path) -> None:
     saved, own = SavedTensors(path), state.learner.parameters()
     names = set(saved.shapes)
+    # A learner without a reward head reads the saved weights of a reward model, and leaves its head where it is.
     if not any(n.startswith(REWARD_HEAD) for n in own):
         names = {n for n in names if not n.startswith(REWARD_HEAD)}
     places = {name: part_of(state.learner, name, p.detach()) for name, p in own.items()}
@@ -256,6 +260,7 @@ def _read_weights(state: RankState, path: Path) -> None:
         )
     with torch.no_grad():
         for name, place in places.items():
+            # Only the box of this rank's rows is read, however many ranks wrote the files.
             own[name].copy_(saved.box(name, place.offsets, tuple(place.tensor.shape)))
 
 
@@ -267,6 +272,8 @@ def read_state(state: RankState, folder: str) -> None:
     for name, shape in saved.shapes.items():
         parameter = own.get(_parameter(name))
         place = None if parameter is None else part_of(state.learner, _parameter(name), parameter.detach())
+        # A number of no parameter (`steps`), or a single one of a parameter, is the same on all ranks and is read
+        # whole.
         if place is None or not shape:
             out[name] = saved.tensor(name)
         elif place.shape != shape:
@@ -276,6 +283,8 @@ def read_state(state: RankState, folder: str) -> None:
             )
         else:
             out[name] = saved.box(name, place.offsets, tuple(place.tensor.shape))
+    # Master copies are written as in one process. Over ranks that cut weights by rows the learner's own parameters are
+    # the masters, so these tensors go into them, and the optimizer is given what it has itself.
     masters = state.learner.masters(optimizer)
     if missing := sorted(masters.keys() - out.keys()):
         raise RunFolderError(f"the optimizer state lacks {missing[0]!r}: resume with the model and stage of the run")
@@ -289,11 +298,13 @@ def read_state(state: RankState, folder: str) -> None:
 def state_fingerprint(state: RankState) -> str:
     """Fingerprint of the whole state of the optimizer. One tensor is whole at a time."""
     held = _whole_state(state)
+    # Gathering is an exchange for each tensor. Ranks with other names would join parts of different tensors, or wait.
     check_same(
         state.ranks, sorted(held), "optimizer state", "A rank left out an update: go on from the last checkpoint"
     )
     learner = state.learner
 
+    # A moment is cut like its parameter, and `like` says how. Single numbers are whole on each rank.
     def whole(name: str, tensor: Tensor) -> Tensor:
         cut: Any = learner.like(_parameter(name), tensor) if tensor.ndim else tensor
         return cut.full_tensor() if isinstance(cut, DTensor) else tensor
@@ -313,12 +324,15 @@ def part_of(learner: RankLearner, name: str, own: Tensor) -> Shard:
     """The rank's part of something as large as a parameter, with its place."""
     if isinstance(learner, TensorLearner):
         return learner.place(name, own)
+    # Weights are cut along their first dimension: a part begins at its first row, and at 0 in all other dimensions.
     whole: DTensor = learner.like(name, own)  # type: ignore[assignment]
     return Shard(name, own, tuple(whole.shape), (first_row(whole), *[0] * (whole.ndim - 1)))
 
 
 def _write(state: RankState, path: Path, own: dict[str, Tensor], parameter: Callable[[str], str]) -> None:
     """Writes the rank's own tensors. Of copies of the weights the first is written."""
+    # The first `world // replicas` ranks hold the first copy. The others write the same tensors with no rows, which
+    # `write_part` leaves out, since whoever reads expects a file of every rank.
     first_copy = state.ranks.rank < state.ranks.world // state.ranks.replicas
 
     def shard(name: str, tensor: Tensor) -> Shard:
@@ -328,6 +342,7 @@ def _write(state: RankState, path: Path, own: dict[str, Tensor], parameter: Call
         return Shard(name, tensor if first_copy else tensor[:0], place.shape, place.offsets)
 
     write_part(path, (shard(n, t) for n, t in own.items()), state.ranks.rank, state.ranks.world)
+    # No rank goes on before all files are there: rank 0 renames the folder next.
     state.ranks.every("written")
 
 

@@ -58,6 +58,7 @@ def work(
         except OrdersEnded:
             return 0
         except BaseException as error:
+            # Into the store, which still works when exchanges do not. Rank 0 reads it there and names the first cause.
             orders.fail(_told(error))
             if not isinstance(error, PosttrainError):
                 tell(traceback.format_exc().rstrip(), file=sys.stderr)
@@ -66,6 +67,7 @@ def work(
 
 
 def _told(error: BaseException) -> str:
+    # NotImplementedError is a RuntimeError too, but always one of this rank.
     if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError) and of_exchange(error):
         return f"{EXCHANGE}: {error}"
     return f"{type(error).__name__}: {error}"
@@ -73,6 +75,7 @@ def _told(error: BaseException) -> str:
 
 def of_exchange(error: BaseException) -> bool:
     """Returns whether an error is of torch.distributed: a rank is gone, or did not come in time."""
+    # torch raises gloo's errors as plain RuntimeErrors: only their words tell them from others.
     words = ("gloo", "Connection closed", "Connection reset", "Timed out", "timed out", "Broken pipe", "recvBytes")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
@@ -90,6 +93,8 @@ class RankWorker:
     def until_proceed(self) -> Any:
         """Do what is ordered until rank 0's observers are through; returns what they said."""
         while True:
+            # A step order runs the trainer, whose observers call this method again in each event. So the orders of an
+            # event are done inside the step, and `Proceed` ends the innermost call. Outside a step no `Proceed` comes.
             order = self.orders.next()
             if isinstance(order, Proceed):
                 self.orders.done()

@@ -101,12 +101,15 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
                 f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has"
                 " nothing to choose from"
             )
+        # The push comes before the queue: groups of a checkpoint that had not ended are asked again at once, of these
+        # weights.
         await parts.publish()
         self._resume_queue(checkpoint)
         await self.watch.begin(self.roles)
         return partial(ask, self.roles), partial(learn, self.roles)
 
     async def close(self) -> None:
+        # First, so that no push of a later stage waits for the groups that are cancelled here.
         self.parts.sync.ready = self.parts.queue = None
         await self.roles.groups.close()
 
@@ -126,6 +129,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         state.replay, kept = (buffer.rows(), [b.group for b in buffer.held]) if buffer else ((), [])
         implicit = self.roles.implicit
         state.implicit = implicit.fingerprint() if implicit else ""
+        # What is to be written is fixed now. Files are written later, inside the checkpoint's folder.
         written = [(name, groups) for name, groups in ((QUEUE, ended), (REPLAY, kept)) if groups]
 
         def write(folder: Path) -> None:
@@ -140,6 +144,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
 
     def reads(self, packed: Packed) -> Reads:
         a = self.stage.algorithm
+        # `reads` is asked for the warm-up, where only the number of candidates a token matters: any ids of the right
+        # shape do.
         some = np.resize(packed.target_M, (packed.spoken, a.stores_top)) if a.stores_top else None
         return Reads(a.entropy is not None, a.learns_values is not None, some, heard=a.hears)
 
@@ -197,6 +203,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
     def _groups(self, prompts: Prompts, sampling: Sampling) -> GroupSource:
         """Groups are played for the step that learns from them, or ahead of it."""
         stage, state, rollout, stream = self.stage, self.state, self.setting.rollout, stream_of(self.stage)
+        # A sample may be up to `most_behind` steps old, so the versions at the beginning of these steps and of this one
+        # are kept. A stage that begins had its first weights at all of them.
         begun = (self.trainer.version,) * stage.most_behind
         versions = deque(state.versions or begun, maxlen=stage.most_behind + 1)
         if not stage.staleness:
@@ -235,6 +243,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         parts = self.parts
         if not self.stage.algorithm.reads & {"reference", "teacher"} or self.stage.algorithm.own_teacher:
             return None
+        # After a refresh even a named reference is the policy of some step, which is read from the kept weights.
         if self.stage.reference is not None and not self.state.reference:
             return same_reference(self, parts.teacher(self.stage.reference))
         return frozen_start(self, checkpoint, self.state.reference)
@@ -247,6 +256,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         self.roles.reference = reference = self.parts.freeze()
         self.state.reference_digest = reference.digest
         self.state.reference = f"{step.stage}-reference-{step.index:06d}"
+        # Kept under a name of the step: a resumed run could compute these weights in no other way.
         keep(self.parts, self.progress, self.state.reference)
         return replace(step, notes=(*step.notes, f"the reference is now the policy of step {step.index}"))
 

@@ -56,6 +56,8 @@ class AveragePolicy:
     def _averaged(self) -> Generator[None]:
         state = self.optimizer.state_tensors()
         own = snapshot(self.learner)
+        # Averages are kept in the type of the optimizer's state. A parameter without one stands still, and keeps its
+        # value.
         averages = {n: state[AVERAGE + n].to(p.dtype) for n, p in own.items() if AVERAGE + n in state}
         if not averages:
             raise InvariantError(
@@ -65,4 +67,5 @@ class AveragePolicy:
             restore(self.learner, {**own, **averages})
             yield
         finally:
+            # In every case: a step that fails while the teacher scores must not go on with the averages as policy.
             restore(self.learner, own)

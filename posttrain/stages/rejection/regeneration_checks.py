@@ -33,6 +33,7 @@ def goes_on_from_its_step(a: RegeneratedAnswer, how: Regenerate, text: Callable[
             f"{named} has steps that end at tokens {ends}, and was cut at {list(a.ends)}: completions would begin"
             " inside a step"
         )
+    # Steps are asked by halves, so only some of them have completions.
     for number, completions in a.asked.items():
         upto = ends[number - 1]
         for c in completions:
@@ -47,6 +48,8 @@ def goes_on_from_its_step(a: RegeneratedAnswer, how: Regenerate, text: Callable[
             f"{named} keeps {a.kept} of its {len(ends)} steps, and the first wrong one comes after {kept}: right steps"
             " would be said anew, or the error stay"
         )
+    # Bisection ends between two neighbours: the last right step, and one that was asked and found wrong. The last step
+    # needs no asking, since the whole answer is wrong.
     if by_text and kept + 1 < len(ends) and kept + 1 not in a.asked:
         raise InvariantError(
             f"{named} was right from the end of step {kept} of {len(ends)}, and step {kept + 1} was not asked: nothing"

@@ -47,6 +47,7 @@ SCORED = 4096
 def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement: int) -> bool | None:
     """Returns whether a completion with this reward may be kept beside `others`, all rewards of its prompt, its own
     included. None: the rule is none of the shipped ones, so nothing is known of it."""
+    # A reward at the threshold up to rounding passes: what is looked for is a mistake, not the last bit.
     slack = 1e-6 * max(1.0, abs(reward))
     match keep:
         case Passing(at=at):
@@ -56,6 +57,7 @@ def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement:
         case Best(above=above):
             return reward >= max(others) and (above is None or reward > above)
         case TopShare(share=share, above=above):
+            # Equal ones may be kept in any order, so only those above count; at least one is always kept.
             better = sum(x > reward for x in others)
             return better < max(1, share * len(others) + slack) and (above is None or reward > above)
         case _:
@@ -117,6 +119,7 @@ def nothing_is_lost(
 
 def kept_once(kept: Sequence[Candidate], m: RejectionMethod) -> None:
     """No prompt has two equal kept completions where the method wants distinct ones, nor more than its limit."""
+    # Equal means the same spoken tokens under the same prompt.
     said = Counter((c.prompt, b"".join(s.ids[s.mask].tobytes() for s in c.segments)) for c in kept)
     if m.distinct and (twice := [k for k, n in said.items() if n > 1]):
         raise InvariantError(
@@ -165,6 +168,8 @@ def imitates_kept(batch: Batch, rows: Mapping[Row, int], kept: int, stage: Rejec
             f"{' of a truncated distribution' if batch.sampling.truncated else ''}: what is learned would be another"
             " model than the one that is sampled. Imitate under the model's own distribution"
         )
+    # A round has n = ceil(kept / own) steps, and step i gets kept * (i + 1) // n - kept * i // n completions, so sizes
+    # differ by at most 1. `whole` has the number of all sequences of such a step, and how many of them are kept ones.
     sizes = {kept * (i + 1) // n - kept * i // n for n in [-(-kept // stage.own)] for i in range(n)}
     whole = {k + (stage.shown_beside(k) if stage.style is not None else 0): k for k in sizes}
     if batch.episodes not in whole:
@@ -175,9 +180,11 @@ def imitates_kept(batch: Batch, rows: Mapping[Row, int], kept: int, stage: Rejec
             " are lost or doubled"
         )
     own = [r for r, e in zip(rows_of(batch), batch.sequence_S.tolist(), strict=True) if e < whole[batch.episodes]]
+    # A difference of multisets: a sequence that is there more often than it was kept remains too.
     strange = Counter(own) - Counter(dict(rows))
     if strange:
         prompt, said = next(iter(strange))
+        # `said` has the tokens and then, in the same number, which of them count: the first half is text.
         ids = np.frombuffer(said, np.int32)
         raise InvariantError(
             f"{strange.total()} of {len(own)} imitated sequences are no kept completion under the prompt of its task,"
@@ -191,6 +198,7 @@ def rows_of(batch: Batch | Packed) -> list[Row]:
     """Each sequence of a batch as `Row`."""
     ends = np.cumsum(batch.lengths_S)
     said_N = np.zeros(len(batch.ids_N), bool)
+    # A source is the position before a token that counts.
     said_N[batch.source_M + 1] = True
     return [_row(batch.ids_N[b - n : b], said_N[b - n : b]) for b, n in zip(ends, batch.lengths_S, strict=True)]
 
@@ -236,6 +244,8 @@ class RejectionCheck(Observer):
         steps = self._history.steps
         if not steps:
             return
+        # Only steps that asked have walked, and only steps that opened a round and kept something have a reward of it.
+        # With weights=start the optimizer began anew at the last of these, and has counted the steps since.
         walked = [s.gauges["rollout/walked"].sum for s in steps if "rollout/walked" in s.gauges]
         rounds = [i for i, s in enumerate(steps) if (g := s.gauges.get("reject/reward")) is not None and g.count]
         first = rounds[-1] if rounds and roles.stage.method.weights == "start" else 0
@@ -262,6 +272,7 @@ class RejectionCheck(Observer):
     def _take(self, roles: RejectionRoles, groups: Sequence[Group]) -> Gauges:
         hinted = is_hinted(groups)
         if not hinted:
+            # A new round. Hinted groups come after the plain ones of the same round, and are added to them.
             self._played, self._prompts, self._rewards = {}, {}, {}
             self._asked_with = roles.learner.fingerprint()
         for g in groups:
@@ -298,6 +309,7 @@ class RejectionCheck(Observer):
     def _same_distribution(self, roles: RejectionRoles, groups: Sequence[Group]) -> Gauges:
         """Sampler and learner hold the same weights when a round asks."""
         chosen: list[Any] = []
+        # The first segments up to `SCORED` tokens, but at least one, however long.
         for s in (s for g in groups for e in g.episodes for s in e.segments if s.mask.any()):
             if sum(len(x.ids) for x in chosen) + len(s.ids) > SCORED and chosen:
                 break
@@ -332,6 +344,7 @@ class RejectionCheck(Observer):
             self._rows = Counter(_row(s.ids, s.mask) for c in kept for s in c.segments)
         if kept and event.selects:
             taken = steps_taken(roles) or 0
+            # A later improvement trains what the one before has learned, which are not the weights that were asked.
             asked = self._asked_with if event.improvement == 0 else ""
             begins_with_its_weights(roles.stage, event.round, roles.learner.fingerprint(), self._start, asked, taken)
 
@@ -351,6 +364,7 @@ class RoundVerifierCheck(VerifierCheck):
     """The check `VerifierCheck`, of the steps that ask: the first of each round."""
 
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
+        # Prompts with their answer in them say nothing of how well the policy or its judge does.
         if isinstance(event, PlayedEvent) and is_hinted(event.experience.played):
             failures_stay_out(event.experience.played)
             return None

@@ -113,6 +113,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         self._kept: tuple[Candidate, ...] = ()
         await parts.publish()
         await self.watch.begin(self.roles)
+        # Resumed inside a round: its candidates are read and selected again, which is a function of them alone. The
+        # weights have moved since the round began, so the event says that nothing is selected now.
         if s.asked:
             self._asked = read(parts.book.kept(self._file))
             self._kept = select(self._asked.candidates, stage.method, s.improvement).kept
@@ -148,6 +150,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         if how is None:
             return None
         by_steps = [j for j in rollout.judges if isinstance(j, StepJudge | GenerativeStepJudge)]
+        # A judge that only scores steps pays nothing, so no reward of a completion lacks its part.
         free = {id(j) for j in by_steps if j.reward.steps == "score"}
         paying = [j.name for j in rollout.judges if id(j) not in free]
         if paying:
@@ -166,8 +169,10 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
 
     async def _ask(self, index: int) -> RejectionWork:
         s, m = self.state, self.stage.method
+        # In the middle of a round its candidates are imitated, and nothing is asked.
         if s.position < s.planned:
             return RejectionWork(index)
+        # A new round from the same candidates, with the next threshold (ReST, 2308.08998).
         if self._kept and s.improvement + 1 < m.improvements:
             return RejectionWork(index, opens=True)
         with self.clock.of("rollout"):
@@ -211,6 +216,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         """One optimizer step on what the round kept. A round that kept nothing is a step that changes nothing."""
         h, s, stage = self.roles, self.state, self.stage
         sampled, notes = await self._open_round(work) if work.opens else (Gauges(), ())
+        # Nothing to imitate. `planned` is 0 then, so the next step asks again.
         if not self._kept:
             h.sync.forget()  # as if weights had come
             seen = h.watch.take()
@@ -230,11 +236,14 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         h, s, m = self.roles, self.state, self.stage.method
         s.round, s.position = s.round + 1, 0
         sampled = self._take_in(work)
+        # `select` reads it: a rising rule has another threshold in each improvement.
         s.improvement = 0 if work.plain is not None else s.improvement + 1
         found = select(self._asked.candidates, m, s.improvement)
         self._kept, s.planned = found.kept, steps_of(len(found.kept), self.stage.own, self.stage.epochs)
+        # In the first round the weights are still those that the stage started from.
         if self._kept and m.weights == "start" and s.round > 1:
             self._restart()
+        # After the weights are in place, which the checks of this event compare.
         h.watch.emit(KeptEvent(s.round, s.improvement, self._kept))
         notes = () if self._kept else (nothing_kept(self.stage, self._asked, found, s.round),)
         return merge(sampled, found.gauges(self._asked, s.round)), notes
@@ -260,6 +269,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
                 groups = (*work.plain.played, *hinted)
                 self.parts.book.write_episodes(self.stage.name, work.index, Credit((), 0.0), groups)
         self._asked = candidates_of(work.plain.played, hinted, work.regenerated)
+        # Also the name of the file that is written next.
         s.asked = s.round
         with self.clock.of("book"):
             self.parts.book.keep(self._file, partial(write, asked=self._asked))
@@ -268,6 +278,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
     def _restart(self) -> None:
         """The weights that the stage started from, with a new optimizer."""
         parts, trainer = self.parts, self.trainer
+        # Weights first: the new optimizer copies what it finds, and the engine must not take these for weights that it
+        # has.
         load_kept(parts, self.progress, starts(parts.run.stages, self.stage))
         trainer.version += 1
         trainer.optimizer = parts.optimize(self.stage.optimizer)
@@ -276,6 +288,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         """The kept completions of a step, and its share of demonstrations behind them."""
         h, stage = self.roles, self.stage
         segments = [s for c in ones for s in c.segments]
+        # The number of its completion, for each segment: one of several turns may have several. Demonstrations are
+        # numbered on.
         sequence = [i for i, c in enumerate(ones) for _ in c.segments]
         weights = [np.ones(sum(s.spoken for s in segments))]
         if (shown := imitating(stage)) is not None:

@@ -77,6 +77,8 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
             labeler=StepLabeler(rollout, stage, sampling, ends, stream_of(stage)),
         )
         await parts.publish()
+        # The counters of what the engine did before the stage are emptied, so that the first step counts its own work
+        # alone.
         parts.sampler.gauges()
         await self.watch.begin(self.roles)
         return self._ask, self._learn
@@ -118,11 +120,14 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         name = rows_name(self.stage.name)
         before = [] if work.index == 1 else [r for r in rows_of(self.parts.book.kept(name)) if r["step"] < work.index]
         rows = [*before, *(a.row(work.index) for a in work.answers)]
+        # The file is written whole each time: `keep` replaces its folder at once, so an interrupted step leaves no part
+        # of a row.
         text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
         self.parts.book.keep(name, lambda folder: _text(folder / ROWS, text))
 
     def remember(self, asked: LabelWork, step: Step) -> Step:
         self.state.cursor = self.roles.prompts.cursor
+        # Only after the last step: a later one may still find an answer with steps.
         if asked.index == self.stage.steps and not rows_of(self.parts.book.kept(rows_name(self.stage.name))):
             raise DataError(
                 f"{self.stage.name}: no answer has a label. Answers need a step that ends with {self.stage.separator!r}"

@@ -47,8 +47,10 @@ class ImitationCheck(Observer):
             cursor=(event.index - 1) * stage.batch,
         )
         task, _ = next(prompts)
+        # The first token that counts has its source at the end of the prompt.
         shown = batch.ids_N[: int(batch.source_M[0]) + 1]
         asked = [np.asarray(roles.dialogue(task.id).see(p, task.tools)) for p in _prompts(roles, event.index, task)]
+        # `same_question` is called only for its error: it compares again, and says where the two differ.
         if asked and not any(np.array_equal(shown, ids) for ids in asked):
             same_question(shown, asked[0], roles.text)
 
