@@ -116,6 +116,7 @@ class FittingTasks:
     def of(environment: Environment, kind: Kind, renderer: PairRenderer, context: int) -> FittingTasks | None:
         """The training tasks that fit, or None where they are generated without end."""
         source, held = environment.train, environment.heldout
+        # Tasks without end cannot be looked through: a judgement that does not fit is refused in its step.
         if source.count is None:
             return None
         train = [source.task(i) for i in range(source.count)]
@@ -169,6 +170,8 @@ def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: i
     parts = [segments(j, renderer, context) for j in judgements]
     sides = [side for j in judgements for _, side in completions(j)]
     weights = np.array([j.weight if isinstance(j, Pair) else 1.0 for j in judgements])
+    # [E] counts completions, judgement by judgement. A stream [M] repeats the number of a completion once for each of
+    # its spoken tokens.
     each_E = np.repeat(weights, [len(p) for p in parts])
     flat = [s for p in parts for s in p]
     spoken = [s.spoken for s in flat]
@@ -177,6 +180,8 @@ def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: i
         WEIGHT: np.repeat(each_E, spoken),
     }
     margins = [j.margin for j in judgements if isinstance(j, Pair) and j.margin is not None]
+    # A stream has a number for every token, so one judgement without a margin leaves the stream out. An algorithm that
+    # reads margins then names the row that lacks one.
     if len(margins) == len(judgements):
         streams[MARGIN] = np.repeat(np.repeat(np.array(margins, np.float64), [len(p) for p in parts]), spoken)
     unit_E = np.repeat(np.arange(len(parts), dtype=np.int32), [len(p) for p in parts])
@@ -220,6 +225,8 @@ class AgreementReport:
         shares, gaps = dict[int, float](), list[float]()
         for u in np.unique(unit[unit >= 0]).tolist():
             own = np.flatnonzero(unit == u)
+            # All (better, worse) completions of the unit: one pair, or all pairs of a ranking, which then count as one
+            # together.
             better, worse = np.nonzero(worth[own][:, None] > worth[own][None])
             if len(better):
                 gap = score[own][better] - score[own][worse]
@@ -237,6 +244,7 @@ class AgreementReport:
             raise InvariantError(f"{int((~np.isfinite(score_E)).sum())} held-out completions have no finite score")
         if not len(good) or not len(bad):
             return None
+        # [good, bad] comparisons, a tie as one half: their mean is the area under the ROC curve.
         above = (good[:, None] > bad).mean(1) + 0.5 * (good[:, None] == bad).mean(1)
         return AgreementReport(Score.of(above), float(good.mean() - bad.mean()))
 

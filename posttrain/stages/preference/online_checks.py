@@ -50,8 +50,11 @@ def kept_again(reward_C: np.ndarray, keep: int, temperature: float, rng: np.rand
         left_C = np.isinf(round_C)
         if not left_C.any() or (~left_C).sum() >= keep:
             break
+        # The paper's chance of those that are left. One that has passed may lie above their maximum; its chance is not
+        # read, and the minimum keeps it finite. All C uniforms are drawn in each round, as the stage draws them.
         chance_C = np.exp(np.minimum(reward_C - reward_C[left_C].max(), 0) / temperature)
         round_C[left_C & (rng.random(len(reward_C)) < chance_C)] = k
+    # By round, and within a round by place, which a stable sort keeps.
     return np.argsort(round_C, kind="stable")[: min(keep, len(reward_C))]
 
 
@@ -62,6 +65,7 @@ def compared_again(told: Sequence[tuple[float, Episode]], g: Group, a: Preferenc
         return [told] if len(told) > 1 else []
     if kind(a.draw) != "RejectionSampled":
         return [told[:2]]
+    # The same generator as the stage's: with the same numbers both computations must keep and mix the same completions.
     rng, draw = seeds.generator(place, "pairs", g.task.id, g.visit), cast("Any", a.draw)
     kept = kept_again(np.array([r for r, _ in told]), draw.keep, draw.temperature, rng)
     mixed = rng.permutation(kept)
@@ -75,10 +79,12 @@ def pairs_again(groups: Sequence[Group], a: PreferenceAlgorithm, place: int) -> 
         told = [(r, e) for e in g.episodes if (r := outcome(e.verdicts)) is not None and e.spoken]
         for pair in compared_again(told, g, a, place):
             if same_outcome([e for _, e in pair]):
+                # A tie is a preference of one half, and the divergence to the reference is learned at it too.
                 if kind(a.link) == "Nash":
                     out.append(PairAgain(pair[0][1], pair[1][1], 0.0))
                 continue
             ordered = sorted(pair, key=lambda t: t[0])
+            # The first of equal ones, as they were sampled.
             best = next(e for r, e in pair if r == ordered[-1][0])
             worst = next(e for r, e in pair if r == ordered[0][0])
             out.append(PairAgain(best, worst, ordered[-1][0] - ordered[0][0]))
@@ -138,6 +144,8 @@ class SampledPairCheck(Observer):
                 self._pairs = pairs_again(e.groups, roles.stage.algorithm, roles.place)
             case PackedEvent(batch=batch):
                 tokens = [x.spoken for p in self._pairs for x in (p.chosen, p.rejected)]
+                # With another number of completions there is nothing to compare token by token; `sides_are_as_judged`
+                # then says so.
                 if batch.episodes == len(tokens):
                     tokens_are_as_sampled(batch, self._pairs)
                 sides_are_as_judged(batch, rows_of_pairs(self._pairs, roles.stage.algorithm))
@@ -183,6 +191,7 @@ def opponents_play(groups: Sequence[Group], opposed: range) -> None:
 
 def beginning(s: Segment, most: int) -> Segment:
     """A segment up to its `most`-th spoken token."""
+    # n tokens of the sequence, up to the last of the m spoken ones that stay; each array is cut by what it counts.
     at = np.flatnonzero(s.mask)[:most]
     n, m = int(at[-1]) + 1, len(at)
     return replace(
@@ -201,11 +210,15 @@ def mixture_logp(policy: Examiner, reference: Examiner, packed: Packed, share: f
     """float64 [M]: log of pi^(1 - share) ref^share at each spoken token, from the two whole distributions."""
     mixed_MV = 0.0
     for model, weight in ((policy, 1 - share), (reference, share)):
+        # 0: the whole vocabulary, sorted by log-prob. It goes back to the order of the ids, so that two models can be
+        # added.
         top = model.top(packed, 0)
         logp_MV = np.full((len(top), int(top.ids.max()) + 1), -np.inf)
         np.put_along_axis(logp_MV, top.ids.astype(np.int64), top.logp.astype(np.float64), 1)
+        # A weight of 0 leaves the model out: 0 times -inf would be NaN.
         mixed_MV = mixed_MV + (weight * logp_MV if weight else 0.0)
     assert isinstance(mixed_MV, np.ndarray)
+    # log Z = log sum exp, with the maximum taken out first, so that nothing underflows.
     most = mixed_MV.max(1, keepdims=True)
     norm_M = np.log(np.exp(mixed_MV - most).sum(1)) + most[:, 0]
     return mixed_MV[np.arange(packed.spoken), packed.target_M] - norm_M

@@ -56,6 +56,7 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         if stage.share is not None:
             assert reference is not None  # a draw with an opponent reads it
             opponent = parts.oppose(reference, stage.share)
+            # The opponent's completions are some of the siblings of a prompt; all others are the policy's.
             player = Player(opponent.sampler, rollout.dialogue, sampling)
             rollout = replace(rollout, opponents=dict.fromkeys(stage.opposed, player))
         self.roles = OnlineRoles(
@@ -93,6 +94,7 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         h.watch.emit(PlayedEvent(e))
         found = sampled_pairs(e.groups, a, h.place)
         played = merge(rollout_gauges(e, Credit((), 0.0)), e.engine, found.gauges())
+        # Before it is known whether there is a pair: the record has every answer, also of steps that teach nothing.
         self._record(e)
         if not found.pairs:
             h.sync.forget()  # as if weights had come
@@ -114,6 +116,7 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         with self.clock.of("sync"):
             await h.sync.follow(self.trainer.version)
             if h.opponent is not None:
+                # The opponent is a mixture with the policy, so it gets the policy's weights too.
                 await h.opponent.follow(self.trainer.version)
         return step
 

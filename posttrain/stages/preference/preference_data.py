@@ -22,6 +22,7 @@ from posttrain.system.errors import InvariantError
 def judged_again(roles: PreferenceRoles | RewardRoles, index: int) -> list[Judgement]:
     """The judgements of step `index` (from 1), drawn again: a function of the seed, the stage and the step."""
     stage, seed = roles.stage, roles.run.seed
+    # Written again and not taken from `judged_batches`, whose order and random numbers are what is checked.
     prompts = Prompts(
         roles.source, seeds.torch_seed(seed, f"judgements/{stage.name}"), cursor=(index - 1) * stage.batch
     )
@@ -83,12 +84,16 @@ def completion_ends_once(batch: Batch, stop_ids: Sequence[int], text: Callable[[
     """Checks that of every judged completion all tokens count, to its end, which is its one stop token; its prompt does
     not."""
     ends_S = np.cumsum(batch.lengths_S) - 1
+    # A source is the position before a token that counts. first_M: the token is the first of its completion. gaps_M:
+    # the one before it does not count, though it is none of the prompt. last_S: the position of the last token that
+    # counts.
     first_M = np.append(True, np.diff(batch.segment_M) != 0) if batch.spoken else np.zeros(0, bool)
     gaps_M = ~first_M & (np.diff(batch.source_M, prepend=0) != 1)
     last_S = np.full(len(ends_S), -1)
     np.maximum.at(last_S, batch.segment_M, batch.source_M + 1)
     stops_M = np.isin(batch.target_M, list(stop_ids))
     stops_S = np.bincount(batch.segment_M, stops_M, len(ends_S)).astype(int)
+    # A model without a stop token ends nothing by one.
     ends = np.isin(batch.ids_N[ends_S], list(stop_ids)) & (stops_S == 1) if stop_ids else np.ones(len(ends_S), bool)
     whole = (last_S == ends_S) & (np.bincount(batch.segment_M, gaps_M, len(ends_S)) == 0)
     wrong = np.flatnonzero(~(ends & whole))
@@ -119,6 +124,7 @@ def sides_share_a_prompt(batch: Batch, text: Callable[[np.ndarray], str]) -> Non
 
 def prompts_of(batch: Batch) -> list[np.ndarray]:
     """The tokens of each completion before its first that counts."""
+    # A judged completion is one sequence, so [S] and [E] count the same.
     starts_E = np.cumsum(batch.lengths_S) - batch.lengths_S
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
     return [batch.ids_N[s : batch.source_M[m] + 1] for s, m in zip(starts_E, first_E, strict=True)]
@@ -133,6 +139,7 @@ def tokens_are_as_judged(
         judgement = judged[unit]
         task = judgement.task
         asked = np.asarray(roles.dialogue(task.id).see(task.prompt, task.tools))
+        # The completions of a unit stand in the order of `told`, the better one first.
         for e, (words, side) in zip(np.flatnonzero(unit_E == unit).tolist(), told(judgement), strict=True):
             _, want = roles.renderer.pair(task.prompt, words, task.id, task.tools)
             ids, held = batch.ids_of(e), prompts[e]

@@ -69,6 +69,8 @@ def _known(piece: Any) -> bool:
     return (
         read is not None
         and not piece.absent
+        # A setting that the definition does not read must stand at its default, or the piece means something else than
+        # here.
         and all(f.name in read or f.default is MISSING or getattr(piece, f.name) == f.default for f in fields(piece))
     )
 
@@ -116,7 +118,10 @@ class _Tokens:
             return (1 / n_E)[self.sequence_M]
         if kind(statistic) != "Desensitized":
             return np.ones(len(self.sequence_M))
+        # LD-DPO (2409.06411): tokens up to the length of the shortest completion of the unit count 1, those after it
+        # alpha.
         shortest_E = np.array([n_E[self.unit_E == u].min() for u in self.unit_E])
+        # The place of each token in its completion, whose tokens lie side by side in [M].
         nth_M = np.concatenate([np.zeros(0, np.int64), *(np.arange(n) for n in n_E)])
         return np.where(nth_M < shortest_E[self.sequence_M], 1.0, statistic.alpha)
 
@@ -128,8 +133,11 @@ class _Tokens:
 def _score(a: PreferenceAlgorithm, s_E: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """h of each completion, and its derivative by the (weighted) sum of its tokens."""
     if kind(a.statistic) == "LogOdds":
+        # s is the mean log-prob, p = exp(s). h = log(p / (1 - p)) = s - log(1 - p), and dh/ds = 1 / (1 - p). At p = 1
+        # the odds are infinite, so s stays below 0.
         rest = -np.expm1(np.minimum(s_E, -1e-30))
         return s_E - np.log(rest), 1 / rest
+    # h = f'(t) with t = exp(s), and dh/ds, of each divergence (2309.16240).
     match kind(a.divergence):
         case "ForwardKL":
             return -np.expm1(-s_E), np.exp(-s_E)
@@ -159,10 +167,14 @@ def _of_difference(link: Any, x: np.ndarray, beta: float) -> np.ndarray:
         case "Hinge":
             return np.where(x < link.delta, -1.0, 0.0)
         case "Square":
+            # d/dx (x / beta - 1 / (2 beta))^2
             return 2 * (x / beta - 1 / (2 * beta)) / beta
         case "Exact":
+            # With q = sigmoid(x), d KL / dq = log(q / (1 - q)) - log((1 - rate) / rate), whose first term is x.
             return _bump(x) * (x - np.log((1 - link.rate) / link.rate))
         case _:  # Discovered
+            # m exp(-x) + (1 - m) log(1 + exp(-x)), by the product rule: `far` and `near` are the two losses that m
+            # mixes.
             m = _sigmoid(x / link.tau)
             far, near = np.exp(-x), np.logaddexp(0, -x)
             return m * (1 - m) / link.tau * (far - near) - (1 - m) * _sigmoid(-x) - m * far
@@ -173,6 +185,7 @@ def _noisy(a: PreferenceAlgorithm, x: np.ndarray) -> np.ndarray:
     up, noise = _of_difference(a.link, x, a.beta), a.noise
     if noise is None:
         return up
+    # A loss with f(-x) has the derivative -f'(-x), hence the signs: conservative mixes, robust subtracts and rescales.
     rate, down = noise.rate, _of_difference(a.link, -x, a.beta)  # type: ignore[attr-defined]
     return (
         (1 - rate) * up - rate * down
@@ -185,12 +198,14 @@ def _of_side(link: Any, u: np.ndarray, good: np.ndarray, beta: float) -> np.ndar
     """The derivative of a link of sides by the reward."""
     match kind(link):
         case "NoiseContrast":
+            # Both sides have -log sigmoid(-u) / 2, the chosen one -log sigmoid(u) besides.
             return 0.5 * _sigmoid(u) - np.where(good, _sigmoid(-u), 0.0)
         case "Binary":
             return np.where(good, -_sigmoid(-u), _sigmoid(u))
         case "SelfPlay":
             return 2 * (u - np.where(good, 0.5, -0.5)) / beta**2
         case _:  # AnchoredZero, Prospect
+            # 1 - sigmoid(u) of a good completion, sigmoid(u) of a bad one.
             return np.where(good, -_bump(u), _bump(u))
 
 
@@ -220,12 +235,16 @@ def preference_demand(
         return None
     tokens = _Tokens(batch.sequence_M, rows.unit_E)
     weight_M = rows.weight_E[batch.sequence_M]
+    # The gradient by a token is coef * (share of its judgement) * (its share in the completion's sum) * (slope of the
+    # judgement's loss by that sum), plus added terms. Sums and slopes are of whole completions, [E].
     l_M = logp_M - batch[REFERENCE] if a.against == "reference" else logp_M
     want_M, size_M = _added(a, batch, rows, tokens)
     if kind(a.link) == "Nash":
         chosen = (rows.side_E == 1)[batch.sequence_M]
         assert rows.margin_U is not None
         p_M = rows.margin_U[rows.unit_E][batch.sequence_M]
+        # The policy's own tokens alone, each with (beta * log-ratio - (preference of its completion - 1/2)): the
+        # gradient of the game against the opponent (2312.00886).
         own_M = a.coef * weight_M * ~batch[OPPONENT]
         paid = np.where(chosen, p_M, 1 - p_M) - 0.5
         want_M = want_M + own_M * (a.beta * (logp_M - batch[REFERENCE]) - paid)
@@ -234,16 +253,23 @@ def preference_demand(
     fixed, share_M = _constants(a, batch, rows, tokens, shift), tokens.share(a.statistic)
     # match=margins compares sums of log pi and of log ref apart
     seen_M = logp_M if a.match == "margins" else l_M
+    # The sum of a completion, and the sum of its absolute terms, to which the rounding error of the sum is
+    # proportional.
     sums_E, terms_E = tokens.sum(share_M * seen_M), tokens.sum(share_M * np.abs(seen_M))
+    # A margin and a shift are subtracted after beta: divided by it they are in units of the sums.
     of_unit_E = np.zeros(len(terms_E)) + (np.abs(fixed.margin_U)[rows.unit_E] + abs(fixed.shift)) / a.beta
     terms_E = terms_E + of_unit_E + np.abs(fixed.match_E)
     slope_E = _slope(a, rows, fixed, sums_E)
+    # How far the slope moves if the sums are off by that share, chosen ones up and rejected ones down, or the other way
+    # round: both signs, since a slope with a corner may move to one side only.
     signed_E = NUDGE * terms_E * np.where(rows.side_E == 1, 1.0, -1.0)
     apart_E = np.maximum(*(np.abs(_slope(a, rows, fixed, sums_E + d) - slope_E) for d in (signed_E, -signed_E)))
     own_E = _own(batch, tokens, rows) if a.weights == "wpo" else np.ones(len(slope_E))
     per_M = a.coef * weight_M * own_E[batch.sequence_M] * share_M
     size_E = np.abs(slope_E) + apart_E / NUDGE
     if kind(a.link) in FLAT:
+        # The slope of a sigmoid is at most 1/4. Where it is flat, the true slope is far smaller than what rounding does
+        # to it.
         size_E = size_E + 0.25 * a.beta * np.abs(_score(a, sums_E)[1])
     return Demand(
         want_M + per_M * slope_E[batch.sequence_M],
@@ -261,12 +287,15 @@ def _slope(a: PreferenceAlgorithm, rows: JudgedRows, fixed: _Constants, sums_E: 
         return a.beta * by_sum_E * np.where(good, a.good, a.bad) * _of_side(a.link, u_E, good, a.beta)
     c, r = rows.at(1), rows.at(0)
     if a.match == "rewards":
+        # Each side is compared with a constant of its rank, so a chosen and a rejected completion have slopes of their
+        # own.
         out[c] = _noisy(a, a.beta * (h_E[c] - fixed.match_E[c]))
         out[r] = -_noisy(a, a.beta * (fixed.match_E[r] - h_E[r]))
     elif a.link.of == "sides":
         out[c] = _of_side(a.link, u_E[c], good[c], a.beta)
         out[r] = _of_side(a.link, u_E[r], good[r], a.beta)
     elif kind(a.link) == "AnchoredDown":
+        # The loss is sigmoid(u_c) - sigmoid(u_c - u_r) up to a constant; the derivative of the sigmoid is even.
         out[r] = _bump(u_E[r] - u_E[c])
         out[c] = _bump(u_E[c]) - out[r]
     else:
@@ -292,6 +321,7 @@ def _constants(a: PreferenceAlgorithm, batch: Batch, rows: JudgedRows, tokens: _
     match_E, sure_E = np.zeros(len(rows.unit_E)), np.ones(len(rows.unit_E), bool)
     if a.match is not None:
         c, r = rows.at(1), rows.at(0)
+        # Ranks are those at the start of the step and do not move with the log-probs: no gradient flows through them.
         start_M, reference_M = (batch[s].astype(np.float64) for s in (START, REFERENCE))
         if a.match == "margins":
             own, other = (tokens.scores(a, x) for x in (start_M, reference_M))
@@ -306,7 +336,9 @@ def _constants(a: PreferenceAlgorithm, batch: Batch, rows: JudgedRows, tokens: _
 
 def _at_rank(own: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The entry of `other` with the rank of each entry of `own`, and whether that rank is clear."""
+    # Equal entries rank in their order. That is quadratic in the minibatch, and written unlike the loss's own sort.
     rank = np.array([int((own < x).sum() + (own[:i] == x).sum()) for i, x in enumerate(own)])
+    # An entry is near itself; a second one near it makes its rank a matter of rounding.
     near = np.abs(own[:, None] - own[None, :]) <= SAME * (1 + np.abs(own))[:, None]
     return np.sort(other)[rank], near.sum(1) == 1
 
@@ -315,6 +347,7 @@ def _own(batch: Batch, tokens: _Tokens, rows: JudgedRows) -> np.ndarray:
     """[E]: how likely the policy says both sides of a pair: exp of the mean of log p - log sum p^2, multiplied."""
     logp_M = batch[START].astype(np.float64)
     mean_E = tokens.sum(logp_M - np.log(batch[COLLISION].astype(np.float64))) / tokens.length_E
+    # exp of the sum over both sides: the product of the two.
     return np.exp(np.bincount(rows.unit_E, mean_E))[rows.unit_E]
 
 
@@ -327,6 +360,7 @@ def _added(a: PreferenceAlgorithm, batch: Batch, rows: JudgedRows, tokens: _Toke
         if kind(term) == "Optimism":
             out = out + coef * weight_M * batch[OPPONENT]
             continue
+        # A gold completion stands on side 2 of its unit, beside the chosen and the rejected one.
         on_M = weight_M * (side_M == (2 if kind(term) == "GoldNLL" else 1))
         whole = 1.0 if getattr(term, "over", "tokens") == "sequences" else on_M.sum()
         out = out - coef * on_M / (whole or 1.0)

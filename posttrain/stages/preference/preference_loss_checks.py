@@ -61,6 +61,7 @@ def agrees_on_synthetic_judgements(a: PreferenceAlgorithm) -> None:
     if unknown(a):
         return
     raw, logp_M, rows = _synthetic(a)
+    # Where a shift is made of completions under other prompts, two log-ratios are given whose mean is 0.3.
     batch, _ = prepared(a, raw, {}, np.array([0.5, 0.1]) if a.reads_mismatched else None)
     if a.reads_mismatched:
         shift = 0.3 * a.beta
@@ -69,6 +70,7 @@ def agrees_on_synthetic_judgements(a: PreferenceAlgorithm) -> None:
         shift = total / count
     else:
         shift = 0.0
+    # The first completion of the second half of the units: no unit is split between the two micro-batches.
     half = int(np.searchsorted(rows.unit_E, UNITS // 2))
     parts = [np.arange(half), np.arange(half, batch.episodes)]
     passes = Passes(Needs(), episodes=parts)
@@ -79,6 +81,7 @@ def agrees_on_synthetic_judgements(a: PreferenceAlgorithm) -> None:
         passes.logp.append(logp.detach().double().numpy())
         passes.logp_grad.append(np.zeros(len(logp)) if logp.grad is None else logp.grad.double().numpy())
     try:
+        # `raw`, not `batch`: the second computation reads no stream that was made for the loss.
         preference_loss_agrees(a, raw, passes, rows, shift)
     except InvariantError as error:
         raise InvariantError(f"on made-up judgements, before the first step: {error}") from error
@@ -90,12 +93,16 @@ def _synthetic(a: PreferenceAlgorithm) -> tuple[Batch, np.ndarray, JudgedRows]:
     order = SIDES[a.rows] or (1,)
     side_E = np.tile(np.array(order), UNITS)
     if a.rows == "label":
+        # 0, 1, 0, 0, 1, 0: both labels, in unequal numbers.
         side_E = np.arange(UNITS) % 3 % 2
     unit_E = np.repeat(np.arange(UNITS), len(order))
     length_E = rng.permutation(np.arange(len(side_E))) % TOKENS + 1
     sequence_M = np.repeat(np.arange(len(side_E), dtype=np.int32), length_E)
+    # Each sequence is one prompt token and `length` spoken ones, so the sources of these are its first `length`
+    # positions.
     starts_E = np.cumsum(length_E + 1) - length_E - 1
     source_M = np.concatenate([s + np.arange(n) for s, n in zip(starts_E, length_E, strict=True)])
+    # match=... joins sides of different pairs, and refuses weights that differ.
     weight_U = np.ones(UNITS) if a.match is not None else rng.uniform(0.5, 1.5, UNITS)
     margin_U = rng.uniform(0, 1, UNITS)
     logp_M = rng.uniform(-3, -1, len(sequence_M)).astype(np.float32)
@@ -104,6 +111,7 @@ def _synthetic(a: PreferenceAlgorithm) -> tuple[Batch, np.ndarray, JudgedRows]:
         return (logp_M + rng.uniform(-by, by, len(logp_M))).astype(np.float32)
 
     start_M = near(0.3)
+    # sum p^2 over the vocabulary is at least p^2 of the token itself, and at most 1.
     p_M = np.exp(start_M.astype(np.float64))
     batch = Batch(
         ids_N=np.zeros(len(sequence_M) + len(side_E), np.int32),
@@ -135,6 +143,7 @@ class PreferenceLossCheck(Observer):
         """`kept`: what `state` was in the checkpoint that the stage goes on from; None where it starts, and an empty
         one where the checkpoint has none."""
         kept = {"sum": 0.0, "count": 0.0} if kept is None else kept
+        # NaN, from a checkpoint that has none of it, stays NaN in every sum: then nothing is compared.
         self._total: float = kept.get("sum", np.nan)
         self._count: float = kept.get("count", np.nan)
         self._elsewhere: float | None = None
@@ -181,6 +190,7 @@ class PreferenceLossCheck(Observer):
         elif a.shift == "mismatched" and due(index):
             mean, tokens = elsewhere(roles, batch)
             least = LEAST[roles.run.model.dtype].mean
+            # The mean is one of sums over completions, so its rounding error is that of a token times their length.
             shift_is(a, batch, a.beta * max(0.0, mean), OF_ROUNDING * least * tokens * a.beta)
 
 

@@ -87,15 +87,20 @@ class ReferenceCheck(Observer):
         batch, dtype, reference = event.batch, roles.run.model.dtype, roles.reference
         assert reference is not None
         if self._remembered is None:
+            # The first minibatch that is met is remembered with its reference log-probs, and scored again at every
+            # later `due` step.
             units = [batch.members(u) for u in range(min(REMEMBERED, batch.units))]
             self._remembered = batch.select(np.concatenate(units))
         some = self._remembered
         if isinstance(reference, ReferenceScores):
             now_M, then_M = (reference.of(segments_of(b, range(b.episodes))) for b in (batch, some))
+            # Log-probs that were computed ahead are read from memory: the same bits.
             bounds = Gap(0, 0), Gap(0, 0)
         else:
             reference_unmoved(reference)
             now_M, then_M = reference.score(batch), reference.score(some)
+            # The minibatch is scored once more as it was. The remembered part was scored inside a larger one, so
+            # rounding differs more.
             bounds = unmeasured(dtype, batch.sampling.temperature), CEILING[dtype]
         reference_says(batch[REFERENCE], now_M, bounds[0], "the reference log-probs in the minibatch")
         reference_says(some[REFERENCE], then_M, bounds[1], "the reference log-probs of the first step")
@@ -111,6 +116,7 @@ class ReferenceCheck(Observer):
                     " what is made of them over the minibatch would be of other weights or other tokens"
                 )
         if self._first and packed.index == 1:
+            # Only the policy's own start gives ratios of 0; a named reference is another model.
             own = roles.stage.algorithm.reads_reference and roles.stage.reference is None
             if own:
                 worst = starts_at_reference(logp_M, batch[REFERENCE], dtype, exact, batch.sampling.temperature)

@@ -19,6 +19,7 @@ def under_other_prompts(batch: Batch, longest: int) -> list[Segment]:
     parts = [(ids[: len(ids) - n], ids[len(ids) - n :]) for ids, n in zip(said, spoken_E.tolist(), strict=True)]
     out: list[Segment] = []
     for i, (prompt, _) in enumerate(parts):
+        # A negative index goes on at the end, so the first row has the last one before it.
         before = [parts[i - k] for k in range(1, len(parts))]
         other = next((text for asked, text in before if asked.tolist() != prompt.tolist()), None)
         if other is None or len(prompt) + len(other) > longest:

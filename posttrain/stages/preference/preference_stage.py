@@ -73,6 +73,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         )
         self._heldout = fitting(stage, heldout_judgements(setting.environment), render, context)
         with self.clock.of("score"):
+            # After the roles, since it reads the data that they hold where log-probs are computed ahead.
             self.roles.reference = self._reference(checkpoint)
         await self.watch.begin(self.roles)
         return self._ask, self._learn
@@ -142,6 +143,8 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         """Returns whether the reference's log-probs are computed before the first step."""
         if self.stage.ahead is not None:
             return self.stage.ahead
+        # By default where tasks come again, so that each completion is computed once. With an adapter the reference is
+        # the model without it, which takes no further memory.
         return self.roles.source.count is not None and self.parts.run.model.lora is None
 
     def _reference(self, checkpoint: Path | None) -> Reference | ReferenceScores | None:
@@ -153,6 +156,8 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             scorer = parts.teacher(stage.reference)
             state.reference = self._same(scorer.fingerprint())
             return self._computed(scorer) if self._ahead() else scorer
+        # Resumed: the learner has later weights, and the reference is what the stage began with. They change places for
+        # it.
         now = snapshot(parts.learner) if checkpoint is not None else None
         if now is not None:
             load_kept(parts, self.progress, starts(parts.run.stages, stage))
@@ -165,6 +170,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             return self._computed(parts.learner)
         finally:
             if now is not None:
+                # Also after an error: the policy must not go on from the weights of the reference.
                 restore(parts.learner, now)
 
     def _same(self, fingerprint: str) -> str:
@@ -180,6 +186,8 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
     def _computed(self, scorer: LogProbs) -> ReferenceScores:
         """The log-probs of all completions that the stage will meet. They are kept in the run folder."""
         stage, parts, folder = self.stage, self.parts, f"reference-{self.stage.name}"
+        # What an earlier part of the run, or a shorter run, has computed with the same reference is read and not
+        # computed again.
         scores = ReferenceScores.load(parts.book.folder / folder, self.state.reference)
         before = len(scores)
         for met in self._met():  # each step's own pass, so that a longer stage computes the same bits
@@ -200,6 +208,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             judged = self._judged(step)
             if stage.algorithm.reads_mismatched:
                 yield mismatched(self._segments(judged), self.roles.context)
+            # A judgement may be drawn in many steps; only its first meeting computes anything.
             new = [j for j in judged if (j.task.id, completions(j)) not in met]
             met.update((j.task.id, completions(j)) for j in new)
             yield self._segments(new)
@@ -214,6 +223,7 @@ def heldout_order(
     reference_logp: Callable[[Sequence[Segment]], np.ndarray],
 ) -> AgreementReport | None:
     """How well the learner's scores order held-out judgements. None where all have one label, or there are none."""
+    # One empty part, so that no held-out judgement at all joins to an empty array.
     scores = [np.zeros(0)]
     for i in range(0, len(heldout), HELDOUT_PART):
         judged = heldout[i : i + HELDOUT_PART]
@@ -227,5 +237,6 @@ def heldout_order(
         return None
     if isinstance(heldout[0], Label):
         return AgreementReport.of_labels(score_E, np.array([isinstance(j, Label) and j.good for j in heldout]))
+    # Pairs stand chosen, rejected, chosen, rejected: even places are the better ones, and two places are a unit.
     units = np.arange(len(score_E))
     return AgreementReport.of(score_E, units % 2 == 0, units // 2, [j.task.id for j in heldout])

@@ -49,6 +49,7 @@ class SampledPairs:
     def gauges(self) -> Gauges:
         asked = len(self.pairs) + self.tied + self.unjudged
         opposed = [p.chosen.opposed for p in self.pairs if p.chosen.opposed != p.rejected.opposed and p.gap]
+        # Only pairs of one completion of each, and no tie: how often the policy is preferred to its opponent.
         won = {"preference/won": Gauge.of([not lost for lost in opposed])} if opposed else {}
         return won | {
             "preference/pairs": Gauge(len(self.pairs), 1),
@@ -95,6 +96,7 @@ def compared(group: Group, a: PreferenceAlgorithm, place: int) -> list[list[Epis
     rng = seeds.generator(place, "pairs", group.task.id, group.visit)
     rewards = np.array([e.reward for e in judged], np.float64)
     kept = rng.permutation(rejection_sampled(rewards, a.draw.keep, a.draw.temperature, rng))
+    # An odd one that is left over is in no pair.
     return [[judged[i], judged[j]] for i, j in kept[: len(kept) // 2 * 2].reshape(-1, 2)]
 
 
@@ -114,6 +116,8 @@ def sampled_pairs(groups: Sequence[Group], a: PreferenceAlgorithm, place: int) -
         unjudged += not sets
         for considered in sets:
             rewards = np.array([e.reward for e in considered], np.float64)
+            # Rewards are sums of verdicts. What lies within their rounding is a tie, or the pair would be one of float
+            # noise.
             noise = rounding([size(e.verdicts) for e in considered], max(resolution(e.verdicts) for e in considered))
             if spread(rewards, noise):
                 best, worst = considered[int(np.argmax(rewards))], considered[int(np.argmin(rewards))]

@@ -44,6 +44,8 @@ def reward_batch(
             message has its place.
     """
     batch = batch_of(judged, renderer, context)
+    # The first token of each sequence, and the judgement of each sequence. The weight of a judgement stands on all
+    # tokens of all its completions; the total takes it once, at the first token of its first sequence.
     first_S = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
     unit_S = np.arange(len(first_S)) if batch.unit_E is None else batch.unit_E
     total = float(batch[WEIGHT][first_S[np.searchsorted(unit_S, np.arange(batch.units))]].sum())
@@ -120,6 +122,7 @@ def heldout_agreement(
         part = judged[i : i + PART]
         batch = reward_batch(part, stage, renderer, context, ends)
         if stage.judgement == "steps":
+            # Only the last token of a labelled step has a label; all others are NaN.
             at = np.flatnonzero(~np.isnan(batch[STEP]))
             score += step_scores(learner, batch)[at].tolist()
             worth += batch[STEP][at].tolist()
@@ -127,11 +130,14 @@ def heldout_agreement(
         first = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
         score += learner.rewards(batch).astype(np.float64).tolist()
         known = batch[RATING if stage.judgement == "rating" else SIDE][first]
+        # Several attributes count as their mean; an attribute that was not rated is left out of it.
         worth += (np.nanmean(known, 1) if known.ndim > 1 else known).astype(np.float64).tolist()
+        # `i` judgements came before this part: units are numbered over all parts.
         unit += (i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)).tolist()
     if stage.judgement == "steps":
         return AgreementReport.of_labels(np.array(score), np.array(worth) > 0.5)
     partners, ids = _partners(judged, np.array(worth), np.array(unit)), [j.task.id for j in judged]
+    # Single completions are paired at random, so a pair of them is of no one task.
     ids = ids if stage.judgement in ("pair", "ranking") else []
     return AgreementReport.of(np.array(score), np.array(worth), partners, ids)
 
@@ -181,6 +187,7 @@ def _scores(
     judged: Sequence[Judgement], learner: Learner, renderer: PairRenderer, context: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(score, side, tokens, number of its judgement) of each completion."""
+    # An empty part first, so that no judgement at all gives empty arrays.
     parts: list[tuple[np.ndarray, ...]] = [(np.zeros(0),) * 3 + (np.zeros(0, np.int64),)]
     for i in range(0, len(judged), PART):
         batch = batch_of(judged[i : i + PART], renderer, context)
@@ -221,6 +228,8 @@ def _partners(judged: Sequence[Judgement], worth: np.ndarray, unit: np.ndarray) 
     if not judged or not isinstance(judged[0], Label | Rating):
         return unit
     out, waiting = np.full(len(unit), -1), list[int]()
+    # Greedy pairing in a random order that is always the same. All that wait are of equal worth: two that differ would
+    # have been joined when the second came.
     for s in seeds.generator(0, "heldout-pairs", len(unit)).permutation(len(unit)).tolist():
         other = next((w for w in waiting if worth[w] != worth[s]), None)
         if other is None:

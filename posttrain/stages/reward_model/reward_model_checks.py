@@ -60,11 +60,13 @@ def score_reaches(learner: Learner, ids: np.ndarray) -> None:
     head = {n: p for n, p in parameters.items() if n.startswith(HEAD)}
     deaf = [n for n, p in head.items() if not p.requires_grad]
     if not deaf and score.requires_grad:
+        # The gradients are asked for and not stored on the parameters, whose own must be clean at the first step.
         found = torch.autograd.grad(score.sum(), list(parameters.values()), allow_unused=True)
         heard = {n for n, g in zip(parameters, found, strict=True) if g is not None and bool(held(g).any())}
         deaf = [n for n in head if n not in heard]
         beneath = any(n not in head for n in heard)
     else:
+        # The head already explains why nothing comes: of the weights beneath it nothing more is said.
         deaf, beneath = list(head), True
     learner.train_mode(False)
     if deaf or not head:
@@ -89,6 +91,7 @@ def sides_share_their_prompt(batch: Batch, text: Any) -> None:
     begin = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
     for unit in range(batch.units):
         own = batch.members(unit)
+        # The tokens of each sequence up to the source of its first token that counts.
         prompts = {batch.ids_N[ends[s] - batch.lengths_S[s] : batch.source_M[begin[s]] + 1].tobytes() for s in own}
         if len(prompts) > 1:
             s = int(own[-1])
@@ -106,9 +109,11 @@ def reads_the_end(learner: Learner, batch: Batch) -> None:
     Raises:
         InvariantError: the score is read elsewhere.
     """
+    # Two judgements: one token of the first sequence changes, and all other sequences must not feel it.
     two = batch.select(batch.members(0)) if batch.units < 2 else batch.select(np.r_[batch.members(0), batch.members(1)])
     ids = two.ids_N.copy()
     at = int(np.cumsum(two.lengths_S)[0]) - 1
+    # Another token of the sequence, so that it is one of the vocabulary. Where that is equal too, nothing is compared.
     ids[at] = ids[at - 1] if ids[at - 1] != ids[at] else ids[0]
     changed = replace(two, ids_N=ids, target_M=ids[two.source_M + 1])
     before, after = learner.rewards(two), learner.rewards(changed)
@@ -140,6 +145,8 @@ def expected_loss(
         r = [float(x) for x in score_S[at : at + len(own)]]
         said = None if logp_S is None else [float(x) for x in logp_S[at : at + len(own)]]
         at += len(own)
+        # R are the scores. A label: -log sigmoid(+-R). A pair: -log sigmoid(R_c - R_r - margin), by Bradley and Terry.
+        # A ranking: the mean over its pairs (2203.02155), or Plackett-Luce, sum_k log sum_(i >= k) exp(R_i - R_k).
         if isinstance(j, Label):
             each = _below(r[0] if j.good else -r[0])
         elif isinstance(j, Pair):
@@ -150,9 +157,11 @@ def expected_loss(
         else:
             each = sum(math.log(math.fsum(math.exp(x - r[k]) for x in r[k:])) for k in range(len(r) - 1))
         if len(r) > 1:
+            # For a pair this is centre * (R_c + R_r)^2 (2312.09244).
             each += stage.centre * (2 / len(r) * sum(r)) ** 2
         if stage.regularise != "none":
             assert said is not None
+            # The language head is trained besides (2406.10216): on the chosen completion, or on the pair as DPO is.
             x = said[0] if stage.regularise == "sft" else said[0] - said[1]
             each = (1 - stage.alpha) * each + stage.alpha * _below(stage.beta * x)
         total += weight * each
@@ -161,6 +170,7 @@ def expected_loss(
 
 def _below(x: float) -> float:
     """-log sigmoid(x)"""
+    # Stable for both signs: exp gets no positive number.
     return math.log1p(math.exp(-abs(x))) + max(-x, 0.0)
 
 
@@ -206,6 +216,7 @@ class RankingCheck(Observer):
                     self._expected = expected_step_loss(roles, event.batch, judged)
             elif due(event.index):
                 logp_S = None if roles.stage.regularise == "none" else self._language(roles, event.batch)
+                # Scored before the step, with the weights that the loss will have.
                 self._expected = expected_loss(judged, roles.stage, roles.learner.rewards(event.batch), logp_S)
         if self._first:
             self._first = False

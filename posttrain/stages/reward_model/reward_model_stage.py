@@ -53,6 +53,7 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
     ) -> tuple[Callable[[int], Awaitable[DataBatch]], Callable[[DataBatch], Awaitable[Step]]]:
         parts, stage = self.parts, self.stage
         if stage.labels_of is not None:
+            # Before all else: what the stage learns and is measured by are the rows that the earlier stage labelled.
             self.setting = replace(self.setting, environment=labelled(parts, stage))
         setting = self.setting
         context = parts.sampler.context
@@ -105,6 +106,7 @@ def labelled(parts: RunParts, stage: RewardModel) -> Environment:
     assert stage.labels_of is not None
     rows = parts.book.kept(rows_name(stage.labels_of)) / ROWS
     args = {"judged": "steps", "separator": stage.separator}
+    # As many of these rows are held out as the stage's environment would hold out tasks.
     config = Env(name="prompts", prompts=str(rows), args=args, heldout=parts.run.env_of(stage).heldout)
     found = environment(config, parts.run.seed)
     parts.say(f"{stage.name}: {len(found.abilities.rows or ())} answers that {stage.labels_of} labelled")
