@@ -25,6 +25,7 @@ def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> No
     """filter=mixed keeps exactly the groups whose raw outcomes differ by more than rounding, before any shaping."""
     for groups, wanted in ((kept, True), (refused, False)):
         for g in groups:
+            # Demonstrations are no draws of the policy: the filter compares only what was sampled.
             own = [e for e in g.episodes if not e.shown]
             if same_outcome(own) is wanted:
                 raw = {outcome(e.verdicts) for e in own}
@@ -38,6 +39,7 @@ def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> No
 def no_held_out_task(groups: Sequence[Group], held: Mapping[Hashable, str], key: Callable[[Task], Hashable]) -> None:
     """No task that is trained on is held out. The environment defines when two tasks are the same."""
     for g in groups:
+        # Found by the key and not by the id: the same question may stand in two files with other ids.
         if (same := key(g.task)) in held:
             raise InvariantError(
                 f"training task {g.task.id!r} ({g.task.prompt!r:.80}) is held-out task {held[same]!r}: held-out"
@@ -51,6 +53,7 @@ def in_order_of_the_file(asked: Sequence[str], source: TaskSource) -> None:
     A shuffle gives that order by chance in at most 1 of 12! stages (2.1e-9).
     """
     n = len(asked)
+    # Fewer than 12 prompts come in the order of the file by chance too often. A source without end has no such order.
     if source.count is not None and 12 <= n <= source.count and list(asked) == [source.task(i).id for i in range(n)]:
         raise InvariantError(
             f"the first {n} prompts asked are the first {n} of their source, in its order: they are not shuffled, so"
@@ -72,21 +75,29 @@ def demonstration_ends_once(
         whole_turns: whether turns are learned whole. Else parts of one may be masked, and end in no stop token.
         documents: whether sequences that are learned from their beginning may have stop tokens inside.
     """
+    # Without stop ids nothing says where a turn ends.
     if not stop_ids:
         return
+    # [S]: the packed place of the last token of each demonstration.
     ends = np.cumsum(packed.lengths_S) - 1
     stops_N = np.isin(packed.ids_N, list(stop_ids))
+    # A spoken token stands one place behind the hidden state that predicts it.
     said_N = np.zeros(len(packed.ids_N), bool)
     said_N[packed.source_M + 1] = True
+    # A turn ends where a spoken token has no spoken one behind it.
     turn_ends_N = said_N & ~np.append(said_N[1:], False)
     counts = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
     turns = np.bincount(packed.segment_M, weights=turn_ends_N[packed.source_M + 1], minlength=len(ends))
+    # In a whole turn the stop token and the end are at one place. Where a part may be masked, only a stop inside is
+    # wrong.
     wrong_N = (stops_N & ~turn_ends_N) | ((turn_ends_N & ~stops_N) if whole_turns else False)
     misplaced = np.bincount(packed.segment_M, weights=wrong_N[packed.source_M + 1], minlength=len(ends))
     if documents:
+        # [S]: the place of the hidden state that predicts the first learned token, counted in its own segment.
         first_S = np.full(len(ends), len(said_N))
         np.minimum.at(first_S, packed.segment_M, packed.source_M - (ends + 1 - packed.lengths_S)[packed.segment_M])
         misplaced[first_S <= DOCUMENT] = 0
+    # The last token must be a stop token and be learned, whatever `whole_turns` says.
     wrong = np.flatnonzero(~(stops_N[ends] & said_N[ends]) | (misplaced > 0))
     if len(wrong):
         s = int(wrong[0])
@@ -110,6 +121,7 @@ def demonstration_ends_once(
 
 def same_question(shown: np.ndarray, asked: np.ndarray, text: Callable[[np.ndarray], str]) -> None:
     """The prompt before an imitated answer is the prompt that a rollout gets."""
+    # Token by token: the same words with another space or another special token are another prompt.
     if shown.tolist() != asked.tolist():
         raise InvariantError(
             f"imitation and reinforcement ask differently: before the imitated answer stands {text(shown)!r}"
@@ -137,6 +149,7 @@ class TaskCheck(Observer):
     async def begin(self, roles: ReinforceRoles) -> None:
         same = sameness(roles.rollout.environment)
         self._held = {same(t): t.id for t in roles.rollout.environment.heldout}
+        # Two environments need not have comparable keys, so tasks of the others are compared by their prompts.
         self._held_elsewhere = {as_written(t): t.id for e in roles.other_environments for t in e.heldout}
 
     def on_event(self, roles: ReinforceRoles | OnlineRoles, event: Event) -> ObserverReport | None:
@@ -146,9 +159,11 @@ class TaskCheck(Observer):
         no_held_out_task(e.played, self._held, sameness(roles.rollout.environment))
         no_held_out_task(e.played, self._held_elsewhere, as_written)
         self._never_asked_before(e.played)
+        # Only the beginning of the walk is kept. Refused groups were asked too, so they are a part of it.
         self._walk += [g.task.id for g in e.played][: WALK - len(self._walk)]
         in_order_of_the_file(self._walk, roles.prompts.source)
         if isinstance(roles.stage, Reinforce) and roles.stage.algorithm.filter == "mixed":
+            # Groups that passed too late to be learned from went through the same filter.
             filter_reads_outcomes((*e.groups, *e.spare), e.refused)
 
     def _never_asked_before(self, played: Sequence[Group]) -> None:

@@ -33,12 +33,14 @@ class LiveRules(Observer):
 
     async def begin(self, roles: JudgedRoles) -> None:
         tokenizer = getattr(roles.rollout.renderer, "tokenizer", None)
+        # Stop ids are special tokens too, and every answer that ends by itself has one. They are no sign of a fault.
         special = {*getattr(tokenizer, "all_special_ids", ()), *_marked(tokenizer)} - {*(roles.sampling.stop_ids or ())}
         self._special = frozenset(map(int, special))
 
     def on_event(self, roles: JudgedRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PlayedEvent) or not self._special:
             return None
+        # What a demonstration or an opponent said is no habit of the policy.
         episodes = [e for g in event.experience.played for e in g.episodes if e.own]
         return ObserverReport({"rollout/special": Gauge.of([self._says_special(e) for e in episodes])})
 
@@ -47,6 +49,7 @@ class LiveRules(Observer):
 
     def on_line(self, roles: JudgedRoles, step: Step) -> ObserverReport | None:
         self._history.add(step)
+        # Trimmed before the rules read it, so that their cost does not grow with the length of the run.
         self._history.trim()
         return ObserverReport(
             notes=tuple(f"{RULE}{f.rule}: {f.message}" for f in findings(self._history.steps, roles.stage))

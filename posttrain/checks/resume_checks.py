@@ -13,6 +13,7 @@ from posttrain.system.errors import InvariantError
 
 def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int | None) -> None:
     """A resumed stage takes the prompts that come next, with an optimizer that has its earlier state."""
+    # None: the stage has no walk through prompts.
     if walked is not None and int(walked) != cursor:
         raise InvariantError(
             f"the stage stopped after {int(walked)} prompts and would go on at prompt {cursor}: tasks and random"
@@ -42,11 +43,14 @@ class ResumeCheck(Observer):
         self._history = history
 
     async def begin(self, roles: ReinforceRoles) -> None:
+        # A stage that begins has nothing to go on from.
         steps = self._history.steps
         if not steps:
             return
         walked = steps[-1].gauges.get("rollout/walked")
+        # The history is whole here: it is trimmed only while the stage runs. A step whose update was skipped counts 0.
         taken = sum(s.gauges["optim/steps"].sum for s in steps if "optim/steps" in s.gauges)
+        # The count is part of the optimizer's state: one that was made anew has 0.
         remembered = roles.trainer.optimizer.state_tensors().get("steps")
         goes_on(
             walked.sum if walked else None, roles.groups.cursor, taken, None if remembered is None else int(remembered)

@@ -24,6 +24,7 @@ class StageHistory:
 
     def trim(self) -> None:
         """Forget the steps between the first and the last."""
+        # The first steps stay, because some rules compare the last steps of a stage with its first.
         del self.steps[FIRST:-KEPT]
 
 

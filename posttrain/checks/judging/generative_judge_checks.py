@@ -34,9 +34,11 @@ VERSUS = re.compile(r"vs (\d+):(\S+)")
 
 async def shows_no_verdict(environment: Environment, judging: Judging, task: Task) -> None:
     """InvariantError where anything that the environment shows of a task depends on which verdict is right."""
+    # The same task with the other verdict as the right one: all that is shown must stay the same, letter for letter.
     one, two = [await _shown(environment, judging, t) for t in (task, judging.regraded(task))]
     if one == two:
         return
+    # The lists may differ in length. The empty words at their ends then make the difference.
     first, second = next((a, b) for a, b in zip([*one, ""], [*two, ""], strict=False) if a != b)
     raise InvariantError(
         f"task {task.id!r}: what the judge is shown depends on the right verdict: {first!r:.120} becomes"
@@ -48,6 +50,7 @@ async def shows_no_verdict(environment: Environment, judging: Judging, task: Tas
 async def _shown(environment: Environment, judging: Judging, task: Task) -> list[str]:
     """All that is shown to the policy and to the other seats when it says the first verdict."""
     seats = environment.abilities.seats
+    # The other seats answer by script too, so that the game ends without a model.
     others = {} if seats is None else {name: (judging.ends[0],) * len(said) for name, said in seats(task).items()}
     talk = ScriptedPolicy((judging.ends[0],) * 8, seats=others)
     await environment.play(task, talk)
@@ -90,6 +93,7 @@ class JudgingCheck(Observer):
         train = [environment.train.task(i) for i in range(most)]
         for task in (*train[:SHOWN], *environment.heldout[:SHOWN]):
             await shows_no_verdict(environment, judging, task)
+        # An order of sides exists only where two are compared.
         if judging.sides == 2:
             order_is_random([judging.better(t) == 0 for t in train])
 
@@ -109,6 +113,7 @@ def votes_are_counted(judge: GenerativeJudge, group: Group, episode: Episode) ->
         return
     rivals = VERSUS.findall(verdict.why)
     read = [e for e in group.episodes if any(j.source == judge.name for j in e.verdicts)]
+    # Where all siblings say the same, the one answer is compared with itself, and its own number is its rival's.
     others = {e.text for e in read} - {episode.text}
     if others and any(int(other) == episode.sibling for other, _ in rivals):
         raise InvariantError(
@@ -116,6 +121,7 @@ def votes_are_counted(judge: GenerativeJudge, group: Group, episode: Episode) ->
             " are about another answer. Return one verdict for each episode, in order"
         )
     counted = _counted(verdict, rivals)
+    # A judge of one answer alone gives p(Yes), which is no mean of the marks.
     if judge.judging.sides == 2 and (not counted or abs(math.fsum(counted) / len(counted) - verdict.score) > 1e-9):
         mean = f"is {math.fsum(counted) / len(counted):g}" if counted else "does not exist, as none has a verdict"
         raise InvariantError(
@@ -128,6 +134,7 @@ def votes_are_counted(judge: GenerativeJudge, group: Group, episode: Episode) ->
 def _counted(verdict: Verdict, rivals: Sequence[tuple[str, str]]) -> list[float]:
     """The votes that count, from the record."""
     words = [w for _, marks in rivals for w in marks.split(",")] or verdict.why.split(",")
+    # A vote that could not be read, or that was left out, is in the record but not in the mean.
     return [float(w) for w in words if w and w != UNREAD and not w.endswith(LEFT_OUT)]
 
 
@@ -141,7 +148,9 @@ def step_votes_are_counted(judge: GenerativeStepJudge, episode: Episode) -> None
     if not own or own[0].verdict.state is not State.VALUE:
         return
     task, r = f"task {episode.task.id!r}, sibling {episode.sibling}", judge.reward
+    # Blank pieces are no steps, so there are no votes about them.
     steps = [s for s in episode.text.split(judge.separator) if s.strip()]
+    # As one outcome the answer has one verdict, whose record has the votes of its steps one after the other.
     said = own[0].verdict.why.split(" ") if r.steps == "outcome" else [j.verdict.why for j in own]
     if len(said) != len(steps):
         raise InvariantError(f"{task}: {len(said)} steps were verified, and the answer has {len(steps)}: {steps}")
@@ -156,6 +165,7 @@ def step_votes_are_counted(judge: GenerativeStepJudge, episode: Episode) -> None
     if r.steps == "outcome":
         want = [aggregated(means, r.aggregate)]
     elif r.progress:
+        # Progress pays what a step adds to the score of the step before it; the first one counts from 0.
         want = [after - before for before, after in zip([0.0, *means], means, strict=False)]
     given = [j.verdict.score or 0.0 for j in own]
     if any(abs(a - b) > 1e-9 for a, b in zip(given, want, strict=True)):

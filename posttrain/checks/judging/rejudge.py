@@ -61,6 +61,7 @@ class RejudgedAnswers:
             except IndexError:  # the environment asks for more turns than its right answer has
                 continue
             judged = await env.judge(said)
+            # Asked twice: a single bad answer of a verifier may be an outage.
             if self._short(judged) and self._short(judged := await env.judge(said)):
                 raise InvariantError(self._unpaid(env, said, judged, "before the first step"))
             self._gold.append((right, said, judged))
@@ -73,10 +74,12 @@ class RejudgedAnswers:
         """
         out: list[str] = []
         if self._gold:
+            # Another right answer at every step, so that all are asked again in turn.
             out += await self._right_answer(env, *self._gold[self._turn % len(self._gold)])
         for e in _sample([e for g in played for e in g.episodes], self._turn):
             ask = partial(_asked_again, env, e, next(g for g in played if e in g.episodes), at, self.text)
             out += await self._repeats(ask, _again(e, self.text), e.verdicts, "an answer of this step")
+        # `_turn` counts the steps before this one, and `due` counts steps from 1.
         if env.abilities.together is not None and due(self._turn + 1):
             out += await self._siblings(env.abilities.together, played, at)
         self._turn += 1
@@ -84,7 +87,9 @@ class RejudgedAnswers:
 
     async def _siblings(self, together: Together, played: Sequence[Group], at: StepNumber) -> list[str]:
         """Judge a group in another order. InvariantError if scores go to the wrong siblings."""
+        # An episode that broke was in no group that the source was given.
         groups = [[m for m in g.episodes if m.stop is not Stop.ERROR] for g in played]
+        # Where all siblings have one reward, scores that went to the wrong ones look right.
         groups = [g for g in groups if all(map(_turns, g)) and len({m.reward for m in g}) > 1]
         if not groups or not (
             why := await misplaced(together, [_again(m, self.text) for m in groups[0]], at, self._turn)
@@ -96,6 +101,7 @@ class RejudgedAnswers:
                 f"a reward gives scores to the wrong siblings: answers to task {task!r} that are judged alone have the"
                 " scores that others of their group got. Return one score for each completion, in their order"
             )
+        # Told once: a reward that reads the order does so at every step.
         ordered, self._ordered = self._ordered, True
         note = (
             f"rule reward_reads_order: judged in another order, answers to task {task!r} have other scores. A reward"
@@ -108,6 +114,7 @@ class RejudgedAnswers:
         if self._vouched is not None:
             try:
                 said = await attempt(env, said.task, right)
+            # Our own errors stop the run as everywhere else. An error of the world is noted.
             except PosttrainError:
                 raise
             except Exception as error:
@@ -125,6 +132,7 @@ class RejudgedAnswers:
         """Returns whether the source that is vouched for gave a right answer another score than 1. An outage is no
         score."""
         own = [j.verdict.score for j in judged if j.source == self._vouched and j.end is None]
+        # In both directions: the promise is a score of 1, but for rounding.
         return any(score is not None and not SOLVED <= score <= 2 - SOLVED for score in own)
 
     def _unpaid(self, env: Environment, said: Attempt, judged: Sequence[Judged], when: str) -> str:
@@ -140,6 +148,7 @@ class RejudgedAnswers:
         """Counts the sources that gave only 0 in this step and to the known right answers too."""
         if not self._gold:
             return {}
+        # A source that paid a right answer can pay. One that paid neither these nor the step's answers may be broken.
         paid = {j.source for _, _, verdicts in self._gold for j in verdicts if j.verdict.score not in (0.0, None)}
         given = [j for g in played for e in g.episodes for j in e.verdicts if j.verdict.score is not None]
         sources = {j.source for j in given if j.weight > 0}  # others take off, and may have nothing to
@@ -159,6 +168,8 @@ class RejudgedAnswers:
         now = await ask()
         if same_scores(before, now):
             return []
+        # Two new verdicts agree with each other and not with the record, so the source is not random: the record is
+        # wrong.
         if same_scores(now, await ask()):
             was, is_ = _shown(before), _shown(now)
             raise InvariantError(
@@ -190,10 +201,12 @@ async def _asked_again(
     together = env.abilities.together
     if together is None:
         return await env.judge(_again(e, text))
+    # Marked as batched, an attempt is judged only by the sources that judge one answer at a time.
     alone = await env.judge(replace(_again(e, text), batched=True))
     members = [m for m in group.episodes if m.stop is not Stop.ERROR]
     if not all(_turns(m) for m in members):
         return alone
+    # The group's sources see all siblings again, since their scores may depend on each other.
     found, _ = await together([_again(m, text) for m in members], at)
     return (*alone, *found[members.index(e)])
 
@@ -203,6 +216,7 @@ def _asked(env: Environment, gold: GoldAnswers | None) -> list[tuple[Task, Turns
     if gold is None:
         return []
     count = env.train.count
+    # A source without end has no list of its tasks: the first ones are asked for by their number.
     tasks = env.heldout[:GOLD] or [env.train.task(i) for i in range(GOLD if count is None else min(GOLD, count))]
     return gold.known(tasks)
 
@@ -212,6 +226,7 @@ def _sample(episodes: Sequence[Episode], turn: int) -> list[Episode]:
 
     Episodes whose turns cannot be read from their text are left out.
     """
+    # Cut answers are a case of their own: their text ends in the middle, where a parser may fail.
     cut = [e for e in episodes if e.stop is Stop.LENGTH]
     chosen = [x[turn % len(x)] for x in (episodes, cut) if x]
     return [e for e in chosen if e.stop is not Stop.ERROR and e.reward is not None and not e.shown and _turns(e)]
@@ -219,6 +234,7 @@ def _sample(episodes: Sequence[Episode], turn: int) -> list[Episode]:
 
 def _turns(e: Episode) -> tuple[str, ...]:
     """The turns of an episode; empty if line breaks inside a turn leave them unclear."""
+    # A turn begins where the mask rises. Where the text has as many lines, each line is a turn.
     spoken = sum(int(np.sum(np.diff(s.mask.astype(np.int8), prepend=0) == 1)) for s in e.segments)
     turns = (e.text,) if spoken == 1 else tuple(e.text.split("\n"))
     return turns if len(turns) == spoken else ()

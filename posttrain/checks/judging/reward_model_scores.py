@@ -35,12 +35,14 @@ COARSE = 100.0
 
 
 def _packed(ids: np.ndarray, mask: np.ndarray) -> Packed:
+    # No log-prob is read of it. The numbers are those that `Segment` demands of spoken and unspoken tokens.
     logp = np.where(mask, 0.0, np.nan).astype(np.float32)
     return Packed.of([Segment(ids, mask, logp, np.where(mask, 0, -1).astype(np.int32), READ)])
 
 
 def read_alone(episode: Episode) -> Packed:
     """The tokens of an episode as a reward model should read them: all of its last segment, and nothing else."""
+    # Earlier segments are histories that were rewritten: what is scored is the conversation as it ended.
     return _packed(episode.segments[-1].ids, episode.segments[-1].mask)
 
 
@@ -54,8 +56,10 @@ def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
             seen, said = _anew(cast("Renderer", member.renderer), episode)
         except DataError:
             return None
+        # The prompt is context, and the answer counts as spoken.
         ids, mask = np.append(seen, said).astype(np.int32), np.arange(len(seen) + len(said)) >= len(seen)
         packed = _packed(ids, mask)
+    # A text that was cut to the context would be another one, so there is no score.
     return packed if len(packed.ids_N) <= member.context else None
 
 
@@ -75,9 +79,11 @@ def scored_again(judge: RewardModelJudge, episode: Episode) -> float | None:
     """The score of an episode by itself, as each model should read it; None where one cannot read it."""
     read = [read_by(m, episode) for m in judge.members]
     each = [float(m.scorer.rewards(r)[0]) for m, r in zip(judge.members, read, strict=True) if r is not None]
+    # A mean over fewer members than the judge has would be another score.
     if len(each) < len(read) or not np.all(np.isfinite(each)):
         return None
     spread = float(np.std(each))
+    # The worst of several models, or their mean less a multiple of how far they disagree.
     return min(each) if judge.combine == "worst" else float(np.mean(each)) - judge.pessimism * spread
 
 
@@ -92,9 +98,12 @@ def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: 
     if verdict is None or verdict.state is not State.VALUE or verdict.score is None:
         return 0.0
     again = scored_again(judge, episode)
+    # Rounding is relative to the scores that are compared, which are the siblings'.
     others = [v.score for e in group.episodes if (v := verdict_of(judge, e)) is not None and v.score is not None]
     largest = max(map(abs, others))
     if again is None:
+        # A model with a tokenizer of its own may be unable to read what the policy said. Then there is nothing to
+        # compare.
         if any(m.renderer is not None for m in judge.members):
             return 0.0
         raise InvariantError(
@@ -110,6 +119,7 @@ def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: 
             " that became a number"
         )
     noise = apart / largest if largest else 0.0
+    # Within the bound of the dtype; but siblings that differ by less than this noise would count as different.
     if noise > COARSE * judge.resolution:
         raise InvariantError(
             f"reward model {judge.name}: two scores of the same answer differ by {noise:.2g} of the group's largest,"
@@ -130,10 +140,12 @@ def reads_the_last_token(member: JudgeMember, probe: np.ndarray) -> None:
         InvariantError: the score does not depend on it.
     """
     blank = member.blank
+    # The blank token must be nowhere in the probe, since the head would be read before it.
     ids = probe.astype(np.int32).copy()
     if blank is not None:  # transformers reads before it
         ids = np.where(ids == blank, ids[0] if ids[0] != blank else (blank + 1) % (int(ids.max()) + 1), ids)
     changed = ids.copy()
+    # Another token of the same text, so that the vocabulary surely has it.
     changed[-1] = next(int(x) for x in ids[:-1] if x not in (ids[-1], blank))
     one, other = (float(member.scorer.rewards(_text(x))[0]) for x in (ids, changed))
     if abs(one - other) <= 1e-6 * max(1.0, abs(one)):
@@ -156,6 +168,7 @@ def holds_what_was_trained(member: JudgeMember, folder: Path) -> None:
         InvariantError: names the weights that differ.
     """
     kept = load_file(kept_folder(folder, member.stage) / WEIGHTS)
+    # Only what the stage kept can be compared.
     own = {n: t for n, t in member.scorer.tensors().items() if n in kept}
     if not own or not any(n.startswith(REWARD_HEAD) for n in own):
         raise InvariantError(f"reward model {member.name} holds none of the weights that stage {member.stage} kept")
@@ -179,6 +192,7 @@ class RewardModelCheck(Observer):
             for member in judge.members:
                 if member.stage:
                     holds_what_was_trained(member, roles.book.folder)
+                # The probe has ids of the policy's tokenizer, which a model with a tokenizer of its own does not know.
                 if member.reads_last and member.renderer is None:
                     reads_the_last_token(member, roles.sync.probe_ids)
 
@@ -188,12 +202,14 @@ class RewardModelCheck(Observer):
             return None
         match event:
             case PlayedEvent(e):
+                # Chosen by the number of the step, so that no answer decides whether it is looked at.
                 group = e.played[e.index % len(e.played)]
                 judged = [x for x in group.episodes if x.reward is not None or x.truth is not None]
                 if not judged:
                     return None
                 asked = judged[e.index % len(judged)]
                 noise = [scores_hold(j, group, asked, roles.run.model.dtype) for j in judges]
+                # Told once: whether a model has a template does not change from step to step.
                 notes = () if self._told else tuple(_without_template(judges, asked))
                 self._told = True
                 return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)}, notes)

@@ -40,7 +40,9 @@ def said(e: Episode) -> np.ndarray:
 def token_ends(text: Text, ids: np.ndarray, lengths: Sequence[int]) -> list[int]:
     """The number of tokens up to the end of each step, by decoding every beginning: the first that has so many
     characters. `lengths`: characters up to the end of each step. The last step ends with the last token."""
+    # The border of a step may lie inside a token. The step then ends with the first token that reaches it.
     so_far = [len(text(ids[:n])) for n in range(len(ids) + 1)]
+    # The last step takes every token that is left: a stop token may add no characters.
     return [*(next(n for n, c in enumerate(so_far) if c >= want) for want in lengths[:-1]), len(ids)]
 
 
@@ -50,6 +52,7 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
     Raises:
         InvariantError: names the step.
     """
+    # The record has the words of the steps, and a label belongs to a token: the tokens are found again from the words.
     e, own = answer.episode, said(answer.episode)
     lengths = np.cumsum([len(s) for s in answer.steps]).tolist()
     ends = token_ends(text, own, lengths)
@@ -59,16 +62,19 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
             f" {list(answer.tokens)}, and it says {text(own)!r}, whose steps end at {ends}: a label would be of another"
             " step"
         )
+    # The walk over steps below reads all of these at one place.
     if not len(answer.steps) == len(answer.completions) == len(answer.values.right) == len(answer.values.asked):
         raise InvariantError(f"an answer to task {e.task.id!r} has {len(answer.steps)} steps and other many labels")
     for k, completions in enumerate(answer.completions):
         for c in completions:
+            # A completion repeats the answer's own tokens up to the end of the step, not only its words.
             if c.task.id != e.task.id or said(c)[: ends[k]].tolist() != own[: ends[k]].tolist():
                 raise InvariantError(
                     f"a completion from step {k + 1} of an answer to task {e.task.id!r} begins with"
                     f" {text(said(c)[: ends[k]])!r}, and the answer with {text(own[: ends[k]])!r}: it is a completion"
                     " from the end of another step"
                 )
+        # Completions that nobody could judge leave the share. Counted as wrong they would lower the label.
         judged = [c.right.of(c.figure) for c in completions if c.figure is not None]
         right = sum(judged)
         if (answer.values.right[k], answer.values.asked[k]) != (right, len(judged)):
@@ -96,6 +102,7 @@ class StepLabelCheck(Observer):
         return None
 
     async def after(self, roles: LabelRoles, step: Step) -> ObserverReport | None:
+        # Read back from the file: what is trained on later is the file, not what is in memory.
         path = roles.book.kept(f"{roles.stage.name}-rows") / FILE
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         now = [r for r in rows if r["step"] == step.index]
@@ -103,6 +110,8 @@ class StepLabelCheck(Observer):
             raise InvariantError(f"step {step.index} labelled {len(self._answers)} answers, and wrote {len(now)} rows")
         for row, answer in zip(now, self._answers, strict=True):
             judged = [[c.right.of(c.figure) for c in own if c.figure is not None] for own in answer.completions]
+            # The hard label asks for one right completion. The soft one is the chance of a prover that has several
+            # tries.
             hard = [any(own) for own in judged]
             soft = [_share(own, roles.stage.prover) for own in judged]
             same = len(row["values"]) == len(soft) and np.allclose(row["values"], soft, rtol=0, atol=1e-12)
@@ -119,6 +128,7 @@ def _share(right: Sequence[bool], prover: int) -> float:
     """The chance that one at least of `prover` completions is right that are drawn from these, one after the other and
     none twice."""
     left, wrong, none = len(right), list(right).count(False), 1.0
+    # 1 - prod_i (wrong - i) / (n - i): 1 less the chance that all draws without return are wrong.
     for i in range(min(prover, left)):
         none *= max(wrong - i, 0) / (left - i)
     return 1 - none
@@ -138,10 +148,12 @@ def steps_are_as_judged(roles: RewardRoles, batch: Batch, judged: Sequence[Judge
         assert isinstance(j, StepLabels)
         own = batch.segment_M == s
         ids = batch.target_M[own]
+        # NaN marks a token without a label, since 0 is a label.
         want = np.full(len(ids), math.nan)
         for end, value in zip(_ends_of(j, roles.ends.text, ids), _learned(j, stage), strict=True):
             want[end - 1] = value
         if not np.array_equal(label_M[own], want, equal_nan=True):
+            # NaN differs from itself, so two missing labels are compared apart.
             t = int(np.flatnonzero(~((label_M[own] == want) | (np.isnan(label_M[own]) & np.isnan(want))))[0])
             raise InvariantError(
                 f"token {t + 1} of the completion of task {j.task.id!r}, after {roles.ends.text(ids[: t + 1])!r}, has"
@@ -154,6 +166,7 @@ def _ends_of(j: StepLabels, text: Text, ids: np.ndarray) -> list[int]:
     lengths, at = list[int](), 0
     for i, step in enumerate(j.steps):
         at += len(step)
+        # The separator belongs to the step before it, unless the step ends with it already.
         at += 0 if i == len(j.steps) - 1 or step.endswith(j.separator) else len(j.separator)
         lengths.append(at)
     return token_ends(text, ids, lengths)
@@ -161,6 +174,7 @@ def _ends_of(j: StepLabels, text: Text, ids: np.ndarray) -> list[int]:
 
 def _learned(j: StepLabels, stage: RewardModel) -> list[float]:
     """Returns the value that is learned of each step; NaN for nothing."""
+    # The hard label 0 is neutral: nothing is learned of such a step.
     return list(j.values) if stage.soft else [math.nan if x == 0 else float(x > 0) for x in j.labels]
 
 
@@ -172,7 +186,9 @@ def expected_step_loss(roles: RewardRoles, batch: Batch, judged: Sequence[Judgem
         own = batch.segment_M == s
         at, ids = chance_M[own], batch.target_M[own]
         pairs = zip(_ends_of(j, roles.ends.text, ids), _learned(j, roles.stage), strict=True)
+        # Cross entropy of the chance at the last token of each step. log1p keeps the digits of a chance near 0.
         each = [-y * math.log(at[n - 1]) - (1 - y) * math.log1p(-at[n - 1]) for n, y in pairs if not math.isnan(y)]
+        # A mean over the steps of an answer, then over answers: an answer of many steps counts no more than one of few.
         total += sum(each) / len(each)
     return total / len(judged)
 
@@ -187,6 +203,7 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
         InvariantError: one is another score, or at another token.
     """
     given = [j for j in e.verdicts if j.source == judge.name]
+    # Where a step has no score the answer failed or was abstained from, so there is nothing to compare.
     if not given or any(j.verdict.state is not State.VALUE for j in given):
         return 0.0
     ids, text = said(e), judge.ends.text
@@ -194,6 +211,7 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
     tokens = judge.scorer.tokens(read_alone(e))
     if judge.reward.steps == "outcome":
         return _outcome_holds(judge, e, [float(tokens[n - 1]) for n in ends], dtype)
+    # With steps=pay a score of a step is a reward; else only a baseline that compares steps reads it.
     if [j.end for j in given] != ends or any(j.paid is not (judge.reward.steps == "pay") for j in given):
         raise InvariantError(
             f"reward model {judge.name} scored steps of an answer to task {e.task.id!r} that end at tokens"
@@ -202,6 +220,7 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
     apart = before = 0.0
     for j, end in zip(given, ends, strict=True):
         now = float(tokens[end - 1])
+        # Progress is the difference to the step before; the first step counts from 0.
         want = now - before if judge.reward.progress else now
         before = now
         apart = max(apart, abs((j.verdict.score or 0.0) - want))
@@ -221,6 +240,7 @@ def step_lengths(text: str, separator: str) -> list[int]:
     at = 0
     for piece in text.split(separator):
         at = min(at + len(piece) + len(separator), len(text))
+        # A blank piece makes no step. Its characters are added to the step before it.
         if piece.strip():
             out.append(at)
         elif out:
@@ -231,6 +251,7 @@ def step_lengths(text: str, separator: str) -> list[int]:
 def _outcome_holds(judge: StepJudge, e: Episode, scores: Sequence[float], dtype: str) -> float:
     want = {
         "min": min(scores),
+        # The product is a sum of logarithms. A score of 0 has none, so it is raised to the least number that has.
         "product": math.exp(math.fsum(math.log(max(x, 1e-300)) for x in scores)),
         "mean": sum(scores) / len(scores),
         "last": scores[-1],
@@ -261,11 +282,13 @@ class StepJudgeCheck(Observer):
         match event:
             case PlayedEvent(e) if _judges(roles):
                 group = e.played[e.index % len(e.played)]
+                # Episodes without a figure have no score to compare.
                 judged = [x for x in group.episodes if x.figure is not None]
                 if judged:
                     asked = judged[e.index % len(judged)]
                     noise = [step_verdicts_hold(j, asked, roles.run.model.dtype) for j in _judges(roles)]
                     return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)})
+            # A digest reads all weights, so it is taken at due steps only.
             case LearnedEvent(packed, _, _) if self._digests and due(packed.index):
                 if self._digests != _digests(roles):
                     raise InvariantError(

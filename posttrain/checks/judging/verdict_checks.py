@@ -31,6 +31,7 @@ def failures_stay_out(groups: Sequence[Group]) -> None:
     """An episode with a verdict that failed on our side has no reward."""
     for g in groups:
         for e in g.episodes:
+            # A source that is only measured, or scores single steps, may fail: it is no part of the reward.
             failed = [j for j in e.verdicts if j.counts and j.verdict.state is State.FAILED]
             if failed and e.reward is not None:
                 raise InvariantError(
@@ -48,6 +49,7 @@ def enough_judged(
     unjudged = sum(getattr(x, figure) is None for x in episodes)
     if unjudged <= stage.max_failed * len(episodes):
         return
+    # Where services judge, no code of this run changes when the reward is mended. Else the change must be accepted.
     remote = rewards and all(r.judge_url for r in rewards)
     again = command_line("run", "--resume", folder, *([] if remote else ["--accept-changed"]))
     why = f"{unjudged_words(groups)}. They are no wrong answers, so they were left out, and more than"
@@ -76,6 +78,7 @@ class VerifierCheck(Observer):
                 failures_stay_out(e.played)
                 what = "samples of this step"
                 enough_judged(what, e.played, roles.run, roles.stage, roles.book.folder, "reward")
+                # Kept for `after`: judging again calls the environment, and only that hook can wait for it.
                 self._experience = e
                 return ObserverReport(notes=self._unjudged(e))
             case _:
@@ -95,7 +98,9 @@ class VerifierCheck(Observer):
         """A note on what could not be judged in this step, if it is of a kind that the last 64 steps did not have."""
         episodes = [x for g in e.played for x in g.episodes]
         now = {n for n in components(episodes) if n.startswith("failed/")}
+        # Where all sources abstain there is no reward and no failure, so `components` has no name for it.
         now |= {"rollout/abstained"} if any(x.reward is None and not failed(x.verdicts) for x in episodes) else set()
+        # A gauge that is 0 in a step is no news: a kind counts as known only where it happened.
         known = {n for s in self._history.steps[-64:] for n, g in s.gauges.items() if g.sum and n in now}
         if not now - known:
             return ()
@@ -113,6 +118,7 @@ def measured_right(report: EvaluationReport) -> None:
     solved: list[tuple[int, int]] = []
     means: list[float] = []
     told: dict[str, list[tuple[float, Right]]] = {}
+    # Rows that ask the same are one task: their answers are pooled, and the task counts once in the mean.
     for g in report.groups:
         raw = [(r, e.right) for e in g.episodes if (r := _measured(e.verdicts)) is not None]
         told.setdefault(g.task.asked, []).extend(raw)
@@ -123,12 +129,15 @@ def measured_right(report: EvaluationReport) -> None:
     if not means:
         return
     wrong = {"mean reward": (report.reward.mean, math.fsum(means) / len(means))}
+    # Where outcomes are grades that tell no share of right answers, there is no accuracy to compare.
     if report.accuracy.prompts:
         wrong["accuracy"] = (report.accuracy.mean, math.fsum(c / n for n, c in solved) / len(solved))
     for k, s in report.pass_at.items():
+        # 1 - C(n - c, k) / C(n, k) as a product: the chance that k of n answers, drawn without return, are all wrong.
         missed = [math.prod((n - c - i) / (n - i) for i in range(k)) for n, c in solved]
         wrong[f"pass@{k}"] = (s.mean, 1 - math.fsum(missed) / len(missed))
     for name, (said, counted) in wrong.items():
+        # Written so that a NaN fails.
         if not abs(said - counted) <= 1e-9:
             raise InvariantError(
                 f"held-out {name} is reported as {said:.6g} and is {counted:.6g} when counted from the"
@@ -142,6 +151,7 @@ def _measured(verdicts: Sequence[Judged]) -> float | None:
     own = [j for j in verdicts if j.measured]
     if not own:
         return outcome(verdicts)
+    # One source without a score leaves the answer unmeasured: a sum of the others would be another number.
     given = [j.verdict.score for j in own]
     return None if None in given else math.fsum(j.weight * (j.verdict.score or 0.0) for j in own)
 

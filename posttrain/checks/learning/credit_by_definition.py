@@ -107,8 +107,10 @@ def uncovered_credit(a: Algorithm) -> list[str]:
     out: list[str] = []
     for f in fields(a):
         value = getattr(a, f.name)
+        # A choice at its default needs no form. Any other must be one that is read here, with all its pieces covered.
         if f.name not in NEUTRAL["credit"] and value != f.default:
             out += [] if f.name in read and all(plain(p) for p in pieces(value)) else [f.name]
+    # A pull without a placement (the squared distances) is a term of the loss alone.
     placement = getattr(a.pull, "placement", "loss")
     if placement == "loss" and "pull" in out:
         out.remove("pull")  # it is in the loss alone
@@ -156,14 +158,17 @@ def expected_credit(
     if uncovered_credit(a):
         return None
     kl_reward = getattr(a.pull, "placement", "") in ("reward", "both")
+    # Groups are kept apart only by this number from here on.
     samples = [(p, s) for p, g in enumerate(groups) for s in g.episodes]
     shaped = [_shaped(a, s.episode, max_tokens) for _, s in samples]
+    # What the KL penalty costs each spoken token; it is subtracted from the reward.
     paid: list[np.ndarray] = []
     for _, s in samples:
         cost = _paid(a, s) if kl_reward else np.zeros(s.episode.spoken)
         if cost is None:
             return None
         paid.append(cost)
+    # `reward` is what siblings are compared by. `terms` is the sum of absolute values that its rounding is relative to.
     reward = [r - math.fsum(c) for (r, *_), c in zip(shaped, paid, strict=True)]
     terms = [size + math.fsum(abs(x) for x in c) for (_, size, _), c in zip(shaped, paid, strict=True)]
     fine = [_resolution(s.episode) for _, s in samples]
@@ -174,6 +179,8 @@ def expected_credit(
     each = _divided(a, members, each, reward, terms, fine)
     if a.whiten is not None:
         compares = kind(a.baseline) in COMPARES
+        # Siblings that agree have a credit of exact 0 by then. Elsewhere the spread of the credit may be rounding
+        # alone.
         doubt = [
             0.0 if compares else f * _summed(a, s, x, t)
             for (_, s), x, t, f in zip(samples, each, terms, fine, strict=True)
@@ -185,6 +192,7 @@ def expected_credit(
         for (_, s), (r, *_), c in zip(samples, shaped, paid, strict=True)
     ]
     return [
+        # The discount of groups that are learned from again comes last, so that it changes no baseline and no scale.
         ExpectedCredit(s, p, x * groups[p].group.discount, bool(why), t)
         for (p, s), x, (*_, why), t in zip(samples, each, shaped, goals, strict=True)
     ]
@@ -215,6 +223,7 @@ def _resolution(e: Episode) -> float:
 def _summed(a: Algorithm, s: Scored, credit: np.ndarray, terms: float) -> float:
     """Returns the size that the rounding of an episode's credit is relative to if siblings are not compared: the sum of
     its terms."""
+    # Under a value baseline credit is a difference of estimates, and its rounding is relative to them.
     values = [abs(float(v)) for part in s.find(VALUE) or () for v in part] if kind(a.baseline) == "Value" else []
     return terms + max(map(abs, credit.tolist()), default=0.0) + 2 * max(values, default=0.0)
 
@@ -229,21 +238,26 @@ def _divided(
 ) -> list[np.ndarray]:
     """Credit divided by its scale. It is 0 if siblings are compared and agree, and if the scale is 0."""
     out = list(each)
+    # Over all groups of the step at once, for scale=batch_std.
     whole = _std(reward, terms, max(fine, default=0.0))
     groups = [
         ([reward[i] for i in at], [terms[i] for i in at], max((fine[i] for i in at), default=0.0)) for at in members
     ]
+    # Groups that differ at all, for scale=mixed_share.
     mixed = sum(len(r) for r, t, f in groups if not alike(r, t, f))
     for at, (r, t, f) in zip(members, groups, strict=True):
+        # Only where siblings are compared does their agreement mean that there is nothing to learn.
         agree = kind(a.baseline) in COMPARES and alike(r, t, f)
         average = math.fsum(r) / len(r) if r else 0.0
         scales = {
             "one": 1.0,
             "batch_std": whole,
             "group_std": _std(r, t, f),
+            # A mean that is rounding alone would blow the credit up, so it counts as 0.
             "group_mean": average if r and average > f * max(t) else 0.0,
             "mixed_share": mixed / len(reward),
         }
+        # Times 0.0 and not 0.0: credit keeps one number for each spoken token.
         for i in at:
             out[i] = out[i] * 0.0 if agree or not scales[a.scale] > 0 else out[i] / scales[a.scale]
     return out
@@ -255,8 +269,10 @@ def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, float, st
     why = "" if e.spoken else "said nothing"
     for piece in pieces(a.shape):
         if kind(piece) == "Signed":
+            # 2 r - 1; the size of its terms grows as well.
             r, size = r + r - 1, size + size + 1
         elif kind(piece) == "Overlong":
+            # No penalty up to the last `cache` share of the token limit, then linear to -1 at the limit.
             over = e.spoken - max_tokens * (1 - piece.cache)
             fine = min(max(over / (piece.cache * max_tokens), 0.0), 1.0)
             r, size = r - fine, size + fine
@@ -267,11 +283,13 @@ def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, float, st
 
 def _paid(a: Algorithm, s: Scored) -> np.ndarray | None:
     """The KL penalty in the reward of each spoken token; None if a stream it needs is missing."""
+    # The log-probs of the anchor: the learner's at the start of the step, or those of the sampler.
     said = s.find(START) if a.anchor == "start" else tuple(x.logp[x.mask] for x in s.episode.segments)
     if said is None or REFERENCE not in s:
         return None
     gap = np.concatenate(said).astype(np.float64) - np.concatenate(s[REFERENCE])
     pull: Any = a.pull
+    # With gap = log pi - log reference: k1 = gap, k2 = gap^2 / 2, k3 = e^-gap - 1 + gap.
     value = {"k1": gap, "k2": gap * gap / 2, "k3": np.exp(-gap) - 1 + gap}.get(pull.estimator)
     return None if value is None else pull.coef * value
 
@@ -290,6 +308,7 @@ def _centred(
     greedy = [0.0 if (best := g.group.greedy) is None else math.fsum(verdict_terms(best)) for g in groups]
     out: list[np.ndarray] = []
     name = kind(a.baseline)
+    # members[p]: the places of group p's episodes in `samples`.
     members: dict[int, list[int]] = {}
     for i, (p, _) in enumerate(samples):
         members.setdefault(p, []).append(i)
@@ -299,6 +318,7 @@ def _centred(
             if VALUE not in s:
                 return None
             turns = turn_rewards(s.episode)
+            # Turns are paid at their ends, and what is left of the reward at the last token.
             out.append(
                 advantages_to_go(
                     a.baseline, np.concatenate(s[VALUE]).astype(np.float64), shaped[i] - turns.sum(), paid[i] - turns
@@ -309,6 +329,8 @@ def _centred(
         if name in ("ToGo", "Greedy"):
             earned = turn_rewards(s.episode) if name == "ToGo" else np.zeros(tokens)
             best, to_go = greedy[p] if name == "Greedy" else 0.0, np.cumsum(paid[i][::-1])[::-1]
+            # From each token on: the reward, less what turns before it earned, and less the penalties of this and later
+            # tokens.
             out.append(shaped[i] - best - to_go - (np.cumsum(earned) - earned))
             continue
         lead = [reward[i] - reward[j] for j in mates if j != i]
@@ -316,6 +338,7 @@ def _centred(
             worth = implicit_worth(a.baseline, i, mates, samples)
             if worth is None:
                 return None
+            # The leave-one-out part is one number for the answer, the implicit part one for each token.
             out.append(math.fsum(lead) / max(1, len(lead)) + worth)
             continue
         if name in ("Ema", "Zero"):
@@ -323,6 +346,7 @@ def _centred(
         else:
             lengths = [samples[j][1].episode.spoken for j in mates]
             credit = _compared(a.baseline, mates.index(i), [reward[j] for j in mates], lengths)
+        # The average moves after each episode, so the next one is compared with it. A replayed group moved it already.
         if name == "Ema" and not again[p]:
             ema += (1 - a.baseline.decay) * credit  # type: ignore[union-attr]
         out.append(np.full(tokens, credit))
@@ -334,16 +358,20 @@ def _compared(baseline: Any, i: int, rewards: Sequence[float], lengths: Sequence
     lead = [rewards[i] - r for j, r in enumerate(rewards) if j != i]
     match kind(baseline):
         case "GroupMean":
+            # r_i - mean(r) = sum_j (r_i - r_j) / n: equal rewards give an exact 0.
             return math.fsum(lead) / (len(lead) + 1)
         case "Others":
             return math.fsum(lead) / len(lead) if lead else 0.0
         case "LengthMean":
+            # The mean is weighted by length: sum_j n_j (r_i - r_j) / sum_j n_j.
             over = [n * (rewards[i] - r) for n, r in zip(lengths, rewards, strict=True)]
             return math.fsum(over) / max(1, sum(lengths))
         case "SoftMean":
+            # r_i - tau log mean_j exp(r_j / tau), from differences, so that no large reward overflows.
             total = np.logaddexp.reduce([-x / baseline.tau for x in [0.0, *lead]])
             return baseline.tau * (math.log(len(rewards)) - float(total))
         case _:  # SecondBest
+            # Only the best sibling has credit: its lead over the second.
             first = max(range(len(rewards)), key=lambda j: (rewards[j], j))
             return min(lead) if i == first and lead else 0.0
 
@@ -354,6 +382,7 @@ def _std(x: Sequence[float], terms: Sequence[float], resolution: float) -> float
     if alike(x, terms, resolution):
         return 0.0
     y = np.asarray(x, np.float64)
+    # Measured from the first number: the squares of equal rewards far from 0 would leave rounding.
     y = y - y[0]
     return math.sqrt(max(0.0, (n * math.fsum(y * y) - math.fsum(y) ** 2) / (n * (n - 1))))
 
@@ -364,15 +393,18 @@ def _white(over: str, each: list[np.ndarray], doubt: float) -> list[np.ndarray]:
     loud = [x for x in each if len(x)]
     if not loud:
         return each
+    # Measured from the first number, so that credit that is equal everywhere becomes an exact 0.
     first = loud[0][0]
     each = [x - first for x in each]
     loud = [x for x in each if len(x)]
     flat = np.concatenate(loud)
+    # Whitening would blow a spread of rounding up to a standard deviation of 1.
     if float(np.ptp(flat)) <= doubt:
         return [x * 0.0 for x in each]
     if over == "token":
         mean, std = float(flat.mean()), float(flat.std(ddof=1)) if len(flat) > 1 else 0.0
     else:
+        # Each sample counts once, however long: its mean in the mean, its mean square in the variance.
         count, mean = len(loud), math.fsum(float(x.mean()) for x in loud) / len(loud)
         std = math.sqrt(math.fsum(float(((x - mean) ** 2).mean()) for x in loud) / (count - 1)) if count > 1 else 0.0
     return [(x - mean) / std if std > 0 else x - mean for x in each]
@@ -384,6 +416,7 @@ def weights(aggregate: str, tokens: Sequence[int], groups: Sequence[int], max_to
     whole, in_group = sum(tokens), dict.fromkeys(groups, 0)
     for t, g in zip(tokens, groups, strict=True):
         in_group[g] += t
+    # The weight of one token in an episode of t tokens and group g.
     each = {
         "token_mean": lambda t, g: 1 / whole,
         "prompt_mean": lambda t, g: 1 / len(in_group) / in_group[g],

@@ -50,17 +50,23 @@ class StepCreditAudit:
         self, a: Algorithm, expected_credit: Sequence[ExpectedCredit], minibatches: int, max_tokens: int
     ) -> None:
         self._a, self._expected, self._max_tokens = a, expected_credit, max_tokens
+        # One key may have several episodes: siblings that said the same, with the same log-probs.
         self._by_key: dict[bytes, list[ExpectedCredit]] = {}
         for o in expected_credit:
             self._by_key.setdefault(o.key, []).append(o)
+        # Relative to the loudest credit of the step: what is far below it may be what rounding left of a difference.
         faint = FAINT * max((float(np.abs(o.credit).max(initial=0.0)) for o in expected_credit), default=0.0)
         self._loud = [o for o in expected_credit if not o.dropped and bool(np.any(np.abs(o.credit) > faint))]
+        # The groups with an episode that is not dropped, in order, as packing takes them.
         alive = [
             p
             for p in dict.fromkeys(o.group for o in expected_credit)
             if any(not o.dropped for o in expected_credit if o.group == p)
         ]
+        # The cut of the packing, into runs of whole groups. Later epochs have an order of their own and are not
+        # foretold.
         parts = [set(x.tolist()) for x in np.array_split(np.array(alive, int), min(minibatches, max(1, len(alive))))]
+        # A minibatch without credit is left out, unless the algorithm learns from silent tokens too.
         speaking = expected_credit if a.reads_silent_tokens else self._loud
         self._parts = [p for p in parts if any(o.group in p and not o.dropped for o in speaking)]
         """The groups of each minibatch of the first epoch that has a gradient, in order."""
@@ -73,10 +79,12 @@ class StepCreditAudit:
     def check(self, batch: Batch) -> None:
         """A minibatch holds the streams of its episodes, and the expected credit and weights."""
         found: list[list[ExpectedCredit]] = []
+        # The spoken tokens of an episode stand side by side, so each episode is one slice.
         self._rows = [
             slice(*span) for span in pairwise(np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist())
         ]
         for e, rows in enumerate(self._rows):
+            # Written as `ExpectedCredit.key` is: the episode is found by what it said and with which log-probs.
             name = batch.target_M[rows].tobytes() + batch[MU][rows].tobytes()
             if name not in self._by_key:
                 raise InvariantError(
@@ -93,12 +101,14 @@ class StepCreditAudit:
     def credit_agrees(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
         """The episodes whose expected credit these rows hold; several if answers are equal to the last bit."""
         got = batch[ADVANTAGE][rows]
+        # Equal answers may have other credit (under a moving average), so each of them is tried.
         alike = [o for o in options if len(o.credit) == len(got)]
         agreeing = [
             o for o in alike if np.all(np.abs(got - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(o.credit)))
         ]
         if agreeing:
             return agreeing
+        # None fits. The message tells of the first.
         o = options[0]
         t = int(np.argmax(np.abs(got - o.credit)))
         e = o.scored.episode
@@ -113,9 +123,11 @@ class StepCreditAudit:
         """The one of these episodes whose other streams the rows hold, token by token."""
         wrong: list[str] = []
         for o in options:
+            # Streams with several numbers a token are not compared.
             own = {s: np.concatenate(parts) for s, parts in o.scored.streams.items() if parts and not s.wide}
             own |= {} if o.returns is None else {RETURN: o.returns}
             off = {s.name: _off(batch[s][rows], x) for s, x in own.items() if s in batch}
+            # Written so that a NaN is wrong.
             wrong += [n for n, x in off.items() if not x <= STREAM_BOUND]
             if all(x <= STREAM_BOUND for x in off.values()):
                 return [o]
@@ -127,6 +139,7 @@ class StepCreditAudit:
 
     def weights_agree(self, batch: Batch, found: Sequence[Sequence[ExpectedCredit]], part: set[int]) -> None:
         """Each token has the weight that the aggregation over the whole minibatch gives it."""
+        # All these count in the denominators, those without credit too.
         members = [o for o in self._expected if o.group in part and not o.dropped]
         want = weights(
             self._a.aggregate, [len(o.credit) for o in members], [o.group for o in members], self._max_tokens
@@ -136,6 +149,7 @@ class StepCreditAudit:
         of = {id(o): w for o, w in zip(members, want, strict=True)}
         for rows, options in zip(self._rows, found, strict=True):
             got = batch[WEIGHT][rows]
+            # Equal answers are each other's twins: the weight is wrong only if it fits none of them.
             twins = [o for o in self._by_key[options[0].key] if id(o) in of]
             if twins and all(np.any(np.abs(got - of[id(o)]) > CREDIT_BOUND * of[id(o)]) for o in twins):
                 raise InvariantError(
@@ -146,6 +160,7 @@ class StepCreditAudit:
 
     def complete(self) -> None:
         """After the step: every episode with credit was in a minibatch."""
+        # Faint credit may have been rounded to 0 on the way, so only loud episodes must have been there.
         lost = [o for o in self._loud if not self._seen[o.key]]
         if lost and self._batches:
             e = lost[0].scored.episode
@@ -171,6 +186,7 @@ class CreditCheck(Observer):
         match event:
             case ScoredEvent(e, groups):
                 everyone_is_scored(e.groups, groups)
+                # At due steps only: it is slow, by definition.
                 self._audit = self._begun(roles, groups) if due(e.index) else None
             case PackedEvent(batch=batch) if self._audit is not None:
                 self._audit.check(batch)
@@ -186,4 +202,5 @@ class CreditCheck(Observer):
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
         if self._audit is not None:
             self._audit.complete()
+        # It holds the arrays of the whole step.
         self._audit = None

@@ -30,18 +30,23 @@ def balance_agrees(batch: Batch, passes: Passes, routers: Routers, coef: float, 
         replay: whether the passes followed the choices of the batch.
     """
     assert batch.routed_N is not None
+    # Of a token whose experts are not known (the last of a sequence) nothing is counted.
     known_N = (batch.routed_N != UNKNOWN).all((1, 2))
     chosen = batch.routed_N[known_N]
+    # Rows are pairs of token and layer.
     rows = chosen.shape[0] * chosen.shape[1]
     load_E = np.zeros(routers.experts)
+    # f_e: the share of rows that chose expert e, over the whole minibatch.
     np.add.at(load_E, chosen.ravel(), 1 / rows)
     wanted = 0.0
     for micro in passes.micros:
         assert micro.routed_N is not None
         here_N = (micro.routed_N != UNKNOWN).all((1, 2))
+        # P_e adds up over micro-batches, since each is divided by the rows of the whole minibatch.
         mean_E = routers.probabilities(micro, replay=replay)[here_N].sum((0, 1), dtype=np.float64) / rows
         wanted += routers.experts * float(load_E @ mean_E)
     got, gap = sum(value for value, _ in passes.balance), np.inf
+    # Fewer terms than micro-batches: one had no such loss. The gap stays infinite.
     if len(passes.balance) == len(passes.micros):
         gap = abs(got - wanted) / wanted
     if not gap <= BALANCE_BOUND[dtype]:
@@ -50,6 +55,7 @@ def balance_agrees(batch: Batch, passes: Passes, routers: Routers, coef: float, 
             f" the minibatch it is {wanted:.6g}: {int(known_N.sum())} of its {len(known_N)} tokens have known experts,"
             " and no other ones count. Shares of choices are those of the whole minibatch, not of each part"
         )
+    # Each part must get exactly the coefficient as its gradient; it is never divided by the number of parts.
     if wrong := [asked for _, asked in passes.balance if not abs(asked - coef) <= 1e-4 * coef]:
         raise InvariantError(
             f"the load-balance loss asks {wrong[0]:.6g} of a part of it, and router_aux_loss_coef is {coef:g}: it does"
@@ -65,6 +71,7 @@ class BalanceCheck(Observer):
         if not isinstance(event, DifferentiatedEvent) or not due(event.packed.index):
             return None
         batch, routers, coef = event.packed.batch, roles.learner.routers(), roles.stage.router_aux_loss_coef
+        # None: this minibatch has no load-balance loss.
         if routers is None or batch.balance_E is None:
             return None
         model = roles.run.model

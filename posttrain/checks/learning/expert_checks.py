@@ -62,7 +62,9 @@ class StepTokens:
     def of(cls, e: Experience, version: int) -> StepTokens | None:
         found, total = list[Segment](), 0
         for s in (s for g in e.groups for x in g.judged for s in x.segments):
+            # The sampler that recorded the choices is this run's: demonstrations and other models have none or others.
             own = s.routed is not None and s.mask.any() and not np.isin(s.version, (SHOWN, OUTSIDE, OPPOSED)).any()
+            # Segments are taken whole. One that does not fit is left out, and a shorter one may still be taken.
             if own and total + len(s.ids) <= TOKENS:
                 found.append(s)
                 total += len(s.ids)
@@ -71,7 +73,9 @@ class StepTokens:
         fresh = np.array([bool(np.all(s.version[s.mask] == version)) for s in found])
         return cls(
             Packed.of(found),
+            # Log-probs of spoken tokens alone, in the order of `Packed`.
             np.concatenate([s.logp[s.mask] for s in found]),
+            # One flag for each packed token, not for each spoken one: experts compute the prompt as well.
             np.repeat(fresh, [len(s.ids) for s in found]),
         )
 
@@ -79,8 +83,10 @@ class StepTokens:
 def every_token_has_its_experts(packed: Packed) -> None:
     """The choices of all tokens that a spoken one depends on are known."""
     assert packed.routed_N is not None
+    # Of each segment the last place that predicts a spoken token. What stands behind it changes no log-prob.
     known_N, last_S = known_rows(packed.routed_N), np.full(len(packed.lengths_S), -1)
     np.maximum.at(last_S, packed.segment_M, packed.source_M)
+    # A spoken token depends on every token before it, so all of these must be known.
     needed = np.arange(len(known_N)) <= np.repeat(last_S, packed.lengths_S)
     if lost := int(np.count_nonzero(needed & ~known_N)):
         raise InvariantError(
@@ -98,16 +104,20 @@ def choices_are_the_samplers(found: RoutedPass, packed: Packed, fresh_N: np.ndar
     """
     assert packed.routed_N is not None
     known = known_rows(packed.routed_N)
+    # First that the pass did what it was asked: without that its scores mean nothing.
     if bool(np.any(found.used[known] != packed.routed_N[known])):
         raise InvariantError(
             "a pass that was given the sampler's experts computed tokens by others: the routers' choices are not taken"
             " up. Look for a layer that chooses again, or a hook that was removed"
         )
+    # Old weights chose otherwise, and rightly so: only what the weights of now said is judged.
     chosen = np.flatnonzero(fresh_N & known)
     if not len(chosen):
         return {}
     regret = found.regret[chosen]
+    # Rounding grows with the logits, so the bound does.
     bound = NEAR[dtype] * max(1.0, found.scale)
+    # Written so that a NaN is wrong.
     if not float(regret.max()) <= bound:
         n, r = (int(i) for i in np.unravel_index(int(regret.argmax()), regret.shape))
         raise InvariantError(
@@ -121,9 +131,11 @@ def choices_are_the_samplers(found: RoutedPass, packed: Packed, fresh_N: np.ndar
 
 def learner_follows(roles: ReinforceRoles, routers: Routers, packed: Packed) -> Gauges:
     """The learner's scoring pass computes tokens by the experts it is given, whatever they are."""
+    # One segment is enough: the choices of all its tokens are replaced.
     one = packed.select([0])
     assert one.routed_N is not None
     known = known_rows(one.routed_N)[:, None, None]
+    # Every choice moved on by one: experts that no router chose. Only a pass that follows them agrees with the other.
     given = replace(one, routed_N=np.where(known, (one.routed_N + 1) % routers.experts, one.routed_N).astype(np.int16))
     wanted, told = routers.read(given, replay=True).logp, roles.learner.score(given)
     gap, bound = float(np.abs(wanted - told).max()), FOLLOWS[roles.run.model.dtype]
@@ -138,11 +150,14 @@ def learner_follows(roles: ReinforceRoles, routers: Routers, packed: Packed) -> 
 
 def load_gauges(routed: np.ndarray, experts: int) -> Gauges:
     """Gauges of how evenly tokens are spread over the experts, mean over routers; [T, R, K] of known choices."""
+    # For each router [R, E]: how often each expert was chosen.
     count = np.stack([np.bincount(routed[:, r].ravel(), minlength=experts) for r in range(routed.shape[1])])
     share = count / np.maximum(count.sum(1, keepdims=True), 1)
+    # An expert without tokens adds 0: log 1. Divided by log E, so that an even spread is 1.
     entropy = -np.sum(share * np.log(np.where(share > 0, share, 1)), 1) / np.log(max(experts, 2))
     routers = len(share)
     return {
+        # 1 where the choices are spread evenly over the experts, more where one has more than its part.
         "experts/load_most": Gauge(float(share.max(1).sum()) * experts, routers),
         "experts/load_entropy": Gauge(float(entropy.sum()), routers),
         "experts/dead": Gauge(float((count == 0).sum()), count.size),
@@ -151,6 +166,7 @@ def load_gauges(routed: np.ndarray, experts: int) -> Gauges:
 
 def differing(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     """(share of choices, share of tokens with at least one) that are other sets of experts; [T, R, K] each."""
+    # As sets: the order within the K experts is that of their weights and may change by rounding.
     other = np.any(np.sort(a, 2) != np.sort(b, 2), 2)
     return float(other.mean()), float(other.any(1).mean())
 
@@ -188,16 +204,20 @@ def experts_learn(
     Where ranks hold whole experts, each calls it at once and follows its own.
     """
     assert batch.routed_N is not None
+    # Experts that are never chosen rightly have no gradient, so the tokens of each are counted first.
     loud, sure = load_of(batch, heard, batch.routed_N, routers.experts), None
     out = list[FollowedExpert]()
     for r, (gate, names) in enumerate(zip(routers.names, routers.stacked, strict=True)):
         grads = {n: trained[n].grad for n in (gate, *names) if n in trained}
+        # All experts, for what is said of the layer; this rank's own, for what it can follow.
         busy = np.flatnonzero(loud[r] >= LEARNS_FROM)
         mine = np.flatnonzero(loud[r][routers.held] >= LEARNS_FROM)
         if not len(busy):
             continue
+        # An exchange of all ranks, so it comes before anything that one of them alone might raise.
         size = {n: routers.of_all(_by_expert(g)) for n, g in grads.items() if n != gate and g is not None}
         weighs = batch.routed_N is not None and batch.routed_N.shape[2] > 1  # the weight of one expert may always be 1
+        # A frozen router is not among the gradients and has nothing to learn.
         learns = gate not in grads or (grads[gate] is not None and bool(grads[gate].any()))
         if weighs and not learns and any(s.any() for s in size.values()):
             raise InvariantError(
@@ -206,8 +226,11 @@ def experts_learn(
                 " (optimizer.freeze)"
             )
         for name, sizes in size.items():
+            # A layer with no gradient anywhere is frozen or cut off, which other checks tell.
             still = [e for e in busy.tolist() if not sizes[e] and sizes.any()]
             if still and certain is not None:
+                # A pass without replay costs a forward pass: it is made only when an expert looks wrong, and once for
+                # all layers.
                 sure = certain() if sure is None else sure
                 still = [e for e in still if sure[r][e] >= LEARNS_FROM]
             if still:
@@ -216,6 +239,7 @@ def experts_learn(
                     " that the loss learns from: it would never learn"
                 )
             out += _followed(name, grads[name], trained[name], mine, expected)
+    # Another part of the experts at each step, so that in time all of them are followed.
     start = first % max(len(out), 1)
     return (out[start:] + out[:start])[:AT_ONCE]
 
@@ -229,6 +253,7 @@ def learned_from(batch: Batch, passes: Passes) -> np.ndarray:
     array([ True, False, False])
     """
     asked_M, logp_M = (passes.joined(batch, column) for column in (passes.logp_grad, passes.logp))
+    # A softmax passes on asked * (1 - p): a token that is certain asks nothing of the weights.
     felt_M = np.abs(asked_M) * -np.expm1(np.minimum(logp_M, 0.0))
     return felt_M > LOUD * felt_M.max(initial=0.0)
 
@@ -236,6 +261,7 @@ def learned_from(batch: Batch, passes: Passes) -> np.ndarray:
 def load_of(batch: Batch, heard: np.ndarray, routed_N: np.ndarray, experts: int) -> np.ndarray:
     """int64 [R, E]: how often each expert was chosen for a token that predicts one of `heard`. Rows that are UNKNOWN
     do not count."""
+    # The experts of the place that predicts the token, whose hidden state its log-prob is read from.
     rows = routed_N[batch.source_M[heard]]
     chosen = [rows[:, r][rows[:, r] != UNKNOWN] for r in range(routed_N.shape[1])]
     return np.stack([np.bincount(x.ravel(), minlength=experts) for x in chosen])
@@ -247,6 +273,7 @@ def certain_load(batch: Batch, heard: np.ndarray, alone: RoutedPass, experts: in
     Args:
         alone: a pass of the learner over the batch that follows no choices.
     """
+    # The least of the chosen logits leads all others by more than rounding.
     sure = alone.regret < -NEAR[dtype] * max(1.0, alone.scale)
     return load_of(batch, heard, np.where(sure[:, :, None], alone.own, UNKNOWN), experts)
 
@@ -259,9 +286,11 @@ def _by_expert(gradient: Any) -> np.ndarray:
 def _followed(name: str, gradient: Any, tensor: Any, busy: np.ndarray, expected: Any) -> list[FollowedExpert]:
     out, width = list[FollowedExpert](), gradient[0].numel()
     for e in busy.tolist():
+        # Index into the flattened stack of all experts: expert e begins at e * width.
         at = e * width + int(gradient[e].detach().abs().argmax())
         value = float(tensor.detach().flatten()[at])
         move = expected(name, gradient.detach(), at)
+        # A move below 8 units in the last place may be rounded away.
         if move is not None and abs(move) >= 8 * float(np.spacing(np.float32(max(SMALLEST, abs(value))))):
             out.append(FollowedExpert(name, e, at, value))
     return out
@@ -311,6 +340,7 @@ class ExpertsCheck(Observer):
                     _certain(roles, routers, batch, heard),
                 )
             case LearnedEvent() if self._followed:
+                # Let go before anything is raised: it holds numbers of weights that are gone.
                 followed, self._followed = self._followed, []
                 return ObserverReport(experts_moved(followed, roles.trainer.trained()))
             case PushedEvent() if self._tokens is not None and self._own is not None:
@@ -327,17 +357,21 @@ class ExpertsCheck(Observer):
         packed, dtype = tokens.packed, roles.run.model.dtype
         assert packed.routed_N is not None
         every_token_has_its_experts(packed)
+        # Two passes of the same tokens: by the sampler's experts, and by the learner's own.
         followed, alone = routers.read(packed, replay=True), routers.read(packed, replay=False)
         self._own, known = alone.own, known_rows(packed.routed_N)
+        # Turns that went on under new weights have experts of several versions, none of which can be judged.
         fresh = tokens.fresh_N if not _other_caches(roles) else np.zeros_like(tokens.fresh_N)
         seen = choices_are_the_samplers(followed, packed, fresh, dtype)
         if roles.run.model.router_replay == "start":  # what is learned from has other experts than the sampler's
             exact = lambda: routers.followed().exact(packed)  # noqa: E731
+            # From packed tokens to spoken ones: the flag of the place that predicts each.
             fresh_M = fresh[packed.source_M]
             seen |= sampler_agrees(
                 packed, tokens.mu_M, followed.logp, fresh_M, dtype=dtype, exact=exact, text=roles.text
             )
         if roles.run.model.router_replay != "none" and due(e.index):
+            # The scoring pass is the one that training compares with, so it is the one that must follow.
             seen |= learner_follows(roles, routers, packed)
         choices, rows = differing(packed.routed_N[known], alone.own[known])
         gaps = {"experts/gap_replayed": followed.logp, "experts/gap_alone": alone.logp}
@@ -354,6 +388,7 @@ class ExpertsCheck(Observer):
     def _pushed(self, routers: Routers, tokens: StepTokens, before: np.ndarray) -> ObserverReport:
         """Reports how far the step's updates moved the routers, on the step's own tokens."""
         self._tokens = self._own = None
+        # The same tokens before and after, so every choice that differs is the work of the updates.
         choices, rows = differing(before, routers.read(tokens.packed, replay=False).own)
         return ObserverReport({"experts/drift": Gauge(choices, 1), "experts/rerouted": Gauge(rows, 1)})
 

@@ -63,8 +63,11 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
     """
     packed = packed_text(ids)
     learner.train_mode(True)
+    # A value head changes no log-prob, and a reward head is no part of the policy: only the rest must hear the
+    # log-probs.
     parameters = {n: p for n, p in learner.parameters().items() if not n.startswith(HEADS)}
     head = {n: p for n, p in learner.parameters().items() if n.startswith("value_head.")}
+    # Several ranks exchange inside their passes, so they have ways of their own that all of them go.
     if isinstance(learner, ShardedLearner):
         silent = silent_on_all_ranks(learner, packed, parameters, head)
     elif isinstance(learner, TensorLearner):
@@ -75,6 +78,7 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
             _reaches_head(scores.value, head)
         found = torch.autograd.grad(scores.logp, list(parameters.values()), cotangent(scores.logp), allow_unused=True)
         silent = [n for n, g in zip(parameters, found, strict=True) if g is None or not bool(g.any())]
+    # What is scored here is scored without training mode, as every comparison before and after a move.
     learner.train_mode(False)
     still = learner.score(packed)
     cut = [n for n in silent if _felt(learner, packed, parameters[n], still)]
@@ -87,11 +91,13 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
 
 
 def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
+    # The values are another output than the log-probs, so a head that is cut off shows only here.
     deaf = [n for n, p in head.items() if not p.requires_grad]
     if not deaf and value is not None and value.requires_grad:
         found = torch.autograd.grad(value.sum(), list(head.values()), allow_unused=True, retain_graph=True)
         deaf = [n for n, g in zip(head, found, strict=True) if g is None or not bool(g.any())]
     elif not deaf:
+        # The values were computed without a gradient: all of the head is cut off.
         deaf = list(head)
     if deaf:
         raise InvariantError(DEAF.format(", ".join(deaf)))
@@ -100,18 +106,23 @@ def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) -> bool:
     kept = parameter.detach().clone()
+    # The scoring is an exchange of all ranks, so a rank without rows takes part in it all the same.
     if not kept.numel():  # a rank without rows of this weight: the others move theirs
         return float(np.abs(learner.score(packed) - before).max()) > FELT
+    # A tensor that is all one number has no spread: it is moved by its size, and by 0.01 where that is 0.
     size = float(kept.float().std()) if kept.numel() > 1 else 0.0
+    # Signs alternate, since adding one number to all elements may leave softmax and norms as they were.
     signs = torch.arange(kept.numel(), device=kept.device).remainder(2).mul(2).sub(1).view_as(kept)
     parameter.add_((signs * NUDGE * (size or max(0.01, float(kept.abs().max())))).to(kept.dtype))
     after = learner.score(packed)
+    # The copy is put back, bit for bit: subtracting the move would leave rounding.
     parameter.copy_(kept)
     return float(np.abs(after - before).max()) > FELT
 
 
 def served_is_trained(served: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
     """The weights that the sampler gets are those the optimizer updates, small constants of an architecture aside."""
+    # What is no float (indices, masks) is never trained.
     left = {n: t for n, t in served.items() if n not in trained and t.is_floating_point()}
     size, whole = sum(t.numel() for t in left.values()), sum(t.numel() for t in served.values())
     if size > 0.005 * whole:
@@ -138,6 +149,7 @@ class Largest:
 
 def gradient_norm(optimizer: Any, grads: Mapping[str, Any]) -> float:
     """Norm of the whole gradient, of which each of several ranks has a part. All ranks call it at once."""
+    # A sparse gradient holds some rows; what it does not hold is 0.
     own = math.sqrt(math.fsum(square_sum(held(g)) for g in grads.values()))
     ranks: Ranks = getattr(optimizer, "ranks", ALONE)
     if ranks.world > 1:
@@ -166,15 +178,21 @@ class StepGradients:
         """`config` is the stage's, whatever the optimizer was built with; `share` is that of the learning rate."""
         trained, part = optimizer.trained(), {} if share == 1 else {"share": share}
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
+        # Before parts without a row are left out: the norm is an exchange, which every rank must reach.
         norm = gradient_norm(optimizer, grads)
         grads = {n: g for n, g in grads.items() if held(g).numel()}  # a rank may have no row of a weight
         largest: dict[str, Largest] = {}
         for name, g in grads.items():
+            # The element with the largest gradient moves furthest, so there an update is surest to exceed rounding.
             at = place(g, int(held(g).abs().argmax()))
+            # A gradient that is 0 everywhere asks for no move.
             if float(number(g, at)):
                 told = optimizer.expected_update(config, name, g, norm, at, **part)
                 weight = float(trained[name].detach().flatten()[at])
+                # A bound on single numbers needs a size for them. Where only the whole update follows its definition
+                # there is none.
                 largest[name] = Largest(at, weight, float(told.move), math.inf if told.along else told.size)
+        # Whole parameters are compared in the first step only, since copies and expected state of them are held.
         first = not optimizer.state_tensors().get("steps", 1)
         small = _smallest(grads) if first else []
         expected = {n: optimizer.expected_update(config, n, grads[n], norm, **part) for n in small}
@@ -185,6 +203,7 @@ def _smallest(grads: Mapping[str, Any]) -> list[str]:
     """Names of the smallest parameters that have `IN_FULL` elements together."""
     names = sorted(grads, key=lambda n: grads[n].numel())
     ends = np.cumsum([grads[n].numel() for n in names])
+    # The longest run of the smallest parameters that fits.
     return names[: int((ends <= IN_FULL).sum())]
 
 
@@ -199,6 +218,7 @@ def moved(handed: StepGradients, parameters: Mapping[str, Any], lr: float) -> Ga
     pushed: list[str] = []
     still: list[str] = []
     for name, top in handed.largest.items():
+        # An update below 8 units in the last place may be rounded away, which is no fault.
         if abs(top.move) < 8 * float(np.spacing(np.float32(max(SMALLEST, abs(top.weight))))):
             continue
         pushed.append(name)
@@ -217,7 +237,10 @@ def moved(handed: StepGradients, parameters: Mapping[str, Any], lr: float) -> Ga
 def keeps_to_schedule(config: Optimizer, handed: StepGradients, parameters: Mapping[str, Any], lr: float) -> None:
     """A step in the middle of a schedule moves the number with the largest gradient of each parameter as configured."""
     for name, top in handed.largest.items():
+        # One element of each parameter stands for all of it.
         moved = float(parameters[name].detach().flatten()[top.index]) - top.weight
+        # Rounding of the weight, and a share of the move: at least of a hundredth of a full step. An infinite size bars
+        # none.
         slack = ROUNDING * max(SMALLEST, abs(top.weight)) + UPDATE_BOUND * (abs(top.move) + top.size / 100)
         if abs(moved - top.move) > slack:
             raise InvariantError(
@@ -246,17 +269,21 @@ def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: M
     """
     worst = Update("", 0.0, 0.0)
     for name, expected in handed.expected.items():
+        # In float64 on the host: the difference of two float32 weights must not be rounded again.
         old, new = (x.detach().double().cpu() for x in (handed.before[name], after[name]))
         moved, kept = _off(new - old, old, expected), 0.0
         for word, want in expected.state.items():
             size = float(want.abs().max())
+            # State that is tiny everywhere has lost digits, or is 0, and says nothing.
             if size > UNDERFLOW and (held := state.get(f"{word}.{name}")) is not None:
                 kept = max(kept, float((held.double().cpu() - want).abs().max()) / size)
         if max(moved, kept) > max(worst.moved, worst.state):
             worst = Update(name, moved, kept)
+    # Parameters that are too large to be compared whole are compared at their largest gradient.
     for name, top in handed.largest.items():
         if name not in handed.expected:
             moved = float(after[name].detach().flatten()[top.index]) - top.weight
+            # A size of infinity makes the difference 0: such an update is judged only as a whole.
             off = max(0.0, abs(moved - top.move) - ROUNDING * abs(top.weight)) / top.size
             worst = Update(name, off, 0.0) if off > max(worst.moved, worst.state) else worst
     return worst
@@ -268,9 +295,12 @@ def _off(step: torch.Tensor, old: torch.Tensor, expected: ExpectedUpdate) -> flo
     if expected.along:
         if not expected.size:
             return 0.0
+        # The part of the step along the expected one, as a share of it: 1 where it is right, whatever noise lies
+        # across.
         apart = abs(float((step * expected.move).sum() / expected.move.square().sum()) - 1)
         return max(0.0, apart - ALONG_NOISE)
     off = max(0.0, float(((step - expected.move).abs() - ROUNDING * old.abs()).max()))
+    # Where no move is expected there is no size to compare one with: it counts as 1, which is above every bound.
     return off / expected.size if expected.size else float(off > 0)
 
 
@@ -301,6 +331,7 @@ class UpdateCheck(Observer):
         self._handed: StepGradients | None = None
 
     async def begin(self, roles: StageRoles[Any]) -> None:
+        # Frozen parameters are served and rightly not trained.
         frozen = {n: p for n, p in roles.learner.parameters().items() if roles.stage.optimizer.frozen(n)}
         served = {s.name: s.tensor for s in roles.learner.shards()}
         served_is_trained(served, {**roles.trainer.trained(), **frozen})
@@ -309,8 +340,11 @@ class UpdateCheck(Observer):
     def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
         match event:
             case DifferentiatedEvent(packed, _, share):
+                # Where the learning rate falls or rises, later steps are compared too: a schedule may begin again.
                 falls = roles.stage.optimizer.schedule != "constant" and due(packed.index)
+                # A step without credit may move nothing, so the check waits for one that has.
                 asked = _carries(packed) and (falls or not self._moved)
+                # Made before the optimizer steps, from the gradients that it is about to get.
                 self._handed = (
                     StepGradients.of(roles.trainer.optimizer, roles.stage.optimizer, share) if asked else None
                 )
@@ -323,6 +357,7 @@ class UpdateCheck(Observer):
 
     def _follow(self, roles: StageRoles[Any], handed: StepGradients, lr: float) -> Gauges:
         """Over several ranks each holds its own rows against the definition, and all have the same gauges."""
+        # An error of one rank is raised on all: the others would wait at the next exchange.
         seen = merge(*of_every(roles.trainer.ranks, lambda: self._own(roles, handed, lr)))
         self._moved = self._moved or "canary/moved" in seen
         return seen
@@ -330,8 +365,10 @@ class UpdateCheck(Observer):
     def _own(self, roles: StageRoles[Any], handed: StepGradients, lr: float) -> Gauges:
         trained, optimizer = roles.trainer.trained(), roles.trainer.optimizer
         if self._moved:
+            # The full comparison is of the first step; from then on the schedule alone can differ.
             keeps_to_schedule(roles.stage.optimizer, handed, trained, lr)
             return Gauges()
+        # An optimizer that was resumed has taken steps already: only a first step is compared whole.
         checked = handed.first and (handed.expected or handed.largest)
         return merge(
             moved(handed, trained, lr),
@@ -341,11 +378,13 @@ class UpdateCheck(Observer):
 
 def _carries(packed: PackedEvent) -> bool:
     """Returns whether a minibatch calls for an update: a policy's does if some credit in it is not 0."""
+    # A stage that has no credit (imitation, preferences) always calls for an update.
     return ADVANTAGE not in packed.batch or bool(np.any(packed.batch[ADVANTAGE]))
 
 
 def only_frozen_is_left_out(config: Optimizer, parameters: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
     """The optimizer updates every parameter that the settings do not freeze, and no other."""
+    # Both directions: a frozen parameter that is trained, and a trained one that was left out.
     frozen = {n for n in parameters if config.frozen(n)}
     if moved := sorted(frozen & set(trained)):
         raise InvariantError(
@@ -376,12 +415,14 @@ class FrozenCheck(Observer):
 
     async def begin(self, roles: StageRoles[Any]) -> None:
         if roles.stage.optimizer.freeze:
+            # Before the first step, so that nothing has moved if the settings do not hold.
             only_frozen_is_left_out(roles.stage.optimizer, roles.learner.parameters(), roles.trainer.trained())
             self._digests = self._now(roles)
 
     def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
         if not self._digests or not isinstance(event, LearnedEvent) or not due(event.packed.index):
             return None
+        # Each rank compares the rows that it has.
         of_every(roles.trainer.ranks, lambda: frozen_stays(self._digests, self._now(roles)))
         return ObserverReport({"canary/frozen": Gauge(len(self._digests), 1)})
 

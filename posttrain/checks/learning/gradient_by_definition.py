@@ -71,45 +71,58 @@ def _smooth(push: np.ndarray) -> Factor:
 def _clip(c: Any, t: PushInputs, cap: float | None) -> Factor:
     """Eq. 7 of 1707.06347: min(r A, clip(r) A) has the gradient r A, or none where the clipped branch is smaller."""
     top = math.inf if cap is None else cap
+    # Between the bounds, and where clipping would help, the gradient is r. Without credit nothing is clipped.
     kept = np.where(t.up, t.r <= 1 + c.high, np.where(t.down, (t.r >= 1 - c.low) & (t.r <= top), True))
+    # The nearest of all bounds, even one that this sign of credit does not read: to leave out a token more does no
+    # harm.
     return t.r * kept, np.min([np.abs(t.r - bound) for bound in (1 + c.high, 1 - c.low, top)], axis=0)
 
 
 def _soft(c: Any, t: PushInputs) -> Factor:
     """d/dlogp of 4 / tau sigmoid(tau (r - 1)), where s (1 - s) = 1 / (2 cosh(z / 2))^2. Far out 1 - s is rounding."""
+    # tau is the steepness for positive credit, tau_negative that for the rest.
     z = np.where(t.up, c.tau, c.tau_negative) * (t.r - 1)
     with np.errstate(over="ignore"):
+        # Far out the first form, with 1 - s, has few digits left, so those tokens are not compared.
         return t.r / np.cosh(z / 2) ** 2, np.where(z > 3, 0.0, np.inf)
 
 
 def _geometric(c: Any, t: PushInputs) -> Factor:
+    # Beyond the bound of its sign a log-ratio counts as the bound in the mean, and gets no gradient of its own.
     bounded = np.where(t.up, np.minimum(t.x, c.high), np.where(t.down, np.maximum(t.x, -c.low), t.x))
     return exp(means(bounded, t.sequence)) * (bounded == t.x), np.minimum(np.abs(t.x - c.high), np.abs(t.x + c.low))
 
 
 def _divergence(c: Any, t: PushInputs) -> Factor:
     """Between the said token and all others, before and now."""
+    # The log-prob at the anchor, from the log-ratio.
     before, now = t.logp - t.x, t.logp
     far = np.abs(np.exp(before) - np.exp(now)) if c.measure == "tv" else _binary_kl(before, now)
+    # Outside the region only a step that leads further away is silenced; a step back keeps its gradient.
     leaves = (far > c.delta) & np.where(t.up, t.r > 1, t.down & (t.r < 1))
     return np.minimum(t.r, c.cap) * ~leaves, np.abs(far - c.delta)
 
 
 def _binary_kl(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
     p, q = np.exp(log_p), np.exp(log_q)
+    # Two outcomes: the said token and all others. For a certain token 1 - p is 0, so it has a least value.
     others_p, others_q = np.maximum(1 - p, LEAST), np.maximum(1 - q, LEAST)
     others = np.where(others_p > LEAST, others_p * np.log(others_p / others_q), 0.0)
     return np.where(p > 0, p * (log_p - log_q), 0.0) + others
 
 
 def _future_kl(c: Any, t: PushInputs) -> Factor:
+    # Tokens with a ratio above `ignore` add nothing to the sum of what is to come.
     counted, ahead = np.where(t.r > c.ignore, 0.0, t.x), np.zeros(len(t.x))
     for episode in np.unique(t.sequence):
+        # From the end: F_m = x_m + 2^(-1 / half-life) F_{m+1}.
         total = 0.0
         for m in np.flatnonzero(t.sequence == episode)[::-1]:
             ahead[m] = total = counted[m] + 0.5 ** (1 / c.half_life) * total
+    # A loud token that credit makes less likely is never amplified.
     most = np.where(t.down & (t.r > c.loud), 1.0, 1 + c.band_high)
     push, near = _clip(c, t, None)
+    # One token next to the bound changes the sums of all tokens before it, so the whole episode is unsure.
     ignored = sums((np.abs(t.r - c.ignore) < 1e-4).astype(float), t.sequence) > 0
     near = np.where(ignored, 0.0, np.minimum(near, np.abs(t.r - c.loud)))
     return push * np.minimum(np.maximum(exp(ahead), 1 - c.band_low), most), near
@@ -118,6 +131,7 @@ def _future_kl(c: Any, t: PushInputs) -> Factor:
 def _hump(c: Any, t: PushInputs) -> Factor:
     k, fade = np.where(t.up, c.k, c.k_negative), np.where(t.up, c.fade, c.fade_negative)
     far = np.abs(np.log(t.r)) + fade * np.abs(t.r - 1) > 10  # where rounding of the exponent shows
+    # r^k e^(fade (1 - r)) with one exponential.
     return np.exp(k * np.log(t.r) + fade * (1 - t.r)), np.where(far, 0.0, np.inf)
 
 
@@ -153,23 +167,28 @@ def _mask(c: Any, m: MismatchInputs) -> Factor:
 
 
 def _near_both_ways(c: Any, m: MismatchInputs) -> Factor:
+    # In both directions: either side may be the one that finds the token improbable.
     far = np.maximum(_binary_kl(m.start, m.mu), _binary_kl(m.mu, m.start))
     return m.ratio("token") * (far <= c.phi), np.abs(far - c.phi)
 
 
 def _reject(c: Any, m: MismatchInputs) -> Factor:
+    # The geometric mean of an answer's ratios decides for the whole answer; it is no factor itself.
     mean = exp(means(m.start - m.mu, m.tokens.sequence))
     return 1.0 * ((mean >= c.low) & (mean <= c.high)), np.minimum(np.abs(mean - c.low), np.abs(mean - c.high))
 
 
 def _veto(c: Any, m: MismatchInputs) -> Factor:
+    # One improbable token silences its whole answer.
     low = np.full(m.tokens.sequence.max(initial=0) + 1, np.inf)
     np.minimum.at(low, m.tokens.sequence, m.ratio("token"))
     least = low[m.tokens.sequence]
+    # As a share of the bound, which may be tiny.
     return 1.0 * (least >= c.below), np.abs(least / c.below - 1)
 
 
 def _negative_mask(c: Any, m: MismatchInputs) -> Factor:
+    # Here the ratio is that of the sampler to the policy of now, not to that of the start.
     far = means(m.mu - m.tokens.logp, m.tokens.sequence)
     return 1.0 * ~(m.tokens.down & (far > c.delta)), np.abs(far - c.delta)
 
@@ -206,6 +225,7 @@ def uncovered(a: Algorithm) -> list[str]:
     """Names of the choices of an algorithm whose part of the loss has no second form here."""
     known = {"ratio", "anchor", "clip", "pull", "correction", "tokens", "imitate", "shown"}
     out = [f.name for f in fields(a) if f.name not in known | NEUTRAL["loss"] and getattr(a, f.name) != f.default]
+    # With `top` the divergence reads candidates, and the form here knows the said token alone.
     if a.clip is not None and (kind(a.clip) not in REGIONS or getattr(a.clip, "top", 0)):
         out.append("clip")
     if any(kind(piece) not in CORRECTIONS for piece in pieces(a.correction)):
@@ -230,34 +250,43 @@ def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
 
     -weight * c * push * A + weight * d pull / d logp - coef * imitated
     """
+    # None: the choice is not made, so its stream is not needed.
     needed = {CHOSEN: a.tokens, MIX: a.anchor == "proximal" or None, WAS_SHOWN: a.shown}
     needed[IMITATE] = a.imitate if a.imitate is not None and a.imitate.of != "heard" else None
     if set(uncovered(a)) - BESIDE or any(why is not None and stream not in batch for stream, why in needed.items()):
         return None
     mu = batch[MU].astype(np.float64)
+    # Where the start was not scored, the learner of now stands for it.
     start = batch[START].astype(np.float64) if START in batch else logp_M
     if a.anchor == "proximal":
+        # The proximal anchor lies between sampler and learner, log-prob by log-prob.
         start = mu + batch[MIX] * (logp_M - mu)
     gap, credit, weight = logp_M - (mu if a.anchor == "behaviour" else start), batch[ADVANTAGE], batch[WEIGHT]
     inputs = PushInputs(_RATIOS[a.ratio](gap, batch.sequence_M), gap, credit, logp_M, batch.sequence_M)
+    # Without a trust region the push is the ratio, and no bound is near.
     push, near = (inputs.r, np.full(len(gap), np.inf)) if a.clip is None else REGIONS[kind(a.clip)](a.clip, inputs)
     for piece in pieces(a.correction):
         factor, bound = CORRECTIONS[kind(piece)](piece, MismatchInputs(mu, start, inputs))
+        # Factors multiply, and a token that is near a bound of any of them is unsure.
         push, near = push * factor, np.minimum(near, bound)
     pull, size = _pull(a.pull, batch, logp_M, gap) or (None, None)
     if pull is None or size is None:
         return None
     if a.tokens is not None and a.tokens.silences:
+        # A silenced token has no policy gradient; the pull reads it all the same.
         push = push * batch[CHOSEN]
     elif isinstance(a.tokens, KlCov):
         paid = a.tokens.coef * batch[CHOSEN]
+        # coef |log-ratio| at the chosen tokens: its slope jumps at 0. Adding 1 elsewhere keeps those tokens sure.
         pull, size, near = pull + paid * np.sign(gap), size + paid, np.minimum(near, np.abs(gap) + (paid == 0))
     if a.shown is not None:
         p, gamma = np.exp(logp_M), a.shown.gamma
+        # For shown tokens p / (p + gamma) replaces the ratio. Its slope by logp is gamma p / (p + gamma)^2.
         push = np.where(batch[WAS_SHOWN], 0.0 if gamma is None else gamma * p / (p + gamma) ** 2, push)
     want, size = weight * (pull - push * credit), weight * (np.abs(push * credit) + size)
     if a.imitate is not None and a.imitate.of != "heard":
         p = np.exp(logp_M)
+        # Imitation has weights of its own, so it is added after the weighted sum.
         told = a.imitate.coef * batch[IMITATE] * (p * (1 - p) if a.imitate.unsure else 1.0)
         want, size = want - told, size + told
     return Demand(want, size, near > NEAR)
@@ -272,6 +301,8 @@ def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | 
     if value.clip is not None and VALUE in batch:
         step = value_M - batch[VALUE]
         near = batch[VALUE] + np.clip(step, -value.clip, value.clip) - batch[RETURN]
+        # The larger square counts. Where that is the clipped one and the value is beyond its clip, nothing moves the
+        # value.
         slope = np.where(plain**2 >= near**2, plain, np.where(np.abs(step) <= value.clip, near, 0.0))
     return batch[WEIGHT] * value.coef * slope
 
@@ -282,19 +313,24 @@ def _pull(pull: Any, batch: Batch, logp_M: np.ndarray, gap_M: np.ndarray) -> tup
     if pull is None or _in_credit(pull):
         return nothing, nothing
     if kind(pull) == "TokenL2":
+        # coef gap^2. The rounding is that of the two log-probs, however small their difference.
         return 2 * pull.coef * gap_M, 2 * pull.coef * (np.abs(logp_M) + np.abs(logp_M - gap_M))
     if kind(pull) == "SequenceL2":
+        # coef / 2 (sum of gaps)^2, once an episode: the same slope at each of its tokens.
         total = sums(gap_M, batch.sequence_M)
         return pull.coef * total, pull.coef * sums(np.abs(logp_M) + np.abs(logp_M - gap_M), batch.sequence_M)
     if REFERENCE not in batch or pull.placement not in ("loss", "both"):
         return None
     d = logp_M - batch[REFERENCE]
+    # Beyond the limit the estimator is clamped, so it has no slope.
     lost = d < -LIMIT
     near = np.maximum(d, -LIMIT)
     k3, k3_slope = np.exp(-near) - 1 + near, np.where(lost, 0.0, 1 - np.exp(-near))
+    # rk3 is r k3 with r differentiated too: r k3 + r k3'. A clamped r has no slope.
     slope = {"k2": d, "k3": k3_slope, "rk3": exp(gap_M) * (k3 * (np.abs(gap_M) <= LIMIT) + k3_slope)}.get(
         pull.estimator
     )
+    # e^-d may be large, and rounding with it.
     size = pull.coef * (1 + np.abs(logp_M)) * np.maximum(1, np.exp(-near))
     if pull.estimator == "rk3":
         size = size * np.maximum(1, exp(gap_M))

@@ -26,6 +26,7 @@ def hinted_task(siblings: Sequence[Episode], e: Episode, of: str) -> Task | None
     """The task whose answer is the hint for an episode; None where no other answer of its group is right."""
     if of == "answer":
         return e.task
+    # Never its own answer: it would be shown what it is to be judged by.
     right = [o for o in siblings if o.sibling != e.sibling and o.solved]
     return Task(e.task.id, e.task.prompt, right[0].text, e.task.info, e.task.tools) if right else None
 
@@ -33,6 +34,7 @@ def hinted_task(siblings: Sequence[Episode], e: Episode, of: str) -> Task | None
 def teacher_scores(held: np.ndarray, alone: np.ndarray, bound: Gap, task: str) -> float:
     """Checks that the teacher's log-probs in the step are those that it gives this answer alone; returns the largest
     gap."""
+    # Both may be -inf (a token that sampling rules out), and their difference would be no number.
     worst = Gap.of(*(np.maximum(x, -100.0) for x in (held, alone))).worst
     if not worst <= bound.worst:
         raise InvariantError(
@@ -56,12 +58,14 @@ class HintCheck(Observer):
         share = {"teacher/hinted": Gauge(len(hinted), len(episodes))}
         if not due(event.experience.index):
             return ObserverReport(share)
+        # Wrong answers first: a right one may be scored alike with and without its hint.
         wrong_first = sorted(hinted, key=lambda x: x[1].episode.reward or 0.0)[:SCORED_AGAIN]
         return ObserverReport(merge(share, *(self._again(roles, g, s) for g, s in wrong_first)))
 
     def _again(self, roles: ReinforceRoles, group: ScoredGroup, s: Scored) -> dict[str, Gauge]:
         a, e = roles.stage.algorithm, s.episode
         assert a.hint is not None
+        # The hint is chosen again from the group, as the definition says it.
         given = hinted_task(group.group.judged, e, a.hint.of)
         prompt = None if given is None else abilities.hints(roles.rollout.environment)(given)
         if prompt is None:
@@ -69,16 +73,19 @@ class HintCheck(Observer):
                 f"an answer to task {e.task.id!r} is learned from with a hint, and there is none for it: no other"
                 " answer of its group is right, or the environment has no hint. It must have no gradient"
             )
+        # Tools of the task's own data, else those that the environment gives it.
         tools = e.task.tools or (roles.rollout.environment.abilities.tools or (lambda _: ()))(e.task)
         packed = _alone(roles.rollout.dialogue(e.task.id).see(prompt, tools), e.segments[0])
         teacher = None if roles.hints is None else roles.hints.teacher(roles.learner, roles.reference)
         assert teacher is not None
         said_M = teacher.score(packed)
+        # With a KL the teacher's log-probs are a stream; with distillation its candidates' are, K a token.
         if (held := s.find(REFERENCE)) is not None:
             held_M, alone_M = held[0], said_M
         else:
             assert a.distill is not None
             held_M, alone_M = s[TOP_LOGP][0].ravel(), teacher.top(packed, a.distill.top).logp.ravel()
+        # Only the learner has a float64 form.
         exact = lambda: roles.learner.exact(packed) if teacher is roles.learner else None  # noqa: E731
         gap, dtype = Gap.of(held_M, alone_M), roles.run.model.dtype
         bound = allowed(dtype, gap, said_M, exact, packed.sampling.temperature)
@@ -92,6 +99,7 @@ def _alone(prompt: np.ndarray, segment: Segment) -> Packed:
     return Packed(
         ids_N=ids,
         lengths_S=np.array([len(ids)], np.int32),
+        # The hint moves the answer to the right. Counted from the end, its tokens stay where they are.
         source_M=(len(ids) - (len(segment.ids) - spoken) - 1).astype(np.int64),
         target_M=segment.ids[spoken],
         segment_M=np.zeros(len(spoken), np.int32),

@@ -35,6 +35,7 @@ class ImplicitCheck(Observer):
         """The loss of the step, and how far off rounding may put it."""
 
     async def begin(self, roles: ReinforceRoles) -> None:
+        # A resumed run goes on with a model that has learned.
         if roles.implicit is not None:
             self._updates = roles.implicit.trainer.version
 
@@ -46,6 +47,7 @@ class ImplicitCheck(Observer):
                 self._groups = groups
                 scored_first(roles.implicit.trainer.version, self._updates)
                 self._expected = None
+                # Before the model learns this step's outcomes: afterwards its scores are others.
                 if due(e.index) and (answers := [s for g in groups for s in g.episodes if s.episode.spoken]):
                     noise = NOISE.get(roles.run.model.dtype, COARSE)
                     scored_alone(roles.implicit, answers[e.index % len(answers)], noise)
@@ -58,6 +60,7 @@ class ImplicitCheck(Observer):
 
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
         if roles.implicit is not None:
+            # What it has taken by now is what it must still have at the next scoring.
             self._updates = roles.implicit.trainer.version
             if self._expected is not None and "implicit/loss" in step.gauges:
                 outcome_loss_agrees(step.gauges["implicit/loss"].mean, *self._expected)
@@ -78,8 +81,10 @@ def scored_first(updates: int, before: int) -> None:
 def scored_alone(model: Any, answer: Scored, noise: float) -> None:
     """Its scores of an answer are those of the answer's tokens in a pass of their own."""
     held = np.concatenate(answer[IMPLICIT]).astype(np.float64)
+    # One episode of all segments of the answer, alone in its batch.
     alone = model.score(Packed.of(answer.episode.segments, [0] * len(answer.episode.segments))).astype(np.float64)
     gap = float(np.abs(held - alone).max(initial=0.0))
+    # The bound grows with the log-probs: a very improbable token has a rounding error to match.
     if not gap <= noise * (1 + float(np.abs(alone).max(initial=0.0))):
         raise InvariantError(
             f"the implicit process reward model scored task {answer.episode.task.id!r} (sibling"
@@ -90,16 +95,19 @@ def scored_alone(model: Any, answer: Scored, noise: float) -> None:
 
 def outcomes_agree(batch: Batch, groups: Sequence[ScoredGroup]) -> None:
     """It learns from each scored answer once, with the answer's own raw outcome on all its tokens."""
+    # As two sorted lists: the batch may hold the answers in any order, and equal ones as often as they occur.
     want = sorted((_tokens(s), s.episode.reward) for g in groups for s in g.episodes if s.episode.spoken)
     got: list[tuple[bytes, float | None]] = []
     for e in range(batch.episodes):
         own = batch[OUTCOME][batch.sequence_M == e]
+        # None where the tokens of an answer have several outcomes, which fits no outcome.
         got.append((batch.ids_of(e).tobytes(), float(own[0]) if np.all(own == own[0]) else None))
     if [t for t, _ in want] != sorted(t for t, _ in got):
         raise InvariantError(
             f"the implicit process reward model learns from {len(got)} answers, and {len(want)} of the step were"
             " scored; they are not the same ones. It learns from each of them once"
         )
+    # The tokens agree, so the outcomes are at fault.
     if want != sorted(got, key=lambda pair: (pair[0], math.inf if pair[1] is None else pair[1])):
         raise InvariantError(
             "the implicit process reward model learns outcomes that its answers did not have: what one answer earned"
@@ -111,8 +119,10 @@ def expected_loss(answers: Sequence[Scored], beta: float, noise: float) -> tuple
     """(mean cross entropy of what was scored, how far off rounding may put it: its slope is at most beta a token)."""
     each: list[float] = []
     for s in answers:
+        # log-odds of a right answer: beta times the sum of log-ratios over the whole answer.
         odds = beta * math.fsum(np.concatenate(s[IMPLICIT]).astype(np.float64) - np.concatenate(s[REFERENCE]))
         right = s.episode.reward or 0.0
+        # Cross entropy of a logit x and a label y without overflow: max(x, 0) + log(1 + e^-|x|) - y x.
         each.append(max(odds, 0.0) + math.log1p(math.exp(-abs(odds))) - right * odds)
     tokens = sum(s.episode.spoken for s in answers) / len(answers)
     return math.fsum(each) / len(each), 1e-5 + beta * noise * tokens

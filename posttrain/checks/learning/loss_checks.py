@@ -39,11 +39,14 @@ def agrees_on_synthetic_batch(a: Algorithm) -> None:
     batch, logp_M, value_M = _synthetic()
     points_uphill(a, batch, logp_M, value_M)
     on_policy = batch.having({MU: logp_M, START: logp_M})  # as every first step begins
+    # At a ratio of 1 no bound is near, so at least half of the tokens must move.
     points_uphill(a, on_policy, logp_M, value_M, least=batch.spoken // 2)
     if demand(a, batch, logp_M.astype(np.float64)) is None or a.hears or a.distill is not None:
         return  # what was heard, and the candidates of a teacher, have scores of their own
+    # Entropies are made up: only the gradient by them is read.
     logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M, np.ones_like(logp_M)))
     PolicyLoss(a).terms(batch, TokenScores(logp, entropy, value)).loss.backward()
+    # One micro-batch with every episode.
     everything = [np.arange(batch.episodes)]
     passes = Passes(Needs(), episodes=everything, logp=[_numbers(logp)], logp_grad=[_gradient(logp)])
     if entropy.grad is not None:
@@ -63,6 +66,7 @@ def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.nd
     The factor of a trust region is never negative, so this holds for every algorithm, covered by `demand` or not.
     """
     clip = None if a.clip is None else a.clip.without_top()
+    # All that may pull against the credit on purpose is taken out.
     alone = replace(
         a,
         clip=clip,
@@ -79,6 +83,7 @@ def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.nd
     )
     logp, value = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M))
     PolicyLoss(alone).terms(batch, TokenScores(logp, None, value)).loss.backward()
+    # A step against the gradient: positive where the log-prob moves with its credit.
     with_credit_M = -_gradient(logp) * np.sign(batch[ADVANTAGE])
     wrong, right = int((with_credit_M < 0).sum()), int((with_credit_M > 0).sum())
     if wrong or right < least:
@@ -104,6 +109,7 @@ def _synthetic() -> tuple[Batch, np.ndarray, np.ndarray]:
     ids = rng.integers(0, 9, (EPISODES, TOKENS + 1)).astype(np.int32)
     logp = rng.uniform(-3, -1, count).astype(np.float32)
 
+    # Each stream is the learner's log-probs with noise of its own, so none can stand for another unseen.
     def near(by: float) -> np.ndarray:
         return (logp + rng.uniform(-by, by, count)).astype(np.float32)
 
@@ -195,11 +201,14 @@ def gradient_agrees(
     want = define(logp_M)
     if want is None:
         return {}
+    # Next to a bound rounding decides, so those tokens are not compared.
     error_M = np.where(want.sure_M, np.abs(asked_M - want.want_M), 0.0)
+    # Tokens whose terms are far below the largest are measured by a thousandth of the largest.
     relative_M = error_M / np.maximum(want.size_M, 1e-3 * float(want.size_M.max(initial=0.0)) + 1e-30)
     worst = float(relative_M.max(initial=0.0))
     if not worst <= LOSS_BOUND:
         m = int(np.argmax(relative_M))
+        # The projection on the expected gradient: -1 tells of a sign, any other constant of a scale.
         square = float(want.want_M @ want.want_M)
         ratio = float(asked_M @ want.want_M) / square if square else np.nan
         raise InvariantError(
@@ -213,6 +222,7 @@ def gradient_agrees(
 def entropy_and_value_agree(a: Algorithm, batch: Batch, passes: Passes) -> None:
     """The gradient by each entropy is minus the weighted bonus, and by each value that of the value loss."""
     told: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    # With candidates or chosen tokens the bonus has another form, which is not covered.
     if a.entropy is not None and passes.entropy_grad and plain(a.entropy) and a.distill is None and a.tokens is None:
         told["entropy"] = (passes.joined(batch, passes.entropy_grad), -a.entropy.coef * batch[WEIGHT])
     if a.learns_values is not None and passes.value and plain(a.learns_values):
@@ -222,6 +232,7 @@ def entropy_and_value_agree(a: Algorithm, batch: Batch, passes: Passes) -> None:
             told["value"] = (asked_M, want)
     for name, (got, want) in told.items():
         size = float(np.abs(want).max(initial=0.0))
+        # Where a micro-batch told nothing the lengths differ, and nothing can be subtracted.
         if len(got) != len(want) or float(np.abs(got - want).max(initial=0.0)) > 1e-4 * size + 1e-12:
             raise InvariantError(
                 f"the loss asks the wrong thing of the {name}: its gradient is up to"

@@ -29,6 +29,7 @@ def gradient_of(learner: Learner, passes: Passes, names: list[str]) -> float:
     entropy, in float64 from the parameters on. nan where it overflows."""
     parameters = learner.parameters()
     total: dict[str, torch.Tensor] = {}
+    # In training mode, as the passes that are repeated were.
     learner.train_mode(True)
     for i, micro in enumerate(passes.micros):
         read = bool(passes.entropy_grad)
@@ -36,7 +37,9 @@ def gradient_of(learner: Learner, passes: Passes, names: list[str]) -> float:
         outputs, cotangents = [scores.logp], [passes.logp_grad[i]]
         if read:
             outputs, cotangents = [*outputs, scores.entropy], [*cotangents, passes.entropy_grad[i]]
+        # The loss's scale goes in again, so that small cotangents do not vanish in float16, and out in float64 below.
         given = [torch.as_tensor(c * passes.scale).to(o) for o, c in zip(outputs, cotangents, strict=True)]
+        # A loss may not reach every parameter of every micro-batch.
         found = torch.autograd.grad(outputs, [parameters[n] for n in names], given, allow_unused=True)
         for name, g in zip(names, found, strict=True):
             if g is not None:
@@ -50,12 +53,15 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
     calls it with the passes of all, and computes a share of them; where it has none it takes part with nothing."""
     ranks, parameters = learner.ranks, learner.parameters()
     gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
+    # This pass must leave the gradients of the step as they are.
     kept = {n: p.grad for n, p in parameters.items()}
     total: dict[str, torch.Tensor] = {}
     learner.train_mode(True)
+    # The ranks take one micro-batch each, round by round.
     for begin in range(0, len(passes.micros), ranks.world):
         i = begin + ranks.rank
         mine = i < len(passes.micros)
+        # A rank without one goes through another's, times 0: its layers' exchanges are waited for by all.
         i = i if mine else begin
         for p in parameters.values():
             p.grad = None
@@ -64,6 +70,7 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
         if passes.entropy_grad and scores.entropy is not None:
             given = torch.as_tensor(passes.entropy_grad[i] * passes.scale * mine).to(scores.entropy)
             sums.append((given * scores.entropy).sum())
+        # One backward pass for both, since they share a graph.
         torch.stack(sums).sum().backward()
         for name in gradients:
             if (g := parameters[name].grad) is not None:
@@ -72,6 +79,7 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
     for name, p in parameters.items():
         p.grad = kept[name]
     norms = (math.sqrt(math.fsum(square_sum(g) for g in one.values())) for one in (gradients, total))
+    # A rank holds rows, so both norms are joined from those of all ranks.
     first, second = (joint_norm(of_one_copy(ranks, norm, "gradient")) for norm in norms)
     return first, second
 
@@ -100,6 +108,7 @@ class ScaleCheck(Observer):
         if self._done or not isinstance(event, DifferentiatedEvent) or event.passes.scale == 1:
             return None
         passes, trained = event.passes, roles.trainer.trained()
+        # Each micro-batch must have told its gradients, or none its entropies: else the sum would lack a part.
         whole = len(passes.logp_grad) == len(passes.micros) and len(passes.entropy_grad) in (0, len(passes.micros))
         if passes.value or roles.stage.stores_top or not whole:
             return None
@@ -109,6 +118,7 @@ class ScaleCheck(Observer):
             gradients = {n: t.grad for n, t in trained.items() if t.grad is not None}
             norm = math.sqrt(math.fsum(square_sum(held(g)) for g in gradients.values()))
             wanted = gradient_of(roles.learner, passes, list(gradients)) if math.isfinite(norm) and norm else 0.0
+        # Nothing to compare in this step. The next one is tried.
         if not math.isfinite(norm * wanted) or not norm * wanted:
             return None
         self._done = True

@@ -42,6 +42,7 @@ WRONG = (
 
 def cotangent(logp: torch.Tensor) -> torch.Tensor:
     """The factors with which the log-probs of the fixed sequence are weighted."""
+    # Unequal factors, so that values that stand at other tokens do not give the same sum.
     return torch.linspace(0.5, 1.5, len(logp), dtype=logp.dtype, device=logp.device)
 
 
@@ -63,11 +64,14 @@ def silent_on_all_ranks(
         scores = learner.forward(packed, Reads(value=bool(head)))
         total = (scores.logp * cotangent(scores.logp)).sum()
         total = total if scores.value is None else total + scores.value.sum()
+        # All ranks compute the same tokens and gradients are summed, so the sum over ranks is one gradient.
         (total / learner.ranks.world).backward()
     found = {n: p.grad.detach().clone() for n, p in {**parameters, **head}.items() if p.grad is not None}
+    # The optimizer must find nothing of this.
     for p in (*parameters.values(), *head.values()):
         p.grad = None
     own = {n: bool(g.any()) for n, g in found.items()}
+    # A parameter counts as heard where any rank's rows of it have a gradient. The exchange comes before any raise.
     heard = {n for one in learner.ranks.every(own) for n, any_there in one.items() if any_there}
     if deaf := [n for n in head if n not in heard]:
         raise InvariantError(DEAF.format(", ".join(deaf)))
@@ -89,6 +93,7 @@ def silent_in_parts(
     Raises:
         InvariantError: the value head gets no gradient, or the gradients of all parts are not that of the log-probs.
     """
+    # A mixture follows fixed experts: else a small move could change a choice, and log-probs would jump.
     learner, packed = _as_chosen(learner, packed)
     scores = learner.forward(packed)
     (scores.logp * cotangent(scores.logp)).sum().backward()
@@ -96,13 +101,16 @@ def silent_in_parts(
     value = learner.forward(packed, Reads(value=True)).value if head else None  # layers are recomputed once
     if value is not None:
         value.sum().backward()
+        # The values' gradient of the policy is thrown away: what is checked is that of the log-probs.
         heads = _taken(head)
         _taken(parameters)
         if deaf := [n for n in head if n not in heads or not bool(heads[n].any())]:
             raise InvariantError(DEAF.format(", ".join(deaf)))
     own = {n: bool(g.any()) for n, g in found.items()}
+    # Every rank reaches the exchange before anything is decided.
     table = learner.holders.every(own)
     summed_once(learner, packed, parameters, found)
+    # Where some part may rightly be unused (an expert), one rank that hears the parameter is enough.
     needed = all if learner.every_part_is_used else any
     return [n for n in parameters if not needed(one.get(n, False) for one in table)]
 
@@ -144,27 +152,35 @@ def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator
 
     def listen(name: str, turned: bool) -> Any:
         whole: Any = learner.like(name, parameters[name].detach())
+        # A rank holds some rows of the weight, from `begin` on.
         begin, rows = first_row(whole), len(parameters[name])
 
         def forward(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
             entered = given[0].detach().flatten(0, -2)
 
             def backward(gradient: Tensor) -> None:
+                # W of nn.Linear is [out, in] and of Conv1D [in, out]: rows are outputs in the first and inputs in the
+                # second.
                 left, right = (entered, gradient.flatten(0, -2))[:: 1 if turned else -1]
+                # dL/dW = left^T right over all tokens, and of it this rank's rows.
                 own = left[:, begin : begin + rows].double().T @ right.double()
+                # Each rank weighed the loss with 1 / ranks, so the sum over ranks is this one's times their number.
                 wanted[name] = wanted.get(name, 0) + learner.ranks.world * own
 
+            # Nothing comes back to a layer that is not differentiated.
             if out.requires_grad:
                 out.register_hook(backward)
 
         return forward
 
+    # Only layers whose gradient is such a product: embeddings and norms are not.
     for word, module in learner.policy.module.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and (name := f"{word}.weight") in parameters:
             hooks.append(module.register_forward_hook(listen(name, isinstance(module, Conv1D))))
     try:
         yield wanted
     finally:
+        # A hook that stays would compute these products in every later pass.
         for hook in hooks:
             hook.remove()
 
@@ -178,12 +194,14 @@ def products_agree(learner: ShardedLearner, found: Mapping[str, Tensor], wanted:
         InvariantError: on every rank, where one is not, or there is no such layer.
     """
     own = {
+        # <found, wanted> and <wanted, wanted> of this rank's rows: their sums over ranks give the share found / wanted.
         n: (float((found[n].double() * w).sum()) if n in found else 0.0, float((w * w).sum()))
         for n, w in wanted.items()
     }
     table = learner.ranks.every(own)
     shares: dict[str, float] = {}
     for name in table[0]:
+        # One share over all ranks, since a single rank's rows may have hardly any gradient.
         along, size = (math.fsum(one[name][i] for one in table) for i in (0, 1))
         if size and math.isfinite(size):
             shares[name] = along / size
@@ -192,6 +210,7 @@ def products_agree(learner: ShardedLearner, found: Mapping[str, Tensor], wanted:
             f"no gradient of a linear layer of {type(learner.policy.module).__name__} could be compared over ranks, and"
             " below float32 nothing else shows whether ranks sum it. Set model.dtype=float32"
         )
+    # The layer that is furthest off, by name.
     name = max(shares, key=lambda n: abs(shares[n] - 1))
     if not abs(shares[name] - 1) <= BOUND:
         raise InvariantError(WRONG.format(learner.ranks.world, f"{name} has {shares[name]:.3g} times of it"))
@@ -205,21 +224,26 @@ def summed_once(
     gradient: Mapping[str, torch.Tensor],
 ) -> None:
     """Moving the weights along the gradient changes the log-probs as the gradient says."""
+    # |g|^2 over all ranks: a rank alone knows its own rows.
     if isinstance(learner, TensorLearner):
         ranks, squared = learner.holders, learner.norm(gradient) ** 2
     else:
         ranks = learner.ranks
         own = math.sqrt(math.fsum(square_sum(g) for g in gradient.values()))
         squared = joint_norm(of_one_copy(ranks, own, "gradient")) ** 2
+    # Nothing to move along; that a parameter is silent is told elsewhere.
     if not squared or not math.isfinite(squared):
         return
     before = {n: parameters[n].detach().clone() for n in gradient}
+    # Forward and back: the difference of the two has no quadratic term.
     said: list[float] = []
     for sign in (1.0, -1.0):
         for name, g in gradient.items():
+            # MOVED g / |g|^2 changes the sum by MOVED to first order, where g is its gradient.
             parameters[name].copy_(before[name] + sign * (MOVED / squared) * g)
         logp = learner.score(packed).astype(np.float64)
         said.append(float(logp @ np.linspace(0.5, 1.5, len(logp))))
+    # The weights themselves are put back, not the moves taken back, which would leave rounding.
     for name, kept in before.items():
         parameters[name].copy_(kept)
     share = (said[0] - said[1]) / 2 / MOVED

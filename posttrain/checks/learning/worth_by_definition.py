@@ -14,6 +14,7 @@ from posttrain.core.types import Episode
 
 
 def verdict_terms(e: Episode) -> list[float]:
+    # A score of a step that is not paid is no part of the outcome.
     return [j.weight * j.verdict.score for j in e.verdicts if j.counts and j.verdict.score is not None]
 
 
@@ -21,12 +22,17 @@ def implicit_worth(
     baseline: Any, i: int, mates: Sequence[int], samples: Sequence[tuple[int, Scored]]
 ) -> np.ndarray | None:
     """The implicit process rewards from each token on, each less the mean of the other siblings' mean ones."""
+    # One sibling without scores leaves the level of the others unknown.
     if any(IMPLICIT not in samples[j][1] or REFERENCE not in samples[j][1] for j in mates):
         return None
     own = {j: _log_ratio(samples[j][1]) for j in mates}
     others = [float(own[j].mean()) if len(own[j]) else 0.0 for j in mates if j != i]
+    # The level is a mean over answers of their means over tokens, so that a long answer counts no more than a short
+    # one.
     level = math.fsum(others) / len(others) if others else 0.0
     lead = own[i] - level
+    # The sum from each token to the end: the leads are turned round, summed by a convolution with ones, and turned
+    # back.
     return baseline.beta * np.convolve(lead[::-1], np.ones(len(lead)))[: len(lead)][::-1] if len(lead) else lead
 
 
@@ -45,6 +51,7 @@ def value_targets(baseline: Any, s: Scored, shaped: float, paid: np.ndarray) -> 
 
 def turn_rewards(e: Episode) -> np.ndarray:
     """Returns the rewards that the environment paid for turns, at the last spoken token of each."""
+    # `end` counts spoken tokens from 1.
     given = [(j.end or 0, j.weight * (j.verdict.score or 0.0)) for j in e.verdicts if j.paid]
     return np.array([math.fsum(score for end, score in given if end == t) for t in range(1, e.spoken + 1)])
 
@@ -53,8 +60,11 @@ def advantages_to_go(value: Any, v: np.ndarray, shaped: float, paid: np.ndarray)
     """GAE as an explicit sum over spoken tokens: A_t = sum_k (gamma lambda)^k delta_{t+k}."""
     if not len(v):
         return v
+    # A penalty is paid with a minus. The rest of the reward comes with the last token.
     earned = np.negative(paid)
     earned[-1] += shaped
+    # delta_t = r_t + gamma V_{t+1} - V_t, where V is 0 behind the last token.
     delta = earned + value.gamma * np.append(v[1:], 0.0) - v
     fade = (value.gamma * value.gae_lambda) ** np.arange(len(v))
+    # The sum over k >= 0 looks forward, so the deltas are turned round before the convolution, and the sums after it.
     return np.convolve(delta[::-1], fade)[: len(v)][::-1]

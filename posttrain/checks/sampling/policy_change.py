@@ -47,6 +47,7 @@ class ChangeGauges(Observer):
                     self._before = before(roles, e)
             case PushedEvent() if self._before is not None:
                 was, self._before = self._before, None
+                # A step that moved nothing (no credit, a skipped update) has no change to measure.
                 if roles.trainer.version != was.version:
                     with roles.clock.of("check"):
                         return ObserverReport(change(roles, was))
@@ -57,6 +58,7 @@ class ChangeGauges(Observer):
 
 def before(roles: ReinforceRoles, e: Experience) -> PolicyBefore:
     """Returns the state that is compared after the step."""
+    # The first sibling of each group: siblings share their prompt and are alike.
     segments = chosen([x for g in e.groups for x in g.episodes[:1]])
     packed = Packed.of(segments) if segments else None
     logp = log_probs(roles, segments, packed) if packed is not None else np.zeros(0, np.float32)
@@ -66,6 +68,7 @@ def before(roles: ReinforceRoles, e: Experience) -> PolicyBefore:
 def log_probs(roles: ReinforceRoles, segments: Sequence[Segment], packed: Packed) -> np.ndarray:
     """[M]: of the learner before the step. In float32 the sampler's own are these but for rounding, where it had the
     same weights (`SamplerCheck` compares them in every step), and save a forward pass."""
+    # The versions must be the learner's: other weights have other log-probs.
     own = all(bool((s.version[s.mask] == roles.trainer.version).all()) for s in segments)
     if own and roles.run.model.dtype == "float32" and roles.learner.routers() is None:
         return np.concatenate([s.logp[s.mask] for s in segments])
@@ -77,6 +80,7 @@ def chosen(episodes: Sequence[Episode]) -> list[Segment]:
     out: list[Segment] = []
     spoken = 0
     for e in [e for e in episodes if not e.shown and e.spoken][:EPISODES]:
+        # A packed batch has one sampling contract. Segments of others are left out.
         own = [s for s in e.segments if s.spoken and (not out or s.sampling == out[0].sampling)]
         out, spoken = [*out, *own], spoken + sum(s.spoken for s in own)
         if spoken >= TOKENS:
@@ -98,7 +102,9 @@ def divergence(before_M: np.ndarray, after_M: np.ndarray) -> Gauge:
     """
     with np.errstate(invalid="ignore"):
         gap = after_M.astype(np.float64) - before_M
+    # Clamped before exp, as every ratio is.
     gap = np.clip(gap[~np.isnan(gap)], -LIMIT, LIMIT)
+    # With r = after / before, r - 1 - log r is never negative, and its mean under the policy before is their KL.
     return Gauge(float(np.sum(np.exp(gap) - 1 - gap)), float(len(gap)))
 
 
@@ -111,6 +117,7 @@ def change(roles: ReinforceRoles, was: PolicyBefore) -> Gauges:
     for name, now in roles.trainer.trained().items():
         old = was.weights[name]
         new = now.detach().flatten()[:SLICE]
+        # In float64: the squares of small moves vanish beside those of the weights.
         moved += float((new - old).double().square().sum())
         size += float(old.double().square().sum())
     return out | ({"optim/update": Gauge((moved / size) ** 0.5, 1)} if size else {})

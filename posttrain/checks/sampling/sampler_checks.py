@@ -50,22 +50,27 @@ def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M
     """
     if not len(mu_M):
         return {}
+    # The log-ratio of learner to sampler, which would be 0 without rounding.
     gap_M = np.asarray(learner_M, np.float64) - mu_M
+    # The 99th percentile: a few tokens may have far larger gaps by rounding alone.
     band = float(np.quantile(np.abs(gap_M), 0.99))
     mu, learner, sequence = (torch.as_tensor(np.asarray(x, np.float64)) for x in (mu_M, learner_M, sequence_M))
     worst = 0.0
+    # Both signs of credit: a trust region bounds them on different sides.
     for sign in (1.0, -1.0):
         batch = Streams(
             sequence.long(),
             int(sequence_M.max()) + 1,
             streams={MU: mu, ADVANTAGE: torch.full_like(mu, sign), WEIGHT: torch.ones_like(mu)},
         )
+        # Only a trust region that compares with the sampler, and can silence tokens, sees this noise.
         if a.anchor == "behaviour" and a.silences and not a.stores_top:
             ratio = importance(a.ratio, learner - mu, batch)
             worst = max(
                 worst, _silent(push(a.clip, TrustInputs(ratio, learner - mu, batch[ADVANTAGE], learner, batch)).push_M)
             )
         if a.correction:
+            # The learner is both the start and the policy of now, so c = learner / mu is this noise and nothing else.
             worst = max(worst, _silent(correct(a.correction, learner, learner, batch).used_M))
     if worst > MOST:
         raise ConfigError(
@@ -102,6 +107,7 @@ def sampler_agrees(
         same: both must have the same bits.
     """
 
+    # Exact log-probs cost a float64 pass, so they are computed only where the gap exceeds the least bound.
     def exactly() -> np.ndarray | None:
         exact_M = exact()
         return None if exact_M is None else exact_M[fresh_M]
@@ -110,10 +116,12 @@ def sampler_agrees(
     bound = Gap(0.0, 0.0) if same else allowed(dtype, gap, learner_M[fresh_M], exactly, batch.sampling.temperature)
     count = float(fresh_M.sum())
     if not gap.within(bound):
+        # Tokens of other weights may differ by any amount. A difference that is no number is the worst.
         apart = np.where(fresh_M, np.abs(learner_M.astype(np.float64) - mu_M), 0.0)
         m = int(np.argmax(np.where(np.isfinite(apart), apart, np.inf)))
         at = int(batch.source_M[m]) + 1
         position = int(batch.positions_N[at])
+        # A few tokens before it, for people to find the place.
         before = text(batch.ids_N[at - min(position, 12) : at])
         raise InvariantError(
             f"sampler and learner disagree about the same weights. Worst token: {text(batch.target_M[m : m + 1])!r}"
@@ -162,8 +170,10 @@ def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None
 
     Tokens of other seats are in no mask; they are added to the count. What an opponent said is not this engine's.
     """
+    # What an opponent said, or a demonstration shows, this engine did not sample.
     played = [e for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if e.own]
     covered = sum(e.spoken for e in played) + sum(t.tokens for e in played for t in e.seats if t.policy)
+    # Turns that had ended before their sibling was aborted were counted by the engine too.
     covered += sum(g.aborted_tokens for g in groups)
     if covered != said_tokens:
         raise InvariantError(
@@ -179,6 +189,7 @@ def said_by_these_weights(groups: Sequence[Group], promised: Sequence[int]) -> N
     at the beginning of this step and of the K steps before it.
     """
     now, others = promised[-1], sorted({*promised[:-1]} - {promised[-1]})
+    # Tokens of demonstrations and of opponents have marks in the place of a version.
     fine = {*promised, SHOWN, OPPOSED}
     for g in groups:
         for e in g.episodes:
@@ -199,8 +210,10 @@ def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens:
     for g in groups:
         for e in g.episodes:
             s = e.segments[-1]
+            # An episode that ended otherwise (the world ended it, an error) says nothing of its last token.
             if not stops or e.stop not in (Stop.SAID, Stop.STRING, Stop.LENGTH) or not s.mask.any() or s.shown:
                 continue
+            # Unspoken tokens may follow the last spoken one, so that one is looked for.
             last = int(s.ids[-1] if s.mask[-1] else s.ids[np.flatnonzero(s.mask)[-1]]) in stops
             if last != (e.stop is Stop.SAID):
                 raise InvariantError(
@@ -238,9 +251,11 @@ def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, f
     follows, agree = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
     start = roles.run.model.router_replay == "start"
     known = micro.routed_N is not None and (start or follows is not roles.learner)
+    # Where the gap is within the least bound anyway, no further pass is made.
     if not known or agree.within(LEAST[roles.run.model.dtype]):
         return logp_M
     if start:
+        # Compared with mu, this leaves the difference of the pass and the learner's own scores.
         return (logp_M.astype(np.float64) - roles.learner.score(micro) + micro[MU]).astype(np.float32)
     return (logp_M.astype(np.float64) - roles.learner.score(micro) + follows.score(micro)).astype(np.float32)
 
@@ -258,12 +273,17 @@ class SamplerCheck(Observer):
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
             case PlayedEvent(e):
+                # The engine counts by itself what it said, so nothing that builds transcripts can hide a token.
                 masks_cover_what_was_said(e.played, int(e.engine["engine/tokens"].sum))
+                # The last version is asked of the learner and not taken from the promise: fresh tokens are of its
+                # weights.
                 said_by_these_weights(e.played, (*e.promised[:-1], roles.trainer.version))
                 stops_are_true(e.played, roles.sampling.stop_ids or (), roles.sampling.max_tokens)
             case ScoredEvent(e, groups):
                 if roles.reference is not None:
                     reference_unmoved(roles.reference)
+                # Once: after the first update they hold other weights, and the step's first minibatch is compared
+                # instead.
                 if self._fresh and any(g.episodes for g in groups):
                     self._fresh = False
                     return self._same_weights(roles, e, groups)
@@ -283,9 +303,11 @@ class SamplerCheck(Observer):
         learner, follows = roles.learner.score(packed), as_sampled(roles.learner)
         version = np.concatenate([s.version[s.mask] for s in segments])
         mu = np.concatenate([s.logp[s.mask] for s in segments])
+        # Tokens of earlier weights, as in groups that waited in a queue, are not compared.
         own, dtype = version == roles.trainer.version, roles.run.model.dtype
         exact = lambda: follows.exact(packed)  # noqa: E731
         same = roles.run.exact
+        # The mixture's own choice is another model than the sampler's where rounding decides between two experts.
         read = learner if follows is roles.learner else follows.score(packed)
         seen = sampler_agrees(packed, mu, read, own, dtype=dtype, exact=exact, text=roles.text, same=same)
         if same:  # by code that shares nothing with the sampler's
@@ -295,9 +317,11 @@ class SamplerCheck(Observer):
             roles.stage.algorithm,
             mu[own],
             learner[own],
+            # Episodes are numbered anew without holes, as sums over episodes need it.
             np.unique(packed.sequence_M[own], return_inverse=True)[1],
             dtype,
         )
+        # Only a reference that began as the policy is at a distance of 0.
         if roles.reference is not None and roles.own_reference and REFERENCE in episodes[0]:
             reference = np.concatenate([x for s in episodes for x in s[REFERENCE]])
             routers = roles.learner.routers()  # a reference follows no choices
@@ -314,6 +338,8 @@ class SamplerCheck(Observer):
             exact = lambda batch=micro: as_sampled(roles.learner).exact(batch)  # noqa: E731
             fresh = micro[VERSION] == packed.version
             if keeps_caches(roles.run.engine):
+                # A segment with a token of other weights has a cache of theirs, and so no log-prob that the learner
+                # could have.
                 fresh &= ~np.isin(micro.segment_M, micro.segment_M[~fresh])
             learner = _with_its_experts(roles, micro, logp.astype(np.float32), fresh)
             out.append(

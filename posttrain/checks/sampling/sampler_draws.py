@@ -70,6 +70,7 @@ def look(episodes: Sequence[Episode], first: int) -> CheckedDraws | None:
     """The first `PROBED` tokens from episode `first` on, around the end of the list; None if there are none."""
     chosen: list[tuple[Episode, Segment, int]] = []
     left, packed = PROBED, 0
+    # Around the end of the list: which episode comes first depends on the step's number alone.
     for e in (*episodes[first:], *episodes[:first]):
         begun = 0
         for s in e.segments:
@@ -79,6 +80,7 @@ def look(episodes: Sequence[Episode], first: int) -> CheckedDraws | None:
             if part.spoken and not e.shown:
                 chosen.append((e, part, begun))
                 left, packed = left - part.spoken, packed + len(part.ids)
+            # Counted for shown and skipped segments too: a place is counted from the start of the episode.
             begun += s.spoken
     if not chosen:
         return None
@@ -92,6 +94,7 @@ def beginning(s: Segment, spoken: int) -> Segment:
     """A segment up to its `spoken`-th spoken token."""
     if s.spoken <= spoken:
         return s
+    # The place behind the last spoken token that is kept.
     end = int(np.flatnonzero(s.mask)[spoken - 1]) + 1
     kept = None if s.kept is None else TruncationSets.of(s.kept.sets()[:spoken])
     top = None if s.top is None else Top(s.top.ids[:spoken], s.top.logp[:spoken])
@@ -105,9 +108,11 @@ def uniforms(looked: CheckedDraws, seed: int, stream: str) -> np.ndarray:
     position in the turn."""
     out = np.zeros(len(looked.at_M))
     for segment, e in enumerate(looked.episodes):
+        # A turn has random numbers of its own, so a longer turn before it moves nothing.
         keys = [seeds.key(seed, stream, e.task.id, e.visit, e.sibling, turn) for turn in range(len(e.turns))]
         whole = np.concatenate([np.zeros(0), *(seeds.uniforms(key, n) for key, n in zip(keys, e.turns, strict=True))])
         here = looked.packed.segment_M == segment
+        # The beginning of an episode's tokens: places that `beginning` cut off have uniforms that nobody reads.
         out[here] = whole[looked.at_M[here]]
     return out
 
@@ -128,6 +133,7 @@ def drawn_again(
         InvariantError: for the first token that another uniform, or another distribution, must have picked.
     """
     apart = SURE
+    # The cheap bound first: noise is measured in float64, which costs a pass.
     if _elsewhere(odds, uniform_M, apart).any():
         apart = max(apart, noise())
     wrong = np.flatnonzero(_elsewhere(odds, uniform_M, apart))
@@ -148,6 +154,7 @@ def drawn_again(
 def _elsewhere(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
     """bool [M]: whether the uniform picks another token even if log-probs differ by up to `apart`. NaN bounds count as
     another."""
+    # F e^-d <= F' <= F e^d, and the same of 1 - F: near 0 the first is the narrower, near 1 the second.
     least = np.maximum(odds.below_M * math.exp(-apart), 1 - (1 - odds.below_M) * math.exp(apart))
     most = np.minimum(odds.upto_M * math.exp(apart), 1 - (1 - odds.upto_M) * math.exp(-apart))
     return ~((least - TINY <= uniform_M) & (uniform_M <= most + TINY))
@@ -168,8 +175,10 @@ class Bet:
     def play(self, log_factors: Sequence[float] | np.ndarray) -> None:
         """Play one round, with the factor of each alternative."""
         n = self.rounds + 1
+        # 1 / (n (n + 1)) as a logarithm; the sum over all n is 1.
         added = -math.log(n) - math.log(n + 1)
         before = self.stakes or (-math.inf,) * len(log_factors)
+        # What is added takes part in this round's factor already.
         self.stakes = tuple(float(np.logaddexp(s, added)) + float(f) for s, f in zip(before, log_factors, strict=True))
         self.rounds = n
 
@@ -180,6 +189,7 @@ class Bet:
     @property
     def log_evidence(self) -> float:
         """Logarithm of the mean of the stakes. The run stops at -log alpha."""
+        # The mean over alternatives, so that their number costs no false alarms.
         return float(np.logaddexp.reduce(self.stakes)) - math.log(len(self.stakes)) if self.stakes else -math.inf
 
 
@@ -208,9 +218,11 @@ def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
     Raises:
         InvariantError: the stake exceeds 1 / `ALPHA`.
     """
+    # The cap bounds what one token can prove. The divisor makes up for noise in the engine's log-probs.
     worth_MK = np.minimum(odds.log_ratio_MK, math.log(MOST)) - np.log1p(2 * odds.distance_MK * math.expm1(noise))
     for worth_K in worth_MK:
         bet.play(worth_K)
+        # Read after every token: a bet may be ended at any time.
         if bet.log_evidence >= -math.log(ALPHA):
             likely = TEMPERATURES[int(np.argmax(bet.stakes))]
             raise InvariantError(
@@ -233,9 +245,11 @@ def bet_on_answers(
     turn. No factor is smaller, so the mean stays at most 1 whichever turns are cancelled.
     """
     turned = (*episodes[first:], *episodes[:first])
+    # The tokens of the cut turn are unknown, and with them everything that stands behind them in the order.
     cut = next((i for i, e in enumerate(turned) if e.cut), None)
     looked = look(turned[:cut], 0)
     seen = {} if looked is None else bet_on_draws(bet, odds(looked.packed), noise(looked.packed))
+    # It would have been reached: the tokens before it did not fill the test.
     if cut is not None and (looked is None or not looked.full):
         bet.lose()
     return seen
@@ -252,11 +266,17 @@ def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
         InvariantError: the stake exceeds 1 / `ALPHA`.
     """
     for g in groups[:GROUPS]:
+        # Neighbours only: given all answers before it, the next one equals its neighbour with that one's probability.
+        # Whether further pairs are equal would follow from these.
         for one, two in pairwise([e for e in g.episodes if not e.shown]):
+            # The probability that the engine claims, raised by its noise, so that a bet is never too good.
             log_p = math.fsum(float(s.logp[s.mask].sum(dtype=np.float64)) for s in one.segments) + noise * one.spoken
+            # Such an answer repeats by right, and a win would pay next to nothing.
             if log_p > -math.log(2):
                 continue
+            # Ids with the prompt: siblings of one prompt have it in common.
             same = [s.ids.tobytes() for s in one.segments] == [s.ids.tobytes() for s in two.segments]
+            # log(1 - c + c / p): the stake that was kept, and what the bet pays.
             won = [float(np.logaddexp(math.log1p(-c), math.log(c) - log_p)) for c in STAKES]
             bet.play(won if same else [math.log1p(-c) for c in STAKES])
             if bet.log_evidence >= -math.log(ALPHA):
@@ -286,6 +306,7 @@ class DrawsCheck(Observer):
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
             case PlayedEvent(e) if not roles.stage.oversample:
+                # Unmeasured: the bound of the dtype, so that no float64 pass is needed in every step.
                 apart = unmeasured(roles.run.model.dtype, roles.sampling.temperature).worst
                 return ObserverReport(bet_on_siblings(self._bets.siblings, e.played, apart))
             case ScoredEvent(e, _) if _of_the_learner(roles.stage.most_behind, e.index):
@@ -301,6 +322,7 @@ class DrawsCheck(Observer):
         episodes = [x for g in e.played[: roles.stage.prompts] for x in g.episodes]
         if roles.stage.oversample and not roles.sync.sampler.draws_by_place:
             return {}
+        # In steps of 7 through the episodes, so that in time others come first.
         return draws_are_true(roles, self._bets, episodes, e.index * 7 % len(episodes), roles.stream)
 
 
@@ -320,6 +342,7 @@ def draws_are_true(roles: ReinforceRoles, bets: Bets, episodes: Sequence[Episode
         apart = lambda: noise(dtype, learner, looked.packed)  # noqa: E731
         return drawn_again(looked, learner.odds(looked.packed), uniform, apart, roles.text)
     odds = lambda packed: learner.odds(packed, TEMPERATURES)  # noqa: E731
+    # In float32 the bound of the dtype stands for the noise, without a pass in float64.
     cheap, believed = dtype == "float32", unmeasured(dtype, roles.sampling.temperature).worst
     of = lambda packed: believed if cheap else noise(dtype, learner, packed)  # noqa: E731
     return bet_on_answers(bets.draws, episodes, first, odds, of)

@@ -38,11 +38,13 @@ def fresh_segments(groups: Sequence[Group], version: int, stale: bool = False) -
         stale: caches are kept on purpose (engine.update=stale). Then segments that other weights began are left out.
     """
     mixed, pure = list[Segment](), list[Segment]()
+    # Mixed ones were begun by other weights: their caches are what may be wrong.
     for s in (s for g in groups for e in g.episodes if e.own for s in e.segments):
         said = s.version[s.mask]
         if (said == version).any():
             (pure if (said == version).all() else mixed).append(s)
     out, tokens, packed = list[Segment](), 0, 0
+    # Enough tokens are found. At least one segment is taken, however long.
     for s in (*(() if stale else mixed), *pure):
         if tokens >= PROBED or (out and packed + len(s.ids) > PACKED):
             break
@@ -83,6 +85,7 @@ class FreshCheck(Observer):
                 return self._agree(roles, e)
             case DifferentiatedEvent(packed, passes) if packed.first and START in packed.batch:
                 micros = zip(passes.micros, passes.logp, strict=True)
+                # The first minibatch of a step: no update has moved the learner yet.
                 for micro, logp_M in micros:
                     exact = lambda batch=micro: roles.learner.exact(batch)  # noqa: E731
                     start_is_the_learner(micro, logp_M.astype(np.float32), roles.run.model.dtype, exact)
@@ -91,13 +94,16 @@ class FreshCheck(Observer):
         return None
 
     def _agree(self, roles: ReinforceRoles, e: Experience) -> ObserverReport | None:
+        # Groups that have ended and wait: what they say is learned from later, when this learner is gone.
         waiting = roles.groups.queued()[1] if isinstance(roles.groups, GroupQueue) else ()
         groups, version = (*e.played, *waiting), roles.trainer.version
         segments = fresh_segments(groups, version, keeps_caches(roles.run.engine))
+        # Caches of other weights are a risk of their own and are looked at in every step.
         often = e.index <= 16 or e.index % 8 == 0
         if not segments or not (often or (segments[0].version[segments[0].mask] != version).any()):
             return None
         packed = Packed.of(segments)
+        # In the mixed segments only the tokens of this version can be compared.
         fresh = np.concatenate([s.version[s.mask] for s in segments]) == version
         mu = np.concatenate([s.logp[s.mask] for s in segments])
         learner = as_sampled(roles.learner)
@@ -111,6 +117,7 @@ class FreshCheck(Observer):
             text=roles.text,
             same=roles.run.exact,
         )
+        # Draws are tested on whole episodes of this version, whose places are known from the start.
         whole = [x for g in groups for x in g.episodes if _all_of(x, version)]
         if whole and roles.sync.sampler.draws_by_place:
             # bets are not placed here: which answers have ended already depends on their lengths
@@ -153,6 +160,7 @@ class ProbeCheck(Observer):
         if not isinstance(event, PlayedEvent) or not roles.stage.most_behind:
             return None
         segments = [e.segments[0] for g in event.experience.played for e in g.episodes[:1] if e.own]
+        # The text up to the first spoken token is a prompt that the sampler can be given again.
         self._prompts = [s.ids[: int(np.argmax(s.mask))] for s in segments if s.mask.any()][:TURNS]
         if self._saying is None:
             return None
@@ -161,16 +169,19 @@ class ProbeCheck(Observer):
             self._saying = None
             return None
         if not self._saying.done():
+            # The engine was busy. They may go on: the weights are still those of the push.
             self._missed += 1
             return ObserverReport({"canary/probed": Gauge(0, 1)})
         return self._compare(roles, self._saying)
 
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
+        # Without a push both sides hold different weights. After the last step there is no later one to compare in.
         if not self._prompts or roles.sync.sampler.version != roles.trainer.version or step.index == roles.stage.steps:
             return None
         await self._stop()
         self._version = roles.trainer.version
         self._saying = asyncio.ensure_future(self._say(roles, step.index))
+        # Wait where time must not matter, or where so many probes were missed that the check would say nothing.
         if not roles.run.deterministic and self._missed < PATIENCE:
             return None
         await asyncio.wait([self._saying])
@@ -192,6 +203,7 @@ class ProbeCheck(Observer):
         async def turn(i: int, prompt: np.ndarray) -> Group:
             transcript = Transcript(roles.sampling)
             transcript.see(prompt)
+            # A place of their own: task, step and turn, which no rollout has.
             place = seeds.key(roles.run.seed, stream, PROBE.id, index, i, 0)
             said = await sampler.generate(prompt, shorter(roles.sampling, TOKENS), place)
             transcript.say(said)
@@ -201,6 +213,7 @@ class ProbeCheck(Observer):
         return list(await asyncio.gather(*(turn(i, p) for i, p in enumerate(self._prompts))))
 
     def _compare(self, roles: ReinforceRoles, said: asyncio.Task[list[Group]]) -> ObserverReport:
+        # Forgotten first: a task that is compared is not compared again.
         self._saying, self._missed = None, 0
         with roles.clock.of("check"):
             return self._agree(roles, said.result())

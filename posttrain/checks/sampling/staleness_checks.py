@@ -47,8 +47,10 @@ def next_of_the_walk(played: Sequence[Group], begin: int, source: TaskSource, se
     for place, g in enumerate(played, begin):
         visit, index = 0, place
         if count is not None:
+            # visit: how often the walk went through all tasks before; at: the place in this round of it.
             visit, at = divmod(place, count)
             if visit not in order:
+                # Each round has a permutation of its own, computed once.
                 order[visit] = seeds.generator(seed, ORDER, visit).permutation(count)
             index = int(order[visit][at])
         if (g.task.id, g.visit) != (wanted := (source.task(index).id, visit)):
@@ -76,6 +78,7 @@ def promised_as_begun(promised: Sequence[int], begun: Sequence[int]) -> None:
         begun: what this check has seen of them, which may be fewer, oldest first.
     """
     n = min(len(promised), len(begun))
+    # What this check has not seen (steps before a resumed run) cannot be compared: only the common end is.
     if list(promised)[len(promised) - n :] != list(begun)[len(begun) - n :]:
         raise InvariantError(
             f"samples may be of versions {list(promised)}, and the last steps began with {list(begun)}: ages are not"
@@ -108,6 +111,7 @@ def asked_within_bound(waiting: int, staleness: int, prompts: int, left: int) ->
         waiting: groups that were asked and that no step has taken.
         left: steps of the stage after this one.
     """
+    # Near the end fewer steps are left to take what waits.
     if waiting > (most := min(staleness, left) * prompts):
         raise InvariantError(
             f"{waiting} groups are asked ahead, and {prompts} prompts a step, staleness={staleness} and {left} steps to"
@@ -132,6 +136,7 @@ def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> N
                 " be repeated"
             )
         for e in g.episodes:
+            # In the order in which they were said, across the segments of a rewritten history.
             said = np.concatenate([s.version[s.mask] for s in e.segments]) if e.segments else np.zeros(0, np.int32)
             if not e.own or not len(said):
                 continue
@@ -141,6 +146,7 @@ def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> N
                     f"task {g.task.id!r}: version {said[fell[0]]} said a token, and version {said[fell[0] + 1]} the"
                     " next one. A sampler's version never falls: versions were mixed up or lost"
                 )
+            # Turns are cut out by their lengths, which must add up to what was said.
             if drained and len(e.segments) == 1 and sum(e.turns) == len(said):
                 ends = np.cumsum(e.turns)[:-1]
                 if any(len(set(turn.tolist())) > 1 for turn in np.split(said, ends)):
@@ -154,10 +160,12 @@ def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> N
 def ages_as_stamped(told: Mapping[str, Gauge], versions: np.ndarray, promised: Sequence[int]) -> None:
     """The recorded ages are those of the tokens' versions: newer steps with other weights, counted for each token."""
     said, tokens = np.unique(versions, return_counts=True)
+    # Age counts later versions, not steps: a step without an update makes nothing older.
     ages = [sum(v > version for v in {*promised}) for version in said.tolist()]
     total = sum(age * n for age, n in zip(ages, tokens.tolist(), strict=True))
     want = {"rollout/versions_behind": float(total), "rollout/most_behind": float(max(ages, default=0))}
     for name, value in want.items():
+        # Gauges that the record lacks are not compared.
         if name in told and ages and told[name].sum != value:
             raise InvariantError(
                 f"{name} is recorded as {told[name].sum:g}, and the tokens' versions say {value:g}: ages are not"
@@ -186,6 +194,7 @@ def digest_of(group: Group) -> str:
     out = hashlib.blake2b(digest_size=8)
     for e in group.episodes:
         for s in e.segments:
+            # Of log-probs only the spoken ones: NaN elsewhere has many bit patterns.
             for x in (s.ids, s.mask, s.logp[s.mask], s.version[s.mask]):
                 out.update(np.ascontiguousarray(x).tobytes())
     return out.hexdigest()
@@ -198,6 +207,7 @@ def unchanged_in_the_queue(known: Mapping[str, str], groups: Sequence[Group]) ->
         known: `digest_of` when it had ended, by `name_of`.
     """
     for g in groups:
+        # A group that is not known yet has ended since the last look, and cannot be compared.
         if known.get(name_of(g), now := digest_of(g)) != now:
             raise InvariantError(
                 f"the group of task {g.task.id!r} (visit {g.visit}) has changed since it ended: its tokens, log-probs"
@@ -250,10 +260,12 @@ class AheadCheck(Observer):
 
     async def begin(self, roles: ReinforceRoles) -> None:
         self._roles, self._taken = roles, roles.groups.cursor
+        # As many steps as samples may be old, and this one.
         self._begun = deque[int](maxlen=roles.stage.most_behind + 1)
         unchanged_in_the_queue(self._digests, _ended(roles))
         if isinstance(roles.groups, GroupQueue):
             rows = roles.groups.queued()[0]
+            # The cursor behind the last group that was asked; with none on its way, behind the last that was taken.
             asks_on(rows[-1].cursor if rows else roles.groups.cursor, roles.prompts.cursor)
 
     def end(self) -> None:
@@ -263,6 +275,7 @@ class AheadCheck(Observer):
         if self._roles is None or not self._roles.stage.staleness:
             return {"ahead": {}}
         waiting = _ended(self._roles)
+        # A digest that is known is kept. Made anew from what is in the queue by then, it could tell of no change.
         self._digests = {name: self._digests.get(name) or digest_of(g) for g in waiting if (name := name_of(g))}
         return {"ahead": {"asked": list(self._asked), "digests": dict(self._digests)}}
 
@@ -275,6 +288,7 @@ class AheadCheck(Observer):
             case PackedEvent() | DifferentiatedEvent() | LearnedEvent():
                 pushed_between_steps(self._served, now, None, "Inside a step")
             case PushedEvent():
+                # After a step without a due push the sampler still has what it had.
                 due = event.experience.index % roles.stage.sync_steps == 0
                 pushed_between_steps(self._served, now, roles.trainer.version if due else None, "After a step")
             case _:
@@ -302,14 +316,18 @@ class AheadCheck(Observer):
         if not stage.staleness:
             return
         whole = run.deterministic
+        # deterministic waits for whole groups, which is stricter than drain.
         versions_only_grow(e.played, getattr(run.engine, "update", "") == "drain" or whole, whole)
         if stage.algorithm.filter is None and isinstance(roles.groups, GroupQueue):
             waiting = len(roles.groups.queued()[0])
             asked_within_bound(waiting, stage.staleness, stage.prompts, stage.steps - e.index)
+        # A filter takes groups until enough have passed, so their number is no function of the step.
         if stage.algorithm.filter is None and self._exact:
             self._admitted(stage, e.index, roles.sync.sampler.version)
+            # The oldest that were asked are the ones that this step took.
             own = [self._asked.popleft() for _ in e.played]
             as_old_as_asked(e.played, own, whole)
+        # What has ended since then must not change any more.
         for g in _ended(roles):
             self._digests.setdefault(name_of(g), digest_of(g))
 
@@ -317,6 +335,7 @@ class AheadCheck(Observer):
         """At the beginning of step `index` groups are asked until those of `staleness` further steps are on their way,
         as far as the stage has so many steps."""
         ahead = min(stage.staleness + 1, stage.steps - index + 1) * stage.prompts
+        # Only what is missing is added: the others were asked in earlier steps, under earlier weights.
         self._asked.extend([served] * (ahead - len(self._asked)))
 
 
@@ -335,6 +354,7 @@ class ReplayCheck(Observer):
             return None
         e = event.experience
         learned_before(e.replayed, self._learned, e.index, replay.age)
+        # Groups too old for the next step are forgotten, so the memory stays bounded.
         self._learned = {n: known for n, known in self._learned.items() if e.index + 1 - known[1] <= replay.age}
         self._learned |= {name_of(g): (digest_of(g), e.index) for g in e.fresh}
         return None
