@@ -33,6 +33,8 @@ class Declared:
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __new__(cls, *args: object, **given: object) -> Self:
+        # `__new__` runs before the `__init__` that the dataclass
+        # makes, whose TypeError would not name the nearest field.
         known = tuple(cls.__dataclass_fields__)
         if strange := [name for name in given if name not in known]:
             raise ConfigError(f"{cls.__name__}({strange[0]}=...): there is no such field: {nearest(strange[0], known)}")
@@ -277,6 +279,7 @@ def declared(environment: Any) -> Abilities:
     if isinstance(found, Abilities):
         return found
     own = type(environment).__name__
+    # The usual slip, a method without @property, gets a message of its own.
     if callable(found):
         raise ConfigError(f"environment {own}: abilities is a method. Write @property above it, so that it can be read")
     said = "declares no abilities" if found is None else f"has abilities of type {type(found).__name__}, not Abilities"

@@ -57,6 +57,8 @@ class Packed:
     load-balance loss of the whole minibatch (`algorithm.loss.load_balance_loss`); None where there is no such loss."""
 
     def __post_init__(self) -> None:
+        # Every batch comes through here, also each part of a split: an index that is off
+        # by one is found where it was made, and not as a loss that falls more slowly.
         m = len(self.source_M)
         for name, x_M in (("target_M", self.target_M), ("segment_M", self.segment_M), ("in_turn_M", self.in_turn_M)):
             if x_M is not None and len(x_M) != m:
@@ -65,6 +67,7 @@ class Packed:
             raise InvariantError("batch: segment lengths must sum to the packed tokens, with one episode per segment")
         if m and not np.array_equal(self.ids_N[self.source_M + 1], self.target_M):
             raise InvariantError("batch: labels are not the tokens after their source positions")
+        # [S] ends, read per spoken token [M]: source and target must both lie in the token's own segment.
         ends = np.cumsum(self.lengths_S)
         begin_M, end_M = (ends - self.lengths_S)[self.segment_M], ends[self.segment_M]
         if m and (np.any(self.source_M < begin_M) or np.any(self.source_M + 1 >= end_M)):
@@ -99,6 +102,7 @@ class Packed:
 
     @property
     def units(self) -> int:
+        # Units are numbered in order, so the last one tells how many there are.
         return self.episodes if self.unit_E is None else int(self.unit_E[-1]) + 1 if len(self.unit_E) else 0
 
     def members(self, unit: int) -> np.ndarray:
@@ -106,6 +110,7 @@ class Packed:
         return np.array([unit]) if self.unit_E is None else np.flatnonzero(self.unit_E == unit)
 
     def ids_of(self, episode: int) -> np.ndarray:
+        # A mask over segments [S] becomes one over packed tokens [N] by the lengths.
         return self.ids_N[np.repeat(self.sequence_S == episode, self.lengths_S)]
 
     @classmethod
@@ -116,11 +121,16 @@ class Packed:
         """
         if not segments:
             raise InvariantError("nothing to pack: no segments")
+        # pi is evaluated under the contract that drew the tokens, and
+        # a forward pass evaluates all of its tokens under one.
         if len({s.sampling for s in segments}) != 1:
             raise InvariantError("segments of one batch share one sampling contract")
         lengths = np.array([len(s.ids) for s in segments], np.int32)
+        # a + o - 1 below: position a within its segment, plus where the segment begins, minus one for
+        # the hidden state that predicts it. No segment begins with a spoken token, so it stays inside.
         starts = np.cumsum(lengths) - lengths
         at = [np.flatnonzero(s.mask) for s in segments]
+        # Kept sets and positions in the turn have one entry a spoken token, so they are joined in the order of M.
         kept = [k for s in segments if s.kept is not None for k in s.kept.sets()]
         turns = [s.in_turn for s in segments if s.in_turn is not None]
         return cls(
@@ -140,8 +150,12 @@ class Packed:
         """The same tokens, where those count as spoken that the policy was told after it had said something: in each
         segment all that follow its first spoken token and that it did not say. They are scored in the model's own
         distribution, at temperature 1, since nobody drew them."""
+        # at_M: packed positions of the spoken tokens themselves; their
+        # minimum in each segment is where the policy first spoke.
         at_M, count = self.source_M + 1, len(self.lengths_S)
         segment_N = np.repeat(np.arange(count, dtype=np.int32), self.lengths_S)
+        # In a segment without a spoken token the end of everything
+        # stands for that place: nothing follows it, so nothing counts.
         first_S = np.full(count, len(self.ids_N))
         np.minimum.at(first_S, self.segment_M, at_M)
         heard_N = np.arange(len(self.ids_N)) > first_S[segment_N]
@@ -160,11 +174,15 @@ class Packed:
 
     def select(self, episodes: Sequence[int] | np.ndarray) -> Self:
         """The batch of only these episodes (whole units), renumbered from 0. Streams and weights are unchanged."""
+        # unique also sorts: parts keep the order of the batch, whatever order they are asked in.
         chosen, unit_E = np.unique(np.asarray(episodes, np.int64)), None
         if self.unit_E is not None:
             unit_E = np.unique(self.unit_E[chosen], return_inverse=True)[1].astype(np.int32)
+            # As many episodes belong to the touched units as were chosen, or a unit was cut.
             if int(np.isin(self.unit_E, self.unit_E[chosen]).sum()) != len(chosen):
                 raise InvariantError("a part of a unit was selected: its episodes are read together (`members`)")
+        # Three masks of one choice: segments, packed tokens, spoken tokens.
+        # The number of kept entries before a place is its new place.
         keep_S = np.isin(self.sequence_S, chosen)
         keep_N = np.repeat(keep_S, self.lengths_S)
         keep_M = keep_S[self.segment_M]
@@ -192,6 +210,7 @@ class Packed:
 
     def split(self, max_tokens: int) -> list[Self]:
         """Parts of whole units, in order, with at most `max_tokens` packed tokens each (one unit may exceed it)."""
+        # In the order of the batch, unlike `bins`: parts are then read one after the other and joined as they are.
         sizes = self._sizes_E()
         if sizes.sum() <= max_tokens:
             return [self]
@@ -217,12 +236,16 @@ class Packed:
         sizes = self._sizes_E()
         if sizes.sum() <= max_tokens:
             return [np.arange(self.episodes)]
+        # A unit is packed as one item. `begin` is the first segment of each unit, `within` the tokens of its segments.
         members = [self.members(u) for u in range(self.units)]
         parts = np.split(self.ids_N, np.cumsum(self.lengths_S)[:-1])
         begin = np.searchsorted(self.sequence_S, [m[0] for m in members])
         within = [parts[a:b] for a, b in pairwise([*begin.tolist(), len(parts)])]
         total = [sum(map(len, unit)) for unit in within]
+        # What the segments of one unit share (earlier turns, a pair's question) is saved wherever
+        # the unit lands. What units share among each other depends on the bin, and is counted there.
         own = [n - sum(saved(alike(x, y)) for x, y in pairwise(u)) for n, u in zip(total, within, strict=True)]
+        # Units are alike by their first segments.
         found = bins([unit[0] for unit in within], total, Room(max_tokens, once), own if once else total)
         return [np.concatenate([members[u] for u in units]) for units in found]
 
@@ -231,6 +254,7 @@ class Packed:
         (`core.exchange.micro_batches.balanced`). Every unit is on one rank. A rank may have none."""
         sizes = self._sizes_E()
         members = [self.members(u) for u in range(self.units)]
+        # A rank may be empty, so the empty array comes first: it gives the type, and concatenate something to join.
         parts = balanced([int(sizes[m].sum()) for m in members], world)
         return [np.concatenate([np.zeros(0, np.int64), *(members[u] for u in part)]).astype(np.int64) for part in parts]
 
@@ -245,6 +269,7 @@ class Packed:
 
     def cut(self, parts: Sequence[np.ndarray]) -> list[Self]:
         """The batch in parts, given by their episodes."""
+        # No copy where nothing is cut.
         return [self] if len(parts) == 1 and len(parts[0]) == self.episodes else [self.select(p) for p in parts]
 
     def _sizes_E(self) -> np.ndarray:
@@ -259,6 +284,7 @@ def positions(lengths_S: np.ndarray) -> np.ndarray:
 
 
 def _counts_up(unit_E: np.ndarray) -> bool:
+    # Beginning with 0 and rising by 0 or 1: each unit once, its episodes side by side.
     return not len(unit_E) or (int(unit_E[0]) == 0 and bool(np.isin(np.diff(unit_E), (0, 1)).all()))
 
 
@@ -279,4 +305,5 @@ class Batch(Packed, Streamed[np.ndarray]):
             stream.check(x_M, self.spoken)
 
     def _carried(self, keep_M: np.ndarray) -> dict[str, Any]:
+        # Only selected, never normalised anew: weights are those of the whole minibatch.
         return {"streams": {stream: x_M[keep_M] for stream, x_M in self.streams.items()}}

@@ -60,6 +60,7 @@ def content_of(value: Any) -> Content:
     """
     if isinstance(value, str):
         return value
+    # An empty list is an error and not an empty text: nothing says what was meant.
     if not isinstance(value, list | tuple) or not value:
         kind = "an empty list" if isinstance(value, list | tuple) else type(value).__name__
         raise DataError(f"content is {kind}, wanted text or a list of parts with at least one")
@@ -72,6 +73,7 @@ def _part(number: int, value: Any) -> ContentPart:
     if not isinstance(value, Mapping):
         wanted = "{'type': 'text', 'text': '...'}"
         raise DataError(f"content part {number} is {type(value).__name__}, wanted an object such as {wanted}")
+    # A column of structs fills the fields that a part does not have with None: they count as not given.
     given: dict[str, Any] = {str(name): x for name, x in cast("Mapping[Any, Any]", value).items() if x is not None}
     kind = given.get("type")
     if not isinstance(kind, str) or kind not in TYPES:

@@ -49,6 +49,7 @@ class LearnedConversation:
         """Returns whether it is `prompt` with one message of weight 1 behind it: a completion and nothing more."""
         if isinstance(self.messages, str) or isinstance(prompt, str):
             return False
+        # Then the pair of prompt and completion says the same, and the simpler form is used.
         own = self.messages[:-1] == tuple(prompt)
         return own and self.weights[-1] == 1 and not any(self.weights[:-1])
 

@@ -41,6 +41,8 @@ def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
     if not text:
         return text
     known = OWN.forms() if environment is None else forms_of(environment)
+    # Whole secrets first, and all of them: else the cut-off form of
+    # one would eat the beginning of another that is there in full.
     for name, form in known:
         text = text.replace(form, f"[{name}]")
     for name, form in known:
@@ -53,7 +55,9 @@ def forms_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     secrets = [(n, v) for n, v in environment.items() if len(v) >= SHORTEST and _NAMES.search(n)]
     return tuple(
         (name, form)
+        # The longest first, so that a secret inside another one leaves no rest of it.
         for name, value in sorted(secrets, key=lambda s: -len(s[1]))
+        # As in a text, a URL's path, a form and a JSON string; equal forms once.
         for form in dict.fromkeys((value, quote(value, safe=""), quote_plus(value), json.dumps(value)[1:-1]))
     )
 
@@ -69,10 +73,12 @@ class OwnSecrets:
 
     def forms(self) -> tuple[tuple[str, str], ...]:
         """See `forms_of`."""
+        # A private name of CPython: where it is another thing, secrets are looked for at every call.
         now = getattr(os.environ, "_data", None)  # as the system has it; to compare it costs a microsecond
         if type(now) is not dict:
             return forms_of(os.environ)
         if self._known is None or self._known[0] != now:
+            # A copy: `os.environ` changes the same dictionary in place, and would always equal itself.
             before = cast("dict[Any, Any]", now).copy()
             self._known = before, forms_of(os.environ)
         return self._known[1]
@@ -95,10 +101,13 @@ def scrubbed_data(value: Any, environment: Mapping[str, str] | None = None) -> A
 
 def _without(text: str, secret: str, name: str) -> str:
     """The text with what begins like the secret, for at least its first half, replaced."""
+    # Half of a secret is as good as a leak, and a few characters
+    # are anybody's. A secret shorter than PART is found whole.
     least = min(len(secret), max(PART, (len(secret) + 1) // 2))
     at = text.find(secret[:least])
     while at >= 0:
         end = at + least
+        # As far as the text goes on as the secret does: a message may be cut anywhere.
         while end < len(text) and end - at < len(secret) and text[end] == secret[end - at]:
             end += 1
         text = text[:at] + name + text[end:]

@@ -113,6 +113,8 @@ class Sampling:
         for name in ("stop", "bad_words", "allowed_words"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"sampling.{name}: an empty text is in every text; leave it out")
+        # A turn is decoded token by token, and half a character decodes to
+        # U+FFFD: such a stop string would end a turn in the middle of one.
         if any("\ufffd" in text for text in self.stop):
             raise ConfigError("sampling.stop: U+FFFD stands for bytes that are no character yet: leave it out")
         self._check_support()
@@ -149,6 +151,7 @@ class Sampling:
             return
         if not self.allowed_ids:
             raise ConfigError("sampling.allowed_ids is empty, so nothing could be said: list some ids, or none for all")
+        # A sequence of one token is banned everywhere.
         left = set(self.allowed_ids) - {s[0] for s in self.bad_ids if len(s) == 1}
         if not left:
             raise ConfigError(
@@ -200,6 +203,8 @@ class Sampling:
         Args:
             spell: how the tokenizer writes a word; needed where the contract has words.
         """
+        # Once is enough: resolving again with other stop ids would
+        # change a contract that tokens were already drawn under.
         if self.resolved:
             return self
         stops = tuple(stop_ids) if self.stop_ids is None else self.stop_ids
@@ -213,6 +218,7 @@ class Sampling:
         bad = _minimal([*self.bad_ids, *(tuple(ids) for word in self.bad_words for ids in spell(word))])
         allowed = self.allowed_ids
         if self.allowed_words:
+            # Stop ids too, or no turn could end but by its length.
             told = {i for word in self.allowed_words for ids in spell(word) for i in ids}
             allowed = tuple(sorted(told | set(allowed or ()) | set(stops)))
         return replace(self, stop_ids=stops, bad_ids=bad, bad_words=(), allowed_ids=allowed, allowed_words=())
@@ -244,5 +250,6 @@ class Sampling:
 
 def _minimal(sequences: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Each sequence once, without those that end in another one, because what they ban is banned already."""
+    # (5, 7) is banned already where (7,) is: its last token never comes.
     once = dict.fromkeys(sequences)
     return tuple(s for s in once if not any(s[-n:] in once for n in range(1, len(s))))

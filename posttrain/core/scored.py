@@ -67,6 +67,8 @@ class EpisodeCredit:
         for segment, a in zip(self.episode.segments, self.advantage, strict=True):
             if len(a) != segment.spoken:
                 raise InvariantError(f"credit of {len(a)} tokens for {segment.spoken} spoken ones")
+            # Here the task is known. In the loss one NaN makes the whole
+            # gradient NaN, and nobody would know whose it was.
             if not np.all(np.isfinite(a)):
                 raise InvariantError(f"credit of task {self.episode.task.id!r} is not finite")
 

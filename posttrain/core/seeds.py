@@ -16,7 +16,9 @@ Coordinate = int | str
 
 def key(seed: int, stream: str, *coordinates: Coordinate) -> int:
     """128-bit Philox key of a place. Coordinates keep their type and border, so (1, 23) and (12, 3) differ."""
+    # repr and a separator that no repr contains: ("a", "b") and ("ab",), or 1 and "1", are different places.
     text = "\x1f".join([repr(seed), repr(stream), *(repr(c) for c in coordinates)])
+    # A cryptographic hash: neighbouring places have unrelated keys, on every machine, unlike Python's `hash`.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
@@ -30,6 +32,7 @@ def uniforms(place: int, count: int) -> np.ndarray:
 
     A longer request extends a shorter one: `uniforms(k, 5)[:3] == uniforms(k, 3)`.
     """
+    # Philox is a counter: entry t is a function of key and t, however many are drawn at once.
     return np.random.Generator(np.random.Philox(key=place)).random(count)
 
 

@@ -48,6 +48,7 @@ class Stream:
             )
         if x.ndim != 1 + self.wide:
             raise InvariantError(f"{what} has {x.ndim} axes, and {'[M, K]' if self.wide else '[M]'} is declared")
+        # Only a wider type of the same kind can hold every declared number: float64 for float32, never the other way.
         if x.dtype.kind != declared.kind or not np.can_cast(declared, x.dtype, "safe"):
             raise InvariantError(
                 f"{what} is {x.dtype}, and {declared} is declared: make it with astype(np.{declared.name})"
@@ -94,6 +95,7 @@ class Maker(Generic[C]):
 
     def make(self, context: C) -> dict[Stream, np.ndarray]:
         """The streams, or an empty dict where they are not wanted."""
+        # `made` may run a model, so it is not called for streams that nobody reads.
         return dict(zip(self.makes, self.made(context), strict=True)) if self.wanted(context) else {}
 
 
@@ -210,6 +212,8 @@ class Scoring:
     @cached_property
     def own(self) -> Mapping[str, np.ndarray]:
         """All that the policy is asked about its own tokens (`OWN`), from one forward pass."""
+        # Cached: four makers read it, and the layers run once. A maker is asked
+        # only where its own condition holds, so everything it reads is there.
         return self.learner.examine(self.packed, [name for name, wanted in OWN.items() if wanted(self)])
 
     @property
@@ -281,6 +285,8 @@ def _start_is_scored(s: Scoring) -> bool:
     With one optimizer step per step they equal those of the training forward, so they are scored only where credit
     already needs them.
     """
+    # Before the first optimizer step the policy is its own start. From
+    # the second on it is not, so START must be known before the first.
     return s.algorithm.start_before_loss or ("start" in s.algorithm.reads and s.optimizer_steps > 1)
 
 
@@ -307,6 +313,8 @@ OWN: dict[str, Callable[[Scoring], bool]] = {
 }
 """The numbers that the policy gives about its own tokens (`Learner.examine`), and the condition of each."""
 
+# The policy's own streams read `Scoring.own`, whichever of them comes first. All run
+# before the first optimizer step, which is what "at the start of the step" means.
 SCORED: list[Maker[Scoring]] = [
     Maker((START,), OWN["score"], lambda s: (s.own["score"],)),
     Maker((REFERENCE,), lambda s: "reference" in s.algorithm.reads, lambda s: (s.reference.score(s.read),)),

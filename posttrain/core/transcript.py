@@ -46,6 +46,7 @@ class Transcript:
     def see(self, ids: Sequence[int] | np.ndarray) -> None:
         """Add tokens that the environment wrote: prompt, observation, tool output. They have no log-prob."""
         n = len(ids)
+        # NaN and -1 where nothing was sampled: a log-prob that is read by mistake makes the result NaN.
         self._append(ids, np.zeros(n, bool), np.full(n, np.nan, np.float32), np.full(n, -1, np.int32))
 
     def say(self, said: SampledTurn) -> None:
@@ -53,8 +54,11 @@ class Transcript:
         n = len(said.ids)
         if self.sampling.truncated != (said.kept is not None):
             raise InvariantError("a truncated sampler returns the kept set of every token it said, and no other does")
+        # The choices cover the whole context and all new tokens but
+        # the last, which the engine has drawn and not computed.
         if said.routed is not None:
             self._route(said.routed, self._length + n - 1)
+        # The sampler's own numbers, never computed again: mu is the distribution that really drew the token.
         self._append(said.ids, np.ones(n, bool), said.logp, said.version)
         self._in_turn.append(np.arange(n, dtype=np.int32))
         if bool(self.sampling.top) != (said.top is not None):

@@ -56,6 +56,7 @@ class Task:
     @property
     def asked(self) -> str:
         """Equal for rows that ask the same. Their answers are not independent, so they are measured as one task."""
+        # All that a row says, not its id: ids of equal rows differ.
         return json.dumps([self.prompt, self.answer, self.info], sort_keys=True, default=str)
 
 
@@ -83,6 +84,7 @@ class TruncationSets:
     ids: np.ndarray
 
     def __post_init__(self) -> None:
+        # Each set holds at least the drawn token, so offsets rise by 1 or more.
         if (
             self.offsets.ndim != 1
             or self.offsets[0] != 0
@@ -206,17 +208,21 @@ class Segment:
             or self.version.dtype != np.int32
         ):
             raise InvariantError("segment dtypes are ids int32, mask bool, logp float32, version int32")
+        # Its label would have no hidden state before it, and position -1 would be the last token of another segment.
         if n and self.mask[0]:
             raise InvariantError(
                 "the first token of a segment has nothing before it, so the policy cannot have said it: see() a prompt"
                 " first"
             )
+        # NaN fails both comparisons. 1e-5: in float32 the log-prob of
+        # a token that is nearly certain may round to slightly above 0.
         spoken, silent = self.logp[self.mask], ~self.mask
         if not (spoken.min(initial=0.0) > -np.inf and spoken.max(initial=0.0) <= 1e-5):
             raise InvariantError("every spoken token carries a finite log-prob <= 0")
         if not np.isnan(self.logp[silent]).all() or (self.version[silent] != -1).any():
             raise InvariantError("unspoken tokens carry logp NaN and version -1")
         versions = self.version[self.mask]
+        # The set is formed only where a version is negative: segments are checked for every answer of a run.
         if versions.min(initial=0) < 0 and not {*versions[versions < 0].tolist()} <= {SHOWN, OUTSIDE, OPPOSED}:
             raise InvariantError(
                 "spoken tokens carry the version >= 0 of the weights that said them, SHOWN, OUTSIDE or OPPOSED"
@@ -253,6 +259,8 @@ def _check_in_turn(in_turn: np.ndarray, mask: np.ndarray) -> None:
     at = np.flatnonzero(mask)
     if len(in_turn) != len(at):
         raise InvariantError(f"{len(at)} spoken tokens but {len(in_turn)} positions in a turn")
+    # A token continues its turn where both its place and its position in the
+    # turn are one more than those before it. The first has none before it.
     follows = np.append(False, (np.diff(at) == 1) & (np.diff(in_turn) == 1)) if len(at) else np.zeros(0, bool)
     if np.any((in_turn != 0) & ~follows):
         raise InvariantError("positions in a turn count up from 0, over tokens that stand side by side")
@@ -319,6 +327,8 @@ class Episode:
     @property
     def solved(self) -> bool:
         """True where the reward that the episode is paid is right."""
+        # Where something is measured, `right_at` is a threshold of
+        # that. What is paid then has the rule of its own sources.
         measured = any(j.measured for j in self.verdicts)
         return right_of(self.verdicts, None if measured else self.right_at).of(self.reward)
 
@@ -370,6 +380,7 @@ class Group:
             raise InvariantError(f"group of task {self.task.id!r} has no episodes")
         if any(e.task.id != self.task.id or e.visit != self.visit for e in self.episodes):
             raise InvariantError(f"group of task {self.task.id!r} holds an episode of another task or visit")
+        # Equal to its sorted set: ascending, and none twice. Random numbers are told apart by the sibling's number.
         if [e.sibling for e in self.episodes] != sorted({e.sibling for e in self.episodes}):
             raise InvariantError(f"group of task {self.task.id!r}: siblings must be distinct and in order")
 
@@ -387,6 +398,8 @@ class Group:
     def mixed(self) -> bool:
         """True where the judged siblings that the policy sampled differ in raw outcome by more than rounding
         (`core.measure.equal_numbers`)."""
+        # A demonstration that is right among wrong samples would make
+        # every group pass a filter that asks what the policy can do.
         own = [e for e in self.judged if e.own]
         noise = rounding([size(e.verdicts) for e in own], max((resolution(e.verdicts) for e in own), default=0.0))
         return spread([e.reward for e in own if e.reward is not None], noise)

@@ -95,9 +95,12 @@ def outcome(verdicts: Sequence[Judged]) -> float | None:
 
     None where a source failed (the sample is excluded) or where all abstained (nobody judged it).
     """
+    # Before the sum: a part of the reward would look like a low
+    # reward, and an outage of ours would be learned as a mistake.
     if failed(verdicts):
         return None
     scores = [j.weight * j.verdict.score for j in verdicts if j.counts and j.verdict.score is not None]
+    # Exact, so the order in which sources answered changes no bit.
     return math.fsum(scores) if scores else None
 
 
@@ -111,6 +114,7 @@ def truth(verdicts: Sequence[Judged]) -> float | None:
     score."""
     own = [j for j in verdicts if j.measured]
     scores = [j.weight * j.verdict.score for j in own if j.verdict.score is not None]
+    # All or nothing, unlike the outcome: a measure over fewer sources would be one of something else.
     return math.fsum(scores) if own and len(scores) == len(own) else None
 
 
@@ -121,4 +125,5 @@ def size(verdicts: Sequence[Judged]) -> float:
 
 def resolution(verdicts: Sequence[Judged]) -> float:
     """The coarsest resolution of the sources that gave a value."""
+    # The sum is as coarse as its coarsest term.
     return max((j.resolution for j in verdicts if j.counts and j.verdict.score is not None), default=RESOLUTION)

@@ -45,6 +45,8 @@ class Experience:
 
         A step that left the weights as they were makes nothing older.
         """
+        # Different versions, ascending. The position behind the equal
+        # ones counts those up to `version`; what is left is newer.
         newer = np.unique(self.promised)
         return len(newer) - np.searchsorted(newer, version, side="right")
 

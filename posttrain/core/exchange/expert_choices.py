@@ -33,12 +33,14 @@ def check_routed(routed: np.ndarray, tokens: int, where: str) -> None:
         wanted = f"int16 [{tokens}, routers, experts of a token]"
         raise InvariantError(f"{where}: router choices are {routed.dtype} {routed.shape}, and {wanted} is declared")
     known = routed != UNKNOWN
+    # A half-known token would be followed in some layers and chosen anew in others: a model that neither side has.
     if np.any(known.any((1, 2)) != known.all((1, 2))) or np.any(routed < UNKNOWN):
         raise InvariantError(f"{where}: the choices of a token are known for all of its routers, or for none")
 
 
 def known_rows(routed: np.ndarray) -> np.ndarray:
     """bool [T]: the tokens whose choices are known."""
+    # Without routers `all` over nothing would be True for every token.
     return routed.shape[1] > 0 and (routed != UNKNOWN).all((1, 2))
 
 
@@ -60,6 +62,7 @@ def packed_routed(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) ->
     if len(shapes) > 1:
         raise InvariantError(f"router choices of several models in one batch: [routers, experts] are {sorted(shapes)}")
     shape = shapes.pop()
+    # A sequence without choices is one of length 0 that is filled up.
     none = np.zeros((0, *shape), np.int16)
     return np.concatenate([filled(none if p is None else p, n) for p, n in zip(parts, lengths, strict=True)])
 

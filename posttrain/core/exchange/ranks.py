@@ -66,9 +66,12 @@ def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
     """
     if ranks.world == 1:
         return [function()]
+    # An error is exchanged like a value. A rank that raised at
+    # once would leave the others waiting in the exchange for ever.
     value, wrong = None, ""
     try:
         value = function()
+    # Other exceptions are faults of the program, and end the process.
     except InvariantError as error:
         wrong = str(error)
     found: list[tuple[T, str]] = ranks.every((value, wrong))
@@ -86,9 +89,11 @@ def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
     Raises:
         InvariantError: on every rank, where two copies differ.
     """
+    # Ranks are laid out copy after copy, so the same part lies `parts` ranks further.
     values, parts = ranks.every(value), ranks.world // getattr(ranks, "replicas", 1)
     for at, value in enumerate(values):
         first = values[at % parts]
+        # NaN differs from itself. A norm that is no number is found by who reads it, with a better message.
         if value != first and not math.isnan(value + first):
             raise InvariantError(
                 f"copies of the weights differ: the part of the {what} on rank {at % parts} has the norm {first!r}, and"
@@ -101,6 +106,7 @@ def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
 def joint_norm(norms: Sequence[float]) -> float:
     """The norm of all numbers together, from the norms of their parts: (3, 4) -> 5. Not finite where a part is not."""
     try:
+        # fsum: the order of the ranks changes no bit.
         return math.sqrt(math.fsum(x * x for x in norms))
     except OverflowError:
         return math.inf

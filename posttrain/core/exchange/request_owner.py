@@ -22,6 +22,8 @@ class RequestOwner:
         return f"task {self.task!r}, visit {self.visit}, sibling {self.sibling} ({self.stream})"
 
 
+# Between rollout and engine lies the environment's code, which passes nothing on. A
+# context variable goes along with the coroutine, and with the tasks that it starts.
 _ASKER: ContextVar[RequestOwner | None] = ContextVar("asker", default=None)
 
 

@@ -32,6 +32,7 @@ def square_sum(x: Any) -> float:
     """Returns the sum of the squares of all numbers, in float64. A float64 copy is made of one part at a time, since of
     a large embedding it would be the largest tensor of a step."""
     flat = x.detach().reshape(-1)
+    # Squares of float32 numbers can underflow or overflow, and a sum of millions of them loses digits.
     return math.fsum(float(part.double().square().sum()) for part in flat.split(PART)) if len(flat) else 0.0
 
 
@@ -39,6 +40,7 @@ def place(gradient: Any, at: int) -> int:
     """Returns the position in the flattened whole of number `at` of the flattened `held`."""
     if not gradient.is_sparse:
         return at
+    # The place within the held rows [K, H]; the index tensor says which row of the whole each one is.
     row, column = divmod(at, gradient.shape[1])
     return int(gradient.coalesce().indices()[0, row]) * int(gradient.shape[1]) + column
 
@@ -49,4 +51,5 @@ def number(gradient: Any, at: int) -> Any:
         return gradient.flatten()[at : at + 1]
     row, column = divmod(at, gradient.shape[1])
     rows = gradient.coalesce()
+    # A row that is not held selects nothing, and the sum of nothing is its 0.
     return rows.values()[rows.indices()[0] == row, column].sum()[None]

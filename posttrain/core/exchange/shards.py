@@ -55,6 +55,8 @@ class Shard:
 
     def overlaps(self, other: Shard) -> bool:
         """Returns whether some entry of the full tensor is in both parts."""
+        # Two boxes meet where their ranges meet in every axis. A tensor
+        # without axes is one number: two of its parts always meet.
         return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(self.box, other.box, strict=True))
 
 

@@ -26,6 +26,8 @@ def step_ends(text: str, separator: str) -> tuple[int, ...]:
     while at < len(text):
         found = text.find(separator, at)
         end = len(text) if found < 0 else found + len(separator)
+        # Only a piece with words is a step. A blank one behind a step belongs to
+        # it, one before the first step to that. A text of blanks alone has no step.
         if text[at:end].replace(separator, "").strip():
             ends.append(end)
         elif ends:
@@ -58,6 +60,7 @@ def joined(steps: Sequence[str], separator: str) -> tuple[str, tuple[int, ...]]:
     text, ends = "", list[int]()
     for i, step in enumerate(steps):
         last = i == len(steps) - 1
+        # No separator behind the last step: the answer ends there.
         text += step if last or step.endswith(separator) else step + separator
         ends.append(len(text))
     return text, tuple(ends)
@@ -140,5 +143,7 @@ class StepValues:
         >>> values.best_of(1) == values.soft, values.best_of(2)
         (True, (0.0, 0.5, 1.0, 1.0))
         """
+        # Of n judged completions with r right ones, a random choice of
+        # k holds no right one with probability C(n - r, k) / C(n, k).
         each = [(r, n, min(count, n)) for r, n in zip(self.right, self.asked, strict=True)]
         return tuple(1 - math.comb(n - r, k) / math.comb(n, k) for r, n, k in each)

@@ -31,6 +31,8 @@ class HeldoutLoss:
 
     def values(self, of: Iterable[str]) -> dict[Hashable, float]:
         """A number for each of these rows, whose mean is the mean over all their tokens."""
+        # The mean of nll_k * rows / tokens over the rows is sum nll / sum tokens:
+        # rows are the units of the interval, and tokens those of the mean.
         shared = [k for k in of if k in self.rows]
         tokens = math.fsum(self.rows[k][1] for k in shared)
         return {k: self.rows[k][0] * len(shared) / tokens for k in shared}
@@ -51,6 +53,7 @@ class HeldoutLoss:
 
 def perplexity(loss: float) -> float:
     """exp of a loss in nats: among how many tokens, all as probable, the model would have to choose."""
+    # exp of more than 709 is no float64.
     return math.exp(min(loss, 700.0))
 
 

@@ -35,9 +35,12 @@ def student95(freedom: float) -> float:
     >>> round(student95(2), 3), round(student95(9), 3)
     (4.303, 2.262)
     """
+    # Up to 4 degrees of freedom the expansion is too far off. Between the table's entries
+    # it goes linearly in 1/n. t is convex in 1/n, so what comes is never too small.
     exact = (12.7062, 4.3027, 3.1824, 2.7764)
     if freedom <= len(exact):
         return float(np.interp(1 / max(freedom, 1.0), [1 / n for n in range(len(exact), 0, -1)], exact[::-1]))
+    # t = z + g1 / n + g2 / n^2 + g3 / n^3, each g a polynomial in z.
     z, n = Z95, freedom
     fifth, seventh = 5 * z**5 + 16 * z**3 + 3 * z, 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
     return z + (z**3 + z) / (4 * n) + fifth / (96 * n**2) + seventh / (384 * n**3)
@@ -73,15 +76,20 @@ class Score:
         mean, n = float(x.mean()), len(x)
         if n == 1 or not high > low:
             return Score(mean, -math.inf, math.inf, n)
+        # y in [0, 1]. p = (sum y + z^2 / 2) / (n + z^2) is the centre of both intervals.
         y, square = (x - low) / (high - low), Z95**2
         p = (float(y.sum()) + square / 2) / (n + square)
         if np.all((y == 0) | (y == 1)):
             share = float(y.mean())
             half = Z95 * math.sqrt(n * share * (1 - share) + square / 4) / (n + square)
         else:
+            # Squares about p of the values and of z^2 / 2 imagined ones at each
+            # end. With zeros and ones alone it would come to Agresti and Coull.
             seen = float(np.square(y - p).sum()) + square / 2 * (p * p + (1 - p) ** 2)
             half = Z95 * math.sqrt(seen) / (n + square)
         ends = (low + (high - low) * min(max(e, 0.0), 1.0) for e in (p - half, p + half))
+        # The centre is drawn towards the middle of the scale, so the
+        # mean itself may lie outside of the interval around it.
         bottom, top = ends
         return Score(mean, min(bottom, mean), max(top, mean), n)
 
@@ -142,6 +150,7 @@ class Gain:
         >>> print(g, g.better, g.worse)
         +0.250 [+0.138, +0.338] 20 0
         """
+        # Paired: the variance is that of differences, in which what is hard about a prompt cancels.
         both = [k for k in before if k in after]
         x, y = (np.array([m[k] for k in both], np.float64) for m in (before, after))
         n, d = len(both), (y - x) / scale
@@ -149,11 +158,13 @@ class Gain:
             return Gain(math.nan, math.nan, math.nan, math.nan, 0, 0, 0)
         low, high = -math.inf, math.inf
         if n > 1:
+            # Two imagined prompts, with the differences -1 and +1, on the scale that was divided by.
             middle = float(d.sum()) / (n + 2)
             seen = float(np.square(d - middle).sum()) + (1 - middle) ** 2 + (1 + middle) ** 2
             half = Z95 * math.sqrt(seen) / (n + 2)
             mean = float(d.mean())
             low, high = (scale * min(max(e, -1.0), 1.0) for e in (min(middle - half, mean), max(middle + half, mean)))
+        # Means of the same outcomes in another order may differ by rounding: such a prompt is neither better nor worse.
         moved = np.abs(d) > 1e-12
         return Gain(
             float(x.mean()), float(y.mean()), low, high, n, int((moved & (d > 0)).sum()), int((moved & (d < 0)).sum())

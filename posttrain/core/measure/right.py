@@ -35,6 +35,7 @@ class Right:
     """Whether the weights of the sources sum to 1, so that it may be full marks."""
 
     def of(self, outcome: float | None) -> bool:
+        # The slack grows with the threshold: a sum of rewards near 1000 rounds more coarsely than one near 1.
         return self.at is not None and outcome is not None and outcome >= self.at - SLACK * max(1.0, abs(self.at))
 
     def share(self, outcomes: Sequence[float] | np.ndarray) -> float:
@@ -51,8 +52,10 @@ def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = F
     if named is not None:
         return Right(named, True)
     own = [j for j in verdicts if (j.measured if measured else j.counts)]
+    # A model's 1.0 is no full mark, and what it means may differ from prompt to prompt.
     if any(j.by_model for j in own):
         return Right(None)
+    # By source, since one that pays several turns has several verdicts. A penalty cannot add to full marks.
     weights = {j.source: max(j.weight, 0.0) for j in own}
     return Right(full=abs(math.fsum(weights.values()) - FULL) <= SLACK)
 
@@ -95,6 +98,7 @@ class Grades:
     def tells(self) -> bool:
         """True where the share of right answers says something."""
         r = self.right
+        # Of grades the threshold 1 is a guess, which holds only where 1 is full marks: reached, and never exceeded.
         sure = r.named or not self.graded
         return r.at is not None and (sure or (r.full and abs(self.high - r.at) <= SLACK))
 
