@@ -56,6 +56,7 @@ async def search_point(kind: SearchKind, tools: StepSearch, tasks: Sequence[Task
     said: list[list[tuple[float, Right] | None]] = []
     spent = 0
     for seed in range(runs):
+        # A count of its own for each run: the budget is for one search of a task, not for all runs of it.
         own = replace(tools, seed=tools.seed + seed, spent_on=Counter())
 
         async def one(task: Task, own: StepSearch = own) -> tuple[float, Right] | None:
@@ -64,6 +65,8 @@ async def search_point(kind: SearchKind, tools: StepSearch, tasks: Sequence[Task
         said.append(await together([one(t) for t in tasks]))
         spent += own.spent
     judged = {t.id: [x for x in each if x is not None] for t, each in zip(tasks, zip(*said, strict=True), strict=True)}
+    # A task counts once however often it was searched: the interval of the score is over tasks, which are
+    # independent, and not over runs of one task, which are not.
     right: dict[Hashable, float] = {t: float(np.mean([r.of(x) for x, r in each])) for t, each in judged.items() if each}
     means: dict[Hashable, float] = {t: float(np.mean([x for x, _ in each])) for t, each in judged.items() if each}
     grades = Grades.each(x for each in judged.values() for x in each)
@@ -88,6 +91,8 @@ def leading(points: Sequence[SearchPoint]) -> list[SearchPoint]:
 def frontier(points: Sequence[SearchPoint]) -> list[SearchPoint]:
     """The points than which none is better for as few tokens, by their tokens; NaN scores are left out."""
     out: list[SearchPoint] = []
+    # From few tokens to many: a point is kept if it is better than everything that costs no more. NaN is of
+    # points without a judged task.
     for p in sorted(points, key=lambda p: (p.tokens, -p.score.mean)):
         if p.score.prompts and (not out or p.score.mean > out[-1].score.mean):
             out.append(p)

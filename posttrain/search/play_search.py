@@ -40,6 +40,8 @@ def vote(answers: Sequence[str | None], weights: Sequence[float] | None = None) 
     >>> vote(["7", "8", "8"], [0.9, 0.3, 0.4])
     0
     """
+    # Weights are kept in lists and added by fsum, so a tie does not depend on the order of the answers. `max`
+    # keeps the first of equal classes, and a dict the order in which they came.
     total: dict[str, list[float]] = {}
     for answer, weight in zip(answers, weights or [1.0] * len(answers), strict=True):
         if answer is not None:
@@ -58,11 +60,15 @@ async def beam(search: StepSearch, task: Task, *, width: int, expand: int, steps
         expand: continuations that each of them is given. The first step has width x expand.
         steps: most steps of an answer.
     """
+    # `ones` holds ended answers and beginnings together. Both compete for the same places, so an ended answer
+    # falls out when enough beginnings are worth more than it.
     ones = [Beginning(np.zeros(0, np.int32))]
     for number in range(steps):
         going = [b for b in ones if b.stop is None]
         if not going or not search.goes_on(task):
             break
+        # The first step has one beginning only. With the factor `width` it is given as many continuations as a
+        # later step gives to all of its beginnings.
         grown = await search.grown(task, going, expand if number else width * expand, f"beam/{number}")
         ones = sorted([*(b for b in ones if b.stop is not None), *grown], key=search.worth, reverse=True)[:width]
     return await search.ended(task, ones)
@@ -94,6 +100,7 @@ async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:
     match kind:
         case BestOfN():
             found = await search.whole(task, kind.count)
+            # An answer that could not be judged has no scores; it is chosen only where no other has any.
             chosen = found[best([search.worth(b) if b.scores else -math.inf for b in found])]
         case MajorityVote():
             found = await search.whole(task, kind.count)
@@ -109,6 +116,7 @@ async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:
             raise InvariantError(
                 f"nothing plays a {type(kind).__name__}: give it a case in posttrain/search/play_search.py"
             )
+    # The check makes the number again from the scores, by other code than the search used.
     if chosen.scores:
         worth_is(chosen.scores, kind.aggregate, search.worth(chosen), task.id)
     return chosen

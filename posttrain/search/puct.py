@@ -37,12 +37,16 @@ class TreeNode:
         The bonus of PUCT with an even prior (1712.01815) is exploration / K * sqrt(visits of the parent) / (1 + its
         own); that of UCB (UCT, Kocsis and Szepesvari 2006) is exploration * sqrt(ln(visits of the parent) / its own).
         """
+        # Children whose whole tree has ended are left out, or the search would spend its expansions where
+        # nothing can grow.
         going = [c for c in self.children if not c.finished]
         return max(going, key=lambda c: c.value + exploration * self._bonus(c, rule))
 
     def _bonus(self, child: TreeNode, rule: TreeRule) -> float:
         if rule == "puct":
             return math.sqrt(self.visits) / (len(self.children) * (1 + child.visits))
+        # A child without a visit comes first, as UCB asks for. Every child is scored when it is made, so this
+        # is a guard.
         return math.sqrt(math.log(self.visits) / child.visits) if child.visits else math.inf
 
     @property
@@ -78,12 +82,16 @@ async def tree_search(
     for number in range(expansions):
         if root.finished or not search.goes_on(task):
             break
+        # Down from the root to a node without children, choosing at each node; this one grows. `root.finished`
+        # is False here, so each node on the way has a child that can go on.
         node = root
         while node.children:
             node = node.chosen(exploration, rule)
         grown = await search.grown(task, [node.beginning], expand, f"tree/{number}")
         node.children = [TreeNode(b, node) for b in grown]
         for child in node.children:
+            # Every new child is a visit of its own to all nodes above it, so one expansion makes several
+            # visits.
             child.back_up(search.worth(child.beginning))
     tree_adds_up(root, task.id)
     return await search.ended(task, [x.beginning for x in root.leaves()])

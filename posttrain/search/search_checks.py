@@ -31,6 +31,7 @@ def said_by_one_version(version_T: np.ndarray, version: int, task: str) -> None:
 
 def worth_is(scores: Sequence[float], how: Aggregate, found: float, task: str) -> None:
     """InvariantError where the number by which an answer was chosen is not what its steps' scores make."""
+    # Written in another way than `answer_steps.aggregated` on purpose: an error there must not be here too.
     ordered, logs = sorted(scores), [math.log(x) if x > 0 else -math.inf for x in scores]
     wanted = {
         "min": lambda: ordered[0],
@@ -53,6 +54,8 @@ def tree_adds_up(node: TreeNode, task: str) -> tuple[int, float]:
     Raises:
         InvariantError: what was found somewhere did not reach a node above it.
     """
+    # From the leaves up, while `back_up` goes from a node to the root: both ways have to come to the same
+    # numbers.
     below = [tree_adds_up(c, task) for c in node.children]
     visits = len(node.found) + sum(n for n, _ in below)
     total = math.fsum([*node.found, *(t for _, t in below)])

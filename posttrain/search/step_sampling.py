@@ -111,6 +111,8 @@ class StepSearch:
         def answer(i: int) -> Coroutine[Any, Any, Beginning]:
             return self._say(task, nothing, self.sampling, f"answer/{i}")
 
+        # Without a budget all are asked at once and share the engine's batch. With one they come one after
+        # another: what an answer costs is known when it has ended.
         if not self.budget:
             return await self.scored(task, await together([answer(i) for i in range(count)]))
         found = [await answer(0)]
@@ -127,23 +129,30 @@ class StepSearch:
 
     async def grown(self, task: Task, ones: Sequence[Beginning], count: int, place: str) -> list[Beginning]:
         """`count` continuations of each beginning by one step, equal ones once, with the new step's score."""
+        # The engine ends the turn at the separator, and the separator is part of the step that it ends.
         stepwise = replace(self.sampling, stop=(*self.sampling.stop, self.separator))
         found = await together(
             [self._say(task, b, stepwise, f"{place}/{n}/{i}") for n, b in enumerate(ones) for i in range(count)]
         )
+        # Equal continuations are one beginning: two of them would take two places in a beam and grow alike.
         return await self.scored(task, list({b.key: b for b in found}.values()))
 
     async def _say(self, task: Task, begun: Beginning, sampling: Sampling, place: str) -> Beginning:
+        # The limit is for the whole answer, so each step gets what is left of it. An answer that has no room
+        # has ended by its length.
         left = self.sampling.max_tokens - len(begun.ids)
         if left < 1:
             return replace(begun, stop=Stop.LENGTH)
         ids = np.concatenate([self.seen(task), begun.ids]).astype(np.int32)
         key = seeds.key(self.seed, "search", task.id, place)
+        # min_tokens is for a whole answer; for a step it would forbid the separator.
         said = await self.sampler.generate(ids, replace(sampling, max_tokens=left, min_tokens=0), key)
         self.version = int(said.version[0]) if self.version is None else self.version
         said_by_one_version(said.version, self.version, task.id)
         self.spent_on[task.id] += len(said.ids)
         stepwise = said.stop is Stop.STRING and self.separator in sampling.stop
+        # A stop string ended this turn. If it was the separator, a step is complete and the answer goes on; if
+        # it was one of the policy's own, the answer is over.
         further = stepwise and self.separator in self.text(said.ids)
         return Beginning(
             np.concatenate([begun.ids, said.ids]).astype(np.int32), begun.scores, None if further else said.stop
@@ -154,6 +163,8 @@ class StepSearch:
         scores or what scores failed."""
         if not ones:
             return []
+        # The order is the rank of the sources: a score of steps before one of whole answers, and the
+        # environment's own verdict last, since it may know the right answer.
         if self.scorer is not None:
             return self._by_steps(self.scorer, task, ones)
         if self.verifier is not None:
@@ -169,6 +180,8 @@ class StepSearch:
 
     def _by_steps(self, scorer: StepScorer, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
         """The scores of all steps, read off one pass of the reward model."""
+        # score_M is flat over all segments, prompts included: `own` are the scores of one answer's positions.
+        # `ends` counts tokens of the answer, so the score of a step is that of the last of them.
         packed = Packed.of([self._segment(task, b) for b in ones])
         score_M, ends = scorer.tokens(packed), TokenEnds(self.text)
         out: list[Beginning] = []
@@ -183,11 +196,14 @@ class StepSearch:
         judged has no score."""
         texts = [self.text(b.ids) for b in ones]
         upto = [[t[:end] for end in step_ends(t, self.separator)] for t in texts]
+        # A beginning keeps the scores of the steps it had: only the texts beyond them are new. Different
+        # beginnings may have the same text, which is asked once.
         asked = list(dict.fromkeys(t for b, own in zip(ones, upto, strict=True) for t in own[len(b.scores) :]))
         found = dict(zip(asked, await verifier.of_beginnings(task, asked), strict=True))
         out: list[Beginning] = []
         for b, own in zip(ones, upto, strict=True):
             new = [found[t] for t in own[len(b.scores) :]]
+            # With one step missing, a score of the others would be compared with scores of all steps.
             read = tuple(x for x in new if x is not None)
             out.append(replace(b, scores=(*b.scores, *read) if len(read) == len(new) else ()))
         return out

@@ -63,6 +63,8 @@ class Connection(web.RequestHandler):
     def unread(self) -> bool:
         """True where data has arrived on the connection that has not been read yet."""
         try:
+            # MSG_PEEK leaves the byte where it is. Data that we have not come to read means that the caller did
+            # ask.
             return bool(self._sock.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
@@ -76,6 +78,8 @@ class Connection(web.RequestHandler):
         """True where the phase has taken too long, or the connection sent so much ahead of our answer that reading was
         paused."""
         now, limits, wire = self._clock(), self._listener.limits, self._wire
+        # A caller that reads slowly makes progress in blocks of WRITTEN; one that takes less in its time is cut
+        # off.
         if self._stuck is not None and wire is not None:
             when, size = self._stuck
             left = wire.get_write_buffer_size()
@@ -83,6 +87,8 @@ class Connection(web.RequestHandler):
                 self._stuck = now, left
             elif now - when > limits.write_seconds:
                 return True
+        # An answer may take as long as it needs. But asyncio stops reading where a caller sends more and more
+        # meanwhile, and then the end of the connection would not be seen either.
         if self.phase == "answer":
             return wire is not None and not wire.is_closing() and not wire.is_reading()
         seconds = {"idle": limits.idle_seconds, "headers": limits.header_seconds, "body": limits.body_seconds + LINGER}
@@ -105,6 +111,7 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        # The first byte of a next request: from here on the headers have their time.
         if data and self.phase == "idle":
             self.now("headers")
         super().data_received(data)
@@ -135,6 +142,7 @@ class Connection(web.RequestHandler):
             raise exc
         if status >= 500:
             LOG.error("%s %r", request.method, request.path, exc_info=exc)
+        # A second status line in the middle of an answer would be read as its text.
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun, so nothing else can be said")
         first = (message or "a bug in the server, whose log has the traceback").strip().partition("\n")[0].rstrip(":")
@@ -155,6 +163,7 @@ class Listener:
         self.server, self.limits = server, limits
         self.most = most_connections(limits)
         self._loop = asyncio.get_running_loop()
+        # Dictionaries as ordered sets: entries come and go in constant time, and the first one is the oldest.
         self._held: dict[Connection, None] = {}
         self._count: Counter[str] = Counter()
         self._silent: dict[str, dict[Connection, None]] = {}
@@ -193,6 +202,8 @@ class Listener:
     def changed(self, connection: Connection) -> None:
         """Record that a connection became silent or has a request."""
         own = self._silent.setdefault(connection.address, {})
+        # Taken out and put in again at the end: silent since now. A sweep over all connections for each change
+        # would cost too much with thousands of them.
         own.pop(connection, None)
         if connection.silent and connection in self._held:
             own[connection] = None
@@ -228,18 +239,21 @@ class Listener:
 
     def _accept(self, sock: socket.socket) -> None:
         """Accept waiting connections, as far as the limits allow."""
+        # A bounded number: during a flood of connections the open ones have their turn as well.
         for _ in range(AT_ONCE):
             if len(self._held) >= self.most and not self._make_room():
                 self._pause(SWEEP / 10)
                 return
             try:
                 wire, whence = sock.accept()
+            # Nothing waits any more, or the caller has gone while it did.
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
                 LOG.warning(
                     "connections wait: %s. Lower --limit connections=%d, or raise the limit on files", error, self.most
                 )
+                # No descriptor is left. Without the pause the socket stays readable and the loop would spin.
                 self._make_room()
                 self._pause(SWEEP)
                 return
@@ -255,10 +269,12 @@ class Listener:
         wire.setblocking(False)
         how = {"access_log": None, "lingering_time": LINGER, "auto_decompress": False}
         connection = Connection(self, address, wire, loop=self._loop, keepalive_timeout=self.limits.idle_seconds, **how)
+        # Counted before it begins: the next `accept` in the same loop must see it.
         self._held[connection] = None
         self._count[address] += 1
         self.changed(connection)
         task = self._loop.create_task(self._begin(connection, wire))
+        # asyncio keeps weak references to tasks only.
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
@@ -272,8 +288,12 @@ class Listener:
 
     def _make_room(self, address: str | None = None) -> bool:
         """Close the longest silent connection: of `address`, or else of the address with the most."""
+        # At the limit of all, the address with the most connections gives one up, so one caller cannot push out
+        # many.
         if address is None:
             address = max(self._silent, key=lambda a: self._count[a], default=None)
+        # The first is silent the longest, but it may have sent something that has not been read yet; a few are
+        # looked at, and no more, since at the limit this runs for every new one.
         before = self._loop.time() - YOUNG
         oldest = (
             c for c in islice(self._silent.get(address or "", ()), LOOKED_AT) if c.since <= before and not c.unread()
@@ -304,6 +324,7 @@ async def bind(host: str, port: int) -> list[socket.socket]:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     failed: OSError | None = None
     for family, kind, proto, _, address in dict.fromkeys(found):
+        # For port 0 the system chooses at the first address; the others take the same number.
         chosen = port or (made[0].getsockname()[1] if made else 0)
         try:
             made.append(_listening(family, kind, proto, (address[0], chosen, *address[2:])))
@@ -324,6 +345,7 @@ def _listening(family: int, kind: int, proto: int, address: tuple[Any, ...]) -> 
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
+            # Else a socket for all IPv6 addresses takes the IPv4 port too, and binding that one fails.
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
         sock.listen(BACKLOG)

@@ -25,6 +25,7 @@ class TokenText:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._added = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
+        # The decoder is a tree of steps; it is enough to know whether a step of a kind occurs in it.
         decoder = json.dumps(json.loads(self._backend.to_str()).get("decoder"), ensure_ascii=False)
         self._byte_level, self._fallback = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
         self._spaces = _SPACE in decoder
@@ -33,6 +34,7 @@ class TokenText:
     def longest(self) -> int:
         """Most bytes of text in one token. Only approximate where the tokenizer normalises text first."""
         pieces = (*self._backend.get_vocab(with_added_tokens=False), *self._added.values())
+        # A byte-level vocabulary writes each byte as one letter.
         return max(len(p) if self._byte_level else len(p.encode()) for p in pieces)
 
     def text(self, ids: Sequence[int]) -> str:
@@ -46,6 +48,7 @@ class TokenText:
         piece = self._backend.id_to_token(token)
         if piece is None:
             return b""
+        # The bytes of a token cannot be had by decoding it alone: a part of a character is decoded to U+FFFD.
         if self._byte_level and all(c in _byte_of() for c in piece):
             return bytes(_byte_of()[c] for c in piece)
         if self._fallback and (byte := _BYTE.fullmatch(piece)):
@@ -78,8 +81,10 @@ class Decoder:
         """The text that this token completes; '' while a character is incomplete."""
         self._ids.append(token)
         before, now = self._around()
+        # The last character is incomplete, or the decoder took a space back: wait for the next token.
         if now.endswith(HALF) or len(now) <= len(before):
             return ""
+        # The window moves on by what was read before this piece, so its cost stays that of a few tokens.
         piece = now[len(before) :]
         self._window, self._read = self._read, len(self._ids)
         self._said += piece
@@ -87,6 +92,8 @@ class Decoder:
 
     def finish(self) -> str:
         """The rest: bytes that are no complete character, as the decoder writes them."""
+        # Decoded once as a whole, in case the windows left something out. Where it does not continue what was
+        # sent (byte fallback), the window's rest is all that can be added.
         whole = self._words.text(self._ids)
         if whole.startswith(self._said):
             return whole[len(self._said) :]
@@ -116,11 +123,14 @@ class Stops:
         if self.found or not self._stops:
             return "" if self.found else piece
         text, held = self._held + piece, len(self._held)
+        # Only a stop string that ends in the new piece is new: it begins at most len(s) - 1 characters before
+        # that.
         found = (text.find(s, max(0, held - len(s) + 1)) for s in self._stops) if armed else ()
         at = min((i for i in found if i >= 0), default=-1)
         if at >= 0:
             self.found, self._held = True, ""
             return text[:at]
+        # The longest end of the text that a later piece may complete to a stop string.
         keep = max(
             (n for s in self._stops for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0
         )

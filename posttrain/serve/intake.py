@@ -67,8 +67,11 @@ class Intake:
         self.served, self.limits = served, limits
         self._held = 0
         """Bytes of bodies that are being read or wait to be parsed."""
+        # One thread each: parsing holds the interpreter's lock, so more of them would not be faster, and would
+        # leave less time for the event loop.
         self._small, self._large = (ThreadPoolExecutor(1, thread_name_prefix="posttrain-serve") for _ in range(2))
         self._rests = 0.0
+        # No text of more bytes fits into the context, whatever its tokens are.
         self._most = served.sampler.context * max(SHORTEST, served.words.longest)
 
     def close(self) -> None:
@@ -83,6 +86,7 @@ class Intake:
             Refusal: 413 or 415.
         """
         try:
+            # Reading either of them parses the header, which may be anything.
             kind, charset = request.content_type, (request.charset or "utf-8").lower()
         except ValueError:
             kind, charset = "unreadable", ""
@@ -90,9 +94,11 @@ class Intake:
             raise Refusal(f"content type {kind!r}: send application/json", status=415)
         if charset not in ("utf-8", "utf8", "us-ascii"):
             raise Refusal(f"charset {charset!r}: send JSON in UTF-8", status=415)
+        # A compressed body could be a thousand times as large as what was sent.
         coding = request.headers.get("Content-Encoding", "identity")
         if coding.lower() != "identity":
             raise Refusal(f"content encoding {coding!r}: send the body as it is", status=415)
+        # Refused before a byte of the body is read. A length that lies, or none, is found by `_body`.
         if (request.content_length or 0) > self.limits.body:
             self._too_long()
 
@@ -116,6 +122,8 @@ class Intake:
 
     def parse_request(self, body: bytes, kind: type[GenerationRequest]) -> Understood:
         """The checked fields and prompt ids of a body; runs in a thread."""
+        # Cheap checks before costly ones: fields, the model's name and ids first, then templates and
+        # tokenizers.
         asked: Any = read(kind, parse(body))
         self.known(asked.model)
         self._in_vocabulary(asked)
@@ -139,9 +147,11 @@ class Intake:
                     self._held += len(chunk)
                     if len(kept) > self.limits.body:
                         self._too_long()
+                    # Of all callers together, counted while it arrives: nobody announces how much will come.
                     if self._held > self.limits.bodies:
                         raise Refusal("too much is being sent at once; try again", status=503)
         except BaseException as error:
+            # Every way out of here but the return gives the bytes back, cancellation included.
             self._release(len(kept))
             if isinstance(error, TimeoutError):
                 raise Refusal(f"the body was not complete after {self.limits.body_seconds:g} s", status=408) from None
@@ -163,12 +173,15 @@ class Intake:
         if top > most:
             param = "top_logprobs" if isinstance(asked, ChatRequest) else "logprobs"
             raise Refusal(f"{top} alternatives of {most} tokens: ask for fewer", param=param)
+        # An id beyond the embedding would be an index error in the engine, in the middle of a batch with other
+        # callers.
         for param in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if unknown := [i for i in getattr(asked, param) or () if not 0 <= i < most]:
                 raise Refusal(f"{param}: {unknown[:5]} are no tokens of this model (0..{most - 1})", param=param)
 
     def _prompt(self, prompt: str | list[int]) -> np.ndarray:
         if isinstance(prompt, str):
+            # JSON can hold half a surrogate pair, which has no UTF-8; here only its length counts.
             self._short(len(prompt.encode(errors="surrogatepass")), "prompt")
             return self._ids(prompt, "prompt")
         self._room(len(prompt), "prompt")
@@ -187,6 +200,8 @@ class Intake:
                 param="messages",
                 code="no_chat_template",
             )
+        # Every message has at least one token, so as many as the context has places cannot fit. Checked before
+        # the template runs, as are the texts' sizes.
         self._room(len(asked.messages), "messages", "messages")
         tools = asked.offered
         self._short(len(json.dumps(tools, ensure_ascii=False).encode(errors="surrogatepass")) if tools else 0, "tools")
@@ -203,6 +218,7 @@ class Intake:
         template, start = self.served.renderer.template, [Message(role="user", content="hi")]
         if template.format is None:
             return False
+        # A template that ignores tools writes the same prompt with and without one.
         return template.render(start, generate=True, tools=[WEATHER]) != template.render(start, generate=True)
 
     def _takes_tools(self) -> None:
@@ -261,6 +277,8 @@ def parse(body: bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Readers of JSON differ on which of two equal names counts, so a proxy could check another value than the
+    # one served.
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()

@@ -38,6 +38,7 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
         ConfigError: the address is in use, or is not an address of this machine.
     """
     loop = asyncio.get_running_loop()
+    # handler_cancellation: a caller that leaves cancels its handler, and with it the tokens nobody will read.
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=GRACE)
     await runner.setup()
     assert runner.server is not None
@@ -55,12 +56,16 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
     def hang_up() -> None:
         loop.call_later(FLUSH, listener.cut)
 
+    # After `server.cut` the answers say why they ended; a caller that does not read that is cut off after
+    # FLUSH.
     server.hang_up = hang_up
     with quiet():
         listener.open(sockets)
         try:
             yield f"http://{f'[{host}]' if ':' in host else host}:{sockets[0].getsockname()[1]}/v1"
         finally:
+            # No new connections; open requests go on until they end or GRACE is over, while `cleanup` waits for
+            # them. Then the connections, and last the threads that read requests.
             listener.close()
             end = loop.call_later(GRACE, server.cut)
             await runner.cleanup()
@@ -84,11 +89,13 @@ def signals(cut: Callable[[], None]) -> Iterator[Ending]:
     ending = Ending(asyncio.Event())
 
     def came(number: int) -> None:
+        # The first signal only asks. A second one means that the user does not want to wait.
         if ending.number:
             cut()
         ending.number = ending.number or number
         ending.first.set()
 
+    # add_signal_handler replaces what the process had, and its removal would leave the default.
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:
         loop.add_signal_handler(number, came, number)
@@ -153,6 +160,7 @@ def banner(
         "/chat/completions and /completions" if chat else "/completions (no chat: the tokenizer has no chat template)"
     )
     yield f"serving {served.name} at {url}: {paths}"
+    # A token from the environment stays out of the terminal and its logs.
     held = f"the value of {token_env}" if token_env is not None else served.token
     yield f"token: {held}" if served.token else "token: none; everybody on this machine is served"
     if not loopback(host):
@@ -160,10 +168,12 @@ def banner(
             f"note: {host} is reached from other machines, and plain HTTP shows them token and texts; put TLS in front"
             " of it"
         )
+    # 0.0.0.0 and :: are no addresses that a client can ask.
     where = url.replace(f"[{host}]", "127.0.0.1").replace(host, "127.0.0.1") if host in ("0.0.0.0", "::") else url
     header = f"'Authorization: Bearer {served.token}'" if token_env is None else f'"Authorization: Bearer ${token_env}"'
     auth = f"-H {header} " if served.token else ""
     what = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
+    # In a shell's single quotes a quote is written '\''.
     body = json.dumps({"model": served.name, **what, "max_tokens": 32}).replace("'", r"'\''")
     yield (
         f"try: curl {where}/{'chat/' if chat else ''}completions {auth}-H 'Content-Type: application/json' -d '{body}'"

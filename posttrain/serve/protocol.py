@@ -41,6 +41,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_names(cls, given: Any) -> Any:
+        # Before pydantic looks at them: it makes an error for each unknown name.
         if isinstance(given, dict) and len(given) > MOST_NAMES:
             raise ValueError(f"{len(given)} fields, and there are {len(cls.model_fields)}")
         return given
@@ -66,11 +67,13 @@ def _by_id(bias: Any) -> Any:
     """Convert the keys to token ids; in JSON they are text: `{"17": -2}`."""
     if not isinstance(bias, dict) or not all(isinstance(k, str) and DECIMAL.fullmatch(k) for k in bias):
         raise ValueError('logit_bias is an object from token ids to numbers, such as {"17": -2.5}')
+    # Two keys cannot become one id: DECIMAL allows one spelling of each number.
     made = {int(k): x for k, x in bias.items()}
     wrong = next((k for k, x in made.items() if type(x) not in (int, float) or not -100 <= x <= 100), None)
     return made if wrong is None else {wrong: made[wrong]}  # only one is reported, whatever their number
 
 
+# fail_fast: a list of a million wrong entries is one error, and not a million.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -102,6 +105,7 @@ class GenerationRequest(_Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        # Rules that need more than one field, or a range with a gap, cannot be written at the field.
         if 0 < self.temperature < COLDEST:
             raise ValueError(f"temperature must be 0 (the most probable token) or lie in [{COLDEST}, {HOTTEST:g}]")
         if self.repetition_penalty < WEAKEST:
@@ -123,6 +127,7 @@ class GenerationRequest(_Strict):
 
     def sampling(self, stops: Sequence[int], room: int) -> Sampling:
         """The contract of one answer. `stops` are the model's own stop ids."""
+        # Temperature 0 is the argmax: nothing divides by it, and truncation has no effect on it.
         greedy = self.temperature == 0
         shown = self.alternatives
         return Sampling(
@@ -136,8 +141,11 @@ class GenerationRequest(_Strict):
             min_tokens=self.min_tokens,
             stop=tuple(self.stop),
             greedy=greedy,
+            # A greedy token has log-prob 0 under the distribution it was taken from. The model's own log-prob
+            # is that of the most probable alternative, so one is asked for (`Choice._take` reads it).
             top=0 if shown is None else max(shown, int(greedy)),
             max_tokens=self.limit(room),
+            # Each id once, the model's own first.
             stop_ids=tuple(dict.fromkeys((*(() if self.ignore_eos else stops), *self.stop_token_ids))),
         )
 
@@ -154,6 +162,7 @@ def _prompt(prompt: Any) -> Any:
 
 
 def _ids(x: Any) -> bool:
+    # By exact type: True would pass as the token 1.
     return isinstance(x, list) and len(x) > 0 and all(type(i) is int and 0 <= i < 2**31 for i in x)
 
 
@@ -170,6 +179,7 @@ class CompletionRequest(GenerationRequest):
     def _few(self) -> Self:
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs come with a whole answer only: leave stream out")
+        # `n` is bounded by itself, but every prompt has that many answers.
         if self.n * len(self.prompt) > MOST_CHOICES:
             raise ValueError(
                 f"n={self.n} answers to {len(self.prompt)} prompts are more than {MOST_CHOICES}; send several requests"
@@ -242,6 +252,8 @@ class ChatRequest(GenerationRequest, ToolRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def limit(self, room: int) -> int:
+        # OpenAI's API has no limit on a chat answer by default: here it is what the context leaves. A prompt
+        # that leaves nothing is refused when it is read (`Intake`).
         return self.max_completion_tokens or self.max_tokens or max(room, 1)
 
 
@@ -267,9 +279,11 @@ def read(kind: type[Any], body: Any) -> Any:
     """A request from JSON. `Refusal` names the wrong field. null means the default, as in OpenAI's API."""
     if not isinstance(body, dict):
         raise Refusal("the body must be a JSON object")
+    # Clients send parameters with their neutral values, so those pass; what would change the answer is refused.
     given = {k: v for k, v in body.items() if v is not None}
     for name in [k for k in given if k in UNSUPPORTED and k not in kind.model_fields]:
         neutral, why = UNSUPPORTED[name]
+        # best_of equal to n asks for no choice among more answers.
         if given[name] not in neutral and not (name == "best_of" and given[name] == given.get("n", 1)):
             raise Refusal(f"{name} is not supported: {why}. Leave it out", param=name, code="unsupported_parameter")
         del given[name]
@@ -281,6 +295,8 @@ def read(kind: type[Any], body: Any) -> Any:
 
 def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
     """The first error of pydantic, as a sentence."""
+    # One error is enough to correct; all of them could be longer than the request. Names of our validators are
+    # part of a place in pydantic and mean nothing to a caller.
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
     if first["type"] == "extra_forbidden":

@@ -31,6 +31,7 @@ class Refusal(Exception):
 
     def bytes(self) -> bytes:
         """The whole HTTP answer; the connection is closed after it."""
+        # Written by hand for a socket that aiohttp never gets.
         body = json.dumps(self.body()).encode()
         headers = {**_HEADERS.get(self.status, {}), "Content-Type": "application/json", "Connection": "close"}
         lines = [f"{k}: {v}" for k, v in {**headers, "Content-Length": len(body)}.items()]

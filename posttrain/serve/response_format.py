@@ -39,6 +39,8 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
     >>> [conforms(x, score) for x in ({"score": 9}, {"score": 10}, {"score": True}, {}, 9)]
     [True, False, False, False, False]
     """
+    # Every keyword that is there must hold. Those of another type of value limit nothing, as the standard has
+    # it.
     kinds = schema.get("type", list(TYPES))
     if not any(_is(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)):
         return False
@@ -63,10 +65,12 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def _is(value: Any, kind: str) -> bool:
+    # bool is a subclass of int in Python, and no number in JSON.
     return isinstance(value, TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
 
 
 def _same(one: Any, other: Any) -> bool:
+    # By text: in Python True == 1 and 1 == 1.0.
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
@@ -79,6 +83,7 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
 def _check(schema: Any, deep: int) -> None:
     if not isinstance(schema, dict) or not deep:
         raise ValueError(f"a schema is an object, at most {DEEPEST} deep")
+    # A keyword that is ignored would let answers through that the caller has ruled out, so it is refused.
     if strange := sorted(schema.keys() - READ - SAID):
         raise ValueError(f"{strange[0]} is not read here: a schema has {', '.join(sorted(READ))}")
     kinds = schema.get("type", [])

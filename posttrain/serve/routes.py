@@ -56,6 +56,7 @@ class Server:
         self._intake.close()
 
     def app(self) -> web.Application:
+        # `_spoken` is outside, so refusals of `_allowed` are written by it too.
         app = web.Application(middlewares=[_spoken, self._allowed], client_max_size=self.limits.body)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
@@ -73,6 +74,7 @@ class Server:
     @web.middleware
     async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse callers without the token. Without a token, refuse requests to another host name (DNS rebinding)."""
+        # For load balancers, which have no token. It says nothing about model or load.
         if request.path == "/health":
             return await handler(request)
         token = self.served.token
@@ -85,6 +87,7 @@ class Server:
                 )
             return await handler(request)
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        # As bytes and in constant time; a header may hold bytes that are no text.
         if scheme.lower() != "bearer" or not hmac.compare_digest(
             given.strip().encode(errors="surrogateescape"), token.encode()
         ):
@@ -132,12 +135,15 @@ class Server:
         self, request: web.Request, asked: GenerationRequest, prompts: Sequence[np.ndarray], kind: str
     ) -> web.StreamResponse:
         s, count = self.served, asked.n * len(prompts)
+        # Counted in answers, not in requests: one request may ask for a thousand.
         if self.answers + count > self.limits.answers:
             raise Refusal(
                 f"{self.answers} answers wait or are being written, and {count} more are too many; try again later",
                 status=429,
             )
         queue: asyncio.Queue[Told | None] = asyncio.Queue()
+        # Each answer's random numbers come from the seed and its place among the n, so a request with a seed is
+        # answered the same whatever runs beside it.
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         choices: list[Choice] = []
         for ids in prompts:
@@ -157,9 +163,12 @@ class Server:
             await work
             scores = None
             if isinstance(asked, CompletionRequest) and asked.prompt_logprobs is not None:
+                # The n answers to a prompt share its array, so its identity names the prompt.
                 scores = {id(ids): await s.sampler.score(ids) for ids in prompts}
             return web.json_response(shape.whole(choices, scores))
         finally:
+            # `work` is a task of its own: a handler that was cancelled, or failed to write, has to end it, or
+            # it would go on in the engine.
             work.cancel()
             self.running.discard(work)
             self.answers -= count
@@ -168,6 +177,7 @@ class Server:
         """Run all choices at once, each until it has the form. The first failure cancels the others and is raised."""
 
         async def one(at: int) -> None:
+            # A greedy answer is the same every time.
             draws = 1 if choices[at].sampling.greedy else DRAWS
             for draw in range(draws):
                 choices[at] = choices[at].drawn_again(draw) if draw else choices[at]
@@ -185,6 +195,7 @@ class Server:
                     group.create_task(one(at))
         except* PosttrainError as many:
             cause: Any = many
+            # Groups may be nested; a caller is told the first cause.
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
             raise refusal_of(cause) from None
@@ -207,6 +218,7 @@ class Server:
 
         for choice in choices:
             await send(json.dumps(shape.first(choice)))
+        # Every piece is in the queue before the task is done, so None is behind them all, also where it failed.
         work.add_done_callback(lambda _: queue.put_nowait(None))
         while (told := await queue.get()) is not None:
             choice, piece = told
@@ -217,10 +229,14 @@ class Server:
         except Refusal as refusal:
             await send(json.dumps(refusal.body()))
         except asyncio.CancelledError:
+            # Two cancellations look alike here. If this handler is cancelled, the caller has left and nobody
+            # reads. Otherwise `cut` has cancelled `work`, and the caller is told why the stream ends.
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             await send(json.dumps(Refusal("the server is stopping", status=503).body()))
         else:
+            # The headers have been sent with status 200, so a failure can only be an event; [DONE] stands
+            # behind whole answers alone.
             if (options := shape.request.stream_options) and options.include_usage:
                 await send(json.dumps(shape.last(choices)))
             await send("[DONE]")
@@ -259,5 +275,6 @@ def waits_for(request: web.Request, phase: Phase) -> None:
 def _local(host: str) -> bool:
     """True where a Host header names this machine. This guards against web pages whose own name resolves to it (DNS
     rebinding)."""
+    # "name:port" and "[v6]:port" lose their port; a bare IPv6 address has several colons and no port.
     name = host.rpartition(":")[0] if host.count(":") == 1 or host.rpartition(":")[0].endswith("]") else host
     return loopback(name.strip("[]").lower())

@@ -71,6 +71,7 @@ class Choice:
 
         Alternatives arrive only with the whole turn; where they are requested, so do the tokens.
         """
+        # Without a stream nobody reads pieces, and the whole turn is taken at once.
         early = self.sampling.top == 0 and self.told is not None
         heard = {"heard": self._receive} if early else {}
         task = self._task = asyncio.ensure_future(generate(self.prompt, self.sampling, self.place, **heard))
@@ -78,10 +79,13 @@ class Choice:
         try:
             said = await task
         except asyncio.CancelledError:
+            # Either a stop string was found here, and `_receive` cancelled the engine's task: that is a good
+            # end. Or this task itself is cancelled, and the engine's slot must be freed.
             task.cancel()
             if not self._stops.found or _cancelled():
                 raise
         if said is not None:
+            # What `heard` has not told yet: everything, where it was not used.
             self._take(said.ids[self._received :], said.logp[self._received :], said.top)
         self._end(said)
 
@@ -94,17 +98,22 @@ class Choice:
     def _take(self, ids: np.ndarray, logp: np.ndarray, top: Top | None) -> None:
         """Add tokens one by one, so that the text does not depend on how many arrived together."""
         for i, (token, p) in enumerate(zip(ids.tolist(), logp.tolist(), strict=True)):
+            # The engine may be some tokens ahead of us. What it said behind the stop string is not part of the
+            # answer.
             if self._stops.found:
                 return
             self._waiting.ids.append(token)
             self._waiting.offsets.append(self._decoded)
             if top is not None:
+                # Where fewer tokens than `top` may be said, the others have -inf, which JSON cannot hold.
                 order = np.isfinite(top.logp[i])
                 self._waiting.top.append((top.ids[i][order], top.logp[i][order]))
                 p = float(top.logp[i][0]) if self.sampling.greedy else p
             self._waiting.logp.append(p)
+            # The stop token is reported with the others, but it has no text.
             if token in (self.sampling.stop_ids or ()):
                 continue
+            # As in the engine: it is the first token after `min_tokens` others that may complete a stop string.
             armed = len(self.whole.ids) + len(self._waiting.ids) > self.sampling.min_tokens
             complete = self._decoder.add(token)
             self._decoded += len(complete)
@@ -114,6 +123,8 @@ class Choice:
 
     def _end(self, said: SampledTurn | None) -> None:
         if not self._stops.found:
+            # Bytes that never became a character. They may complete a stop string only where the engine says
+            # that one ended the turn.
             text = self._stops.add(self._decoder.finish(), said is not None and said.stop is Stop.STRING)
             self._waiting.text = text + self._stops.finish()
         self.finish = "stop" if self._stops.found or (said is not None and said.stop.finished) else "length"
@@ -185,6 +196,8 @@ class Shape:
         answer = self._answers.setdefault(choice.index, ToolAnswer(self.format))
         if finish is None:
             return [self._chunk([self._choice(choice, replace(piece, text=answer.add(piece.text)), None)])]
+        # OpenAI's clients join the arguments of a call from chunks by its index. Ours are known when the answer
+        # is whole, so they come in one chunk.
         rest, calls, finish = answer.finish(finish)
         out = [self._choice(choice, TextChunk(text=rest), None)] if rest else []
         for i, call in enumerate(calls):

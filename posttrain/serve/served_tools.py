@@ -90,6 +90,8 @@ class ToolRequest(_ToolField):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        # What cannot be kept is refused: a client that relies on it would otherwise be given wrong answers
+        # without a word.
         if self.tool_choice not in (None, "none", "auto"):
             wanted = "required" if self.tool_choice == "required" else "a named function"
             raise ValueError(
@@ -166,6 +168,7 @@ class ToolAnswer:
         An answer that was cut off, or in which a call cannot be read, is text.
         """
         rest = self.text[self.sent :]
+        # An answer that was cut off may end inside a call, which must not be run.
         calls = parse(self.text, self.format).calls if finish == "stop" else ()
         if not calls or any(isinstance(c, Malformed) for c in calls):
             return rest, [], finish
@@ -175,10 +178,15 @@ class ToolAnswer:
 
     def _certain(self) -> int:
         """Number of characters that are text, whatever follows."""
+        # Some formats write a call as a whole turn that begins with a mark such as `{`. While the text may
+        # still become such a mark, and once it has, nothing is sent: `finish` decides. Thoughts may stand
+        # before the mark.
         begins = self.text.lstrip()
         for mark in (*AT_BEGIN.get(self.format, ()), *(dict(THOUGHTS) if self.format in AT_BEGIN else ())):
             if begins.startswith(mark) or mark.startswith(begins):
                 return self.sent
+        # Marks that may stand anywhere: text is certain up to the first one, or up to an end of the text that
+        # may be the beginning of one.
         found = [i for m in WITHIN.get(self.format, ()) if (i := self.text.find(m, self.sent)) >= 0]
         if found:
             return max(self.sent, min(found))
@@ -188,6 +196,7 @@ class ToolAnswer:
 
 def _begun(text: str, mark: str) -> int:
     """Number of characters at the end of a text that may be the beginning of a mark."""
+    # The longest such end, and no whole mark: that one has been found.
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 

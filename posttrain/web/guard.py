@@ -58,11 +58,15 @@ class Guard:
 
     def refuses(self, request: web.Request) -> str:
         """Returns the reason why a request is refused; '' where it is not."""
+        # The Host is the name in the browser's address bar. A hostile site may let its own name point to
+        # 127.0.0.1, but the browser then sends that name.
         hosts, origins = request.headers.getall("Host", []), request.headers.getall("Origin", [])
         if len(hosts) != 1 or hosts[0].lower() not in self.hosts:
             return "this server answers to 127.0.0.1 and localhost alone"
+        # A browser adds the Origin of the page that asks, and no script can change it.
         if any(origin != f"http://{hosts[0]}" for origin in origins):
             return "a page of another place may not ask here"
+        # For a GET of the same origin browsers send no Origin; for every other method they do.
         if request.method != "GET" and not origins:
             return "a request that changes something must come from this server's own page"
         if not self._knows(request.cookies.get(self.cookie, "")):
@@ -77,6 +81,8 @@ class Guard:
         """Exchange the secret of a first address for a cookie; refuse what `refuses` names."""
         first = request.query.get(TOKEN)
         hosts = request.headers.getall("Host", [])
+        # The secret leaves the address at once: an address stays in the history and in what is copied.
+        # SameSite=Strict keeps the cookie off requests that other sites cause.
         if first is not None and len(hosts) == 1 and hosts[0].lower() in self.hosts and self._knows(first):
             on = web.Response(status=303, headers={"Location": request.path})
             on.set_cookie(self.cookie, self.token, httponly=True, samesite="Strict", path="/")
@@ -89,6 +95,7 @@ class Guard:
                 answer = await handler(request)
             except web.HTTPException as error:
                 answer = web.Response(status=error.status, text=f"{error.reason}\n")
+        # A stream has sent its headers already.
         if not answer.prepared:
             answer.headers.update(HEADERS)
         return answer

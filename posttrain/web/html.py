@@ -38,6 +38,7 @@ def tag(name: str, *inside: str, **attributes: str | float | bool | None) -> Mar
 
 def join(*parts: str) -> Markup:
     """Parts after each other, escaped where they are not HTML."""
+    # The one place where text enters a page: only the type says that it is HTML already.
     return Markup("".join(p if isinstance(p, Markup) else html.escape(p) for p in parts))
 
 
@@ -60,6 +61,8 @@ def inline(text: str) -> Markup:
 
 def data(identity: str, value: Any) -> Markup:
     """Data that a script of the page reads. `</script>` cannot occur in it."""
+    # A browser ends the element at the first `</script`, also within a JSON string. Without any `<` it cannot
+    # occur, and JSON reads the escape back.
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return Markup(f'<script type="application/json" id="{html.escape(identity)}">{text}</script>')
 

@@ -32,6 +32,7 @@ def bound_socket(port: int) -> socket.socket:
     if not 0 <= port < 65536:
         raise ConfigError(f"--port {port}: a port lies in 0..65535 (0: any free one)")
     s = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # Else the port of a server that has just ended is refused for a minute.
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         s.bind(("127.0.0.1", port))
@@ -62,6 +63,7 @@ async def serve_locally(
         loop.add_signal_handler(number, end, number)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=GRACE, handler_cancellation=True)
     await runner.setup()
+    # Before the first request: hosts, cookie and address all have the port, which the system may have chosen.
     guard.port = at.getsockname()[1]
     try:
         await web.SockSite(runner, at).start()

@@ -40,6 +40,8 @@ def number(x: float | None, digits: int = 4) -> str:
 
 def _plain(x: Any) -> Any:
     """A value as JSON: floats with five significant digits, and None for what is not finite."""
+    # JSON has no NaN and no infinity; a browser refuses to parse them. Five digits are more than a picture can
+    # show and keep pages small.
     if isinstance(x, float):
         return float(f"{x:.5g}") if math.isfinite(x) else None
     if isinstance(x, Mapping):
@@ -150,6 +152,7 @@ class Tiles(Picture):
         return ("row", "text", "value", "meaning", "note"), rows
 
     def as_json(self) -> dict[str, Any]:
+        # Lists in place of objects: a page has thousands of tiles, and the names would be most of its size.
         plain = {n: [[t.text, t.tone, t.value, t.level, t.note] for t in ts] for n, ts in self.rows_of.items()}
         columns, rows = self.table()
         return _plain(
