@@ -107,6 +107,8 @@ def _word(what: str, name: object) -> str:
 
 def keywords(function: Callable[..., Any], attempts: Sequence[Attempt], at: StepNumber, log: Log) -> dict[str, Any]:
     """The keyword arguments of one call. Without `**kwargs` the function gets those that it names."""
+    # Rows need not have the same columns: a list has None where a row lacks it, and a column of the data called
+    # `prompts` gives way to the argument of that name.
     names = list(dict.fromkeys(n for a in attempts for n in columns(a.task)))
     given: dict[str, Any] = {
         **{n: [columns(a.task).get(n) for a in attempts] for n in names},
@@ -159,6 +161,8 @@ def verdicts(returned: Any, count: int) -> list[Verdict]:
 async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNumber, seed: int) -> str:
     """`siblings` where a group's scores are those that its answers have alone, and at other places; `order` where they
     depend on the order of the group; else ''."""
+    # The group is judged in its order, in another one, and answer by answer. The scores that answers get alone, but at
+    # other places, mean that the function mixes its list up; other changes mean that it reads the order.
     order = Random(seed).sample(range(len(attempts)), len(attempts))
     first, _ = await together(attempts, at)
     other, _ = await together([attempts[i] for i in order], at)
@@ -175,6 +179,7 @@ def same_scores(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
 
     Sources of weight 0 are not compared: they only report a number, such as a time.
     """
+    # Only what is paid or measured, by a source that could judge: a failure may be the machine's.
     was, now = (
         {j.source: j for j in x if (j.counts or j.measured) and j.weight and j.verdict.state is not State.FAILED}
         for x in (one, two)

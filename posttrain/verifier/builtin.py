@@ -35,6 +35,7 @@ def contains(task: Task, text: str) -> Verdict:
     A policy that lists every candidate earns 1, so use it only if responses are short.
     """
     wanted, said = answers(task), spoken(text)
+    # A number is whole only where neither a digit nor a point or comma with a digit goes on from it.
     pattern = rf"(?<!\w)(?<!\d[.,])(?:{'|'.join(map(re.escape, wanted))})(?!\w)(?![.,]\d)"
     return graded(re.search(pattern, said) is not None, repr(said[-80:]), _or(wanted))
 

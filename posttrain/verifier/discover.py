@@ -46,6 +46,7 @@ async def discover(endpoint: Endpoint, model: str | None = None, dialect: str | 
     if dialect is not None and dialect not in get_args(Dialect):
         raise ConfigError(f"--dialect {dialect}: {nearest(dialect, get_args(Dialect))}")
     listed = await endpoint.get("/models")
+    # Whatever answers at the address is foreign: the form is checked before anything is read from it.
     cards = listed.get("data") if isinstance(listed, dict) else None
     if not isinstance(cards, list) or not all(isinstance(c, dict) and isinstance(c.get("id"), str) for c in cards):
         raise EndpointError(

@@ -51,6 +51,7 @@ def tool_call(task: Task, text: str) -> Verdict:
     marks = [tag[0] for tag in tags(text)]
     if "<think>" not in marks or "</think>" not in marks[marks.index("<think>") :]:
         return Verdict.value(0.0, "no_thought", "there is no <think>...</think>")
+    # A call inside a thought was only considered.
     _, begun, rest = spoken(text).rpartition(BEGIN)
     inside, ended, _ = rest.partition(END)
     if not begun or not ended:
@@ -91,6 +92,7 @@ def _calls(listed: Any) -> Calls:
 def _after_thought(text: str) -> str:
     """The text after the thought; empty unless the response begins with `<think>`, and has one closed thought."""
     marks = [tag[0] for tag in tags(text)]
+    # Tags are those of `thoughts`, so a quoted one breaks no form.
     begins = text.lstrip().startswith("<think>") and marks == ["<think>", "</think>"]
     return spoken(text).strip() if begins else ""
 

@@ -101,6 +101,7 @@ class Endpoint:
             raise ConfigError(
                 f"{role}: {url!r} would send the key in {key_env} in the clear; use https, or a tunnel to 127.0.0.1"
             )
+        # A proxy of the environment cannot reach this machine's own addresses.
         self._proxied = not (loopback(parts.hostname) or parts.hostname.endswith(".localhost"))
         self._connections = connections
         self._client: httpx2.AsyncClient | None = None
@@ -161,7 +162,11 @@ class Endpoint:
         patience = patience or self.patience
         client = self._open()
         failed = 0
+        # Waiting for a place is outside of every time limit: with many requests at once it may take long, and says
+        # nothing about the server.
         async with self._places:
+            # While the server counts as down one call tries it, and only once. The others fail at once, instead of each
+            # going through all its tries.
             if self._down and self._trying:
                 raise EndpointError(self._down, self.role)
             self._trying = True
@@ -170,6 +175,8 @@ class Endpoint:
                     try:
                         answer = await self._once(client, method, path, body, patience, plain)
                     except _TransientError as error:
+                        # `_since` is when the silence began: infinite after an answer, and minus infinite before the
+                        # first one, so that a server that never answered is down after one call.
                         failed, self._since = failed + 1, min(self._since, time.monotonic())
                         if not again or failed >= patience.tries or self._down:
                             times = f" (tried {failed} times)" if failed > 1 else ""
@@ -179,6 +186,7 @@ class Endpoint:
                             raise EndpointError(why, self.role, error.status) from error
                         self.retried += 1
                         pause = patience.pause(failed, error.after)
+                    # A refusal is an answer, so the server is up.
                     except EndpointError:
                         self._since, self._down = math.inf, ""
                         raise
@@ -198,6 +206,8 @@ class Endpoint:
         patience: Patience,
         plain: bool,
     ) -> Any:
+        # httpx limits each read by itself, so a server that sends a byte a second would never be late. The whole
+        # try is limited around it.
         limits = httpx2.Timeout(None, connect=patience.connect)
         try:
             async with asyncio.timeout(patience.answer):
@@ -228,6 +238,7 @@ class Endpoint:
         raise EndpointError(self._message(f"{method} {path}: {why}"), self.role, status)
 
     def _refusal(self, said: _Answer) -> str:
+        # Redirects are told and not followed: the key would go to an address that nobody named.
         if 300 <= said.status < 400:
             return f"it redirects to {said.headers.get('location', '?')[:MAX_QUOTED]}; give that address"
         none = "no key was sent; name an environment variable that holds one"
@@ -238,6 +249,7 @@ class Endpoint:
         """The client of the running loop. A client of a closed loop is replaced."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
+            # Connections belong to the loop that opened them, and cannot be closed from another one.
             if self._client is not None and self._loop is not None and not self._loop.is_closed():
                 raise EndpointError(
                     f"{self.role} ({self.url}): in use in another event loop; close it there first", self.role
@@ -252,6 +264,7 @@ class Endpoint:
 
     def _message(self, text: str) -> str:
         """An error message with role and address, and with the key removed."""
+        # Servers may quote the key in their messages.
         text = f"{self.role} ({self.url}): {text}"
         return scrubbed(text.replace(self._key, f"[{self.key_env}]") if self._key else text)
 
@@ -296,6 +309,7 @@ def _server_message(answer: _Answer) -> str:
     """The server's error message: the one inside an OpenAI-shaped error, else the text."""
     try:
         said: Any = answer.json()
+        # OpenAI: {"error": {"message": ...}}; others put it under `message` or `detail`.
         while isinstance(said, dict) and (inner := said.get("error") or said.get("message") or said.get("detail")):
             said = inner
         text = said if isinstance(said, str) else json.dumps(said)

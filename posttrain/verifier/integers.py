@@ -40,6 +40,7 @@ def last_integer(text: str) -> str | None:
     >>> last_integer("3+4=7;7+5=12"), last_integer("about 1,234."), last_integer("\u2212007"), last_integer("12.5")
     ('12', '1234', '-7', None)
     """
+    # The last match alone is kept: a policy may write a million numbers.
     found = deque(_NUMBER.finditer(spoken(text).translate(_TRANSLATE)), maxlen=1)
     last = found[0] if found else None
     if last is None or (last["fraction"] or "").strip("0"):

@@ -91,6 +91,7 @@ class RubricJudge:
     def gauges(self) -> Gauges:
         """All requests of the run. Since the last call: seconds of a judgement, repeated tries, and of the verdicts
         asked for the shares that were kept from before and that failed."""
+        # Requests run in a thread of their own, and gauges are read in the run's.
         with self._lock:
             taken, self._counts = self._counts, {}
         return {f"verifier/{self.name}/{n}": Gauge(*x) for n, x in {**taken, CALLS: (self.calls, 1)}.items()}
@@ -102,15 +103,20 @@ class RubricJudge:
 
     async def _verdict(self, prompt: str) -> Verdict:
         """The verdict about a question: of an equal one where it was judged, or is being judged."""
+        # Tasks are kept, not verdicts, so that equal questions that are asked at once wait for one request. A hash
+        # stands for the prompt, which may be long.
         name = hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=16).digest()
         found = self._kept.get(name)
+        # A failure is not kept: the endpoint may be up again.
         if found is not None and found.done() and (found.cancelled() or found.exception() or _broken(found.result())):
             found = None
         self._count("cached", float(found is not None))
         if found is None:
             found = self._kept[name] = asyncio.create_task(self._judged(prompt))
             while len(self._kept) > KEPT:
+                # The oldest one. Whoever waits for it still holds its task.
                 self._kept.pop(next(iter(self._kept)))
+        # An episode that is given up must not cancel the request that its siblings wait for.
         verdict = await asyncio.shield(found)
         self._count("failed", float(_broken(verdict)))
         return verdict
@@ -120,6 +126,7 @@ class RubricJudge:
         try:
             look = self._model = self._model or await self._looked_up()
             for draw in range(DRAWS):
+                # Checked for each draw, because each is a request that costs.
                 if self.calls >= self.settings.calls:
                     return Verdict.failed(
                         "calls",
@@ -148,6 +155,7 @@ class RubricJudge:
         """(path, body). The first draw is the most probable answer; the later ones are drawn."""
         s, chat = self.settings, self.settings.api == "chat"
         body: dict[str, Any] = {"model": look.model, "temperature": min(draw, 1), "seed": draw}
+        # OpenAI's newer models refuse `max_tokens` in chat, and compatible servers may not know the other name.
         body["max_completion_tokens" if chat and look.dialect == "openai" else "max_tokens"] = s.max_tokens
         body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         if s.answer == "json":

@@ -93,6 +93,7 @@ def as_verdict(value: Any) -> Verdict:
         return Verdict.abstain()
     if isinstance(value, Verdict):
         return value
+    # Text has no `__float__`; numbers and arrays of NumPy and torch have one.
     if not hasattr(value, "__float__"):
         return Verdict.failed(
             "type", f"returned {type(value).__name__} {value!r:.80}, wanted a number, a Verdict or None"
@@ -104,6 +105,7 @@ def as_verdict(value: Any) -> Verdict:
         )
     try:
         score = float(value)
+    # An array of several numbers raises a TypeError in NumPy and a RuntimeError in torch.
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         return Verdict.failed("type", f"returned {type(value).__name__}, which is not one number: {error}")
     if not math.isfinite(score):

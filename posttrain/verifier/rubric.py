@@ -95,9 +95,13 @@ class Rubric:
         part of the rubric."""
         task = attempt.task
         asked = task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
+        # The marks around the answer contain a hash of all that is shown. A policy cannot write a text that contains
+        # its own hash, so no answer can end its part early and speak to the judge.
         mark = hashlib.blake2b(f"{asked}\0{attempt.turns}\0{attempt.state}".encode(errors="replace"), digest_size=6)
         response = _response(attempt, mark.hexdigest())
         fields = {**{n: _text(v) for n, v in columns(task).items()}, "prompt": asked}
+        # A row's rubric is filled first, without its own name. After that nothing that was put in is looked through for
+        # names again: `{answer}` in an answer stays as it is.
         if row := self._of_row(task):
             fields[ROW_RUBRIC] = _filled(row, {n: v for n, v in fields.items() if n != ROW_RUBRIC})
         fields["response"] = response
@@ -135,6 +139,7 @@ class Rubric:
         else:
             score, reason = _of_json(text)
         low, high = self.settings.low, self.settings.high
+        # A score out of bounds is not cut to them, since a judge that leaves the scale did not follow the rubric.
         if score is None or not low <= score <= high:
             return None
         return (score - low) / (high - low), reason
@@ -147,6 +152,7 @@ def _of_json(text: str) -> tuple[float | None, str]:
     except Unreadable:
         return None, ""
     score = found.get("score") if isinstance(found, dict) else None
+    # A truth value is an int in Python.
     if isinstance(score, bool) or not isinstance(score, int | float):
         return None, ""
     return float(score), str(found.get("reason", ""))

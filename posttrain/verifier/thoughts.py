@@ -17,6 +17,8 @@ _AFTER = re.compile(r"([\"'`])\1*")
 def tags(text: str) -> Iterator[re.Match[str]]:
     """The tags of thoughts, without those that have the same quotes on both sides."""
     for tag in _TAG.finditer(text):
+        # A tag between equal quotes is spoken about and not used. Four characters are enough to tell one or two quotes
+        # from the three of a fence.
         before = _BEFORE.search(text, max(0, tag.start() - 4), tag.start())
         after = _AFTER.match(text, tag.end(), tag.end() + 4)
         if before is None or after is None or before[0] != after[0] or len(before[0]) > 2:
@@ -32,10 +34,13 @@ def thoughts(text: str) -> tuple[str, str]:
     """
     pieces: tuple[list[str], list[str]] = ([], [])
     at, end = 0, ""
+    # `end` is the tag that ends the open thought, '' outside of thoughts. Inside, only that tag counts; outside, a tag
+    # that begins a thought, or as the very first one a tag that ends it, since the prompt may have begun it.
     for tag in tags(text):
         first = not (pieces[0] or pieces[1])
         if tag[0] != end and (end or (tag[0] not in _ENDS and not first)):
             continue
+        # What stands before a beginning tag was said (piece 1), and before an ending one thought (piece 0).
         pieces[not end and tag[0] in _ENDS].append(text[at : tag.start()])
         at, end = tag.end(), "" if end else _ENDS.get(tag[0], "")
     pieces[not end].append(text[at:])

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 THREADS = 16
 """The most synchronous calls that run at once in an event loop. The time that a call waits is not in its timeout."""
 
+# A semaphore belongs to the event loop in which it is waited for, and goes with it.
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
@@ -45,6 +46,7 @@ async def _within(timeout: float, awaitable: Any) -> Any:
         async with clock:
             return await awaitable
     except TimeoutError:
+        # A TimeoutError may also be the function's own, which is an error like any other.
         if clock.expired():
             raise TimedOut from None
         raise
@@ -53,9 +55,11 @@ async def _within(timeout: float, awaitable: Any) -> Any:
 def _threaded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
+    # The function sees the variables of the task that called it, as an async function does.
     context = contextvars.copy_context()
 
     def finish(result: Any, error: BaseException | None) -> None:
+        # After a timeout nobody waits, and the future is cancelled.
         if future.done():
             return
         if error is None:

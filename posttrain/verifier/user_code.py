@@ -84,8 +84,11 @@ def user_module(path: Path, what: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{what} file {path} is not Python source; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
+    # Before it is executed, as `import` does: dataclasses and pickle look a class's module up by its name. One that
+    # fails is taken out, so that the next attempt begins anew.
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
+        # At the end, so that a file of the user's hides no module of a package.
         sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
@@ -106,6 +109,7 @@ def where(error: BaseException, function: Any = None) -> str:
     if isinstance(error, Raised) and error.__cause__ is not None:
         error = error.__cause__
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    # The deepest frame may lie in a library; the user looks for the line of their own file.
     frames = traceback.extract_tb(error.__traceback__)
     own = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
     frames = [f for f in frames if own is not None and f.filename == own.co_filename] or frames

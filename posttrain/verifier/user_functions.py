@@ -106,6 +106,7 @@ class FunctionSource:
             ConfigError: a task lacks a column that the function requires, or the answer that a built-in requires.
             DataError: a built-in cannot read the answer, or `tool_call` the calls that a task wants.
         """
+        # A user's function may have a built-in's name, so the function itself is compared.
         read = ANSWERED.get(self.name) if self.function is BUILTIN.get(self.name) else None
         required = _required(self.function) if self.form == "trl" else [] if read is None else ["answer"]
         for task in tasks:
@@ -145,6 +146,8 @@ def form(function: RewardFunction, name: str) -> Form:
         )
     kinds = {p.kind for p in parameters.values()}
     keywords = inspect.Parameter.VAR_KEYWORD in kinds
+    # The names decide first: `prompts` or `completions` is TRL's form, even of a function that could also be
+    # called with two arguments.
     if set(parameters) & set(batch_functions.ALWAYS):
         if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
             raise ConfigError(
@@ -153,6 +156,7 @@ def form(function: RewardFunction, name: str) -> Form:
         return "trl"
     if inspect.Parameter.VAR_POSITIONAL not in kinds and _takes_two(function):
         return "ours"
+    # `def reward(**columns)` names nothing and can be called by keyword alone.
     if keywords and not _takes_two(function):
         return "trl"
     raise ConfigError(

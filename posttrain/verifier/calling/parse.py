@@ -86,6 +86,8 @@ def _bad(text: str, why: str) -> Malformed:
 def _tagged(text: str, begin: str, end: str) -> Iterator[tuple[str, str | None]]:
     """Pieces of a text as ("", outside) and (inside, None)... in order: (text, None) outside tags, (text, end tag or
     "") inside."""
+    # Each value that is read in vain takes its length from `tries`. Without that limit a text of nothing but opening
+    # tags would be read again from each of them, in quadratic time.
     at, tries = 0, TRIES * read_data.LONGEST
     while (opened := text.find(begin, at)) >= 0:
         yield text[at:opened], None
@@ -122,6 +124,7 @@ def _llama(text: str) -> Found:
     announced = "<|python_tag|>" in text
     before, _, body = text.partition("<|python_tag|>") if announced else ("", "", text)
     stripped = body.strip()
+    # Without the token nothing but the JSON itself says whether it is a call, and an answer may be JSON too.
     if not announced and not _calls_a_tool(stripped):
         return text, []
     calls: list[ToolCall | Malformed] = []
@@ -160,6 +163,7 @@ def _pythonic(text: str) -> Found:
     body = text.strip()
     marked = body.startswith("<|python_start|>")
     body = body.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    # A list without a call in it, such as `[1, 2]`, is an answer.
     if not marked and not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", body):
         return text, []
     return "", _read(body, read_data.python_calls)
@@ -219,6 +223,7 @@ def _cohere(text: str) -> Found:
 
 
 _GLM = re.compile(r"\s*(?P<name>[^\s<]+)\s*(?P<rest>(<arg_key>.*)?)", re.DOTALL)
+# Atomic groups: the first end tag ends a key or a value, and a match that fails is not tried again from a later one.
 _GLM_ARG = re.compile(
     r"\s*<arg_key>(?>(?P<key>.*?)</arg_key>)\s*<arg_value>(?>(?P<value>.*?)</arg_value>)\s*", re.DOTALL
 )
@@ -239,6 +244,7 @@ def _marked_up(
         one = argument.match(rest, at)
         if one is None:
             raise Unreadable(f"a call is written {shape}, not {rest[at : at + 40].strip()!r}")
+        # Which of the two was meant is unknown, so neither is called.
         if one["key"].strip() in out:
             raise Unreadable(f"argument {one['key'].strip()!r} is given twice")
         out[one["key"].strip()] = read_data.loose_value(one["value"])
@@ -260,6 +266,7 @@ def _harmony(text: str) -> Parsed:
     """Messages of several channels. One that is addressed to functions.NAME is a call. The first header may be in the
     prompt."""
     reasoning, content, calls = [], [], list[ToolCall | Malformed]()
+    # A message is a header (channel, recipient), the mark, and a body. A piece without both marks is plain text.
     for message in re.split(r"<\|start\|>assistant|<\|end\|>|<\|call\|>", text):
         channel = _CHANNEL.search(message)
         at = message.find("<|message|>", channel.end()) if channel is not None else -1

@@ -21,6 +21,8 @@ _NAME = re.compile(r"[A-Za-z_][\w.\-]{0,127}")
 
 def _marks(quotes: str) -> re.Pattern[str]:
     """Strings in these quotes, brackets, and pieces of other text."""
+    # Possessive, and with a closing quote that may lack: an open string is one mark up to the end. Other text comes in
+    # pieces, so that every character is looked at once.
     strings = "|".join(rf"{q}[^{q}\\]*+(?:\\.[^{q}\\]*+)*+{q}?" for q in quotes)
     return re.compile(rf"{strings}|[][{{}}()]|[^][{{}}(){quotes}\s]{{1,64}}+", re.DOTALL)
 
@@ -48,6 +50,7 @@ def json_prefix(text: str, begin: int = 0) -> tuple[Any, int]:
     """
     while begin < len(text) and text[begin] in " \t\r\n":
         begin += 1
+    # The parser sees no more than the value. It would otherwise read to the end of the turn for each opening tag.
     window = text[begin : _end(text, begin, _JSON_MARKS)]
     try:
         value, end = _JSON.raw_decode(window)
@@ -69,6 +72,8 @@ def _end(text: str, begin: int, marks: re.Pattern[str]) -> int:
                 raise Unreadable(f"brackets nest deeper than {DEEPEST}")
         elif found[0] in "]})":
             depth -= 1
+        # A closed bracket, or a value without brackets, whose first mark is its end. A number may
+        # be longer than a mark is.
         if depth <= 0:
             return max(found.end(), begin + DIGITS)
     return begin + LONGEST
@@ -77,6 +82,8 @@ def _end(text: str, begin: int, marks: re.Pattern[str]) -> int:
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in pairs:
+        # Readers disagree about which of two equal keys counts, so what is checked here could
+        # differ from what a tool gets.
         if key in out:
             raise ValueError(f"key {key!r} is given twice")
         out[key] = value
@@ -125,6 +132,7 @@ def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     """The calls of a Python list such as `[f(a=1), g(b="x")]`: names and literals only, nothing is evaluated."""
     if len(text) > LONGEST:
         raise Unreadable(f"longer than {LONGEST} characters")
+    # Only for its check of the nesting, because `ast.parse` recurses.
     _end(text, 0, _PYTHON_MARKS)
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -142,6 +150,7 @@ def _python_call(call: ast.Call) -> tuple[str, dict[str, Any]]:
         raise Unreadable("arguments are given by name: f(a=1)")
     out: dict[str, Any] = {}
     for keyword in call.keywords:
+        # `f(**x)`
         if keyword.arg is None:
             raise Unreadable("arguments are written out one by one, without **")
         try:

@@ -35,6 +35,8 @@ _READS = re.compile(r"\binput\s*\(|\bstdin\b|\bfileinput\b|\bopen\s*\(\s*0\b")
 _CODE = re.compile(r"(?:def|class)\s+\w+\s*[(:]|@\w|import\s+\w|from\s+[\w.]+\s+import\b")
 _WORD = r"[^\W\d_][\w'’-]*"
 _GAP = r"[*_`\"”)]*[,;:.!?]*[*_`\"”]*\s+[*_`\"“(]*"
+# Three words in a row with only punctuation and Markdown between them. `for x in` is that too, but only lines near
+# a syntax error are asked.
 _SENTENCE = re.compile(rf"{_WORD}(?:{_GAP}{_WORD}){{2}}")
 _PHRASE = re.compile(rf"\W*({_WORD})(?:{_GAP}{_WORD}\W*|.*[:.!?。：！？]\W*)")
 _RULE = re.compile(r"[-=*_~\s]+")
@@ -51,6 +53,8 @@ class Part:
     def defines(self, names: Iterable[str], imports: bool) -> bool:
         """Returns whether the block defines one of the names. With `imports`, an import counts too. A block that does
         not parse is searched for the text of a definition."""
+        # A version that is cut off counts as the last version all the same, or an earlier and
+        # abandoned one would be judged.
         if self.tree is None:
             text = textwrap.dedent(self.source)
             return any(
@@ -89,6 +93,8 @@ def chosen(blocks: list[tuple[bool, str]], wanted: list[str]) -> str:
 
 
 def _defining(parts: list[Part], wanted: list[str]) -> Part | None:
+    # `from solution import f` in a block of tests binds the name too, so imports count only
+    # where nothing else defines it.
     for imports in (False, True):
         for marked in (True, False):
             found = [p for p in parts if p.marked is marked and p.defines(wanted, imports)]
@@ -99,6 +105,7 @@ def _defining(parts: list[Part], wanted: list[str]) -> Part | None:
 
 def _reading(parts: list[Part]) -> Part | None:
     """The last block that reads input. If it only defines functions, the first later block that uses them."""
+    # Output and shell sessions are seldom marked as Python, so other blocks count only where none is.
     marked = [p for p in parts if p.marked] or parts
     readers = [p for p in marked if p.reads]
     if not readers:
@@ -106,6 +113,8 @@ def _reading(parts: list[Part]) -> Part | None:
     last = readers[-1]
     if last.acts or last.tree is None:
         return last
+    # `def solve(): ... input()` reads only where somebody calls it. The call may stand in a later block, and is then
+    # the main one; `_completed` brings the function to it.
     names = {name for name, _ in bound(last.tree.body)}
     users = [p for p in marked[marked.index(last) + 1 :] if p.tree is not None and p.acts and names & missing(p.source)]
     return users[0] if users else last
@@ -115,12 +124,16 @@ def _completed(main: Part, parts: list[Part], wanted: list[str]) -> str:
     """The main block, after the statements of other blocks that define what it needs."""
     if main.tree is None:
         return main.source
+    # A version shortly before the main block is the likeliest one that it was written for, so blocks are searched
+    # backwards from it and then forwards after it.
     at = parts.index(main)
     order = [*reversed(range(at)), *range(at + 1, len(parts))]
     own = {name for name, _ in bound(main.tree.body)}
     taken: dict[tuple[int, int], str] = {}
     needed = sorted((missing(main.source) | set(wanted)) - own)
     seen = set(needed) | own
+    # A walk over names: each takes one statement, and that statement's own missing names are added. `seen` ends it
+    # where statements need each other.
     while needed:
         name = needed.pop()
         place = next((p for i in order if (p := _provider(i, parts[i], name)) is not None), None)
@@ -133,6 +146,7 @@ def _completed(main: Part, parts: list[Part], wanted: list[str]) -> str:
         seen |= more
         needed += sorted(more)
     lines = main.source.split("\n")
+    # `from __future__` has to stay at the top of a program, so the added statements go below it.
     first = max(
         (s.end_lineno or 0 for s in main.tree.body if isinstance(s, ast.ImportFrom) and s.module == "__future__"),
         default=0,
@@ -144,6 +158,8 @@ def _provider(block: int, part: Part, name: str) -> tuple[int, int] | None:
     """(block, index) of the block's last statement that defines a name. `import *` may define any name."""
     if part.tree is None:
         return None
+    # Only statements that define something are taken. The guard of a script (`if __name__ == ...`) holds
+    # calls and tests of its own.
     places = [
         i
         for i, statement in enumerate(part.tree.body)
@@ -176,8 +192,10 @@ def bound(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
                 if isinstance(s, ast.With)
                 else [s.target]
             )
+            # `x: int` declares a name and gives it no value.
             if not (isinstance(s, ast.AnnAssign) and s.value is None):
                 yield from ((n.id, s) for t in targets if t is not None for n in ast.walk(t) if isinstance(n, ast.Name))
+        # What a function or a class binds inside is not a name of the module.
         for inner in ("body", "orelse", "finalbody"):
             if not isinstance(s, _DEFINITION):
                 yield from bound(getattr(s, inner, []))
@@ -187,6 +205,8 @@ def bound(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 def missing(source: str) -> set[str]:
     """The names that a source reads from its module and does not bind there."""
+    # The compiler's own table of names: it knows scopes, so an argument or a local variable is no missing name. In an
+    # inner scope only what it reads as a global counts.
     top = symtable.symtable(source, "program", "exec")
     read, tables = set[str](), [top]
     while tables:
@@ -201,6 +221,7 @@ def unprompted(source: str) -> str:
     """An interpreter session as the program that was typed. Any other source is returned as it is."""
     if not source.lstrip().startswith(">>>"):
         return source
+    # Lines without a prompt are what the interpreter printed.
     lines = [line.strip() for line in source.split("\n")]
     return "\n".join(line[4:] for line in lines if line.startswith((">>> ", "... ")) or line == "...")
 
@@ -212,6 +233,8 @@ def bare(text: str) -> str:
     'def f():\\n    return 1'
     """
     lines = unprompted(text).split("\n")
+    # Each round parses the text, and a syntax error that lies in prose blanks that line. Lines are blanked and not
+    # deleted, so that line numbers keep their meaning.
     for _ in range(MOST_DROPPED):
         rest = textwrap.dedent("\n".join(lines))
         try:
@@ -220,6 +243,8 @@ def bare(text: str) -> str:
             return text
         except SyntaxError as error:
             bad = [min((error.lineno or 1) - 1, len(lines) - 1)]
+            # Indentation that is wrong comes of a line of prose at the margin, which may be another line than
+            # the one that is reported.
             if isinstance(error, IndentationError):
                 bad += [i for i, line in enumerate(lines) if line[:1].strip()]
             at = next((i for i in bad if prose(lines[i])), None)
@@ -227,6 +252,7 @@ def bare(text: str) -> str:
                 return text
             lines[at] = ""
             continue
+        # Nothing but names and labels is a text that happens to parse, such as `Done`, and no program.
         words = [s for s in tree.body if _says_nothing(s)]
         if len(words) == len(tree.body):
             return text
@@ -265,6 +291,7 @@ def _says_nothing(statement: ast.stmt) -> bool:
 def parsed(source: str) -> ast.Module | None:
     try:
         tree = ast.parse(source)
+        # The table of names refuses some sources that the parser accepts, such as two arguments of one name.
         missing(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None

@@ -54,6 +54,7 @@ _STATEMENT = re.compile(
 """Matches how a line of a program begins. Lines of prose rarely match."""
 
 _TYPED = re.compile(rf"\b(?:{'|'.join(typing.__all__)})\b")
+# Possessive repetitions, because the text is what a program printed: nothing of it is read twice.
 _NUMBER = re.compile(r"((?<![\w.])[-+]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?+(?!\w|\.\d))")
 """A number that stands alone, so that no part of a version or of a word is one."""
 
@@ -133,22 +134,29 @@ class Code:
     async def program(self, tests: Sequence[Test], text: str) -> str:
         """The program of a response. If it could be one of several blocks, or has words around it, `assemble` finds it
         in the sandbox."""
+        # A fenced block that is alone, or code without words, is the program as it stands, which saves a process for
+        # most responses. A session of the interpreter has prompts to be removed.
         blocks = blocks_of(text)
         only, plain = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
         if plain and (only.kind != "bare" or not _worded(only.body)):
             return only.body
+        # A text of that length has no blocks; it is one bare block.
         if len(text) > LONGEST:
             return last_of(blocks)
+        # Only names go into the sandbox with the blocks. What is parsed there is a policy's text, which may crash the
+        # parser or make it run very long.
         asked = {"bare": only.kind == "bare", "wanted": sorted(wanted_names(tests))}
         asked["blocks"] = [(b.python, b.body) for b in blocks[-MOST_BLOCKS:]]
         own = self.sandbox.limits
         cpu, wall = min(own.cpu, MOST_SECONDS), min(own.wall, MOST_SECONDS)
+        # JSON writes a character in up to 6 bytes, or 12 for one outside the first plane, and code is mostly ASCII.
         limits = replace(own, cpu=cpu, wall=wall, output=min(MOST_SAID, SPARE + 8 * len(text)))
         ran = await self.sandbox.run(ASSEMBLE, stdin=json.dumps(asked), limits=limits)
         try:
             found = json.loads(ran.stdout) if ran.why == "ok" else None
         except ValueError:
             found = None
+        # Whatever the search says or does not say, there is a program: the sandbox tests it like any other.
         return found if isinstance(found, str) else last_of(blocks)
 
     async def _judged(self, tests: Sequence[Test], program: str) -> Verdict:
@@ -163,11 +171,13 @@ class Code:
                 self._taken = merge(self._taken, {"queue": Gauge(self.sandbox.waiting, 1)})
                 outcomes.append(await self.outcome(program, test))
                 spent += outcomes[-1].seconds
+            # The score is 0 from the first failure on, so the other tests need not run.
             if outcomes[-1].kind and self.scoring == "all":
                 break
         return self._score(tests, outcomes)
 
     def _score(self, tests: Sequence[Test], outcomes: Sequence[Outcome]) -> Verdict:
+        # Verdicts that prove less say so in the record: programs that ran unconfined, tests that they could deceive.
         notes = [f"sandbox={self.sandbox.name}"] if self.sandbox.name == "none" else []
         weak = sum(isinstance(t, WeakTest) for t in tests)
         notes += [f"{weak} weak tests"] if weak else []
@@ -181,6 +191,7 @@ class Code:
 
     async def outcome(self, program: str, test: Test) -> Outcome:
         """Run one test in a fresh process, whose output limit is large enough for the expected output."""
+        # A right answer always fits; what is far longer than that is cut, so that a program cannot fill our memory.
         limits, room = self.sandbox.limits, test.room
         limits = replace(limits, output=max(limits.output, room)) if isinstance(test, InputTest) else limits
         limits = replace(limits, result=max(limits.result, room)) if isinstance(test, CallTest) else limits
@@ -196,6 +207,8 @@ class Code:
 
     async def _weak(self, program: str, test: WeakTest) -> tuple[Ran, Outcome]:
         """Run the test's statements after the program, then call a function whose name the program cannot know."""
+        # The function stands behind the test's statements, so it exists only where they came to their end. An early
+        # `sys.exit(0)` returns nothing, and the name and the value differ at every call.
         name, nonce = f"passed_{secrets.token_hex(8)}", secrets.token_hex(8)
         whole = f"{program}\n\n{test.source}\n\ndef {name}():\n    return {nonce!r}\n"
         ran = await self.sandbox.run(whole, call=Call(name))
@@ -251,6 +264,7 @@ def _returned(ran: Ran, test: CallTest) -> Outcome:
 def _printed(ran: Ran, test: InputTest, limits: ProgramLimits) -> Outcome:
     if ran.why != "ok":
         return _ended(ran)
+    # What is left of the output could look like the beginning of a right answer.
     if ran.cut and len(ran.stdout) >= limits.output:
         return Outcome("output", "printed more than is kept")
     said, expected = _lines(ran.said), _lines(test.wanted)
@@ -272,11 +286,13 @@ def _alike(said: str, wanted: str, tolerance: float) -> bool:
     """
     if said == wanted or not tolerance:
         return said == wanted
+    # The pattern has one group, so `split` returns text at even places and numbers at odd ones.
     one, other = _NUMBER.split(said), _NUMBER.split(wanted)
     return len(one) == len(other) and all(
         a == b
         or (
             i % 2 == 1  # numbers stand between the parts
+            # An integer that is wanted has to be said exactly.
             and not b.lstrip("+-").isdecimal()
             and math.isclose(float(a), float(b), rel_tol=tolerance, abs_tol=tolerance)
         )
@@ -286,9 +302,12 @@ def _alike(said: str, wanted: str, tolerance: float) -> bool:
 
 def _typed(program: str) -> str:
     """The program with the names of `typing` that starter code takes for granted."""
+    # `from __future__` would no longer be the first statement; with it annotations are not evaluated, so
+    # their names need no import.
     return f"from typing import *\n{program}" if _TYPED.search(program) and "__future__" not in program else program
 
 
 def _called(program: str, test: CallTest) -> Call:
+    # Public data sets call a function, and write their starter code as a method of `class Solution`.
     method = test.method and re.search(r"^class Solution\b", program, re.MULTILINE)
     return replace(test.call, function=f"Solution.{test.call.function}") if method else test.call

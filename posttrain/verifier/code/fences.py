@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from posttrain.verifier.thoughts import spoken
 
+# Possessive repetitions (`++`, `*+`) never give characters back, so a response that is one long row of backticks or
+# spaces is searched in linear time.
 OPEN = re.compile(
     r"(?<!`)(?P<fence>`{3,}+)[ \t]*+\{?\.?(?P<language>\w*+)[^\n`]*+\n"
     r"|^[ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)*(?P<tildes>~{3,}+)[ \t]*+\{?\.?(?P<mark>\w*+)[^\n]*\n"
@@ -18,6 +20,7 @@ OPEN = re.compile(
     r"|^[ \t]*\[(?P<upper>PYTHON)\][ \t]*$",
     re.MULTILINE,
 )
+# `>>>` is the prompt of an interpreter and no quotation.
 QUOTED = re.compile(r"[ \t]*(?:>(?!>>)[ \t]?)+")
 BEFORE = re.compile(r"[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)*")
 """Text before an opening fence that indents its block: white space and list marks, but no words."""
@@ -62,6 +65,7 @@ def blocks_of(text: str) -> list[Block]:
     if len(text) > LONGEST:
         return [Block("bare", "", text)]
     found = _marked(text)
+    # Answer tags are found by the same walk as fences, so a tag inside a block of code is text of that block.
     answers = [b for b in found if b.kind == "answer"]
     if answers:
         text = answers[-1].body
@@ -69,6 +73,7 @@ def blocks_of(text: str) -> list[Block]:
     if found:
         return found
     lines = [line for line in text.split("\n") if line.strip()]
+    # The whole response is one quotation of bare code.
     if lines and all(QUOTED.match(line) for line in lines):
         text = _unquoted(text)
     return [Block("bare", "", text)]
@@ -89,6 +94,8 @@ def _marked(text: str) -> list[Block]:
             block, at = _tagged(text, opened)
             found += [block] if block else []
             continue
+        # Where the fence stands in its line: behind `>` the block is in a quotation, which is read again without its
+        # marks; behind white space or a list mark it is indented, and its lines lose that indentation.
         place = opened.start("fence" if opened["fence"] else "tildes")
         line = text.rfind("\n", 0, place) + 1
         before = text[line:place]
@@ -99,6 +106,7 @@ def _marked(text: str) -> list[Block]:
         column = len(before) if BEFORE.fullmatch(before) else 0
         end, at = _closed(text, lines, opened.end(), column, fence)
         body = text[opened.end() : end]
+        # At most as many columns as the fence has: the indentation of the program itself stays.
         body = re.sub(rf"^[ \t]{{0,{column}}}", "", body, flags=re.MULTILINE) if column else body
         found.append(Block("fence", opened["language"] or opened["mark"] or "", body))
     return found
@@ -117,6 +125,7 @@ def _tagged(text: str, opened: re.Match[str]) -> tuple[Block | None, int]:
     after = len(text) if end < 0 else end + len(closing)
     if opened["answer"]:
         return Block("answer", "", body), after
+    # `<code>x</code>` inside a sentence is a name and no block.
     if "\n" not in body.strip("\n"):
         return None, after
     if opened["upper"]:
@@ -138,10 +147,13 @@ def _unquoted(text: str) -> str:
 
 def _closed(text: str, lines: list[re.Match[str]], begin: int, column: int, fence: str) -> tuple[int, int]:
     """The end of a block, and the position after its closing fence. `lines`: all lines that begin with a fence."""
+    # All lines with a fence were found once; the search goes on from the one behind the opening fence.
     for line in lines[bisect.bisect_left(lines, begin, key=lambda found: found.start()) :]:
+        # As in CommonMark: the closing fence is of the same character and at least as long.
         short = len(line["fence"]) < len(fence) or line["fence"][0] != fence[0]
         if short or len(line["indent"].expandtabs(4)) > column + DEEPER:
             continue
+        # A fence with a word behind it opens another block, so this one was never closed.
         if not line["more"].strip():
             return line.start(), line.end()
         break

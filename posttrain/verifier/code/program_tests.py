@@ -95,6 +95,7 @@ def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
     said, where = task.info.get("tests"), f"task {task.id!r}: info['tests']"
     if said is None and task.answer is not None:
         said, where = task.answer, f"task {task.id!r}: the answer"
+    # Tables hold lists as text, so JSON is recognised by how it begins; other text is asserts.
     if isinstance(said, str) and said.lstrip()[:1] in ("[", "{"):
         said = _json(said, where)
     said = [said] if isinstance(said, str) else _of_field(said, _object(task.info.get("metadata")), where)
@@ -106,6 +107,7 @@ def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
     tests = [t for i, entry in enumerate(said) for t in _understood(entry, f"{where}[{i}]")]
     if not tests:
         raise DataError(f"{where} holds no assert and no test; without tests every program would pass")
+    # Such a test could be passed by no program, and every response would earn 0 for it.
     large = next((t for t in tests if t.room > MOST_SAID), None)
     if large is not None:
         raise DataError(
@@ -119,6 +121,7 @@ def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
             " where the program can deceive it; rewrite it as {'function', 'args', 'expected'}, or accept such tests"
             " with weak=True"
         )
+    # The first failure is what a verdict tells, and of a public test it may tell what was wanted.
     return tuple(sorted(tests, key=lambda t: not t.public))
 
 
@@ -134,6 +137,7 @@ def wanted_names(tests: Sequence[Test]) -> set[str]:
             names |= {test.call.function.partition(".")[0], *(["Solution"] if test.method else [])}
         elif isinstance(test, WeakTest):
             found = [n for n in ast.walk(ast.parse(test.source)) if isinstance(n, ast.Name)]
+            # What the tests define themselves, and built-ins, are not asked of the program.
             own = {n.id for n in found if not isinstance(n.ctx, ast.Load)} | {
                 n.name for n in ast.walk(ast.parse(test.source)) if isinstance(n, ast.FunctionDef | ast.ClassDef)
             }
@@ -169,6 +173,7 @@ def _of_field(said: Any, beside: Mapping[str, Any], where: str) -> Any:
         beside, said = {**beside, **said}, [{"input": i, "output": o} for i, o in zip(given, wanted, strict=True)]
     if not isinstance(said, list) or not all(isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in said):
         return said
+    # What stands nearer to a test counts: beside all of them, then in its metadata, then in the test itself.
     return [_field_test(t, {**beside, **_object(t.get("metadata")), **t}, one, where) for t in said]
 
 
@@ -193,6 +198,7 @@ def _called(name: Any, given: Any, wanted: Any, one: bool, where: str) -> CallTe
         wanted = _json(wanted, where) if isinstance(wanted, str) else wanted
     if not isinstance(given, list):
         raise DataError(f"{where}: the input of {name} is {type(given).__name__}, wanted a list of its arguments")
+    # A list around the value cannot be told from a list that is the value, so both are right.
     also = (wanted[0],) if one else ()
     return _plain(CallTest(Call(str(name), tuple(given)), wanted, LOOSE, also=also, method=True), where)
 
@@ -224,6 +230,8 @@ def _understood(entry: Any, where: str) -> list[Test]:
 
 def _plain(test: CallTest, where: str) -> CallTest:
     try:
+        # Encoded once now, so that a value that cannot be compared is refused before the run
+        # and not in the middle of it.
         encode([list(test.call.args), dict(test.call.kwargs), test.wanted])
     except NotPlain as error:
         raise DataError(f"{where}: arguments and expected values are plain built-in values: {error}") from None
@@ -247,6 +255,7 @@ def rewritten(source: str, where: str) -> list[Test]:
         return [_plain(t, where) for t in found]
     if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(ast.parse(source))):
         raise DataError(f"{where} contains no assert")
+    # HumanEval writes `def check(candidate): ...` and calls it elsewhere.
     if all(isinstance(s, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign) for s in body):
         raise DataError(
             f"{where} defines its checks and never calls them, so every program would pass; add the call, such as"
@@ -266,6 +275,7 @@ def _from_assert(statement: ast.stmt) -> CallTest | None:
         return _from_difference(left, right, less=isinstance(op, ast.Lt))
     if not isinstance(op, ast.Eq | ast.Is):
         return None
+    # `assert 3 == f(1)` is the same test.
     for call, value in ((left, right), (right, left)):
         made, wanted = _call(call), _literal(value)
         if made is not None and wanted is not None:
@@ -284,6 +294,7 @@ def _from_difference(left: ast.expr, right: ast.expr, *, less: bool) -> CallTest
         return None
     if made is None or wanted is None or not isinstance(wanted[0], int | float):
         return None
+    # The comparison allows a difference equal to its tolerance, and `<` does not.
     within = math.nextafter(bound[0], 0.0) if less else bound[0]
     return CallTest(made, float(wanted[0]), Comparison(tolerance=within, relative=False)) if within else None
 

@@ -50,6 +50,8 @@ def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
         RuntimeError: the algebra fails a pair that it must find equal, so it would judge wrongly.
     """
     all(equal(g, s) for g, s in _SAME)  # sympy loads parts of itself late, and builds them from text
+    # Only after the first pairs: from here on sympy cannot build its own parts from text. What was parsed before is
+    # forgotten, so that the second self-test runs as every request will.
     _forbid_eval()
     parsed.cache_clear()
     equal.cache_clear()
@@ -60,6 +62,7 @@ def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
 
 def answer(gold: str, response: str | None) -> Verdict:
     """One request."""
+    # The gold answer is read here as it was in the trainer, so that the request is plain text.
     wanted = gold_of(gold)
     if wanted is None:
         return Verdict.failed("gold", f"there is no answer in {gold[:80]!r}")
@@ -90,6 +93,7 @@ def equal(gold: str, said: str) -> bool:
         wanted, given = parsed(gold), parsed(said)
         if wanted is None or given is None:
             raise UnreadableError(gold if wanted is None else said, gold=wanted is None)
+        # None: they are relations, sets or matrices, or their values cannot be computed.
         same = same_values(wanted, given, f"{gold}={said}", _rounding(gold) or _rounding(said))
         return verify(wanted, given, allow_set_relation_comp=True, timeout_seconds=None) if same is None else same
     except _RefusedError:
@@ -119,6 +123,7 @@ def parsed(text: str) -> Any:
         )
         imaginary = sympy.Symbol("i", real=True)
         return found.xreplace({imaginary: sympy.I}) if imaginary in found.free_symbols else found
+    # The grammar raises exceptions of many kinds for what it does not accept.
     except Exception:
         return None
 
@@ -150,6 +155,7 @@ def _forbid_eval() -> None:
             raise _RefusedError(str(text)[:80])
         return sympy.Rational(text)
 
+    # Each of these modules has its own reference to the function.
     for name in (
         "sympy.parsing.sympy_parser",
         "sympy.parsing",
@@ -174,9 +180,12 @@ def same_values(one: Any, two: Any, seed: str, rounding: int = 0) -> bool | None
 
     if not (isinstance(one, sympy.Expr) and isinstance(two, sympy.Expr)) or one.is_Matrix or two.is_Matrix:
         return None
+    # The seed is the text of both sides and the letters are sorted, so that a pair has the same points, and so the same
+    # verdict, in every process.
     letters = sorted(one.free_symbols | two.free_symbols, key=str)
     signed = one.has(sympy.Abs) or two.has(sympy.Abs) or not (_rooted(one) or _rooted(two))
     draw = random.Random(seed)
+    # The difference is not simplified, which may take very long: it is 0 everywhere or at none of a few random points.
     difference = sympy.Add(_real_roots(one), sympy.Mul(-1, _real_roots(two), evaluate=False), evaluate=False)
     told = [_zero(difference, _point(letters, draw, signed, k)) for k in range(POINTS if letters else 1)]
     known = [t for t in told if t is not None]
@@ -194,6 +203,8 @@ def _point(letters: list[Any], draw: random.Random, signed: bool, number: int) -
         if letter.name in _WHOLE:
             out[letter] = sympy.Integer(draw.randint(*_WHOLE[letter.name]))
             continue
+        # Bit i % 2 of the number of the point says on which side of 1 a letter lies. 997 is prime, so that no round
+        # number, at which different expressions may meet, is drawn.
         size = draw.randint(200, 900) if number >> i % 2 & 1 else draw.randint(1100, 4000)
         out[letter] = sympy.Rational(size, 997) * (draw.choice((1, -1)) if signed else 1)
     return out
@@ -202,6 +213,8 @@ def _point(letters: list[Any], draw: random.Random, signed: bool, number: int) -
 def _zero(expression: Any, point: dict[Any, Any]) -> bool | None:
     """Returns whether the value at a point is 0, exactly where it is rational; None if it cannot be computed there."""
     try:
+        # Rational values are computed exactly. Others are evaluated with more and more digits up to `maxn`; sympy gives
+        # a part precision 1 where none of its digits is significant even then, and such a part is 0.
         if expression.is_rational_function() and (value := expression.xreplace(point).doit()).is_Rational:
             return bool(value == 0)
         value = expression.evalf(15, subs=point, maxn=DIGITS)
@@ -231,6 +244,7 @@ def _real_roots(expression: Any) -> Any:
 
     if expression.has(sympy.I):
         return expression
+    # x^(p/q) with odd q is sign(x)^p |x|^(p/q). Sympy's own power is the principal one, which is complex for x < 0.
     return expression.replace(
         lambda part: part.is_Pow and part.exp.is_Rational and part.exp.q % 2 and part.exp.q > 1,
         lambda part: sympy.sign(part.base) ** part.exp.p * sympy.Abs(part.base) ** part.exp,

@@ -51,6 +51,7 @@ Algebra = Callable[[str, str], bool]
 ROUNDED = 6
 """A decimal with at least so many digits after the point also equals the number that it rounds."""
 
+# A sign counts only behind a digit or a closing bracket, where it is an operator: `-3` stands alone.
 _STANDING = re.compile(r"(?<=[\d)}!])(?:\+|-|\*|/\(|\\times|\\cdot|\()|\)\d")
 _LETTERS = re.compile("[A-J]+")
 """The letters of several choices: `A, B, D`, or `ABD` without commas."""
@@ -64,6 +65,8 @@ to be computed."""
 
 def equal(gold: Value, said: Value, algebra: Algebra | None = None) -> bool | None:
     """Returns whether `said` equals `gold`; None if only the algebra can decide and there is none here."""
+    # The order of the table is one of precedence: a choice or a name may hold any other value, and unions and lists
+    # hold the rest, so what contains is compared before what is contained.
     for kind, compare in _COMPARED.items():
         if isinstance(gold, kind) or isinstance(said, kind):
             return compare(gold, said, algebra)
@@ -75,9 +78,11 @@ def equal(gold: Value, said: Value, algebra: Algebra | None = None) -> bool | No
         return _text(gold).casefold() == _text(said).casefold() if len(_text(gold)) > 1 else _text(gold) == _text(said)
     if isinstance(gold, Number | Other) and isinstance(said, Number | Other) and clash(gold.unit, said.unit):
         return False
+    # The algebra would compute the sum that the task asks for.
     if isinstance(gold, Number) and isinstance(said, Other) and standing(said.text):
         return False
     one, two = _text(gold), _text(said)
+    # No number equals text with a free letter, so the algebra need not be asked.
     if isinstance(gold, Number) and _OPEN.search(two):
         return False
     if one == two:
@@ -99,6 +104,7 @@ def _numbers(gold: Number, said: Number) -> bool:
         return False
     if gold.percent == said.percent:
         return _close(gold, said, gold.value, said.value)
+    # One side has the sign. 50% is then 0.5 and also 50, since the sign is often left out.
     bare, marked = (said, gold) if gold.percent else (gold, said)
     return _close(bare, marked, bare.value, marked.value) or _close(bare, marked, bare.value, marked.value / 100)
 
@@ -106,6 +112,7 @@ def _numbers(gold: Number, said: Number) -> bool:
 def _close(a: Number, b: Number, x: Fraction, y: Fraction) -> bool:
     if x == y:
         return True
+    # Only a decimal may round, and only a number that is no decimal: two decimals are both what they say.
     if (a.decimals is None) == (b.decimals is None):
         return False
     return near(x, y, a.decimals or b.decimals or 0)
@@ -118,6 +125,8 @@ def near(x: Fraction, y: Fraction, digits: int) -> bool:
     >>> near(Fraction(1, 3), Fraction(333333, 10**6), 6), near(Fraction(1, 3**20), Fraction(0), 6)
     (True, False)
     """
+    # Half a unit of the last digit, as rounding allows, and five significant digits, so that 0.000000 does not
+    # round every small number.
     gap = abs(x - y)
     return digits >= ROUNDED and gap * 2 <= Fraction(1, 10**digits) and gap * 10**5 <= max(abs(x), abs(y))
 
@@ -134,6 +143,8 @@ def _choice(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
 
 def _clock(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     if isinstance(gold, TimeOfDay) and isinstance(said, TimeOfDay):
+        # The same on the face of a clock where one side does not say am or pm, or the same hour
+        # of the day: 2 pm is 14:00.
         alike = gold.half == said.half or not (gold.half and said.half)
         one, two = (c.hour % 12 + 12 * (c.half == "pm") if c.half else c.hour for c in (gold, said))
         day = one == two and bool(gold.half or said.half)
@@ -142,8 +153,10 @@ def _clock(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     assert isinstance(clock, TimeOfDay)
     if not isinstance(other, Number | Other):
         return False
+    # `5 pm` and `5:00` are also the number 5, which the task may have asked for.
     if not clock.minute:
         return isinstance(other, Number) and not other.percent and other.value == clock.hour and not other.unit
+    # `10:30` in lowest terms would be 1:3, so as a ratio it would have been written otherwise.
     if clock.half or clock.minute < 10 or gcd(clock.hour, clock.minute) > 1:
         return False
     ratio = Number(Fraction(clock.hour, clock.minute))
@@ -155,6 +168,7 @@ def _based(gold: Value, said: Value, algebra: Algebra | None) -> bool:
         return gold == said
     based, other = (gold, said) if isinstance(gold, Based) else (said, gold)
     assert isinstance(based, Based)
+    # Only the digits are compared: without its base `1011` may be a decimal number or a binary one.
     said_digits = _text(other).lstrip("0").upper() or "0"
     return (
         isinstance(other, Number | Other | WordAnswer)
@@ -165,12 +179,14 @@ def _based(gold: Value, said: Value, algebra: Algebra | None) -> bool:
 
 def _named(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     if isinstance(gold, Named) and isinstance(said, Named):
+        # A left side of numbers (`3+4=7`) names nothing, so it goes with every name.
         if gold.name == said.name or any(constant(v.name) and v.simple for v in (gold, said)):
             told = equal(gold.value, said.value, algebra)
             if told or (gold.simple and said.simple):
                 return told
         elif gold.simple and said.simple:
             return False
+        # Where a left side is an expression (`x^2=3`) the two are compared as equations.
         return None if algebra is None else algebra(text_of(gold), text_of(said))
     named, other = (gold, said) if isinstance(gold, Named) else (said, gold)
     assert isinstance(named, Named)
@@ -183,9 +199,11 @@ def _items(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     if not isinstance(gold, Items) or not isinstance(said, Items):
         items, other = (gold, said) if isinstance(gold, Items) else (said, gold)
         assert isinstance(items, Items)
+        # A set or a list of one is its item.
         if len(items.items) == 1 and items.left in ("{", "["):
             return equal(items.items[0], other, algebra) if items is gold else equal(other, items.items[0], algebra)
         letters = "".join(_text(v) for v in items.items)
+        # `A, B, D` and `ABD` name the same choices, in any order.
         if items.left in ("", "{") and _LETTERS.fullmatch(letters) and isinstance(other, Other | WordAnswer):
             return sorted(letters) == sorted(_text(other).upper())
         if not isinstance(other, Other):
@@ -198,6 +216,7 @@ def _items(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
         return _matched(gold.items, said.items, algebra)
     if len(brackets) == 1 or brackets in ({"", "()"}, {"", "[]"}):
         told = [equal(g, s, algebra) for g, s in zip(gold.items, said.items, strict=True)]
+        # One item that differs decides it, although others are still open.
         return False if False in told else None if None in told else True
     return False
 
@@ -216,6 +235,8 @@ _COMPARED: dict[type[Value], Callable[[Any, Any, Algebra | None], bool | None]] 
 
 def _matched(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | None) -> bool | None:
     """Returns whether each gold item matches a different item of the answer, in any order."""
+    # Each item takes the first equal one that is left. No other assignment need be tried, because equality is
+    # transitive but for rounding.
     rest = list(said)
     open_ = False
     for item in gold:
@@ -240,6 +261,8 @@ def text_of(value: Value) -> str:
     """A value as LaTeX."""
     if isinstance(value, Number):
         v = value.value
+        # The digits of a decimal are written out, zeros included: by their number the algebra knows to
+        # how many it may be rounded.
         if value.decimals:
             digits = str(abs(v.numerator * 10**value.decimals // v.denominator)).rjust(value.decimals + 1, "0")
             point = f"{'-' if v < 0 else ''}{digits[: -value.decimals]}.{digits[-value.decimals :]}"

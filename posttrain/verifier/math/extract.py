@@ -16,17 +16,25 @@ TAIL = 10_000
 
 _SCRIPTS = "\u2e80-\u9fff\uac00-\ud7af\u3040-\u30ff"
 """Letters that may be directly next to a number: Chinese, Japanese, Korean."""
+# The text is a policy's and may be a million equal characters, so repetitions that could overlap have bounds such as
+# {0,6}: a search stays linear in the length.
+# The longer notations come first, because the first alternative that matches is taken: a mixed number, a time or a
+# ratio, then a decimal with its power, denominator and percent sign.
 _SIGNLESS = (
     r"[$€£₹¥]?(?:\d{1,4}[ ]"
     rf"\d{{1,3}}/\d{{1,3}}(?!\d)|\d\d?:[0-5]\d(?:\s?[ap]\.?m\b\.?)?|\d+:\d+"
     rf"|(?:{DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?)"
 )
 _PLAIN = re.compile(rf"[-+−–]?{_SIGNLESS}", re.IGNORECASE)
+# A sign directly behind a digit or a closing bracket is an operator: `10-3` ends with 3. A digit behind a Latin letter
+# begins no number (`x2`), behind a Chinese, Japanese or Korean one it does.
 _NUMBER = re.compile(
     rf"(?<![^\W{_SCRIPTS}])(?<!\.)(?<!\d:)(?<![\d)\]] )(?:(?<![\d)\]])[-+−–])?{_SIGNLESS}(?![\d])", re.IGNORECASE
 )
 _PHRASE = re.compile(
     r"(?:\banswers?\b|\bresult\b|\b(?:correct|right|best)\s(?:option|choice)\b(?=[*_\s]{0,4}(?:is|:)[*_\s:]{0,6}\(?[A-J]\b)|\b(?:respuesta|resposta|risposta|réponse|antwort|ответ)\b|答案|答え|答)"
+    # `isn't` is matched up to its `is`: what follows then begins with `n't`, which `_HEDGE`
+    # knows, so it is read as words.
     r"[*_\s]{0,4}(?:\bis(?=n['’]t\b)|\bis\b|\bare\b|\bes\b|\bist\b|\best\b|[:=：是为は])[*_\s:=：]{0,6}"
     r"|\bsolution is[*_\s:]{0,6}(?=[$\\\d-])"
     r"|^[ \t]{0,3}\|?[ \t*_]{0,6}(?:final[ ])?answer[ \t*_]{0,6}\|"
@@ -126,6 +134,8 @@ def final(text: str) -> Found | None:
         return None
     if boxes:
         after = text[boxes[-1].end :]
+        # A word such as `wait` behind the box cancels it only where another answer with a digit is announced after it:
+        # many responses check a right answer once more.
         taken_back = _RETRACTED.search(after)
         other = _PHRASE.search(after, taken_back.end()) if taken_back else None
         if other is None or not any(c.isdigit() for c in after[other.end() : other.end() + LONGEST_LINE]):
@@ -144,6 +154,8 @@ def final(text: str) -> Found | None:
 def _phrased(text: str) -> str | None:
     """The answer after the last phrase that announces one."""
     phrases = list(_PHRASE.finditer(text))
+    # An empty cell is the head of a table, and an earlier phrase may hold the answer. Any other phrase without an
+    # answer ends the search: what was announced before it is not the last word.
     while phrases:
         last = phrases.pop()
         if told := (
@@ -159,6 +171,8 @@ def _at_the_end(text: str) -> Found | None:
     """The answer of a response without a phrase that announces one."""
     if correct := list(_CORRECT.finditer(text, max(0, len(text) - LONGEST_LINE))):
         return Found(next(g for g in correct[-1].groups() if g))
+    # One line without prose is the answer as it stands (`10-3`), and so is one line of words
+    # without a number (`Tuesday`).
     whole = text.strip()
     if (
         len(whole) <= LONGEST_LINE
@@ -171,6 +185,7 @@ def _at_the_end(text: str) -> Found | None:
         return Found(line.strip("*_"))
     if _CUT.search(whole):
         return None
+    # Three numbers or more with commas between them are one list; the last of them alone would be a wrong reading.
     if (several := _SEVERAL.search(whole[-LONGEST_LINE:])) is not None:
         return Found(several[0].strip())
     found = max(_candidates(text), default=None)
@@ -187,6 +202,8 @@ def _at_the_end(text: str) -> Found | None:
 def _listing(text: str, at: int) -> bool:
     """Returns whether the text at `at` belongs to the last of three or more options that are only listed."""
     labels = [m for m in _LABELLED.finditer(text) if m.end() <= at]
+    # A number behind `(D)` in a list of options is the value of that option. A line's end or the end of a sentence
+    # between the two shows that the list is over.
     if len({m[1] for m in labels}) < 3:
         return False
     between = text[labels[-1].end() : at]
@@ -202,10 +219,13 @@ def _boxed(text: str, boxes: list[Box]) -> Found | None:
     """The last box with the text that belongs to it: boxes joined to it, and a unit or a word such as `million` after
     it."""
     last = boxes[-1]
+    # `\Z` in `_DENIED` is the end of the searched part, so the denial has to stand directly before the box.
     if _DENIED.search(text, max(0, last.start - 24), last.start) or _WITHDRAWN.match(text, last.end):
         return None
     several = any(b.text.strip() != last.text.strip() for b in boxes)
     joined = [last.text]
+    # From the last box backwards: boxes that only a comma, `and` or `or` parts belong to one answer. A box equal to the
+    # next one says the same answer twice and ends the walk.
     for one, two in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
         if (
             one.text.strip() == two.text.strip()
@@ -216,6 +236,7 @@ def _boxed(text: str, boxes: list[Box]) -> Found | None:
         joined.insert(0, one.text)
     if len(joined) > 1:
         return Found(", ".join(joined), several and len(joined) < len(boxes))
+    # A unit or `million` behind the box belongs to a number in it. `x=3` names its value, so no words are added to it.
     at = last.end + (text[last.end : last.end + 1] == "$")
     after = _words_after(text, at) if any(c.isdigit() for c in last.text) and "=" not in last.text else ""
     return Found(rf"{last.text}\text{{ {after}}}" if after else last.text, several)
@@ -225,12 +246,15 @@ def _marked(text: str) -> str | None:
     """The line after the last `####`; None if it is a heading, empty if there is none."""
     line, _, rest = text.rpartition("####")[2].strip().partition("\n")
     line = line.strip()
+    # `####` marks the answer in GSM8K, and is also a heading of Markdown. A heading such as `#### Final answer` is left
+    # to the rule for phrases; a plain value stays the answer although a phrase follows.
     if _PHRASE.search(f"#### {line}") or _PHRASE.search(rest):
         return None if prose(line) or _PHRASE.search(f"#### {line}") else line
     if not rest.strip():
         line = re.sub(r"^[A-Za-z ]{2,40}:\s*(?=\S)", "", line)
         return line if len(_WORD.findall(line)) <= 3 else _first(line)
     value = any(c.isdigit() for c in line) or _SPAN.search(line) is not None
+    # Text follows. The line still counts where it holds a value alone, or where nothing in the rest could be an answer.
     if (value and not prose(line)) or not any(c.isdigit() or c in "$\\" for c in rest):
         return line
     plain = _PLAIN.match(line)
@@ -248,10 +272,12 @@ def _told(rest: str, below: bool) -> str:
 
     `below`: the phrase ended its line, so that what follows may be the one point of a list.
     """
+    # Longer than a line, because a displayed formula of up to 500 characters may stand below the phrase.
     rest = re.sub(r"^[*_\s]*(?:[.…]+\s+)?(?:```\w*\s+)?", "", rest[: 4 * LONGEST_LINE])
     if below:
         rest = _POINT.sub("", rest, 1) if _POINT.match(rest) else rest
     line = _line(rest[:LONGEST_LINE])
+    # `The answer is given by:` announces a formula on the next line.
     if _SPAN.match(rest) is None and _BELOW.search(rest.partition("\n")[0].rstrip("* _")) and "\n" in rest:
         following = rest.partition("\n")[2].lstrip()
         rest = following if _SPAN.match(following) else rest
@@ -284,8 +310,11 @@ def _first(line: str) -> str:
     if span:
         return _joined(line, span)
     sentence = _SENTENCE.split(line, maxsplit=1)[0]
+    # `March 5` and `3 to 4` have a number that alone would be another answer.
     if (fixed := _DATE.match(line) or _RATIO.match(line)) is not None:
         return fixed[0]
+    # `more than 5` and `5, perhaps 6` are no number. In a text command the sentence is read as
+    # words, which equal no number.
     if _HEDGE.match(line) or (number is not None and _UNSURE.search(sentence, number.end())):
         return rf"\text{{{sentence}}}"
     if not prose(line):
@@ -297,6 +326,7 @@ def _first(line: str) -> str:
         return _joined(line, span)
     if number is None:
         return sentence
+    # Only a number at the very start of the line can begin a list; one further on stands in a sentence.
     plain = _PLAIN.match(line)
     return _listed(line) or _with_unit(line, plain or number) if plain else _with_unit(line, number)
 
@@ -314,6 +344,7 @@ def _with_unit(text: str, number: re.Match[str]) -> str:
     """A number with the text after it that belongs to it: `12π`, `5 million`, `12 km`, `5 squared`."""
     grown = _GROWN.match(text, number.end())
     start, end = number.start(), grown.end() if grown else number.end()
+    # A root sign or a pi directly before the number is part of it.
     start -= len(text[:start]) - len(text[:start].rstrip("√π"))
     after = _words_after(text, end)
     return f"{text[start:end]} {after}" if after else text[start:end]
@@ -325,6 +356,9 @@ def _words_after(text: str, at: int) -> str:
     words = match[1].split() if match else []
     if not words:
         return ""
+    # `5 million dollars`: words that multiply come first, and then a unit has to be all that is left of the phrase.
+    # Words that make another number of it (`squared`) are kept, so that the reading does not equal the bare number;
+    # other words (`apples`) are dropped.
     scales = 0
     while scales < len(words) and words[scales].lower() in SCALES:
         scales += 1
@@ -342,6 +376,8 @@ def _candidates(text: str) -> Iterator[tuple[int, int, str]]:
         spans.append(last.span())
     if last is not None:
         yield last.end(), last.start(), _joined(text, last)
+    # Formulas and numbers both come in order, so one index into the formulas is enough and the loop is linear. A number
+    # inside a formula, or inside what an earlier number has grown by (`2^10`), is none of its own.
     number, at, grown = None, 0, 0
     for match in _NUMBER.finditer(text):
         while at < len(spans) and spans[at][1] <= match.start():

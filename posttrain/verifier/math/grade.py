@@ -59,6 +59,7 @@ def gold_of(answer: str) -> Gold | None:
     """A gold answer as data sets write it: a bare answer, or a solution that ends in `#### 72` or in a box. None if it
     has no answer."""
     text = answer.strip()
+    # A bare answer is taken whole. Only a solution is searched, and one with a box that never closes has no answer.
     found = final(text) if "####" in text or "\\boxed" in text else None
     text = found.text if found else "" if "\\boxed" in text else text
     values = read(spelled(text))
@@ -76,6 +77,7 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
         return Grade(0.0, None, "unparsable", f"no answer in {response[-80:]!r}")
     text = spelled(found.text)
     values = read(text)
+    # `It is 5!` may be a factorial or an exclamation, so both are readings.
     if found.told and text.endswith("!"):
         values += read(text.rstrip("!"))
     if not values:
@@ -84,6 +86,7 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
     try:
         answers = _answers(gold.values, values, algebra)
     except UnreadableError as error:
+        # A gold answer that cannot be read is a fault of the data, and no response may be worth 0 for it.
         if error.gold:
             raise
         return Grade(0.0, text, "unparsable", f"{found.text[:80]!r} cannot be read")
@@ -102,6 +105,7 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
 def _answers(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | None) -> list[bool | None]:
     """The result of each pair of readings, up to the first that is equal. Our own rules come before the algebra."""
     out: list[bool | None] = []
+    # A pair that our own rules find equal ends it, so the algebra is asked only where there is none.
     for ask in (None, algebra) if algebra else (None,):
         out = []
         for g, s in itertools.product(gold, said):

@@ -44,6 +44,7 @@ class MathSource:
         settled = self._here(attempt.task, attempt.text)
         if isinstance(settled, Verdict):
             return Judged(self.name, self.weight, settled)
+        # Most answers are settled above. Only the others wait for a process, and the event loop goes on meanwhile.
         try:
             verdict = (await asyncio.wrap_future(self._ask(settled, attempt.text))).one
         except RuntimeError as error:
@@ -62,6 +63,7 @@ class MathSource:
         gold = gold_of(str(task.answer))
         if gold is None:
             return Verdict.failed("gold", f"the answer {str(task.answer)[:80]!r} of task {task.id!r} says nothing")
+        # None: our own rules leave it open, and the algebra has to compare.
         graded: Grade | None = grade(gold, text)
         return gold if graded is None else graded.verdict
 
@@ -77,6 +79,8 @@ class MathSource:
         """
         bad: list[tuple[Task, str]] = []
         doubtful: dict[str, tuple[Task, Future[WorkerAnswer]]] = {}
+        # First all questions to the algebra are put, then their answers are waited for, so that the workers share them.
+        # Equal gold answers are asked once.
         for task in tasks:
             if task.answer is None:
                 raise ConfigError(
@@ -89,6 +93,7 @@ class MathSource:
                 doubtful[gold.raw] = (task, self._ask(gold, None))
         for task, future in doubtful.values():
             verdict = future.result().one
+            # A worker that does not start says nothing about the data.
             if verdict.kind == "worker":
                 raise ConfigError(f"reward {self.name!r} cannot start its algebra: {verdict.why}")
             if verdict.state is State.FAILED or verdict.score != 1.0:
@@ -117,6 +122,8 @@ def math_source(weight: float = 1.0, workers: int = 0, timeout: float | None = N
         raise ConfigError(
             "reward 'math' needs the package math-verify: pip install math-verify (or use last_integer or exact)"
         )
+    # The kernel counts whole seconds of processor time. The wall-clock limit is far longer: it is no candidate's fault
+    # when the machine is busy, and a verdict beyond it is `failed`.
     cpu = max(1, round(timeout or SECONDS))
     spec = Spec(
         "posttrain.verifier.math.algebra:handler", cpu=cpu, wall=4.0 * cpu + 30, memory=2048, preload=True, quiet=True

@@ -13,6 +13,7 @@ from posttrain.verifier.math.units import SCALES, clash, tail, unit
 MOST_DIGITS = 2000
 """A power of ten with more digits is not computed."""
 
+# Thousands are parted by commas or by spaces, and not by both in one number.
 _D = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _DECIMAL = re.compile(rf"([-+]?)({_D})")
 _SCIENTIFIC = re.compile(
@@ -40,11 +41,13 @@ _BASES = {word: n for n, word in enumerate(_NAMED_BASES.split(), 2)}
 
 def number(text: str) -> Number | TooLarge | None:
     """A number with an optional currency, percent sign, unit or round brackets around it."""
+    # The first bracket has to close at the very end: `(1)(2)` is a product.
     if text.startswith("(") and text.endswith(")") and closing(text, 0) == len(text) - 1:
         return number(text[1:-1])
     if (match := _CURRENCY.fullmatch(text)) is not None:
         inner = number((match[1] or match[3]) + match[4])
         money = _MONEY[match[2].strip()]
+        # `$5 dollars` says its unit twice, and `$5 cm` is nothing.
         if isinstance(inner, Number) and inner.unit in ("", money) and not inner.percent:
             return Number(inner.value, inner.decimals, False, money)
         return None
@@ -72,6 +75,7 @@ def _split_words(text: str) -> tuple[str, tuple[Fraction, str] | None]:
     spaced = body.endswith(" ") or rest.startswith(("\\text", "^\\circ"))
     body, rest = body.strip().rstrip(",."), rest.strip()
     plain = _TEXT.sub(r"\1", rest).strip()
+    # Directly behind a digit a letter is a variable (`2h`), and only the name of a unit may stand there (`2cm`).
     if not body or not plain or not (spaced or (unit(plain) and _LETTER.match(plain) is None)):
         return text, None
     return body, tail(plain)
@@ -83,6 +87,8 @@ def _bare(text: str) -> Number | TooLarge | None:
         whole, _, part = m[2].partition(".")
         return Number(_signed(m[1], _decimal(m[2])), len(part) if part or not whole else None)
     if (m := _REPEATING.fullmatch(text)) is not None:
+        # 0.h(t) with |h| and |t| digits is (h (10^|t| - 1) + t) / (10^|h| (10^|t| - 1)): 0.1(6)
+        # is (1 * 9 + 6) / 90 = 1/6.
         head, tail = m[3], m[4]
         value = Fraction(int(m[2] or "0")) + Fraction(
             int(head or "0") * (10 ** len(tail) - 1) + int(tail), 10 ** len(head) * (10 ** len(tail) - 1)
@@ -96,6 +102,7 @@ def _bare(text: str) -> Number | TooLarge | None:
         value = _signed(m[1], _signed(m[2] or "", above)) if below else Fraction(0)
         return Number(_signed(m[4] or m[7] or "", value / below)) if below else None
     if (m := _SCIENTIFIC.fullmatch(text)) is not None:
+        # Cut before it is converted: a policy may write thousands of digits, and nine are far above the limit anyway.
         power = int((m[3] or m[4] or m[7])[:9])
         if abs(power) > MOST_DIGITS:
             return TooLarge(text)
@@ -133,6 +140,7 @@ def based(text: str) -> Based | None:
     match = _BASED.fullmatch(text)
     if match is None or not any(c.isdigit() for c in match[1]):
         return None
+    # A base above 36 has no digits to write it with, and below 2 there is no such notation.
     base = int(match[2]) if match[2].isdigit() else _BASES.get(match[2], 0)
     if not 2 <= base <= 36 or any(int(c, 36) >= base for c in match[1] if c != "."):
         return None
@@ -198,6 +206,7 @@ def _value(words: list[str]) -> Fraction | None:
         return whole + Fraction(int("".join(str(_SMALL[d]) for d in digits)), 10 ** len(digits))
     if words[-1] not in _PARTS:
         return _whole(words)
+    # `third` alone is a place in an order; only `half` is a number by itself.
     below, rest = _PARTS[words[-1]], words[:-1]
     if not rest:
         return Fraction(1, 2) if words[-1] == "half" else None
@@ -205,6 +214,7 @@ def _value(words: list[str]) -> Fraction | None:
         whole, above = _whole(rest[:-2]), _whole(rest[-1:])
         return None if whole is None or above is None else whole + above / below
     above = _whole(rest)
+    # `two third` is no fraction, and `one third` is.
     many = words[-1].endswith(("s", "ves"))
     return None if above is None or not above or (above > 1 and not many) else above / below
 
@@ -213,11 +223,14 @@ def _whole(words: list[str]) -> Fraction | None:
     """A whole number: groups below a thousand, each before a scale, the scales decreasing."""
     if words in (["a"], ["an"]):
         return Fraction(1)
+    # `two thousand five million` is refused: each scale has to be smaller than the one before it. `last` keeps its
+    # first value only where there is no word at all.
     total, last = 0, 10**30
     while words:
         at = next((i for i, word in enumerate(words) if word in _GREAT), None)
         group = words if at is None else words[:at]
         value = _group(group)
+        # `one thousand and five`: `and` may stand before a later group.
         if value is None and group and group[0] == "and" and total:
             value = _group(group[1:])
         scale = 1 if at is None else _GREAT[words[at]]
@@ -266,17 +279,22 @@ def agree(one: Number, two: Number) -> bool:
     >>> agree(Number(Fraction(1, 3)), Number(Fraction(333, 1000), 3)), agree(Number(Fraction(43)), Number(Fraction(42)))
     (True, False)
     """
+    # `1 m = 100 cm` is no contradiction: units are not converted here, so nothing is known.
     if clash(one.unit, two.unit):
         return True
     x, y = (n.value / 100 if n.percent and not (one.percent and two.percent) else n.value for n in (one, two))
     if x == y:
         return True
+    # Less than one unit of the last digit, so that a decimal which was cut agrees as one that was rounded does. The
+    # percent sign moves the point by two digits.
     digits = [n.decimals + (2 if n.percent else 0) for n in (one, two) if n.decimals is not None]
     return any(abs(x - y) < Fraction(1, 10**d) for d in digits)
 
 
 def contradicts(pieces: list[str]) -> bool:
     """Returns whether two sides are numbers that differ, as in `43=42`."""
+    # Neighbours are compared, and a side that is no number is left out. A time of day is none: it
+    # would be read as a ratio.
     numbers = [n for n in (number(piece) for piece in pieces if clock(piece) is None) if isinstance(n, Number)]
     return any(not agree(one, two) for one, two in itertools.pairwise(numbers))
 

@@ -88,6 +88,8 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
     (Fraction(100, 1), True, 'x')
     """
     text = text.strip()
+    # A text command around a number or around letters of choices is layout. Around words it stays, since it tells a
+    # word from a product of letters.
     if (inside := _TEXT.fullmatch(text)) is not None and (
         any(c.isdigit() for c in text)
         or re.fullmatch(r"\(?[A-J]\)?(?:(?:,| and| or) ?\(?[A-J]\)?)+", inside[1].strip())
@@ -97,6 +99,8 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
         return known
     if not text or not any(c.isalnum() or c in "\\$" for c in text):
         return ()
+    # From here on the order decides between notations that look alike: `(C) 12` is a choice before it is a product,
+    # `2:30` a time before it is a ratio, and an equation is split before its commas are.
     if (choice := _choice(text, depth)) is not None:
         return choice
     if (said := _said(text)) is not None:
@@ -104,6 +108,7 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
     if (told := clock(text) or based(text)) is not None:
         return (told,)
     found = number(text)
+    # With a comma there are two readings, a number with thousands and a list: `100,200` goes on and gets both.
     if isinstance(found, TooLarge) or (found is not None and "," not in text):
         product = _PRODUCT_OR_UNIT.fullmatch(text)
         return (found, Other(f"{product[1]} {product[2]}")) if product else (found,)
@@ -111,6 +116,7 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
         return about
     if named := _between(text, depth) or _named(text, depth):
         return named
+    # What no rule reads is left to the algebra as it is spelled, unless computing it would never end.
     items = _both(text, depth) or _union(text, depth) or _items(text, depth)
     return (
         tuple(v for v in (found, items) if v is not None)
@@ -127,12 +133,14 @@ def _said(text: str) -> Number | WordAnswer | None:
     if (option := _OPTION.fullmatch(plain)) is not None:
         return WordAnswer(option[1].upper())
     words = plain.split()
+    # The longest beginning that spells a number counts: `twenty five` is no 20 with a noun `five`.
     for end in range(min(len(words), 12), 0, -1):
         value, rest = worded(" ".join(words[:end])), " ".join(words[end:])
         if value is None:
             continue
         if not rest:
             return Number(value)
+        # A capital letter in the rest makes it a name (`Seven Samurai`), not a number with its noun.
         told = tail(rest) if rest == rest.lower() and not changing(rest) else None
         return None if told is None else Number(value * told[0], None, False, told[1])
     return None
@@ -144,6 +152,7 @@ def _about(text: str, depth: int) -> tuple[Value, ...]:
     pieces = roundings(text)
     if len(pieces) < 2 or depth >= DEPTH:
         return ()
+    # `12 \approx 43` holds two answers, of which one may be right by luck. As words it equals no number.
     if contradicts([p for piece in pieces for p in sides(piece, _equals(piece))]):
         return (WordAnswer(text),)
     if not pieces[0]:
@@ -160,6 +169,7 @@ def _choice(text: str, depth: int) -> tuple[Value, ...] | None:
     if match is None or depth >= DEPTH or _OPERATION.match(match[match.lastindex or 0]):
         return None
     *letters, said = (g for g in match.groups() if g)
+    # `(A) 1, (B) 2` is a list of options and no choice among them.
     if any(_LETTER.fullmatch(p) or _BARE_LETTER.fullmatch(p) for p in _parts(said)[1:]):
         return None
     values = read(said.strip("$"), depth + 1)
@@ -169,6 +179,7 @@ def _choice(text: str, depth: int) -> tuple[Value, ...] | None:
         or re.fullmatch(r"[A-Z]|\([A-Z]\)", said)
     ):
         return None
+    # `(A)-x` may also be arithmetic with a letter A, so that reading is kept beside the choice.
     other = (Other(text),) if _PRODUCT.search(said) else ()
     return (*(ChoiceAnswer(letters[0], v) for v in values), *other)
 
@@ -186,6 +197,8 @@ def _measured(text: str, depth: int) -> tuple[Value, ...]:
     told = tail(words)
     if told is None:
         return (WordAnswer(text),) if changing(words) else ()
+    # In `12+3x` and `2 - 5 m` what looks like a unit belongs to the last term alone. A written unit of several
+    # letters is one of the whole sum.
     if any(c in "+-" and _outside(match[1], i) for i, c in enumerate(match[1]) if i) and (
         not written or len(words) == 1
     ):
@@ -206,6 +219,7 @@ def _with(value: Value, factor: Fraction, name: str) -> Value:
 
 def _named(text: str, depth: int) -> tuple[Named | WordAnswer, ...]:
     """`x=3`, `x=1,2`, `x\\in(1,2)`, and the last equals sign of a chain; nothing for a list of equations."""
+    # `x=1,2` names a list, `x=1,y=2` is a list of equations: all equals signs have to stand before the first comma.
     pieces = [p for p in _parts(text) if _equals(p)]
     at = _equals(text)
     if len(pieces) > 1 or (at and _equals(_parts(text)[0]) != at) or depth >= DEPTH:
@@ -218,7 +232,10 @@ def _named(text: str, depth: int) -> tuple[Named | WordAnswer, ...]:
         return (WordAnswer(text),)
     name, first = split[0].strip(), split[0].partition("=")[0].strip()
     variable = _SIMPLE.fullmatch(first) is not None
+    # A left side of numbers (`3+4=7`) only repeats the question. Any other expression (`x^2=3`) is a statement, and its
+    # right side is not the answer.
     simple = variable or constant(name) or based(name) is not None
+    # In `1/3=0.333` the last side only rounds an exact one: both are readings.
     said = (*read(split[1], depth + 1), *(read(more, depth + 1) if at and (more := exact(chain)) else ()))
     return tuple(Named(first if variable else name, simple, v) for v in said)
 
@@ -246,6 +263,8 @@ def _relation(text: str, depth: int) -> Named | None:
     if match is None:
         return None
     low, below, name, above, high = match.groups()
+    # `3>x>1` is turned round to `1<x<3`. A relation that points both ways (`1<x>2`) bounds one side
+    # twice and is no interval.
     down = {below, above} & {">", "\\ge"}
     if _RELATED.search(f"{low} {high}") or (down and {below, above} & {"<", "\\le"}):
         return None
@@ -254,6 +273,7 @@ def _relation(text: str, depth: int) -> Named | None:
     ends = [read(low or "-\\infty", depth + 1), read(high or "\\infty", depth + 1)]
     if not all(ends) or not (low or high):
         return None
+    # An end that is not given is infinite, and open.
     left, right = ("[" if below in ("\\le", "\\ge") else "("), ("]" if above in ("\\le", "\\ge") else ")")
     return Named(name, True, Items(left, right, (ends[0][0], ends[1][0])))
 
@@ -265,6 +285,8 @@ def _within(text: str, depth: int) -> Named | None:
     if len(pieces) != 2 or named[0] is None or named[1] is None or named[0].name != named[1].name:
         return None
     ends = [n.value for n in named if n is not None and isinstance(n.value, Items)]
+    # The interval with a finite lower end comes first, then the one with a finite upper end:
+    # one of each kind is needed.
     ends.sort(key=lambda i: i.items[0] == _INFINITE[0])
     low, high = ends[0].items[0], ends[1].items[1]
     if (ends[0].items[1], ends[1].items[0]) != (_INFINITE[1], _INFINITE[0]) or not (
@@ -282,6 +304,7 @@ def _point(text: str, depth: int) -> Named | None:
         inside = read(member[1], depth + 1)
         bracketed = inside and (isinstance(inside[0], Union) or (isinstance(inside[0], Items) and inside[0].left))
         return Named(member[0], True, inside[0]) if bracketed else None
+    # A point counts as a set of one, so that `x<1 or x=3` is a union.
     name, equals, said = text.partition("=")
     values = read(said, depth + 1) if equals and re.fullmatch(r"[A-Za-z] ?", name) else ()
     if not values or isinstance(values[0], Items):
@@ -322,6 +345,7 @@ def _parts(text: str) -> list[str]:
     out, depth, start = [], 0, 0
     text = _AND.sub(",", text)
     for i, c in enumerate(text):
+        # Any closing bracket closes any opening one, because half-open intervals mix them.
         depth += (c in "([{") - (c in ")]}")
         if depth == 0 and c in ",;":
             out.append(text[start:i])
@@ -337,8 +361,10 @@ def _items(text: str, depth: int) -> Items | None:
     if not left and len(_parts(text)) < 2:
         return None
     pieces = _parts(inner)
+    # `(3)` is a number in brackets, and `[3]` a list of one.
     if len(pieces) > MOST_ITEMS or (left in ("(", "[") and len(pieces) < 2 and left + right != "[]"):
         return None
+    # A piece such as `050` is the end of `1,050`: the commas part thousands and no items.
     if any(re.fullmatch(r"0\d\d", p) for p in pieces):
         return None
     values = [read(p, depth + 1) for p in pieces]
@@ -364,6 +390,7 @@ def _brackets(text: str) -> tuple[str, str, str]:
 
 def _words(text: str) -> WordAnswer | None:
     """A word, a phrase, or a choice such as `(B)`: compared as text."""
+    # A bare letter may be a variable, so it stays an expression; comparing spellings makes it equal to the choice.
     if (match := _CHOICE.fullmatch(text)) is not None and len(text) > 1:
         return WordAnswer(match[1])
     plain = _TEXT.sub(r"\1", text).strip()

@@ -46,9 +46,12 @@ _RENAMED = {
     "lbrace": r"\{", "rbrace": r"\}", "lt": "<", "gt": ">",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
+# The order counts: from `_TEXT_COMMAND` on all commands of upright text are `\text{`, which the rows below it rely on,
+# and labels are cut off once brackets and spaces have their one form.
 _NAMES = (
     (re.compile(r"(?<!\\)\\\\\s*\[-?[\d.]+\s?(?:pt|em|ex|mm|cm)\]"), r"\\\\"),
     (re.compile(r"(?:\\|(?<![\\A-Za-z]))log\s*_\s*\{?\s*(?:\\(?:text|mathrm)\s*\{\s*)?e(?![A-Za-z])[\s}]*"), r"\\ln "),
+    # A dot above a digit, as a bar above it, repeats that digit.
     (re.compile(r"\\dot\s*\{?(\d)\}?"), r"\\overline{\1}"),
     (re.compile(r"(?<![\w.])(\d{1,3}(?:_\d{3})+)(?![\w.])"), lambda m: m[1].replace("_", "")),
     (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?"), ""),
@@ -75,6 +78,7 @@ _PLAIN = (
     (re.compile(r"(?<![\\A-Za-z{])(sin|cos|tan|log|ln|exp|pi|theta|alpha|beta)(?![A-Za-z])"), r"\\\1 "),
 )
 """Notation of programs."""
+# A regular expression cannot count braces, so groups are read with one level of braces inside them.
 _GROUP = r"((?:[^{}]|\{[^{}]*\})*)"
 _INFIX = re.compile(rf"\{{{_GROUP}\\(over|choose)(?![A-Za-z]){_GROUP}\}}")
 _PREFIX = {"over": "frac", "choose": "binom"}
@@ -97,6 +101,7 @@ def spelled(text: str) -> str:
     if len(text) > LONGEST:
         return ""
     text = _stripped(_last_line(_concluded(text)))
+    # Stripped a second time, because `_ascii` may have made a full stop or a dollar sign of another character.
     text = _stripped(_ascii(text))
     text = _COMMAND.sub(lambda m: _RENAMED.get(m[1], m[0]), text)
     for pattern, by in _NAMES:
@@ -107,6 +112,7 @@ def spelled(text: str) -> str:
     for pattern, by in _PLAIN:
         text = pattern.sub(by, text)
     text = _ORDINAL.sub(_cardinal, text)
+    # `\over` takes all of the group around it. The whole text may be that group, so it is put in braces first.
     if "\\over" in text or "\\choose" in text:
         text = _INFIX.sub(lambda m: rf"{{\{_PREFIX[m[2]]}{{{m[1]}}}{{{m[3]}}}}}", f"{{{text}}}")
     text = _SHORT_FRACTION.sub(lambda m: rf"\{m[1]}{_braced(m[2], m[3])}{_braced(m[4], m[5])}", text)
@@ -114,6 +120,8 @@ def spelled(text: str) -> str:
     text = _POWER.sub(r"\1\2", text)
     text = re.sub(r"\\text\{\s*([^{}]*?)\s*\}", r"\\text{\1}", text)
     text = re.sub(r"\s+", " ", text)
+    # Only spaces around operators and brackets go. Another space may mean something: `1 1/2` is a
+    # mixed number, `2 h` two hours.
     text = re.sub(r"\s*([-+*/^_=<>(){}\[\],;:|!])\s*", r"\1", text)
     return _unwrapped(text.strip())
 
@@ -132,6 +140,7 @@ def _last_line(text: str) -> str:
     lines = [line.replace("&", "").strip() for line in re.split(r"\\\\(?:\[[^\]\n]{0,9}\])?", match[2])]
     lines = [line for line in lines if line]
     chain = ""
+    # A line that begins with an equals sign goes on from the line above it.
     for line in reversed(lines):
         chain = f"{line} {chain}"
         if not line.startswith("="):
@@ -142,6 +151,7 @@ def _last_line(text: str) -> str:
 def _cardinal(match: re.Match[str]) -> str:
     """`5` for `5^{\\text{th}}`. A number with a wrong ending stays as it is."""
     digits, ending = match[1], next(e for e in match.groups()[1:] if e)
+    # 11th, 12th and 13th end otherwise than 21st, 22nd and 23rd.
     right = "th" if digits[-2:-1] == "1" else {"1": "st", "2": "nd", "3": "rd"}.get(digits[-1], "th")
     return digits if ending == right else match[0]
 
@@ -155,6 +165,7 @@ def _ascii(text: str) -> str:
     out: list[str] = []
     raised = False
     for c in text:
+        # Superscripts side by side are one exponent: `x¹⁰` becomes `x^{10}`.
         if c in _SUPER:
             out.append(_SUPER[c] if raised else "^{" + _SUPER[c])
             raised = True
@@ -173,6 +184,7 @@ def _one(c: str) -> str:
         return "_" + _SUB[c]
     if (digit := unicodedata.digit(c, None)) is not None and unicodedata.category(c) == "Nd":
         return str(digit)
+    # NFKC writes ½ as 1⁄2 with a fraction slash, and every full-width character as its ordinary one.
     wide = unicodedata.normalize("NFKC", c)
     if "⁄" in wide:
         above, _, below = wide.partition("⁄")
@@ -183,13 +195,17 @@ def _one(c: str) -> str:
 def _stripped(text: str) -> str:
     """The text without white space, math delimiters and final punctuation around it."""
     before = None
+    # Again until nothing changes, because a delimiter may stand inside another one and punctuation between them.
     while before != text:
         before = text
+        # The punctuation of `\,` is a part of a command: without it a backslash would be left.
         spaced = text.rstrip().endswith((r"\,", r"\;", r"\:"))
         text = text.rstrip()[:-2] if spaced else text.strip().rstrip(".,;:").strip()
         for left, right in _DELIMITERS:
             if len(text) > len(left) + len(right) - 1 and text.startswith(left) and text.endswith(right):
                 inner = text[len(left) : len(text) - len(right)]
+                # `$1$ and $2$` begins and ends with the delimiter and is two formulas. An escaped
+                # dollar sign is a currency.
                 if left not in inner.replace("\\$", ""):
                     text = inner
     return text
@@ -211,6 +227,7 @@ def closing(text: str, at: int) -> int:
     stack: list[str] = []
     for bracket in re.compile(r"[()\[\]{}]").finditer(text, at):
         if bracket[0] in "([{":
+            # On the stack: the closing brackets that the opening one accepts.
             stack.append("}" if bracket[0] == "{" else ")]")
         elif not stack or bracket[0] not in stack.pop():
             return -1

@@ -56,10 +56,13 @@ def unit(text: str) -> str:
     text = text.removesuffix("$") if "^" in text else text
     if text in _ALIASES:
         return _ALIASES[text]
+    # Symbols of one or two letters keep their case: `m` is a metre, and `M` may be anything. Longer names
+    # may be written in capitals.
     if text.lower() in _ALIASES and len(text) > 2:
         return _ALIASES[text.lower()]
     above, *below = _PER.split(text)
     if below:
+        # One division at most: of `m/s/s` it is not clear what belongs to what.
         named = [unit(part) for part in (above, *below)] if len(below) == 1 else []
         return _ALIASES.get("/".join(named), "/".join(named)) if named and all(named) else ""
     for words, power in _POWERS.items():
@@ -86,9 +89,11 @@ def tail(words: str) -> tuple[Fraction, str] | None:
     rest = rest[1:-1].strip() if rest.startswith("(") and rest.endswith(")") else rest
     while (first := rest.split(" ", 1)[0]).lower() in SCALES:
         factor, rest = factor * SCALES[first.lower()], rest[len(first) :].strip()
+        # A policy may write `million` a thousand times.
         if factor > 10**24:
             return None
     known = unit(rest) if rest else ""
+    # Nouns are passed over, as in `12 apples`. A word of one or two letters may be a variable, and is not.
     if rest and not known and (_PASSED.fullmatch(rest) is None or changing(rest)):
         return None
     return factor, known
@@ -101,6 +106,7 @@ def changing(words: str) -> bool:
     [True, True, True, False, False, False]
     """
     said = words.lower().replace(",", " ").split()
+    # `half` also begins nouns (`half lives`), so it counts alone or before `of`, as other shares and counts do.
     if not said or said[0] in _CHANGING - {"half"} or (said[0] in _SHARES | _ONES and said[1:2] in ([], ["of"])):
         return bool(said)
     if said[0] in _OPERATING and not _ONES.isdisjoint(said[1:]):

@@ -32,6 +32,8 @@ def seen(text: str) -> str:
     >>> seen("0.333...")
     '0.\\\\overline{3}'
     """
+    # Thoughts go first and comments before the answer's tags, so that no tag or box in them counts. A pattern runs only
+    # where its mark is in the text, since a plain search is cheaper.
     text = spoken(text)
     if "\\\\" in text and _ODD.search(text) is None:
         text = text.replace("\\\\", "\\")
@@ -53,6 +55,7 @@ def seen(text: str) -> str:
 def _tagged(text: str) -> str | None:
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, end)
+    # A quoted tag is an example of the form and holds no answer.
     return None if begin < 0 or text[begin - 1 : begin] in ("'", '"', "`") else text[begin + len("<answer>") : end]
 
 
@@ -60,8 +63,11 @@ DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 """A whole number, with or without commas between its thousands."""
 _BRACE = re.compile(
     r"\\(?:boxed|fbox)\s*\{"
+    # TeX takes one argument without braces: a digit, a letter or a command. Whole numbers and fractions are
+    # accepted too, as they are meant.
     r"|\\(?:boxed|fbox)(?![A-Za-z])\s*(\\[dt]?frac(?:\s?\d\s?\d|\{[^{}\n]{1,60}\}\{[^{}\n]{1,60}\})"
     rf"|[-+−]?{DIGITS}(?:\.\d+)?|[A-Za-z](?![A-Za-z]))"
+    # An escaped brace or backslash is a token, so that the brace in it opens and closes nothing.
     r"|\\[\\{}]|[{}]"
 )
 
@@ -77,6 +83,8 @@ class Box:
 
 def boxes_of(text: str) -> tuple[list[Box], bool]:
     """The complete outermost boxes, in the order of their ends, and whether a box after them is never closed."""
+    # On the stack, for each open brace: where its command begins, where its content begins, and whether it is a box.
+    # `inside` counts the boxes among them, and only a box with none around it is reported.
     stack: list[tuple[int, int, bool]] = []
     inside, out = 0, list[Box]()
     if "\\boxed" not in text and "\\fbox" not in text:

@@ -34,14 +34,18 @@ FINISHED = 76
 
 def main(parent: int) -> None:
     """The guardian: read the limits, then keep one answering process running until the trainer is gone."""
+    # The two pipes are moved away from standard input and output. What a verifier prints then goes to standard error
+    # and cannot break the protocol, and its `input()` finds nothing.
     requests, replies = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     die_with(parent)
     spec = json.loads(take(requests) or b"{}")
+    # A crash of a process with gigabytes of address space would write them to the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory(spec["memory"])
+    # Cached: what `preload` makes here is inherited by every fork. Else each answering process makes its own.
     make = functools.cache(functools.partial(_handler, spec["maker"], spec["argument"]))
     if spec["preload"]:
         try:
@@ -54,6 +58,7 @@ def main(parent: int) -> None:
         if child == 0:
             os._exit(_answer_all(requests, replies, guardian, make, spec["cpu"]))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        # The answering process led a group of its own, so this ends whatever it started and left behind.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)
         if code == FINISHED:
@@ -75,8 +80,12 @@ def _answer_all(
             return FINISHED
         give(replies, {"ready": os.getpid()})
         while (request := take(requests)) is not None:
+            # From here on nothing of the request is left in the pipe, so that after a crash the next
+            # process reads the next message.
             give(replies, TAKEN)
             confine(cpu, time.process_time())
+            # Requests come from the trainer, which is trusted, so they may be pickled. Replies go
+            # the other way and are JSON.
             give(replies, handler(pickle.loads(request)))
     except MemoryError:
         return OUT_OF_MEMORY
@@ -130,6 +139,7 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    # The parent may have ended before the line above, and then no signal would come.
     if os.getppid() != parent:
         os._exit(0)
 

@@ -50,7 +50,10 @@ class RayWorker:
         import ray
 
         self.usable, self.processes, self._ray = True, tuple[int, ...](), ray
+        # A call may find the worker in need of a new process, so its start counts too.
         self._seconds = spec.start + spec.wall + PLACE_SECONDS
+        # No reserved CPUs, or an actor would wait for a place that the engines have taken. No restart by Ray either:
+        # the new actor would hold no worker, and the pool begins another one itself.
         how: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0}
         self._actor: Any = ray.remote(WorkerActor).options(**how).remote()
         try:

@@ -60,6 +60,7 @@ class PooledSource:
         except Exception as error:
             answer = WorkerAnswer((Verdict.failed("worker", f"{type(error).__name__}: {error}"),))
         found = list(answer.verdicts)
+        # Where the worker did not answer there is one verdict for the whole request.
         if len(found) != len(attempts):
             why = f"{found[0].why} (one call for {len(attempts)} answers)"
             found = [Verdict.failed(found[0].kind or "worker", why)] * len(attempts)
@@ -81,6 +82,7 @@ class PooledSource:
 def pooled(local: FunctionSource, file: Path, attribute: str, workers: int, timeout: float) -> PooledSource:
     """`file:attribute` in a pool. `timeout`: most seconds of processor time of a call. Its limit in wall-clock time is
     twice that and 20 s more."""
+    # Twice the processor time and more, since a worker may have to wait for a core.
     spec = Spec(
         f"{__name__}:handler", f"{file.resolve()}:{attribute}", cpu=max(1, round(timeout)), wall=2 * timeout + 20
     )
@@ -126,6 +128,7 @@ def _called(judge: FunctionSource, args: Any, kwargs: Any, read: Callable[[Any],
     try:
         returned = judge.function(*args, **kwargs)
         return read(asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned)
+    # The worker ends on a MemoryError with an exit code of its own: memory that ran out is no error of the function.
     except (MemoryError, KeyboardInterrupt):
         raise
     except BaseException as error:

@@ -111,6 +111,8 @@ class _PoolState:
             waiting, running = list(self.calls), list(self.workers)
             self.calls.clear()
             self.lock.notify_all()
+        # Outside of the lock, because a future runs its callbacks here. Ending a worker makes the thread that waits for
+        # it go on with a WorkerError.
         for call in waiting:
             _settle(call.future, _failed("worker", "the pool was closed"))
         for worker in running:
@@ -127,6 +129,7 @@ class WorkerPool:
     def __init__(self, spec: Spec, size: int, name: str, witness: Any = None) -> None:
         self.name = name
         self._shared = _PoolState(spec, size, witness=None if witness is None else packed(witness))
+        # Runs where the pool is garbage-collected, closed, or the program ends, whichever comes first, and once.
         self._finalizer = weakref.finalize(self, _PoolState.close, self._shared)
 
     def submit(self, request: Any) -> Future[WorkerAnswer]:
@@ -137,6 +140,7 @@ class WorkerPool:
             if s.closed:
                 raise RuntimeError(f"the workers of {self.name!r} were closed")
             s.calls.append(call)
+            # Each idle thread takes one of the waiting requests. A thread is added only for what they leave.
             waiting = max(0, len(s.calls) - s.idle)
             more = waiting > 0 and s.threads < s.size
             s.threads += more
@@ -178,6 +182,7 @@ def _serve(s: _PoolState) -> None:
     held: list[Worker] = []
     try:
         while (call := _next(s)) is not None:
+            # The rollout that asked was given up meanwhile.
             if not call.future.set_running_or_notify_cancel():
                 continue
             began = time.monotonic()
@@ -215,6 +220,8 @@ def _answer(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
         return _ask(s, held, request)
     except WorkerError as error:
         fault = error
+    # What ended the worker may have been the machine and not the request, such as a kernel without free memory. A
+    # request that used up its processor time would do so again.
     if fault.kind in ("crash", "memory", "lost"):
         try:
             return _ask(s, held, request)
@@ -223,11 +230,14 @@ def _answer(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
     if s.closed:
         return _failed("worker", "the pool was closed")
     kind = KINDS[fault.kind]
+    # None of these says anything about the text that is judged.
     if fault.kind in ("start", "wall", "lost"):
         return _failed(kind, fault.why)
     if s.witness is None:
         return _failed(kind, f"{fault.why}, and the verifier has not answered anything yet")
     try:
+        # The verifier works on what it answered before, so this request broke it, and its text is worth 0. Otherwise a
+        # policy could keep its bad answers out of the batch by answers that kill the judge.
         if _ask(s, held, s.witness).failed is None:
             return WorkerAnswer((Verdict.value(0.0, kind, fault.why),))
     except WorkerError:
@@ -248,6 +258,7 @@ def _ask(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
         if not held[0].usable:
             _drop(s, held)
         raise
+    # The latest request with an answer is the next witness: it resembles what is asked now.
     if answer.failed is None:
         s.witness = request
     return answer
@@ -256,6 +267,7 @@ def _ask(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
 def _start(s: _PoolState, held: list[Worker]) -> None:
     if s.closed:
         raise WorkerError("start", "the pool was closed")
+    # Else each waiting request would wait for a start of its own that fails in the same way.
     if s.failed_start is not None and time.monotonic() - s.failed_start[0] < RETRY_SECONDS:
         raise s.failed_start[1]
     began, begin = time.monotonic(), _begin[-1]
@@ -269,6 +281,7 @@ def _start(s: _PoolState, held: list[Worker]) -> None:
         raise WorkerError("start", f"no process can be started: {error}") from error
     s.count("start_s", time.monotonic() - began)
     held.append(worker)
+    # A pool that was closed since the start began has not seen this worker, so it is ended here.
     with s.lock:
         s.workers[worker] = begin
         late = s.closed
@@ -287,6 +300,8 @@ def _drop(s: _PoolState, held: list[Worker]) -> None:
 def _understood(reply: dict[str, Any]) -> WorkerAnswer:
     """A worker's reply; `failed` if it is no verdict and no list of verdicts."""
     try:
+        # The reply comes from a process that runs foreign code: a wrong form is the verifier's
+        # fault and raises nothing here.
         several = [_verdict(one) for one in reply.get("several", [reply])]
         logged = {str(name): Gauge(float(total), float(n)) for name, (total, n) in reply.get("logged", {}).items()}
         return WorkerAnswer((several[0], *several[1:]), logged)

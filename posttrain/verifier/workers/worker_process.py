@@ -113,6 +113,9 @@ class WorkerProcess:
         self.pid: int | None = None
         self.usable = True
         self.process = subprocess.Popen(
+            # With `-P` the import path is the one of `scrubbed`, without the current folder before it. A session of
+            # its own gives the guardian its own process group, which is killed as a whole, and keeps Ctrl-C of the
+            # terminal from it.
             [sys.executable, "-P", "-m", "posttrain.verifier.workers.guardian", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -146,6 +149,8 @@ class WorkerProcess:
             WorkerError: the worker has ended and is no longer `usable`.
         """
         try:
+            # The time of a request begins when there is a process to answer it, so that a slow
+            # start counts against nobody.
             self._settle(time.monotonic() + self.spec.start)
             deadline = time.monotonic() + self.spec.wall
             self._send(request, deadline)
@@ -164,6 +169,7 @@ class WorkerProcess:
         """Kill both processes and everything they started. A caller that waits for an answer gets a WorkerError. Any
         thread may call this."""
         self.usable = False
+        # The guardian first, or it would fork another process in place of the one that was killed.
         for group in (self.process.pid, self.pid):
             if group is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -210,6 +216,7 @@ class WorkerProcess:
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
+        # Checked before the bytes are read: the length is the worker's word.
         if length > self.spec.most:
             raise WorkerError("crash", f"the worker replied with {length} bytes")
         try:
@@ -219,6 +226,7 @@ class WorkerProcess:
 
     def _how(self, code: int) -> tuple[str, str, bool]:
         """Kind and reason of an end, from an exit code or a negative signal; and whether it was SIGKILL."""
+        # The kernel sends SIGXCPU at the limit of processor time, which tells it from a crash.
         if code == -signal.SIGXCPU:
             return "cpu", f"used more than {self.spec.cpu} s of processor time", False
         if code == OUT_OF_MEMORY:
@@ -229,6 +237,7 @@ class WorkerProcess:
     def _write(self, data: bytes, deadline: float) -> None:
         pipe = self.process.stdin
         assert pipe is not None
+        # A worker that does not read leaves the pipe full, and a blocking write would go on beyond the deadline.
         os.set_blocking(pipe.fileno(), False)
         rest = memoryview(data)
         while rest:
@@ -285,6 +294,8 @@ def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
 
 def confine(cpu: int, spent: float) -> None:
     """Runs in the worker: the kernel kills this process once it has used `cpu` seconds more than `spent`."""
+    # The kernel counts the whole life of the process in whole seconds, so the limit is moved on at each request: what
+    # was used until now, rounded up, and the request's own share.
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     wanted = int(spent) + 1 + cpu
     resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
