@@ -30,6 +30,8 @@ def freeze(learner: HFLearner) -> Reference:
     A policy whose adapter does nothing yet is its own reference with the adapter switched off, and no copy is made. Of
     any other policy the weights that train are copied.
     """
+    # Only a fresh adapter: a trained one, switched off, would
+    # score as the base model does and not as the policy does now.
     return AdapterOff(learner) if begins(learner.policy) else FrozenScorer(learner.policy)
 
 
@@ -97,6 +99,7 @@ def begins(policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = la
     """
     module = policy.module
     own = adapter_tensors(module)
+    # If more than the adapter trains, the weights beneath it move, and they would no longer be a reference.
     if not own or any(t.requires_grad for n, t in named_tensors(module) if n not in own):
         return False
     training = module.training
@@ -104,6 +107,7 @@ def begins(policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = la
     try:
         with torch.no_grad():
             with switched_off(module):
+                # All bits and no bound: an adapter that begins as nothing adds exact zeros.
                 base = inside(lambda: _canary_logits(policy))
             return torch.equal(base, inside(lambda: _canary_logits(policy)))
     finally:

@@ -114,6 +114,7 @@ class HFLearner:
         if not reads.logp:
             return TokenScores(None, None, None, rewards=given, computed=computed, balance=balance)
         logp_M, spread = reader.head(packed, hidden, reads.entropy)
+        # A batch without MU holds words that no sampler of this run drew, so there is nothing to be equal to.
         if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
             # under `exact` the value is the sampler's, bit for bit, and the gradient is this pass's: 0 + x is x
             logp_M = logp_M - logp_M.detach() + self._sampled(packed)
@@ -121,6 +122,7 @@ class HFLearner:
         return TokenScores(
             logp_M,
             spread,
+            # Detached, the value's loss trains its head and leaves the model as it is.
             self._values(hidden.detach() if reads.head_only else hidden) if reads.value else None,
             None if ids_MK is None else reader.candidates(packed, hidden, ids_MK),
             given,
@@ -186,6 +188,8 @@ class HFLearner:
             raise ConfigError("model.compile=true is not offered for models with a recurrent state. Set it to false")
 
         def measure() -> tuple[Tensor, dict[str, Tensor]]:
+            # Training with a gradient and scoring without one are two compiled forms. Both run here, so that neither is
+            # compiled within the first step.
             self.train_mode(True)
             trained = {n: p for n, p in self.parameters().items() if not n.startswith(HEADS)}
             logp = self._reader.head(packed, self._reader.hidden(packed), False)[0]
@@ -206,6 +210,8 @@ class HFLearner:
             "entropy": reader.entropy_of,
             "energy": reader.energy_of,
         }
+        # The sampler's own pass gives no hidden states for the other
+        # readings, so these need the packed pass all the same.
         sampled = {"score": self.score(packed)} if self._sampled is not None and "score" in names else {}
         asked = {name: known[name] for name in names if name not in sampled}
         return (reader.each(packed, asked) if asked else {}) | sampled
@@ -222,6 +228,7 @@ class HFLearner:
         """float64 [M] log-probs by a float64 copy of the weights; None beyond `MAX_EXACT_PARAMETERS` parameters."""
         if sum(tensor.numel() for _, tensor in named_tensors(self.policy.module)) > MAX_EXACT_PARAMETERS:
             return None
+        # Without sharing: this is the number that others are judged by, so nothing clever computes it.
         copy = replace(self.policy.clone(), share_prefixes=False)
         make_float(copy.module, torch.float64)
         copy.module.double().eval()
@@ -247,6 +254,8 @@ class HFLearner:
         Raises:
             InvariantError: a frozen weight has other bits than at the first call.
         """
+        # Samplers get the adapter alone, and a reference may be this model without it: both take the frozen weights to
+        # be what they were. A digest of each tensor is made anyway, so it costs nothing to see whether one has moved.
         tensors = dict(named_tensors(self.policy.module))
         found = fingerprints((name, self.whole(tensor)) for name, tensor in tensors.items())
         frozen = {n: found[n] for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
@@ -277,6 +286,7 @@ class HFLearner:
         """The same learner, whose passes follow the choices of a batch."""
         if self._reader.replays:
             return self
+        # Shallow copies: weights, heads and the record of sharing are the same objects, and one flag differs.
         other, reader = copied(self), copied(self._reader)
         other._reader, reader.replays = reader, True
         return other

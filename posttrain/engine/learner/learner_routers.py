@@ -53,6 +53,7 @@ class LearnerRouters:
     def _read(self, packed: Packed, replay: bool) -> RoutedPass:
         with forward_only(self.reader.module):
             routing = PackedRouting(packed, packed.routed_N if replay else None, True)
+            # Scores are kept (True), since the record says how far the used experts were from the best.
             hidden = self.reader.routed(packed, None, routing)
             return routing.told(self.reader.head(packed, hidden, False)[0])
 

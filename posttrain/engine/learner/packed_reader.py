@@ -46,6 +46,7 @@ class PackedReader:
         """The record of what the routers did in the last pass that asked for it."""
         self.context = policy.context
         self.kernels: KernelChoice = policy.kernels
+        # The head is proved once, on the first hidden states of the run, and only for weights below float32.
         self._proved = False
         self.out = training_read_out(policy.module, policy.kernels)
         self._rows = (
@@ -77,6 +78,7 @@ class PackedReader:
                 f"a segment of {longest} tokens in a context of {self.context}: raise model.context, or shorten prompts"
                 " and sampling.max_tokens"
             )
+        # Without choices to follow, and without a loss that reads the routers, the pass keeps nothing of them.
         given = packed.routed_N if self.replays else None
         balanced = packed.balance_E is not None
         wanted = given is not None or balanced
@@ -95,6 +97,8 @@ class PackedReader:
             self._proved = True
         return logprobs(
             hidden,
+            # The node of the embedding's look-up where head and embedding
+            # share the weight, so that both have one gradient.
             out.weight_to_read(),
             out.bias,
             device_ids(packed.target_M, hidden.device),
@@ -116,6 +120,7 @@ class PackedReader:
         with forward_only(self.module):
             for part in packed.split(SCORE_TOKENS):
                 hidden = self.hidden(part)
+                # Each function runs the head by itself, as it does when it is asked alone: hence the same bits.
                 for name, function in functions.items():
                     out[name].append(function(part, hidden))
             return {name: joined(parts) for name, parts in out.items()}
@@ -168,6 +173,7 @@ class PackedReader:
 
     def _contract(self, packed: Packed) -> HeadContract:
         out = self.out
+        # From the part itself, since rules speak of packed positions.
         rules = LogitRules.of(packed, out.weight.shape[0], out.weight.device)
         return HeadContract(
             sampling=packed.sampling, kept=packed.kept, rules=rules, softcap=out.softcap, scale=out.scale
@@ -186,6 +192,7 @@ def joined(parts: list[Tensor]) -> np.ndarray:
 def forward_only(module: nn.Module) -> Iterator[None]:
     """Inside: no gradient and no checkpointing. Afterwards training mode is as it was before."""
     training = module.training
+    # transformers computes activations again only in training mode, so "eval" also switches checkpointing off.
     module.eval()
     try:
         with torch.no_grad():

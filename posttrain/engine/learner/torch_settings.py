@@ -23,4 +23,5 @@ def use_deterministic(on: bool) -> Callable[[], None]:
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
         torch.use_deterministic_algorithms(True)
+    # The variable of cuBLAS stays. It is read when the library is first used, so taking it away would change nothing.
     return lambda: torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -52,6 +52,8 @@ class QuantisedMoments(UpdateRule):
         )
 
     def set_lr(self, group: dict[str, Any], lr: float) -> None:
+        # torchao holds the rate as a tensor, because its compiled
+        # step would be compiled anew for every other Python number.
         group["lr"].fill_(lr)
 
     def step(self, lr: float) -> None:
@@ -67,6 +69,7 @@ class QuantisedMoments(UpdateRule):
         first, second = (exact(_numbers(state[m]), at) if m in state else torch.zeros_like(g) for m in MOMENTS)
         taken = float(state["step"]) + 1 if state else 1.0
         told = adamw_update(config, exact(self.tensors[name], at), g, (first, second), taken, lr)
+        # The codes of one number need the scale of its whole block, so for a single index only the move is told.
         if at is not None or not _is_quantised(self.tensors[name]):
             return told
         stored: dict[str, Tensor] = {}
@@ -122,6 +125,8 @@ def values(signed: bool) -> Tensor:
 
     The range is cut into decades. Each decade towards 0 has half the numbers of the one above it.
     """
+    # With 0 and 1 these are 256: seven decades of 1, 2, 4, ... 64 intervals with both signs, or of twice as many with
+    # one. Each interval is held by its middle.
     out = [0.0, 1.0]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float64)
@@ -134,6 +139,7 @@ def rounding(signed: bool) -> float:
     """Largest error of a stored moment, relative to its block's scale: half the widest gap between two values."""
     held = values(signed)
     inside = float((held[1:] - held[:-1]).max()) / 2
+    # 1 itself is held, but -1 is not: it gets the least value, which is a little above it.
     return max(inside, float(held[0]) + 1 if signed else 0.0)
 
 
@@ -151,5 +157,7 @@ def _quantised(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     blocks = x.reshape(-1, BLOCK)
     scales = blocks.abs().amax(1).clamp(min=LEAST_SCALE)
     held = values(signed)
+    # The nearest value changes at the middle between two neighbours,
+    # so a code is how many of the middles lie at or below the number.
     middles = (held[:-1] + held[1:]) / 2
     return torch.bucketize(blocks / scales[:, None], middles, right=True).reshape(x.shape), scales

@@ -31,6 +31,7 @@ class LossScale:
     def after(self, norm: float) -> None:
         """Follow a step whose gradient had this norm."""
         if not math.isfinite(norm):
+            # Below 1 a scale would push small gradients to 0, which it is there to prevent.
             self.value, self.good = max(1.0, self.value / 2), 0
             return
         self.good += 1

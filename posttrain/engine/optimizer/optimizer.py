@@ -87,10 +87,13 @@ class StageOptimizer:
         """Optimizer steps taken."""
         self._frozen = [p for n, p in parameters.items() if config.frozen(n)]
         self._parameters = {n: p for n, p in parameters.items() if not config.frozen(n)}
+        # With a scaled loss float32 parameters are copied too: their gradients have to be divided before anything reads
+        # them, and `gather` does that on the way to a copy.
         copied = {n: p for n, p in self._parameters.items() if scaled or p.dtype.itemsize < 4}
         self._masters = {
             n: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for n, p in copied.items()
         }
+        # What steps update, and what the norm, the clip and the averages read.
         self._moved = {n: self._masters.get(n, p) for n, p in self._parameters.items()}
         self._rules: dict[str, UpdateRule] = {}
         for rule, names in self._divided():
@@ -150,6 +153,7 @@ class StageOptimizer:
         size: dict[UpdateRule, int] = {}
         for name, rule in self._rules.items():
             if self._home is not None or not rule.state(name):
+                # With a home each rule is one group of parameters, whose state is on the device in its turn alone.
                 size[rule] = size.get(rule, 0) + rule.bytes(name)
         return sum(size.values()) if self._home is None else max(size.values(), default=0)
 
@@ -169,21 +173,25 @@ class StageOptimizer:
         If the norm is not finite, weights, moments and averages do not change, and the step is not counted. A scale of
         the loss shrinks then.
         """
+        # Weights may have been loaded since the last step, and a stale master would bring the old ones back.
         self._follow_weights()
         self.gather()
         with_grad = [t for t in self._moved.values() if t.grad is not None]
         norm = self._norm(with_grad)
         size = float(norm)
         if math.isfinite(size):
+            # Within the clip nothing is multiplied, which saves a pass over all gradients.
             if size > self.config.clip:
                 self._clip(with_grad, norm)
             lr = self.lr * share
+            # Each rule once, in order: many parameters share one.
             for rule in dict.fromkeys(self._rules.values()):
                 self._step(rule, lr)
             self.steps += 1
             self._publish_masters()
             self._follow_average()
             if self._home is not None:
+                # Copies to the CPU do not wait for each other's end, and a checkpoint may read them next.
                 self._home.wait(norm.device)
         if self._scale is not None:
             self._scale.after(size)
@@ -223,6 +231,8 @@ class StageOptimizer:
         Raises:
             RunFolderError: the state belongs to other parameters, or to another kind of optimizer.
         """
+        # Every tensor is taken out of `left` by whoever wants it, so what remains is foreign. All is checked before
+        # anything changes: a state that does not fit leaves the optimizer as it was.
         left = dict(tensors)
         steps = left.pop("steps", None)
         scale = {word: left.pop(word) for word in WORDS if self._scale is not None and word in left}
@@ -230,6 +240,7 @@ class StageOptimizer:
         for name, rule in self._rules.items():
             forms = rule.forms(name)
             parts = {word: left.pop(f"{word}.{name}") for word in forms if f"{word}.{name}" in left}
+            # No part at all is right too: the parameter has had no update yet.
             whole = len(parts) in (0, len(forms))
             if not whole or any(forms[word] not in (None, part.shape) for word, part in parts.items()):
                 raise RunFolderError(_foreign(name))
@@ -245,6 +256,7 @@ class StageOptimizer:
         if self._scale is not None:
             self._scale.load(scale)
         for name, rule in self._rules.items():
+            # Without stored parts the parameter begins anew, whatever it held before.
             rule.inner.state.pop(rule.tensors[name], None)
             if new[name]:
                 rule.load(name, new[name])
@@ -264,14 +276,17 @@ class StageOptimizer:
             p = self._parameters[name]
             if p.grad is not None:
                 found = p.grad.to(master.dtype)
+                # Converted first: in float16 the quotient would fall to 0 again, which the scale prevents.
                 found = found if self._scale is None else found.mul_(1 / self._scale.value)
                 if master.grad is None:
                     master.grad = found
                 else:
+                    # A gradient of rows can be added to a dense one, and not the other way around.
                     master.grad = found.add_(master.grad) if master.grad.is_sparse else master.grad.add_(found)
                 p.grad = None
         for name, t in self._moved.items():
             if t.grad is not None and t.grad.is_sparse:
+                # Rows of several micro-batches may repeat; joined, each row stands once, in order.
                 t.grad = joined(t.grad) if self._rules[name].takes_rows and self._home is None else whole(t.grad)
 
     def agree(self) -> None:
@@ -291,6 +306,7 @@ class StageOptimizer:
         """
         if self.parts is not None:
             return next(iter(self._moved.values())).new_tensor(self.parts.norm(self._gradients()))
+        # The numbers of a gradient of rows are enough, since the rest is 0.
         own = torch.nn.utils.get_total_norm([held(t.grad) for t in tensors if t.grad is not None])
         if self.ranks.world == 1:
             return own
@@ -303,6 +319,7 @@ class StageOptimizer:
     def _clip(self, tensors: list[Tensor], norm: Tensor) -> None:
         """Multiply the gradients so that their norm, which is this, is the configured one."""
         gradients = [t.grad for t in tensors if t.grad is not None]
+        # Gradients of rows are multiplied below, by the formula of torch's function.
         dense = [t for t, g in zip(tensors, gradients, strict=True) if not g.is_sparse]
         torch.nn.utils.clip_grads_with_norm_(dense, self.config.clip, norm)
         for g in gradients:
@@ -336,6 +353,8 @@ class StageOptimizer:
         """Copy weights that were replaced from outside to their masters."""
         for name, master in self._masters.items():
             p = self._parameters[name]
+            # A master that rounds to the weight has made it. Otherwise the weight came from elsewhere, and the digits
+            # that the master has beyond it belong to other weights.
             if not torch.equal(master.to(p.dtype), p):
                 master.copy_(p)
 

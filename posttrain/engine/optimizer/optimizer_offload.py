@@ -55,12 +55,15 @@ class OffloadedState:
         Args:
             state: a torch optimizer's own, by tensor. The block may change it, and add to it.
         """
+        # The memory at home is kept and written again afterwards:
+        # allocating pinned memory is slow, and a step should not do it.
         homes = {t: dict(state[t]) for t in tensors if t in state}
         for t, held in homes.items():
             state[t] = {word: self._sent(part, t.device) for word, part in held.items()}
         try:
             yield
         finally:
+            # Also state that the block has made, on a first step: it gets its home here.
             for t in tensors:
                 if t in state:
                     held = homes.get(t, {})
@@ -74,6 +77,7 @@ class OffloadedState:
         if hasattr(part, "__tensor_flatten__"):  # a tensor made of several, such as codes and scales
             return _rebuilt(part, lambda word, x: self.stored(x, None if home is None else getattr(home, word)))
         if home is None:
+            # Only from pinned memory do copies run beside the CPU. Pinning is of no use where no device is involved.
             pinned = self.home.type == "cpu" and part.device.type != "cpu"
             home = torch.empty(part.shape, dtype=part.dtype, device=self.home, pin_memory=pinned)
         return home.copy_(part, non_blocking=True)

@@ -57,6 +57,7 @@ class UpdateRule(ABC):
         self, tensors: Mapping[str, Tensor], config: Optimizer, rates: Mapping[str, float], kernels: KernelChoice
     ) -> None:
         self.tensors = dict(tensors)
+        # torch's optimizers have one learning rate a group, so parameters of one factor are one group.
         by_rate: dict[float, list[Tensor]] = {}
         for name, tensor in self.tensors.items():
             by_rate.setdefault(rates[name], []).append(tensor)
@@ -104,6 +105,7 @@ class UpdateRule(ABC):
     def load(self, name: str, parts: Mapping[str, Tensor]) -> None:
         """Replace a tensor's state by copies of what `state` gave."""
         tensor = self.tensors[name]
+        # A step count keeps its own dtype: in that of a weight a large count could not be counted up.
         self.inner.state[tensor] = {
             word: part.to(tensor.device, copy=True)
             if word == "step"
@@ -136,6 +138,7 @@ class Moments(UpdateRule):
         """A weight whose gradient holds some rows is updated in parts, each with its own dense gradient, which is zero
         elsewhere: the numbers are those of a whole gradient, and no tensor of the weight's size is made."""
         found = {t: t.grad for t in self.tensors.values() if t.grad is not None and t.grad.is_sparse}
+        # Hidden from torch's step, which takes dense gradients, and stepped by rows below.
         for tensor in found:
             tensor.grad = None
         super().step(lr)
@@ -144,22 +147,28 @@ class Moments(UpdateRule):
 
     @torch.no_grad()
     def _step_by_rows(self, weight: Tensor, gradient: Tensor) -> None:
+        # As torch makes it on the first step of a fused AdamW.
         if not self.inner.state.get(weight):
             step = torch.zeros((), dtype=torch.float32, device=weight.device)
             self.inner.state[weight] = {"step": step, **{m: torch.zeros_like(weight) for m in MOMENTS}}
         state, groups = self.inner.state[weight], self.inner.param_groups
         group = next(g for g in groups if any(t is weight for t in g["params"]))
         rows, values = gradient.indices()[0], gradient.values()
+        # Rows of a part. `rows` are ascending, so the edges cut them by
+        # binary search: part i has the rows cuts[i] to cuts[i + 1].
         size = max(1, PART // (ROWS * weight.shape[1])) * ROWS
         edges = range(0, weight.shape[0], size)
         cuts = [*torch.searchsorted(rows, torch.tensor([*edges], device=rows.device)).tolist(), len(rows)]
         taken = state["step"]
         try:
             for first, low, high in zip(edges, cuts[:-1], cuts[1:], strict=True):
+                # Parts without a row are visited too, because moments fade and weights decay without a gradient. `part`
+                # and its moments are views: the step changes the weight's own numbers.
                 part = weight.detach()[first : first + size]
                 part.grad = torch.zeros_like(part)
                 part.grad[rows[low:high] - first] = values[low:high]
                 moments = {m: state[m][first : first + size] for m in MOMENTS}
+                # A clone, because torch counts the step up in place, and all parts take the same step.
                 self.inner.state[part] = {"step": state["step"].clone(), **moments}
                 self.inner.param_groups = [{**group, "params": [part]}]
                 self.inner.step()
@@ -181,6 +190,7 @@ class Momentum(UpdateRule):
     @torch.no_grad()
     def step(self, lr: float) -> None:
         if self._decay:  # torch's own is a part of the gradient
+            # Decoupled decay, as AdamW has it: w shrinks by lr * decay, whatever momentum and clip do.
             for group in self.inner.param_groups:
                 for tensor in group["params"]:
                     if tensor.grad is not None:
@@ -229,6 +239,7 @@ class Orthogonal(UpdateRule):
     ) -> ExpectedUpdate:
         weight = self.tensors[name]
         g, held = exact(gradient, None) * scale, self.inner.state.get(weight, {}).get(BUFFER)
+        # torch's Muon keeps an average: b = m b + (1 - m) g. Nesterov looks ahead by one more: (1 - m) g + m b.
         after = (1 - config.decay_of_momentum) * g
         after = after if held is None else config.decay_of_momentum * exact(held, None) + after
         ahead = (1 - config.decay_of_momentum) * g + config.decay_of_momentum * after
@@ -243,6 +254,8 @@ class Orthogonal(UpdateRule):
 def orthogonal(x: Tensor) -> Tensor:
     """A matrix with its singular values brought near 1, in its own dtype."""
     a, b, c = NEWTON_SCHULZ
+    # The Gram matrix below then has the shorter side. Divided by the Frobenius norm, no singular value is above 1,
+    # where the polynomial brings them towards 1.
     y = x.T if x.shape[0] > x.shape[1] else x
     y = y / y.norm().clamp(min=NEWTON_SCHULZ_EPS)
     for _ in range(NEWTON_SCHULZ_STEPS):
@@ -269,6 +282,7 @@ def exact(x: Tensor, at: int | None) -> Tensor:
 def _moment(decay: float, taken: float, before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
     """A moment after its `taken`-th number, and the moment with its bias toward 0 corrected. The first
     corrected one equals `now`."""
+    # Divided before the sum: so for taken = 1 the factor of `now` is (1 - decay) / (1 - decay), which is 1 exactly.
     whole = 1 - decay**taken
     return decay * before + (1 - decay) * now, decay / whole * before + (1 - decay) / whole * now
 
