@@ -81,6 +81,7 @@ def prove_layers(
 
 
 def _badness(x: float) -> float:
+    # Every comparison with NaN is false, so `max` may pass over one. As infinity it is the largest.
     return x if math.isfinite(x) else math.inf
 
 

@@ -69,6 +69,7 @@ class EnginePool:
     ) -> None:
         self._new, self._sender, self._timeout, self._deaths = new, sender, timeout, deaths
         self._tolerance, self._say, self._end = tolerance, say, end
+        # All begin before the first one is waited for, so they start side by side. If one fails, none is left behind.
         begun = list[tuple[EngineHost, Future[EngineFacts]]]()
         try:
             for i in range(count):
@@ -131,6 +132,8 @@ class EnginePool:
         """
         self._attend()
         self._probe = ids  # the next weights are scored with it where they are installed
+        # Engines that scored these ids when they installed the weights are not asked again. `found` has the order of
+        # the engines.
         known = [engine.scored(ids) for engine in self._engines]
         coming = [self._of(e, "score", ids) for e, there in zip(self._engines, known, strict=True) if there is None]
         asked = iter(await asyncio.gather(*coming))
@@ -155,12 +158,17 @@ class EnginePool:
         self._attend()
         if version <= self._version:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")
+        # From here until `finally` no turn is given away (`_held`). Turns that run are not stopped: their engines
+        # finish them, and each token carries the version that it was drawn with.
         self._loads += 1
         try:
+            # The new parcel is known before any engine has it: an engine that dies now is started with it.
             before, self._parcel = self._parcel, self._sender.publish(version, tensors)
             await asyncio.gather(*(self._install(engine, self._parcel) for engine in self._engines))
             self._agree()
+            # Last, when all engines have said that they serve the same.
             self._version = version
+            # No engine can want the parcel before any more: whoever starts anew takes the newest one.
             if before is not None:
                 self._sender.retire(before.version)
         finally:
@@ -179,6 +187,7 @@ class EnginePool:
         died."""
         found, self._lost, sent = measured(self._engines, self._lost), EngineReport(), self._sender.clock()
         deaths, self._deadly = self._deadly, 0
+        # What sender and engines both measure, such as sync/install, is added up.
         both = {name: spent + found[name] for name, spent in sent.items() if name in found}
         return {**sent, **found, **both, "engine/deaths": float(deaths)}
 
@@ -202,14 +211,20 @@ class EnginePool:
 
     async def _given(self, turn: PooledTurn) -> PooledEngine:
         """The engine that says the turn. It is the turn's from here on."""
+        # A turn that may cause n deaths and has seen n - 1 is asked alone, so that the last death tells whether it was
+        # the turn or a neighbour. With n = 1 that cannot be told.
         turn.since, turn.alone = time.monotonic(), turn.deaths >= self._deaths - 1 > 0
         while True:
             self._waits.check()
             self._revive()
+            # Asked in each round anew: whoever was woken finds an engine that has died, is reserved or came back
+            # meanwhile.
             at = None if self._held() else choose(turn.tokens, [e.load(turn.ids) for e in self._engines])
             if at is None:
                 on = "new weights on every engine" if self._loads else "an engine that can be asked"
                 await self._change(turn, on)
+            # No await lies between the choice of an engine and `take`, unless the turn is asked alone: then the engine
+            # is reserved, and `_emptied` has looked again at what may have changed.
             elif not turn.alone or await self._emptied(turn, self._engines[at]):
                 engine = self._engines[at]
                 engine.take(turn)
@@ -222,6 +237,7 @@ class EnginePool:
 
     async def _emptied(self, turn: PooledTurn, engine: PooledEngine) -> bool:
         """Reserve an engine and wait until its other turns have ended. False: it died, or new weights came."""
+        # Reserved first and waited for then, or new turns would keep it busy for ever.
         engine.reserved = True
         try:
             while engine.ready and not self._loads and engine.turns:
@@ -238,12 +254,15 @@ class EnginePool:
     async def _asked(self, engine: PooledEngine, turn: PooledTurn) -> SampledTurn:
         try:
             future = engine.host.call("generate", turn.ids, turn.sampling, turn.place)
+            # The callback runs in the thread that reads answers. The event loop may take the answer up much later,
+            # while the learner computes in it, and that time is not the engine's.
             future.add_done_callback(lambda _: engine.meter.end(turn))
             return await self._answer(future, turn, engine.name, turn.since)
         finally:
             engine.leave(turn)
             if turn.alone:
                 self._free(engine)
+            # Somebody waits until this engine has no turn.
             elif engine.reserved:
                 self._notify()
 
@@ -256,6 +275,7 @@ class EnginePool:
     def _delivered(self, engine: PooledEngine, turn: PooledTurn, said: SampledTurn) -> None:
         """Count an answer, whose tokens must be of versions that the pool served meanwhile."""
         first, last = (int(said.version.min()), int(said.version.max())) if len(said.ids) else (turn.version,) * 2
+        # While new weights come, a turn may end with tokens of the version that its engine has just installed.
         newest = self._parcel.version if self._parcel is not None and self._loads else self._version
         if turn.during or not turn.version <= first <= last <= newest:
             raise InvariantError(
@@ -282,6 +302,8 @@ class EnginePool:
         when it is its turn."""
         while True:
             self._revive()
+            # `_restart` holds the lock, but waiting for a lock is no wait that `WaitList` knows of. So it is waited for
+            # here, with an owner and a reason.
             if engine.starting is not None and not engine.starting.done():
                 await self._change(f"{method} of {engine.name}", "its new process")
                 self._waits.check()
@@ -312,22 +334,30 @@ class EnginePool:
         """A new process in the place of a dead one, with the newest weights."""
         async with engine.lock:
             number = self._engines.index(engine)
+            # What the dead engine had counted stays in the measurements.
             self._deadly, self._lost = self._deadly + 1, self._lost + engine.host.take_report()
             self._say(f"{engine.name} died: {engine.host.died}\nWhat it had not answered is asked again")
             host: EngineHost | None = None
             try:
+                # Ends and starts of processes block, so threads do them; the loop goes on with the other engines.
                 await self._waits.until(aside(engine.host.close), "the run", f"the end of {engine.name}")
                 new = aside(self._new, number)
                 host, started = await self._waits.until(new, "the run", f"a new {engine.name}")
                 await self._answer(started, "the run", f"the start of a new {engine.name}")
                 if self._parcel is not None:
+                    # A new process holds no base, so a delta would be of no use to it.
                     parcel = self._sender.whole(self._parcel.version)
                     said = await self._answer(host.call("install", parcel), "the run", f"install of {engine.name}")
                     engine.serves(parcel.version, said.served)
+                    # While new weights come, others may still serve the version before; `load` compares all of them at
+                    # its end.
                     if not self._loads:
                         self._agree()
+                # Only now the engine counts as ready, with a new process that has the weights.
                 engine.begin(host)
             except EngineDied as error:
+                # The dead new process takes the place of the dead old one, so that the next `_revive` finds a death and
+                # tries again.
                 engine.failed, engine.host = engine.failed + 1, host or engine.host
                 if engine.failed >= self._deaths:
                     self._waits.lose(EngineError(f"{engine.name} dies whenever it is started anew: {error}"))
@@ -345,6 +375,8 @@ class EnginePool:
     def _attend(self) -> None:
         """Begin to watch in the loop of now. What an earlier loop left is forgotten."""
         self._waits.check()
+        # A run may ask from one event loop after the other. Futures, locks and tasks of an earlier loop cannot be
+        # waited for in this one, so they are made anew.
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._changed, self._watching, self._loads = loop, [], None, 0
@@ -364,12 +396,14 @@ class EnginePool:
         await self._waits.until(waiter, owner, on)
 
     def _notify(self) -> None:
+        # All are woken, and each looks again whether its own condition holds, as with a condition variable.
         waiting, self._changed = self._changed, []
         for waiter in [w for w in waiting if not w.done()]:
             waiter.set_result(None)
 
     async def _watch(self) -> None:
         """While somebody waits: replace engines without a sign of life, and stop where a wait takes too long."""
+        # Whoever started the watch has not registered its wait yet.
         await asyncio.sleep(0)
         while self._waits:
             for engine in self._engines:

@@ -56,6 +56,8 @@ def serve(fd: int) -> None:
 
 async def _serve(connection: Connection) -> None:
     loop, asked = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str, Any]]()
+    # The start is pickled on its own inside of the message. So if it cannot be read here, because a module is missing,
+    # the answer says so; the message itself always can.
     number, _, start = pickle.loads(connection.recv_bytes())
     try:
         hosted = cast("HostStart", pickle.loads(start)).host()
@@ -63,6 +65,7 @@ async def _serve(connection: Connection) -> None:
         _send(connection, number, None, error)
         return
     _send(connection, number, *await hosted.answer("facts", ()))
+    # A thread, because reading blocks. It begins when the engine is made: until then only the start can be answered.
     threading.Thread(target=_receive, args=(connection, loop, asked), daemon=True).start()
     calls = dict[int, asyncio.Task[None]]()
     while True:
@@ -78,6 +81,7 @@ async def _serve(connection: Connection) -> None:
 async def _answer(hosted: WorkerMethods, connection: Connection, number: int, method: str, given: Any) -> None:
     try:
         value, report = await hosted.answer(method, given)
+    # Nobody waits for the answer of a call that was cancelled.
     except asyncio.CancelledError:
         return
     except BaseException as error:
@@ -131,11 +135,14 @@ class ProcessHost(CallingHost):
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             )
+        # The other end is only the child's now. As long as this process held it too, the end of the child would not be
+        # seen as the end of the stream.
         theirs.close()
         if cores is not None:
             os.sched_setaffinity(self._process.pid, cores)
         atexit.register(self.close)
         self._connection = Connection(ours.detach())
+        # A thread writes: a socket whose other side does not read would else block the event loop of the learner.
         self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         number, self.started = self._calls.begin()
         self._out.put(pickle.dumps((number, START, start)))
@@ -166,6 +173,7 @@ class ProcessHost(CallingHost):
 
     def close(self) -> None:
         atexit.unregister(self.close)
+        # Before the connection ends, so that whoever still waits is told this cause and not the end of the stream.
         self._calls.die("it was closed at the end of the run")
         self._out.put(None)
         self._shut()
@@ -174,6 +182,7 @@ class ProcessHost(CallingHost):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        # The threads first, then the descriptor: its number could be given to another file while they still use it.
         for thread in self._threads:
             thread.join(END_SECONDS)
         with contextlib.suppress(OSError):
@@ -184,6 +193,8 @@ class ProcessHost(CallingHost):
         """Close both directions, so that whoever reads or writes here or there stops."""
         if self._connection.closed:
             return
+        # close() does not wake a thread that reads or writes on the same descriptor; shutdown does. It is done on a
+        # copy of it, because the socket object closes what it was given.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as both:
             both.shutdown(socket.SHUT_RDWR)
 
@@ -204,6 +215,8 @@ class ProcessHost(CallingHost):
             except BaseException as error:  # else nobody would ever be answered
                 self.kill(f"it was ended, as what it answered could not be read ({type(error).__name__}: {error})")
                 return
+            # The process lives but its engine does not, so it is ended as a dead one; its calls raise EngineDied and
+            # are asked again.
             if isinstance(error, EngineEnded):
                 self.kill(str(error))
             self._calls.end(number, value, error, report)
@@ -211,6 +224,7 @@ class ProcessHost(CallingHost):
     def _cause(self) -> str:
         """Returns the reason why the process has closed its end of the connection."""
         try:
+            # The stream ends a moment before the exit code is there.
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             return f"it closed its connection and goes on as process {self.pid}{self._last_words()}"

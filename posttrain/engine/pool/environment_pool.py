@@ -75,6 +75,7 @@ class PlayedElsewhere:
         Raises:
             PlayedDifferentlyError: another one was done before.
         """
+        # Played again: up to here the conversation has everything already, so the move is compared and not done twice.
         if told < len(self.done):
             if self.done[told] != move:
                 raise PlayedDifferentlyError(
@@ -89,6 +90,7 @@ class PlayedElsewhere:
                 (self.talk if seat is None else self.talk.seat(seat)).see(content, tools)
             case TurnMove(seat, most, number):
                 speaker = self.talk if seat is None else self.talk.seat(seat)
+                # A task of the episode, and not of the process: a turn goes on while the process is replaced.
                 self.turns[number] = asyncio.ensure_future(speaker.say(most))
             case GivenUpMove(number):
                 if (turn := self.turns.get(number)) is not None:
@@ -206,10 +208,14 @@ class EnvironmentPool:
                     return ended.stop
                 except EngineDied as death:
                     episode.deaths += 1
+                    # Only a death that it had alone proves that it was this episode's; with one allowed death the first
+                    # one counts.
                     if episode.deaths >= self._deaths and (alone or self._deaths == 1):
                         what = "processes of environments died while they played it"
                         raise UnanswerableTurn(episode.who, episode.deaths, str(death), what) from None
         finally:
+            # Turns that nobody hears any more are ended and waited for, so that none speaks into an episode that has
+            # ended.
             running = list(episode.turns.values())
             for turn in running:
                 turn.cancel()
@@ -270,6 +276,8 @@ class EnvironmentPool:
         """Do to the conversation what the process does, until the episode has ended there."""
         self._number += 1
         number, host, told = self._number, process.host, 0
+        # Two kinds of events: the process tells moves (`coming`, one question open at a time), and turns end here. A
+        # turn that has ended is told to the process before its next moves are read.
         coming: asyncio.Future[list[Move]] | None = None
         process.episodes[episode] = number
         try:
@@ -292,6 +300,7 @@ class EnvironmentPool:
                     episode.does(move, told)
                     told += 1
                     if isinstance(move, TurnMove):
+                        # Played again: the turn was said before, and is told at once instead of being asked.
                         if move.number in episode.said:
                             host.call("said", number, move.number, episode.said[move.number])
                         await asyncio.sleep(0)  # the turn begins before what comes after it
@@ -316,6 +325,7 @@ class EnvironmentPool:
         self._dead, self._lost = self._dead + 1, self._lost + process.host.take_report()
         self._say(f"{process.name} died: {process.host.died}\nIts episodes are played again")
         await self._waits.until(aside(process.host.close), "the run", f"the end of {process.name}")
+        # `left` is how many more tries there are; at 0 the pool is lost.
         for left in reversed(range(STARTS)):
             host, started = await self._waits.until(aside(self._new, number), "the run", f"a new {process.name}")
             try:
@@ -349,6 +359,8 @@ class EnvironmentPool:
                 if (silent := process.silent()) > SILENT * self._timeout:
                     why = f"it gave no sign of life for {silent:.0f} s and was ended (placement.timeout)"
                     await briefly(aside(process.host.kill, why), WATCH_EVERY)
+                # An environment that waits for a turn has done nothing wrong; its time begins when the turn has been
+                # said.
                 self._waits.begin_anew(e for e in process.episodes if e.turns)
             if stalled := self._waits.look(WATCH_EVERY):
                 raise EngineError(

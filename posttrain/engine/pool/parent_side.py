@@ -91,6 +91,7 @@ class OpenCalls:
         with self._lock:
             self._next += 1
             number = self._next
+            # Under the lock, so that no call can be opened after `die` has told all open ones.
             if self.died:
                 future.set_exception(EngineDied(self.died))
                 return number, future
@@ -102,6 +103,8 @@ class OpenCalls:
         with self._lock:
             if report is not None:
                 self._report = self._report + report
+            # The future's result is set outside the lock: its callbacks run at once in this thread, and may begin
+            # another call.
             future = self._open.pop(number, None)
         if future is None:
             return
@@ -131,6 +134,7 @@ class OpenCalls:
 
     def take_report(self) -> EngineReport:
         with self._lock:
+            # Counts begin again, and the last reading of the memory stays: it is told when the process dies.
             taken, self._report = self._report, EngineReport(memory=self._report.memory)
         return taken
 

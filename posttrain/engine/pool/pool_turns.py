@@ -59,6 +59,7 @@ class BusyMeter:
         """It has this turn from now on. `tokens`: that it computes for it at most."""
         with self._lock:
             self._count()
+            # A turn that is begun twice counts once.
             self._tokens += tokens - self._open.get(turn, 0)
             self._open[turn] = tokens
 
@@ -88,6 +89,8 @@ class BusyMeter:
 
     def _count(self) -> None:
         now = time.monotonic()
+        # The state since the last event was constant, so time and tokens x time of the interval can be added when the
+        # next event comes.
         spent, self._seen = max(0.0, now - self._seen), now
         idle = 0.0 if self._open else spent
         c = self._counted
@@ -179,6 +182,8 @@ class PooledEngine:
         """Seconds since a question without an answer; asks one where none is open."""
         if not self.ready:
             return 0.0
+        # A process answers this whenever its event loop runs. A question is asked when the one before was answered, so
+        # a long silence is the age of the one that is open.
         if self._sign is None or self._sign[0].done():
             self._sign = self.host.call("report"), time.monotonic()
         return time.monotonic() - self._sign[1]
@@ -198,6 +203,7 @@ class PooledEngine:
     def leave(self, turn: PooledTurn) -> None:
         """The turn has ended here, well or not."""
         self.meter.end(turn)
+        # `rest` may have forgotten it: the loop that gave the turn away has ended.
         if turn in self.turns:
             del self.turns[turn]
             self.busy -= turn.tokens
@@ -252,6 +258,7 @@ def measured(engines: Sequence[PooledEngine], lost: EngineReport) -> dict[str, f
     report = lost
     for engine in engines:
         report = report + engine.host.take_report()
+    # The pool counts the tokens of delivered turns itself. Engines also count those of turns that were asked twice.
     counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
     if "engine/steps" in counted:  # each counts once, so their mean says nothing
         counted["engine/steps"] = report.gauges["engine/steps"].sum

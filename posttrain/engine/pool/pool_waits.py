@@ -59,6 +59,8 @@ class WaitList:
         try:
             return await future
         except asyncio.CancelledError:
+            # Two reasons why the future was cancelled: the pool is lost, which is an error, or the waiter itself was
+            # cancelled.
             if wait.wrong is not None:
                 raise wait.wrong from None
             raise
@@ -68,10 +70,13 @@ class WaitList:
     def look(self, every: float) -> str:
         """To be called every so many seconds; returns what has stalled, as text, or ''."""
         now = time.monotonic()
+        # The look came late, because the loop stood still. Nobody could be answered in that time, so every wait begins
+        # later by as much. Up to twice the interval is usual.
         late = max(0.0, now - self._seen - 2 * every) if self._seen else 0.0
         self._seen = now
         for wait in self._waits.values():
             wait.since = min(now, wait.since + late)
+        # A wait whose future is done only waits for its turn in the loop.
         if not any(now - w.since > self.timeout and not w.future.done() for w in self._waits.values()):
             return ""
         return "\n".join(w.line(now) for w in sorted(self._waits.values(), key=lambda w: w.since))
@@ -97,6 +102,8 @@ class WaitList:
         self._lost = self._lost or error
         for wait in self._waits.values():
             if not wait.future.done():
+                # The error is left beside the future, and the future is cancelled: a task takes no exception from
+                # outside.
                 wait.wrong = self._lost
                 wait.future.cancel()
 
@@ -126,6 +133,7 @@ def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> Future[T
         except BaseException as error:
             found.set_exception(error)
 
+    # A daemon thread of its own, and no executor: Python waits for the threads of executors at its end.
     threading.Thread(target=work, name=f"call {function}", daemon=True).start()
     return found
 

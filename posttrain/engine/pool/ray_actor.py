@@ -65,8 +65,10 @@ class RayCluster:
     def __init__(self, address: str | None, engines: int, cpus: int, timeout: float) -> None:
         import ray
 
+        # A connection that the user's program has made is used and left open.
         self._own = not ray.is_initialized()
         self.cpus = cpus
+        # Actors must find the modules that this process finds, those of the user among them.
         path = os.pathsep.join(p for p in sys.path if p)
         if self._own and address is not None:
             must_answer(address, min(timeout, 5.0))
@@ -88,6 +90,8 @@ class RayCluster:
         if cpus:
             from ray.util.placement_group import placement_group
 
+            # All at once, or none: engines that each waited for CPUs could hold some and wait for others' for ever.
+            # PACK: on as few machines as possible.
             self.group = placement_group([{"CPU": cpus}] * engines, strategy="PACK")
             if not self.group.wait(timeout):
                 has = ray.cluster_resources().get("CPU", 0)
@@ -212,6 +216,7 @@ class RayHost(CallingHost):
             how["scheduling_strategy"] = PlacementGroupSchedulingStrategy(cluster.group, number)
         self._actor: Any = ray.remote(RayEngine).options(**how).remote(start)
         self._pid: int | None = None
+        # The actor makes its engine within the first call, so errors of the start come back as this answer.
         self.started: Future[EngineFacts] = self.call("facts")
         self.started.add_done_callback(self._known)
         NodeWatch.hosts.add(self)
@@ -247,8 +252,10 @@ class RayHost(CallingHost):
     def _answered(self, number: int, done: Future[Any]) -> None:
         try:
             value, error, report = done.result()
+        # Cancelled at this side's wish: nobody waits.
         except self._ray.exceptions.TaskCancelledError:
             self._calls.drop(number)
+        # The actor returns its own errors, so this one means that it is lost.
         except self._ray.exceptions.RayActorError as error:
             self._calls.die(f"its actor is lost: {str(error).strip()}{self._calls.memory}")
         except BaseException as error:

@@ -133,6 +133,8 @@ class PlayedTalk(PlayedSeat):
 
     async def turn(self, seat: str | None, most: int | None) -> Utterance:
         self._count += 1
+        # Two numbers: `asked` counts the turns of this seat, for its account, and `number` those of the episode, for
+        # the messages.
         asked = self.account.asks(seat)
         number, said = self._count, asyncio.get_running_loop().create_future()
         self.turns[number] = said
@@ -142,6 +144,8 @@ class PlayedTalk(PlayedSeat):
             self.account.hears(seat, asked, heard)
             return heard
         except asyncio.CancelledError:
+            # The environment has stopped waiting, by a time limit of its own for instance. The learner's side is told,
+            # so that the turn is not said to its end for nobody.
             self.tell(GivenUpMove(number))
             raise
         finally:
@@ -161,6 +165,7 @@ class PlayedTalk(PlayedSeat):
             ConfigError: the state cannot be sent to another process.
         """
         try:
+            # Tried here, in the environment's own frame, where the error can name what to change.
             pickle.dumps(state)
         except Exception as error:
             raise ConfigError(
@@ -175,7 +180,10 @@ class PlayedTalk(PlayedSeat):
         try:
             ended = EndedMove(await environment.play(task, self))
         except Exception as error:
+            # An error of the environment ends the episode as it would in one process. CancelledError is no Exception:
+            # an episode that was dropped tells nothing.
             ended = EndedMove(error=portable(error))
+        # A state is sent again with the end, because the environment may have changed the object after it left it.
         self.tell(EndedMove(ended.stop, ended.error, self._left, self.account.made()))
 
 
@@ -223,6 +231,7 @@ class HostedEnvironments:
     async def moves(self, number: int) -> list[Move]:
         """Returns the moves of the episode since the last call; waits until there is one."""
         talk = self._talks[number]
+        # All moves since the last question go in one message.
         await talk.told.wait()
         talk.told.clear()
         moves, talk.moves = talk.moves, []
@@ -231,6 +240,7 @@ class HostedEnvironments:
     async def said(self, number: int, turn: int, said: Utterance) -> None:
         """A seat has spoken."""
         talk = self._talks.get(number)
+        # The turn may have been given up, or the episode dropped, while the words were on their way.
         waits = talk.turns.get(turn) if talk is not None else None
         if waits is not None and not waits.done():
             waits.set_result(said)

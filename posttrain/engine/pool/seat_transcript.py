@@ -45,6 +45,7 @@ class TalkAccount:
     def asks(self, seat: str | None) -> int:
         """A turn begins; returns its number at this seat."""
         turns = self._turns.setdefault(seat, [])
+        # Until it is heard it counts as given up: so a turn that never ends has the right entry already.
         turns.append(GIVEN_UP)
         return len(turns) - 1
 
@@ -63,6 +64,8 @@ class TalkAccount:
 
 def _digest(what: Any) -> bytes:
     """Returns the digest of plain data. Other values count by their type alone."""
+    # The same content must give the same digest on both sides, so addresses or versions of objects must not enter it.
+    # Lists and tuples are written alike.
     text = json.dumps(what, default=lambda x: type(x).__name__, skipkeys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
@@ -118,6 +121,7 @@ def same_account(
     Raises:
         InvariantError: it does not.
     """
+    # A seat that one side never used equals one to which nothing was written.
     nothing = SeatAccount(hashlib.blake2b(digest_size=8).hexdigest(), ())
     for seat in {**here, **(there or {})}:
         ours, theirs = here.get(seat, nothing), (there or {}).get(seat, nothing)

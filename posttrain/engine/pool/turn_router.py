@@ -47,6 +47,8 @@ def choose(tokens: int, engines: Sequence[EngineLoad]) -> int | None:
     if not ready:
         return None
     least = min(engines[i].busy for i in ready)
+    # A cached beginning saves a prompt at most, so it is worth a limited lead only: without the bound all turns of a
+    # long shared prompt would go to one engine.
     near = [i for i in ready if engines[i].busy - least <= CALLS_AHEAD * tokens]
     return min(near, key=lambda i: (-engines[i].cached, engines[i].busy, i))
 
@@ -71,6 +73,8 @@ class Beginnings:
         for length, digest in _blocks(ids):
             if digest in self._known:
                 found = length
+            # Each beginning was added together with its shorter ones, so the first unknown block ends the search. The
+            # last piece may be shorter than a block and is known only to the turn that had exactly these ids.
             elif length % BLOCK == 0:
                 break
         return found
@@ -85,5 +89,6 @@ def _blocks(ids: np.ndarray) -> Iterator[tuple[int, bytes]]:
     raw = np.ascontiguousarray(ids, np.int32)
     for start in range(0, len(raw), BLOCK):
         piece = raw[start : start + BLOCK]
+        # The digest runs on, so each one is of everything up to there, not of its block alone.
         whole.update(piece.tobytes())
         yield start + len(piece), whole.digest()

@@ -111,9 +111,12 @@ class HostedEngine:
         try:
             value = await getattr(self, method)(*given)
         except Exception as error:
+            # The cause is the engine's end, and not what this call raised because of it.
             if why := self._ended():
                 raise EngineEnded(why) from error
             raise
+        # Reports travel with answers, so they need no messages of their own. Turns are answered often, all other calls
+        # seldom.
         if method == "generate" and time.monotonic() - self._reported < REPORT_EVERY:
             return value, None
         self._reported = time.monotonic()
@@ -140,6 +143,7 @@ class HostedEngine:
                 the learner and back, between two steps of the engine.
         """
         begun = time.perf_counter()
+        # In a thread: reading and checking blocks, and the engine goes on with its turns meanwhile.
         tensors = await asyncio.to_thread(self._receiver.read, parcel)
         served = await self._engine.load(parcel.version, tensors)
         scores = None if probe is None else await self._engine.score(probe)
@@ -167,6 +171,7 @@ def memory() -> int:
 def portable(error: BaseException) -> BaseException:
     """The error where it can travel between processes as it is, else one with its words."""
     try:
+        # Both ways: an exception whose __init__ takes other arguments can often be written, and fails when it is read.
         pickle.loads(pickle.dumps(error))
         return error
     except Exception:
