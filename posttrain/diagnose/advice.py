@@ -82,11 +82,13 @@ class Case:
     @property
     def fell(self) -> bool:
         """True where the result became worse, surely or not."""
+        # A change that is a small part of what matters is neither a rise nor a fall.
         return self.change is not None and self.change < -0.2 * WORTH * self.width
 
     @property
     def moved(self) -> bool:
         """True where some step changed the weights."""
+        # A stage without a step says nothing about whether steps would move it.
         return self.s.updates > 0 or not self.s.steps
 
     @property
@@ -125,7 +127,10 @@ class Case:
         if g is None or not math.isfinite(g.high - g.low):
             return 100
         size = max(abs(g.mean), WORTH * self.width)
+        # The width of an interval falls with the root of the prompts; 20 % more for a gain that is smaller than it
+        # looked.
         need = g.prompts * ((g.high - g.low) / 2 / size) ** 2 * 1.2
+        # In fifties, since the number is an estimate.
         return min(int(math.ceil(need / 50) * 50), MOST_PROMPTS)
 
     @property
@@ -134,6 +139,7 @@ class Case:
         if self.by != "loss" or not (curve := self.s.heldout_losses):
             return None
         low, last = min(curve, key=lambda p: p[1]), curve[-1]
+        # Neither at the start, where nothing was trained, nor at the end, where it may still fall.
         return low if low[0] not in (0, last[0]) and last[1] > low[1] + WORTH else None
 
     @property
@@ -244,6 +250,7 @@ def _heldout(c: Case) -> Iterator[Advice]:
         if c.gain is not None and abs(c.gain.mean) < least:
             size += f", a {1 / WORTH:.0f}th of the range of rewards"
         told = f"hold more prompts out: about {wanted:,} would tell {size}"
+        # The data may not have as many prompts as would tell.
         few = most is not None and most < wanted
         told += f", and its data lets {most:,} be held out ({c.env_path}.heldout={most})" if few else ""
         yield Advice("more held out", "held out", told if few else f"{told} ({c.env_path}.heldout={wanted})")
@@ -259,19 +266,23 @@ def _heldout(c: Case) -> Iterator[Advice]:
 def _worse(c: Case) -> Iterator[Advice]:
     """What rules said, and the causes of a fall."""
     lr = f"{c.s.name}.optimizer.lr="
+    # A rate that a rule has computed from what it saw is better than a factor of three.
     if (c.still or c.word == "got worse") and any(lr in x for x in c.found):
         yield Advice("the rate that the rules name", "rules", "take the learning rate that the rules name")
     if (c.still or (c.word == "got worse" and c.by == "reward")) and c.found:
         yield Advice("what the rules saw", "rules", "do first what the rules say of its last steps")
     if c.word == "got worse" and c.by == "reward":
         at, score = c.best
+        # At a step between, and better than the start by a hundredth of the scale: else it was at no time better.
         if 0 < at < c.s.steps and score > c.curve[0][1] + 0.01 * c.width:
             text = f"it was best at step {at} ({number_text(score)}): take --checkpoint best, or stop there"
             yield Advice("best at a step", CAUSE, text)
+    # How far the training reward must have risen for it; under any other word it is not said.
     enough = {"did not learn": 0.05, "got worse": 0.02}.get(c.word, math.inf) * c.width
     if isinstance(c.s.stage, Reinforce) and c.by == "reward" and c.rose > enough:
         text = "its training reward rose and held-out did not: use more prompts, or fewer steps"
         yield Advice("learned by heart", CAUSE, text)
+    # With a named cause the rate is not to blame.
     if c.word == "got worse" and c.moved and not c.found and c.by_heart is None:
         yield Advice("slower", "rate", f"lower the learning rate: {c.rate(1 / 3)}")
 
@@ -279,6 +290,7 @@ def _worse(c: Case) -> Iterator[Advice]:
 def _flat(c: Case) -> Iterator[Advice]:
     """Causes of a stage that did not learn."""
     level, passed = c.one_level, None if c.s.graded else c.s.accuracy
+    # A reward that is one number for all answers has nothing to learn from, whatever the rate.
     if c.still and c.s.graded and level is not None and not c.found:
         text = f"every answer earned {level:g}: if the reward pays wrong answers as much, mend it; else use"
         yield Advice("one reward for all, of grades", CAUSE, f"{text} prompts of another difficulty")
@@ -290,6 +302,7 @@ def _flat(c: Case) -> Iterator[Advice]:
         yield Advice("never right", CAUSE, f"{text} mend the reward")
     if c.still and passed is not None and passed.before > 0.9:
         yield Advice("right before", CAUSE, f"it was right {passed.before:.0%} of the time before: use harder prompts")
+    # From here on the advice is to change the rate or the steps, which helps only a stage that moved.
     if not c.moved or c.found:
         return
     if c.fell and c.word in ("did not learn", "cannot be told"):
@@ -309,6 +322,7 @@ def _onward(c: Case) -> Iterator[Advice]:
     if c.still and isinstance(c.s.stage, Reinforce):
         yield Advice("read what it says", "look", f"{c.show()}  # read what it says, and what it is paid for")
     points = [x for _, x in c.curve]
+    # Near 1 there is nothing left to rise.
     full = not c.s.graded and bool(points) and points[-1] >= 0.97
     rising = len(points) >= 3 and points[-1] > points[-2] + 0.01 * c.width and not full
     if c.word == "learned" and c.by == "reward" and c.s.done and rising and c.longer:
@@ -317,6 +331,7 @@ def _onward(c: Case) -> Iterator[Advice]:
 
 def _rows(c: Case) -> Iterator[Advice]:
     """Of a stage that goes by pairs or by loss."""
+    # A stage that fell is not to go on for longer.
     unsure = c.word == "cannot be told" and not c.fell and bool(c.longer)
     if c.by == "pairs" and unsure:
         text = f"more steps, or more held-out pairs ({c.env_path}.heldout): {c.longer}"

@@ -41,6 +41,7 @@ def learned(of: RunOutcome) -> Learning:
             (f"{command_line('run', '--resume', of.folder)}  # takes its first steps",),
         )
     known = of.file.facts.get(PROMPTS)
+    # The prompts were counted in the run's own data, so they are no number of another stage's.
     prompts = known if isinstance(known, int) and known > 0 and of.run.env_of(last.stage) == of.run.env else None
     return stage_learned(of.run, last, str(of.folder), said_at_the_end(steps(of.folder), last), prompts)
 
@@ -51,6 +52,7 @@ IDLE = 0.25
 
 def said_at_the_end(record: Sequence[Step], s: StageOutcome) -> tuple[str, ...]:
     """Returns the messages of live rules in the last fifth of a stage's steps."""
+    # What rules said early may be long over.
     late = s.steps - max(1, s.steps // 5)
     return tuple(n.message for n in findings_of(record) if n.stage == s.name and n.steps[-1] > late)
 
@@ -70,6 +72,7 @@ def stage_learned(
 
     nothing = Case(run, s, folder, "cannot be told", "nothing", found=found, prompts=prompts)
     if s.unpaired or s.accuracy is None or s.reward is None or s.start is None or s.end is None:
+        # Nothing was paired. A stage may still be judged by pairs that it orders, or by rows that it makes likelier.
         if s.end is None and s.agreement is not None and s.agreement_before is not None and s.updates:
             return _ordering(nothing, s.agreement, s.agreement_before)
         if s.end is None and s.loss is not None and s.updates:
@@ -80,12 +83,15 @@ def stage_learned(
     width = high - low if s.graded else 1.0
     word, figures, beside = _word(gain, width), f"held-out {what} {_figures(s, gain)}", _beside(s)
     case = replace(nothing, word=word, by="reward", gain=gain, change=gain.mean, width=width)
+    # No update, no learning, whatever noise the two evaluations show.
     if s.steps and not s.updates:
         none = f"{s.name} did not learn: none of its {s.steps} steps changed the weights"
         return _answer(replace(case, word="did not learn"), none)
     paid = replace(case, word="paid more, not more often right")
+    # The reward rose and the share of right answers did not: paid for something else.
     if word == "learned" and _wants_right(run, s) and _word(s.accuracy, 1.0) in ("did not learn", "got worse"):
         return _answer(paid, f"{s.name} is paid more, but not more often right: {figures}{beside}")
+    # The proxy rose for sure, and neither of the measured figures did.
     if s.proxy is not None and s.proxy.low > 0 and max(gain.low, s.reward.low) <= 0:
         more = f"its reward pays {s.proxy.means} for held-out answers, gain {s.proxy}"
         return _answer(
@@ -110,6 +116,7 @@ def _wants_right(run: Run, s: StageOutcome) -> bool:
     counts as right is named."""
     env = run.env_of(s.stage)
     paid = [r for r in env.rewards if not r.measured and r.weight]
+    # Where nothing was ever right, the share of right answers tells nothing of the reward.
     ever = s.accuracy is not None and max(s.accuracy.before, s.accuracy.after) > 0
     return s.graded and ever and s.tells is not None and (s.tells.named or len(paid) + (env.name != "prompts") > 1)
 
@@ -127,6 +134,7 @@ def _ordering(nothing: Case, after: Score, before: float) -> Learning:
     """The answer for a stage whose data has pairs and no reward: it goes by the held-out pairs."""
     s, case = nothing.s, replace(nothing, by="pairs", change=after.mean - before)
     figures = f"it orders {after} of held-out pairs as they were judged, and {before:.3f} before"
+    # The interval of the later share alone, as the earlier one came without an interval.
     if after.low > before:
         return _answer(replace(case, word="learned"), f"{s.name} learned the pairs: {figures}")
     if after.high < before:
@@ -142,6 +150,7 @@ def _likelier(nothing: Case, gain: Gain) -> Learning:
         f" {perplexity(gain.before):.4g} -> {perplexity(gain.after):.4g}), change {gain}, over {gain.prompts}"
         f" row{'s' if gain.prompts != 1 else ''}"
     )
+    # A loss: lower is better, so the signs are turned round.
     if gain.high < 0:
         return _answer(replace(case, word="learned"), f"{s.name} learned: {figures}")
     if gain.low > 0:
@@ -154,6 +163,7 @@ def _word(gain: Gain, width: float) -> Word:
         return "learned"
     if gain.high < 0:
         return "got worse"
+    # An interval that holds 0: "did not learn" only where it also rules out a gain that matters.
     return "did not learn" if gain.high < WORTH * width else "cannot be told"
 
 

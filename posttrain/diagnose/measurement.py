@@ -50,6 +50,8 @@ def common_grades(*measured: Measurement | None) -> Grades | None:
 
 def common_scale(measured: Sequence[Measurement]) -> tuple[float, float]:
     """The ends of the scale that holds the outcomes of all."""
+    # With the episodes of all, one scale is read from all outcomes together. Else the wider of the known scales must
+    # do.
     if (both := common_grades(*measured)) is not None and all(m.grades is not None for m in measured):
         return both.scale
     return min(m.scale[0] for m in measured), max(m.scale[1] for m in measured)
@@ -61,4 +63,5 @@ def proxy_gain(before: Measurement, after: Measurement) -> Gain | None:
     if not before.proxy or not after.proxy:
         return None
     given = [*before.proxy.values(), *after.proxy.values()]
+    # Where every mean is equal the scale has no width, and 1 stands for it.
     return Gain.of(before.proxy, after.proxy, max(given) - min(given) or 1.0)

@@ -42,6 +42,7 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     if not finished:
         rest = [(command_line("show", folder), "read what it said so far")] if episode_files(folder) else []
         return _lines([(command_line("run", "--resume", folder), "go on from its last checkpoint"), *rest])
+    # The weights that the run ended with, which are what can be shown, exported or trained on.
     handed = next((s for s in reversed(run.stages) if s.hands_on), run.stages[-1])
     if not handed.leaves_policy:
         return _lines(_of_reward_model(run, folder, worse))
@@ -50,18 +51,21 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     out: list[tuple[str, str]] = []
     if run.env.judges:  # else nothing was sampled
         out.append((command_line("show", folder), "read what it said, and what it was paid"))
+    # Functions of a program that is gone cannot be named on a command line.
     alone = not any(is_inline(name) for name in (run.env.name, *(r.function for r in run.env.rewards)))
     if run.env.heldout and run.env.judges and alone:
         out.append((command_line("eval", folder, "--samples", "16"), "its held-out score on more samples"))
     if not worse:
         out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
     last = run.stages[-1]
+    # A stage with an end of its own (a time, or a rate that has run down to 0) gains nothing from more steps.
     open_end = isinstance(last, Reinforce) and last.hands_on and last.wall_time is last.time_of is None
     open_end = open_end and (last.optimizer.schedule == "constant" or last.optimizer.floor > 0)
     if open_end and alone and not worse:
         longer = command_line("run", "--resume", folder, f"{last.name}.steps={2 * last.steps}")
         out.append((longer, "go on for as many steps again"))
     if words is not None and not worse:
+        # The new seed replaces the user's own.
         kept = [w for w in overrides if _head(run, w) != "seed"]
         command = command_line("run", recipe, *kept, f"seed={run.seed + 1}")
         out.append((command, "the same with another seed: is the gain more than chance?"))
@@ -91,8 +95,10 @@ def _of_reward_model(run: Run, folder: Path, worse: bool) -> list[tuple[str, str
     if worse:
         return []
     words = _words(folder)
+    # A reward model's data come along as the policy's prompts; what was its reward does not.
     data = [w for w in (words[1] if words is not None else ()) if _head(run, w) in ("model", "env")]
     kept = [w for w in data if not w.startswith(("env.rewards", "rewards"))]
+    # Settings from a recipe are not among the words, so the two that a policy needs are taken from the run.
     given = (("model", run.model.path), ("env.prompts", run.env.prompts))
     kept = [*(f"{k}={v}" for k, v in given if v and not any(w.startswith(f"{k}=") for w in kept)), *kept]
     return [
@@ -125,6 +131,7 @@ def _words(folder: Path) -> tuple[str, list[str]] | None:
 def _head(run: Run, word: str) -> str:
     """Returns the part of a run that an override changes: `algorithm` for anything inside one, else the first word of
     its path."""
+    # An address that this version does not know is kept as it is.
     try:
         path = address(run, word.partition("=")[0].strip())
     except PosttrainError:

@@ -69,6 +69,7 @@ def reward_bench(right: Mapping[str, Sequence[bool]]) -> BenchScore:
         raise DataError(f"RewardBench has no subset {strange[0]!r}; {nearest(strange[0], known)}")
     parts: dict[str, float] = {}
     for name, weights in SECTIONS.items():
+        # Only subsets with data: a part of the benchmark gives the mean of what it has.
         there = {s: w for s, w in weights.items() if len(right.get(s, ()))}
         if there:
             each = math.fsum(w * float(np.mean(right[s])) for s, w in there.items())
@@ -85,6 +86,7 @@ def best_of_four(chosen: float, rejected: Sequence[float]) -> float:
     >>> best_of_four(0.7, [0.7, 0.2, 0.1]), best_of_four(0.6, [0.7, 0.2, 0.1])
     (0.5, 0.0)
     """
+    # A chosen completion that shares the maximum would be drawn as the best in one of so many cases.
     top = max(chosen, *rejected)
     return 1 / (1 + sum(x == top for x in rejected)) if chosen == top else 0.0
 
@@ -126,6 +128,8 @@ def ties(tied: Mapping[str, TiesPrompt], reference: Mapping[str, TiesPrompt]) ->
         raise DataError("RewardBench 2, Ties: no prompt is there in both versions, tied and reference")
     least = np.array([min(tied[p].gap, reference[p].gap) for p in both])
     spread = np.array([tied[p].spread for p in both])
+    # Where all correct ones score alike the ratio has its limit: +-inf by the sign of the gap, and 1, whose margin is
+    # 0.
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(spread > 0, least / spread, np.where(least == 0, 1.0, np.copysign(np.inf, least)))
     parts = {
@@ -177,6 +181,7 @@ class ProcessBenchScore:
             DataError: answers of one kind are missing, so that there is no mean of the two.
         """
         pairs = list(zip(truth, found, strict=True))
+        # The index must be the first wrong step itself; a later one counts as wrong.
         wrong = [t == f for t, f in pairs if t >= 0]
         right = [f == -1 for t, f in pairs if t < 0]
         if not wrong or not right:

@@ -74,9 +74,12 @@ def calibration(chosen: Sequence[float] | np.ndarray, rejected: Sequence[float] 
     gap = np.asarray(chosen, np.float64) - np.asarray(rejected, np.float64)
     if not len(gap):
         raise DataError("calibration needs at least one pair")
+    # sigmoid(|gap|): exp of a number below 0, so it cannot overflow.
     said = 1 / (1 + np.exp(-np.abs(gap)))
+    # Equal scores say nothing: half right.
     right = np.where(gap == 0, 0.5, (gap > 0).astype(np.float64))
     edges = np.linspace(0.5, 1.0, BINS + 1)
+    # A probability of exactly 1 lies on the last edge and belongs to the last bin.
     at = np.clip(np.digitize(said, edges) - 1, 0, BINS - 1)
     bins: list[ReliabilityBin] = []
     error = 0.0
@@ -84,6 +87,7 @@ def calibration(chosen: Sequence[float] | np.ndarray, rejected: Sequence[float] 
         own = at == i
         if own.any():
             bins.append(ReliabilityBin(edges[i], edges[i + 1], float(said[own].mean()), Score.of(right[own])))
+            # Weighted by pairs, so that a bin of few pairs moves the error little.
             error += float(own.sum()) * abs(float(said[own].mean()) - float(right[own].mean()))
     return Calibration(tuple(bins), error / len(gap))
 
@@ -120,11 +124,13 @@ def debias(scores: Sequence[float] | np.ndarray, features: Mapping[str, Sequence
         column = np.asarray(x, np.float64)
         if column.shape != y.shape or not np.all(np.isfinite(column)):
             raise DataError(f"feature {name!r}: give one finite number for each of the {len(y)} scores")
+        # A feature that does not vary explains nothing, and could not be divided by its deviation.
         if (size := float(column.std())) > 0:
             columns[name] = (column - column.mean()) / size
     if not len(y) or not columns:
         return Debiased(y.copy(), dict.fromkeys(features, 0.0), 0.0)
     design = np.stack(list(columns.values()), 1)
+    # Against centred scores and centred features no constant is fitted, so the mean stays.
     weights = np.linalg.lstsq(design, y - y.mean(), rcond=None)[0]
     left = y - design @ weights
     variance = float(y.var())
@@ -149,5 +155,6 @@ def rank_correlation(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.nd
 
 def _ranks(x: np.ndarray) -> np.ndarray:
     _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
+    # The ranks of n equal values are the n up to their end; each gets the mean of these.
     ends = np.cumsum(counts)
     return (ends - (counts - 1) / 2)[inverse]

@@ -42,8 +42,10 @@ def differing(runs: Sequence[Run], each: Sequence[Mapping[str, str]]) -> list[di
     """
     stages = [{s.name: f"{type(s).__name__.lower()}, {s.steps} steps" for s in run.stages} for run in runs]
     some = {n for of in stages for n in of if any(n not in other for other in stages)}
+    # A stage that some runs lack is one setting: its kind and its steps.
     each = [{**of, **{n: own.get(n, NONE) for n in some}} for of, own in zip(each, stages, strict=True)]
     names = [n for n in dict.fromkeys(n for of in each for n in of) if len({of.get(n, NONE) for of in each}) > 1]
+    # A number below a setting that one run lacks follows from the setting above it, so that one tells it.
     lacking = {n for n in names if any(n not in of for of in each)}
     told = [n for n in names if n not in lacking or not any(p in names for p in _above(n))]
     told.sort(key=lambda n: _weight(n, {s for of in stages for s in of}))
@@ -65,6 +67,7 @@ def _value(path: str, of: Mapping[str, str]) -> str:
 
 def _weight(path: str, stages: set[str]) -> int:
     head, _, rest = path.partition(".")
+    # The weight does not depend on what the stage is called.
     rest = rest if head in stages else path
     return next((i for i, known in enumerate(FIRST) if rest == known or rest.startswith(f"{known}.")), len(FIRST))
 
@@ -153,6 +156,7 @@ def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> Run
     paths = [Path(f) for f in folders]
     if len(paths) < 2:
         raise ConfigError("compare takes two runs or more: posttrain compare RUN RUN ...")
+    # One folder by two names: a run equals itself, and would seem to prove something.
     if len({p.resolve() for p in paths}) < len(paths):
         raise ConfigError("a run is given twice; compare it with another one")
     runs = [_measured(read_outcome(p), stage) for p in paths]
@@ -163,6 +167,7 @@ def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> Run
         if not all(by):
             told = [f"{r.of.folder} by {'held-out loss' if r.by_loss else 'what judges answers'}" for r in runs]
             raise ConfigError(f"these runs are measured differently ({'; '.join(told)}), so nothing can be paired")
+        # The mean over rows has to be the mean over tokens, which depends on which rows are shared.
         what, runs = "loss", [_over(r, shared) for r in runs]
     groups = _groups(runs)
     gains = tuple(_gain(groups[0], g, what, shared) for g in groups[1:])
@@ -180,6 +185,7 @@ def _values(run: ComparedRun, what: str) -> Mapping[Hashable, float]:
 
 
 def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
+    # The last stage whose weights the run goes on with, unless one is named.
     found = of.last
     if stage is not None:
         there = {s.name: s for s in of.stages}
@@ -190,6 +196,7 @@ def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
         return _by_loss(of, found)
     if found is not None and found.end is None and found.misordered:
         step, rows = [*found.misordered.items()][-1]
+        # Misordered is a loss: 1 less it is the share that is right.
         right: dict[Hashable, float] = {k: 1 - x for k, (x, _) in rows.rows.items()}
         score = Score.of([*right.values()])
         return ComparedRun(of, found, Measurement(found.name, step, score, score, False, right, right))
@@ -210,6 +217,7 @@ def _by_loss(of: RunOutcome, found: StageOutcome) -> ComparedRun:
     """A run by its last held-out loss."""
     step, last = [*found.likelihoods.items()][-1]
     nothing = Score(math.nan, math.nan, math.nan, 0)
+    # Negative, so that higher is better as for the other figures.
     rows: dict[Hashable, float] = {k: -nll / tokens for k, (nll, tokens) in last.rows.items()}
     return ComparedRun(of, found, Measurement(found.name, step, nothing, last.score, True, rows, rows), by_loss=True)
 
@@ -239,6 +247,7 @@ def _refuse(runs: Sequence[ComparedRun]) -> None:
     """ConfigError where figures of these runs mean different things."""
     first = runs[0]
     for other in runs[1:]:
+        # A file counts by its name: copies of one reward may lie at different places. `_notes` tells of it.
         if _rewards(first) != _rewards(other):
             raise ConfigError(
                 f"{first.of.folder} and {other.of.folder} are judged by different rewards, so their scores mean"
@@ -268,6 +277,7 @@ def _shared(runs: Sequence[ComparedRun]) -> list[Hashable]:
 def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
     """Runs with equal settings together, in the order in which they were given."""
     found: dict[str, list[ComparedRun]] = {}
+    # In the order given, so that A is what the user named first.
     settings = [settings_of(r.of.run) for r in runs]
     for run, of in zip(runs, settings, strict=True):
         found.setdefault(repr(sorted(of.items())), []).append(run)
@@ -300,13 +310,16 @@ def settings_of(run: Run) -> dict[str, str]:
 def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashable]) -> GroupGain:
     measured = [r.measured for g in (first, other) for r in g.runs]
     low, high = common_scale(measured)
+    # A difference of 0.01 nats is taken as 5 % of the scale, which is the bound for "the same" below.
     scale = SAME_LOSS / 0.05 if what == "loss" else 1.0 if what == "accuracy" else high - low
     each = _mean(first, what, prompts), _mean(other, what, prompts)
     over = Gain.free(*each) if what == "loss" else Gain.of(*each, scale)
     a, b = (_by_seed(g, what, prompts) for g in (first, other))
     seeds = over_seeds(a, b)
+    # Both kinds of doubt must be gone: other prompts, and other seeds.
     sure = [over, *([seeds] if seeds is not None else [])]
     word = "better" if all(x.low > 0 for x in sure) else "worse" if all(x.high < 0 for x in sure) else "cannot be told"
+    # "The same" needs an interval that lies within 5 % of the scale on both sides, not one that holds 0.
     if word == "cannot be told" and over.low > -0.05 * scale and over.high < 0.05 * scale:
         word = "the same"
     return GroupGain(other, over, seeds, a.keys() == b.keys() and seeds is not None, (len(a), len(b)), word)
@@ -314,6 +327,7 @@ def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashabl
 
 def _mean(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[Hashable, float]:
     """Each prompt with its mean over the group's seeds."""
+    # Each seed weighs the same, however many runs were made of it.
     weight = {seed: 1 / sum(r.seed == seed for r in group.runs) for seed in {r.seed for r in group.runs}}
     each = [weight[r.seed] / len(weight) for r in group.runs]
     return {p: math.fsum(w * _values(r, what)[p] for w, r in zip(each, group.runs, strict=True)) for p in prompts}
@@ -334,6 +348,7 @@ def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score 
     if min(len(first), len(other)) < 2:
         return None
     if first.keys() == other.keys():
+        # Runs of one seed share what depends on the seed alone, so their differences scatter less.
         d = np.array([other[seed] - first[seed] for seed in first])
         mean, error, freedom = float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d)), len(d) - 1.0
         half = student95(freedom) * error
@@ -344,6 +359,7 @@ def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score 
     error = math.sqrt(sum(parts))
     if error <= 1e-12:
         return None
+    # Welch: the variances of the groups need not be equal. Satterthwaite's degrees of freedom.
     below = sum(v * v / (len(x) - 1) for v, x in zip(parts, (a, b), strict=True))
     freedom = sum(parts) ** 2 / below
     half = student95(freedom) * error

@@ -107,6 +107,8 @@ class StageOutcome:
         """The bound of a right answer, where the share of right answers says something (`Grades.tells`)."""
         both = common_grades(self.start, self.end)
         if both is None:
+            # No episodes were recorded, so how outcomes are to be read is not known. The accuracy that the stage told
+            # is all.
             known = self.end is not None and bool(self.end.accuracy.known)
             return Right() if known or not self.graded else None
         return both.right if both.tells else None
@@ -131,6 +133,7 @@ class RunOutcome:
     @property
     def last(self) -> StageOutcome | None:
         """The stage that the run's verdict is about: the last one whose weights the run goes on with."""
+        # A stage that hands nothing on is a side path: the verdict of the run is not about it.
         return next((s for s in reversed(self.stages) if s.stage.hands_on), self.stages[-1] if self.stages else None)
 
     @property
@@ -154,6 +157,7 @@ def read_outcome(folder: Path | str) -> RunOutcome:
     out = [
         _stage(file.run, stage, [s for s in steps if s.stage == stage.name], reading, state.get(stage.name, {}))
         for stage in file.run.stages
+        # A stage counts as soon as it took a step or was measured. Later ones of a run that is cut are not there.
         if any(s.stage == stage.name for s in steps) or any(f.stage == stage.name for f in evaluations)
     ]
     return RunOutcome(folder, file, tuple(out))
@@ -166,6 +170,7 @@ def _state(folder: Path) -> dict[str, Mapping[str, Any]]:
         return {}
     with run_reader.damage_is_named(f"{found.folder}/state.json"):
         state = found.state
+        # Results are of stages that have ended. Of the one that was running there is only its progress.
         out: dict[str, Mapping[str, Any]] = {r["name"]: {**r, "done": True} for r in state["results"]}
         if (running := state.get("running")) is not None:
             stage = run_reader.run_file(folder).run.stages[state["stage"]]
@@ -177,8 +182,10 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
     done = bool(known.get("done"))
     taken = max((s.index for s in steps), default=0)
     start = reading.start(stage)
+    # While a stage is not done, its last measurement stays one of the step at which it was made.
     end = _still(stage, steps, start, reading.end(stage)) if done else reading.end(stage)
     with run_reader.damage_is_named("the state of the newest checkpoint"):
+        # Without recorded episodes the figures of the checkpoint remain, and no prompt can be paired.
         if end is None and done and known.get("reward"):  # no episodes were recorded
             end = Measurement(
                 stage.name,
@@ -195,10 +202,13 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         before = None if known.get("agreement_before") is None else float(known["agreement_before"])
         greedy = None if greedy is None else float(greedy)
         seconds = None if seconds is None else float(seconds)
+    # The ends are measured outside of any step's line, so they are put beside the curve of the lines.
     ends = {0: before, taken: agreement and agreement.mean}
     share = dict(_curve(steps, "heldout/agreement")) | {i: x for i, x in ends.items() if x is not None}
+    # After a kill the losses may be of steps that the record has lost.
     rows = {i: x for i, x in reading.losses(stage).items() if i <= taken}
     unpaired = _unpaired(run, stage, taken, start, end)
+    # A reward model that measured itself and told no agreement had held-out judgements that are all alike.
     if done and stage.eval and not stage.leaves_policy and run.env_of(stage).heldout and agreement is None:
         unpaired = NOTHING_ORDERED
     both = (start, end) if start is not None and end is not None and not unpaired else None
@@ -227,6 +237,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         agreement_before=before,
         agreements=tuple(sorted(share.items())),
         began=starts(run.stages, stage),
+        # A stage that reads judgements writes 0 or 1 of each pair in the same place where others write a loss.
         likelihoods={} if stage.judged else rows,
         misordered=rows if stage.judged else {},
     )
@@ -250,6 +261,7 @@ def _still(
     are not evaluated again."""
     last, taken = end or start, max((s.index for s in steps), default=0)
     since = [s for s in steps if s.index > (end.step if end is not None else 0)]
+    # A line without a count of updates does not show that nothing moved.
     if last is None or not stage.eval or not since or _updates(since) or "optim/steps" not in since[-1].gauges:
         return end
     return replace(last, stage=stage.name, step=taken)
@@ -281,6 +293,7 @@ def _with_ends(middle: Curve, start: Measurement | None, end: Measurement | None
 def _unpaired(run: Run, stage: Stage, taken: int, start: Measurement | None, end: Measurement | None) -> str:
     """Returns the reason why the stage's end cannot be compared with its start, prompt by prompt; '' where it can."""
     env = run.env_of(stage)
+    # The first reason is the one to remove first: no tasks, no measurement, no record, and only then what one lacks.
     if not env.heldout:
         return "no task is held out"
     if not stage.eval:
@@ -311,9 +324,12 @@ class _Reading:
     def start(self, stage: Stage) -> Measurement | None:
         """Returns the measurement of the weights that a stage started from: made before that stage, or at the end of
         the stage whose weights they are."""
+        # First its own measurement, then the end of the stage that it goes on from, then another stage's from the same
+        # weights.
         if (stage.name, 0) in self.files:
             return self._at(stage.name, 0)
         began = starts(self.run.stages, stage)
+        # Only under the same tasks and rewards: else the two figures are of different things.
         same = [s for s in self.run.stages if self.run.env_of(s) == self.run.env_of(stage) and s.name != stage.name]
         for other in same:
             if other.name == began and (found := self.end(other)) is not None:
@@ -342,12 +358,15 @@ def measurement(file: EpisodeFile) -> Measurement:
     columns = step_format.read_columns(file.path)
     with run_reader.damage_is_named(str(file.path)):
         meta: dict[str, list[dict[str, Any]]] = json.loads(columns["meta"].tobytes())
+        # Prompt, answer and extra columns together, as `Task.asked`: equal rows are one prompt of the interval.
         keys = [json.dumps([t["prompt"], t["answer"], t["info"]], sort_keys=True) for t in meta["tasks"]]
         paid: dict[Hashable, list[float]] = {}
         proxy: dict[Hashable, list[float]] = {}
         told = list[tuple[float | None, Right]]()
         for episode in meta["episodes"]:
             judged = [step_format.verdict_from_plain(v) for v in episode["verdicts"]]
+            # `figure` is there where something is measured and not paid. It is what the score is made of; what is paid
+            # is the proxy.
             reward = episode.get("figure", episode["reward"])
             told.append((reward, right_of(judged, episode.get("right_at"), "figure" in episode)))
             if reward is not None:
@@ -357,6 +376,7 @@ def measurement(file: EpisodeFile) -> Measurement:
         samplings = {json.dumps(meta["samplings"][i], sort_keys=True) for e in meta["episodes"] for i in e["samplings"]}
     means = {key: float(np.mean(values)) for key, values in paid.items()}
     grades = Grades.each(told)
+    # After all are read, since one rule holds for them all.
     right = {key: grades.right.share(values) for key, values in paid.items()}
     return Measurement(
         file.stage,

@@ -31,6 +31,7 @@ def components(episodes: Sequence[Episode]) -> Gauges:
             silent[f"abstained/{j.source}"] += j.counts and j.verdict.state is State.ABSTAIN
             if j.counts and j.verdict.score is not None:
                 own[j.source].append(j.verdict.score)
+        # A source that pays for turns has several scores in an episode: their sum is what the episode got of it.
         for source, given in own.items():
             scores[source].append(sum(given))
     found = {f"reward/{source}": Gauge.of(x) for source, x in sorted(scores.items())}
@@ -50,8 +51,10 @@ def ages(behind: np.ndarray, most: int) -> Gauges:
 
 def _lengths(credit: Credit, asked: Experience) -> Gauge:
     """Mean length of the policy's answers that have a gradient for the first time, over that of all that were asked."""
+    # Groups that are learned from again were counted in the step that played them.
     again = {id(g) for g in asked.replayed}
     trained = [c for g in credit.groups if id(g.group) not in again for c in g.episodes]
+    # Over all that were asked: a ratio away from 1 shows that what is learned from was chosen by its length.
     mean = Gauge.of([e.spoken for g in asked.played for e in g.episodes if e.own]).mean
     lengths = [c.episode.spoken for c in trained if c.episode.own and not c.dropped]
     return Gauge(Gauge.of(lengths).mean, mean) if lengths and mean else Gauge(0, 0)
@@ -62,6 +65,7 @@ def _solved(episodes: Sequence[Episode]) -> Gauge:
     no right one is named: rules that read it are about pass and fail."""
     judged = [e for e in episodes if e.figure is not None]
     right = judged[0].right if judged else Right()
+    # Outcomes that are not all 0 and 1 have no share of right ones, unless the user names what is right.
     told = right.named or not Grades.of([e.figure for e in judged if e.figure is not None], right).graded
     return Gauge.of([e.right.of(e.figure) for e in judged] if told else [])
 
@@ -69,6 +73,7 @@ def _solved(episodes: Sequence[Episode]) -> Gauge:
 def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
     """Gauges of a step's rollout and credit, with the groups that the filter refused."""
     played, refused, spare = asked.played, len(asked.refused), len(asked.spare)
+    # Demonstrations and opponents' episodes are not the policy's.
     episodes = [e for g in played for e in g.episodes if e.own]
     rewards = np.array([e.reward for e in episodes if e.reward is not None], np.float64)
     truths = np.array([e.truth for e in episodes if e.truth is not None], np.float64)
@@ -82,6 +87,7 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
         **merge(*(g.logged for g in played)),
         "rollout/reward": Gauge.of(rewards),
         "rollout/reward_std": Gauge(float(rewards.std()), 1) if len(rewards) else Gauge(0, 0),
+        # Absent, and not 0, where nothing is measured: rules ask whether the gauge is there.
         **({"rollout/truth": Gauge.of(truths)} if len(truths) else {}),
         "rollout/solved": _solved(episodes),
         "rollout/mixed": Gauge.of([g.mixed for g in played]),
@@ -90,10 +96,12 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
         "rollout/abstained": Gauge.of([e.reward is None and not failed(e.verdicts) for e in episodes]),
         "rollout/tokens": Gauge.of([e.spoken for e in episodes]),
         "rollout/truncated": Gauge.of([e.stop.cut for e in episodes]),
+        # The mean of -log p over tokens that were drawn from p has the entropy as its expectation.
         "rollout/entropy": Gauge.of(-np.concatenate(logp).astype(np.float64) if logp else np.zeros(0)),
         "rollout/aborted": Gauge(sum(g.aborted for g in played), len(episodes) + sum(g.aborted for g in played)),
         "rollout/groups": Gauge(len(credit.groups), 1),
         "rollout/refused": Gauge(refused, len(played)),
+        # Both are told as soon as one is not 0, so that a reader can relate them.
         **({"rollout/spare": Gauge(spare, len(played))} if refused or spare else {}),
         **ages(asked.behind(versions), len(asked.promised) - 1),
         **({"rollout/trained_length": _lengths(credit, asked)} if len(asked.promised) > 1 else {}),
@@ -111,6 +119,7 @@ def unjudged_words(played: Sequence[Group]) -> str:
     """
     episodes = [e for g in played for e in g.episodes]
     broken = sum(failed(e.verdicts) for e in episodes)
+    # What is measured has a figure even where no reward is paid.
     silent = sum(e.reward is None and e.figure is None and not failed(e.verdicts) for e in episodes)
     kinds = "; ".join(
         f"{name} x {n} ({why})" if why else f"{name} x {n}" for name, (n, why) in failures(played).items()

@@ -28,6 +28,7 @@ def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePrefe
     """The findings of all rules for this kind of stage at the end of its record so far."""
     if isinstance(stage, Rejection):
         rounds = [s for s in history if "reject/round" in s.gauges]
+        # Rounds tell of themselves at their first step; at others nothing new can hold.
         if not rounds or rounds[-1] is not history[-1]:
             return []
         return [Finding(n, said) for n, condition in ROUND_RULES.items() if (said := condition(rounds, stage))]
@@ -41,6 +42,7 @@ def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePrefe
 def _still(steps: Sequence[Step]) -> bool:
     """Returns whether these steps were measured and changed nothing that the policy says: where the policy is certain
     of every token, as under top_k=1, values alone may learn."""
+    # Where it was not measured nothing is known, so it does not count as still.
     return not any(known(steps, "policy/kl_step") or (1.0,))
 
 
@@ -48,6 +50,7 @@ def _still(steps: Sequence[Step]) -> bool:
 def old_policy_is_the_new_one(history: Sequence[Step], stage: Reinforce) -> str:
     """There are several optimizer steps on the same samples, but no token's log-prob differs from the start of the step
     by more than rounding."""
+    # With one optimizer step the policy is where it started whenever it is compared.
     if stage.optimizer_steps < 2:
         return ""
     recent = [
@@ -73,6 +76,7 @@ def reference_follows(history: Sequence[Step], stage: Reinforce) -> str:
     """The policy changes, but its distance to the reference is exactly 0."""
     distances = last(history, "policy/kl_reference", 4)
     moved = [s for s in history[-4:] if s.gauges["optim/steps"].sum >= 1 and s.gauges["optim/grad_norm"].mean > 1e-6]
+    # A reference that is the policy is at exactly 0. Even rounding would leave more.
     if len(distances) < 4 or len(moved) < 4 or any(distances) or _still(moved):
         return ""
     return (
@@ -118,9 +122,11 @@ def tool_is_dead(history: Sequence[Step], stage: Stage) -> str:
     if len(recent) < CALLS:
         return ""
     names = {n.removeprefix("tools/failed/") for s in recent for n in s.clock if n.startswith("tools/failed/")}
+    # One call that succeeds, in any of these steps, is enough for silence.
     dead = sorted(n for n in names if all(s.clock.get(f"tools/failed/{n}", 0.0) >= 1 for s in recent))
     if not dead:
         return ""
+    # Which of the two it is tells a user where to look.
     late = any(s.clock.get("tools/timeout", 0.0) > 0 for s in recent)
     why = "some ran out of time: its service may be down or slow" if late else "none ran out of time: it refuses them"
     return (

@@ -33,7 +33,9 @@ def data_notes(train: TaskSource, heldout: Sequence[Task], repeats: bool = False
     to come several times, as where several pairs have one."""
     if train.count is None:
         return []
+    # Read once, and up to a limit of time: notes may not hold up the start of a run.
     prompts = list(_read(train.task(i) for i in range(min(train.count, READ))))
+    # Rows that are learned whole have no prompt that could repeat.
     asked = [t for t in heldout if len(t.prompt)]
     return [*(() if repeats else repeated(prompts)), *leaked(prompts, asked)]
 
@@ -51,6 +53,7 @@ def _read(tasks: Iterable[Task]) -> Iterator[str]:
 def repeated(prompts: Sequence[str]) -> list[str]:
     """A note where many training prompts are repeats of others."""
     counts = Counter(prompts)
+    # Rows beyond the first of each prompt.
     extra = len(prompts) - len(counts)
     if not extra or extra < REPEATED * len(prompts):
         return []
@@ -64,6 +67,7 @@ def repeated(prompts: Sequence[str]) -> list[str]:
 
 def leaked(prompts: Sequence[str], heldout: Sequence[Task]) -> list[str]:
     """A note where held-out prompts are also trained on, up to case and white space. Equal ones stop the run."""
+    # Prompts that are equal to the letter stop the run elsewhere. Here are those that differ in case or blanks.
     train = set(prompts)
     twins = [t for t in heldout if written(t) in train]
     if not twins:
@@ -83,10 +87,12 @@ def notes(asked: Experience, credit: Credit, wanted: int) -> tuple[str, ...]:
             f"only {len(asked.groups)} of {wanted} groups passed the filter after asking for {len(asked.played)}; "
             "the tasks are too easy or too hard for this policy (raise refill, or change the tasks)"
         )
+    # By their text, so that rewards that differ by rounding are shown once.
     rewards = sorted(
         {f"{r:g}": float(r) for g in credit.groups for r in g.group.rewards}.items(), key=lambda row: row[1]
     )
     shown = ", ".join(text for text, _ in rewards[:4])
+    # No spread in any group is worse than one reward for all, so it is told first.
     if credit.groups and all(g.silent for g in credit.groups):
         out.append(f"no group has spread (all siblings agree; rewards seen: {shown}), so this step carries no credit")
     elif credit.groups and _one_reward(credit):

@@ -20,6 +20,7 @@ def kind_of(note: str) -> str:
     """The rule that a note comes from; of other notes their words, without numbers and what stands in brackets."""
     if note.startswith(RULE):
         return note.removeprefix(RULE).partition(":")[0]
+    # Numbers and brackets change from step to step; the words around them are the kind.
     return re.sub(r"\s+", " ", re.sub(r"\([^()]*\)|[-+]?\d[\d.,%]*", "", note)).strip()
 
 
@@ -68,6 +69,7 @@ def notes_of(steps: Iterable[Step]) -> list[RepeatedNote]:
         note = seen[0][1]
         is_rule = note.startswith(RULE)
         message = note.removeprefix(RULE).partition(": ")[2] if is_rule else note
+        # A step may have one kind of note several times, and counts once.
         out.append(RepeatedNote(stage, kind if is_rule else "", message, tuple(dict.fromkeys(i for i, _ in seen))))
     return out
 
@@ -87,6 +89,7 @@ class SaidOnce:
                 self._known.add(key)
                 out.append(note)
         if step.notes:
+            # Gauges and clock are not needed to count, and would be held until the end.
             self._seen.append(replace(step, gauges={}, clock={}))
         return out
 

@@ -30,12 +30,14 @@ CERTAIN = 0.02
 def better_lr(stage: Reinforce, distance: float) -> str:
     """The setting of a learning rate at which a step would change the policy by `GOOD`, from one that changes it by
     `distance`. At most 1000 times up or down."""
+    # The distance grows with the square of the rate, so the factor is the root of the ratio.
     factor = min(1e3, max(1e-3, (GOOD / max(distance, 1e-12)) ** 0.5))
     return f"{stage.name}.optimizer.lr={rounded(stage.optimizer.lr * factor)}"
 
 
 def warm(stage: Reinforce, step: Step) -> bool:
     """Returns whether the step had the whole learning rate."""
+    # During a warm-up steps are small on purpose.
     return (mean(step, "optim/lr") or 0.0) >= 0.99 * stage.optimizer.lr
 
 
@@ -51,23 +53,29 @@ def collapse(history: Sequence[Step], stage: Reinforce) -> str:
     (5 standard errors). Of grades, whose zero means nothing, "half" is the spread of the rewards that a step had."""
     if len(history) < 2 or (now := mean(history[-1], "rollout/reward")) is None:
         return ""
+    # The fall is seen in later steps: the rewards of a step are played before its update.
     for i in range(max(0, len(history) - 4), len(history) - 1):
         far, was = (
             mean(history[i], "policy/kl_step") or 0.0,
+            # With that step: its own rewards were played before its update.
             average(known(history[max(0, i - 4) : i + 1], "rollout/reward")),
         )
         if far >= FAR and was - now > _half(history, was):
             return _collapsed(history, stage, was, now, f"after step {history[i].index}", far)
+    # The two last steps are the fall. At least six before them are needed for a scatter.
     before = known(history[:-2], "rollout/reward")[-12:]
     fallen = last(history, "rollout/reward", 2)
     if len(before) < 6 or len(fallen) < 2:
         return ""
+    # Around the mean of what was before, and both of the last two steps must be below it by the bound.
     was = average(before)
     scatter = (sum((x - was) ** 2 for x in before) / (len(before) - 1)) ** 0.5
     far = max(known(history[-4:], "policy/kl_step"), default=0.0)
     if was - max(fallen) >= max(5 * scatter, _half(history, was)):
         return _collapsed(history, stage, was, now, f"after step {history[-3].index}", far)
+    # A slow fall never stands out of its own scatter, so the trend is asked.
     slow = trend(history, "rollout/reward", 12)
+    # The later of the two must hold too: a trend whose last steps rise again is no collapse.
     if slow is None or slow.sure > -5 or slow.before - max(slow.after, *fallen) < _half(history, slow.before):
         return ""
     return _collapsed(history, stage, slow.before, slow.after, f"within {slow.steps} steps", far)
@@ -77,6 +85,7 @@ def _half(history: Sequence[Step], was: float) -> float:
     """The fall of a reward that is a collapse: half of it; of grades the largest spread that a step's rewards had."""
     if graded(history):
         return max(known(history, "rollout/reward_std"), default=0.0) or float("inf")
+    # A reward near 0 cannot fall by anything that can be told from noise.
     return 0.5 * was if was > 0.02 else float("inf")
 
 
@@ -89,6 +98,7 @@ def _collapsed(history: Sequence[Step], stage: Reinforce, was: float, now: float
             f" large. Lower the learning rate first: {better_lr(stage, far)}"
         )
     else:
+        # No distance is to blame, so the advice is a rate that is lower by the root of 20.
         why = (
             f"No step was large (at most {far:.2g} nats a token), so look at what changed in rewards or data first."
             f" Then lower the learning rate: {better_lr(stage, 20 * GOOD)}"
@@ -102,6 +112,7 @@ def _collapsed(history: Sequence[Step], stage: Reinforce, was: float, now: float
 @rule
 def update_too_large(history: Sequence[Step], stage: Reinforce) -> str:
     """Two of the last three steps change the policy by more than 0.75 nats a token each."""
+    # Two of three, since one large step may come of an unusual batch.
     far = [s for s in history[-3:] if (mean(s, "policy/kl_step") or 0.0) >= FAR]
     if len(far) < 2 or collapse(history, stage):
         return ""
@@ -121,8 +132,10 @@ def update_too_small(history: Sequence[Step], stage: Reinforce) -> str:
     token, though less than nine in ten answers are right: a policy that is sure and right has little to change."""
     recent = history[-STILL:]
     near = last(history, "policy/kl_step", STILL)
+    # Only steps that had credit and the whole rate: others are small for a good reason.
     if not near or max(near) >= NEAR or not all(warm(stage, s) and mean(s, "credit/advantage_abs") for s in recent):
         return ""
+    # With hardly any group that differs there is no credit to move by, whatever the rate.
     if (
         min(last(history, "optim/grad_norm", STILL), default=0.0) <= 1e-6
         or average(last(history, "credit/silent", 8)) > 0.9
@@ -157,10 +170,13 @@ def entropy_collapses(history: Sequence[Step], stage: Reinforce) -> str:
     of grades, the reward is no higher than at first."""
     began, now = first(history, "rollout/entropy", 3), last(history, "rollout/entropy", 6)
     solved = average(last(history, "rollout/solved", 6))
+    # Without an update the entropy follows the prompts of the step.
     if not any(known(history, "optim/steps")):  # nothing was learned, and prompts differ
         return ""
+    # Both an absolute and a relative bound: some tasks have little entropy from the start.
     if not began or not now or max(now) >= min(CERTAIN, 0.1 * average(began)) or solved > 0.8:
         return ""
+    # A policy that becomes right becomes sure. That is what training is for.
     if (risen := trend(history, "rollout/reward", 12)) is not None and risen.sure > 3:
         return ""
     rewards = (average(first(history, "rollout/reward", 3)), average(last(history, "rollout/reward", 6)))
@@ -187,7 +203,9 @@ def length_drifts(history: Sequence[Step], stage: Reinforce) -> str:
     if not began or not now or reward is None or reward.sure > 1 or broken(history):
         return ""
     was, is_ = average(began), average(now)
+    # Longer alone may be what the task asks for; running into the limit is not.
     longer = min(now) >= 2 * was and cut_now >= cut_then + 0.25
+    # From four tokens on: shorter answers have nothing to lose.
     shorter = max(now) <= 0.4 * was and was >= 4
     if not longer and not shorter:
         return ""

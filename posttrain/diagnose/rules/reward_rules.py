@@ -42,10 +42,13 @@ EXACT = 0.05
 def reward_is_constant(history: Sequence[Step], stage: Reinforce) -> str:
     """Every answer of the first six steps and of the last six has the same reward, and it is not 0."""
     began, now = first(history, "rollout/reward", SAME), last(history, "rollout/reward", SAME)
+    # A constant reward of 0 has other rules: too hard, or cut off before the answer.
     if not began or not now or now[-1] == 0 or max((*began, *now)) - min((*began, *now)) > 1e-9:
         return ""
+    # Equal means may come of groups that differ within.
     if any(mean(s, "rollout/mixed") != 0 for s in (*history[:SAME], *history[-SAME:])):
         return ""
+    # Where rewards are grades a cut or endless answer often has the least one. The cause is named instead.
     if graded(history) and (cut_off_before_the_answer(history, stage) or never_stops(history, stage)):
         return ""
     causes = (
@@ -64,6 +67,7 @@ def reward_is_constant(history: Sequence[Step], stage: Reinforce) -> str:
 def siblings_agree(history: Sequence[Step], stage: Reinforce) -> str:
     """Finds, where rewards are grades, that for six steps the siblings earn the same in nine of ten groups."""
     silent, rewards = last(history, "credit/silent", SAME), last(history, "rollout/reward", SAME)
+    # Where outcomes are pass or fail, `too_hard` and `too_easy` tell the two cases apart.
     if not graded(history) or not silent or not rewards or average(silent) < 0.9 or broken(history):
         return ""
     if reward_is_constant(history, stage) or too_hard(history, stage) or never_stops(history, stage):
@@ -87,6 +91,7 @@ def too_hard(history: Sequence[Step], stage: Reinforce) -> str:
     if not solved or not silent or average(solved) > HARD or average(silent) < 0.9 or _moved(history):
         return ""
     rewards = last(history, "rollout/reward", SAME)
+    # With most answers cut off the limit is at fault. A reward that moves has something to learn from.
     if cut >= MOST_CUT or not rewards or max(rewards) - min(rewards) > 0.1:
         return ""
     return (
@@ -104,6 +109,7 @@ def too_easy(history: Sequence[Step], stage: Reinforce) -> str:
     no spread."""
     began, solved = first(history, "rollout/solved", 3), last(history, "rollout/solved", SAME)
     silent = average(last(history, "credit/silent", SAME))
+    # Easy from the first steps on. A policy that has become right has learned, which is no fault.
     if not began or not solved or min(average(began), average(solved)) < EASY or silent < 0.66:
         return ""
     if reward_is_constant(history, stage):
@@ -117,6 +123,7 @@ def too_easy(history: Sequence[Step], stage: Reinforce) -> str:
 
 def _moved(history: Sequence[Step]) -> bool:
     """Returns whether the policy was better or a step broke it: then tasks and limits are not at fault."""
+    # A few right answers at the start show that the tasks can be solved.
     return broken(history) or average(known(history[:3], "rollout/solved")) > 3 * HARD
 
 
@@ -129,8 +136,10 @@ def cut_off_before_the_answer(history: Sequence[Step], stage: Reinforce) -> str:
     cut, solved = last(history, "rollout/truncated", 4), last(history, "rollout/solved", 4)
     silent = min(last(history, "credit/silent", 4), default=0.0)
     poor = silent >= 0.9 if graded(history) else max(solved, default=1) <= 0.05
+    # A special token in the middle of cut answers tells of a wrong stop id, which has a rule of its own.
     if len(cut) < 4 or min(cut) < MOST_CUT or not poor or _past_an_end(history):
         return ""
+    # Where answers were not cut off at first, the policy has grown longer, and the limit is not at fault.
     if _moved(history) or average(known(history[:3], "rollout/truncated")) < 0.5 * MOST_CUT:
         return ""
     return (
@@ -165,6 +174,7 @@ def _past_an_end(history: Sequence[Step]) -> bool:
 def reward_without_quality(history: Sequence[Step], stage: Reinforce) -> str:
     """The reward rises (by 3 standard errors) while one of its sources falls by 5, and by a third or more."""
     reward = trend(history, "rollout/reward", 12)
+    # 3 standard errors for the rise and 5 for the fall: the fall of a source is the evidence.
     if reward is None or reward.sure < 3:
         return ""
     names = sorted({n for n in history[-1].gauges if n.startswith("reward/")})
@@ -193,12 +203,16 @@ def reward_without_truth(history: Sequence[Step], stage: Stage) -> str:
     """Finds that the outcome that is measured and not paid has fallen from its best six steps to the last six, by 5
     standard errors and a tenth, while the reward rose by 3 standard errors from the same steps to these."""
     steps = running(history)
+    # Trends need steps without a hole, which are those that have followed one another up to now.
     seen = [s for s in steps if mean(s, "rollout/truth") is not None and mean(s, "rollout/reward") is not None]
+    # The last step must have both, else the finding would be of an earlier one.
     if len(seen) < 3 * BEST or seen[-1] is not history[-1]:
         return ""
     truth, paid = known(seen, "rollout/truth"), known(seen, "rollout/reward")
+    # The best block may not overlap the last one: a fall is between two separate means.
     at = max(range(len(seen) - 2 * BEST + 1), key=lambda i: average(truth[i : i + BEST]))
     (best, now), fallen = ends(truth, at, BEST)
+    # From the same steps to the same steps, so that both tell of one time.
     (before, after), rise = ends(paid, at, BEST)
     if best - now < max(5 * fallen, 0.1 * scale(seen, "rollout/truth", best)) or after - before < 3 * rise:
         return ""
@@ -226,9 +240,11 @@ def reward_outruns_truth(history: Sequence[Step], stage: Stage) -> str:
     paid, truth = trend(history, "rollout/reward", 24), trend(history, "rollout/truth", 24)
     if paid is None or truth is None or mean(history[-1], "rollout/truth") is None:
         return ""
+    # Truth near 1 cannot rise as the reward does, so its standstill is no sign.
     if paid.sure < 5 or paid.gain < 0.25 * scale(history, "rollout/reward", paid.before) or EASY < truth.before <= 1:
         return ""
     most = STAYS * scale(history, "rollout/truth", truth.before)
+    # The upper end of the truth's rise must be small: a standstill that noise may hide is not told.
     if truth.gain + 3 * truth.error > most or reward_without_truth(history, stage):
         return ""
     return (
@@ -247,14 +263,18 @@ def heldout_falls(history: Sequence[Step], stage: Stage) -> str:
     measured = [
         (s, s.gauges["eval/reward"]) for s in history if "eval/reward" in s.gauges and s.gauges["eval/reward"].count
     ]
+    # Only at a step that was measured, so that the note stands where the figure is new.
     if len(measured) < 2 or measured[-1][0] is not history[-1]:
         return ""
     (now, e_now), (best, e_best) = measured[-1], max(measured, key=lambda m: m[1].mean)
     tasks = min(e_now.count, e_best.count)
+    # The variance of one task: m (1 - m) of a share, with a floor, since a share near 0 or 1 is not that sure.
     square = max(0.25 * min(1.0, 4 * e_best.mean * (1 - e_best.mean)), 0.02)
     if graded(history):
+        # Of grades the spread of single rewards is the best guess of it. Without one the error is infinite: no finding.
         square = max(known(history, "rollout/reward_std"), default=0.0) ** 2 or float("inf")
     error = (2 * square / tasks) ** 0.5
+    # From shortly before the best evaluation on, so that the rise is of the same time as the fall.
     reward = trend([s for s in history if s.index >= best.index - 2], "rollout/reward", 6)
     if e_best.mean - e_now.mean < 3 * error or reward is None or reward.sure < 3:
         return ""
@@ -271,11 +291,14 @@ def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
     """The reward has not risen in 30 steps or more, and noise does not hide a rise: the error of its change is below a
     twentieth of it. The likely causes are named in order."""
     seen = trend(history, "rollout/reward", FLAT)
+    # With nearly all answers right a flat reward is no fault. A gain of half its error already counts as a rise.
     if seen is None or average(last(history, "rollout/solved", SAME)) > 0.85 or seen.gain > 0.5 * seen.error:
         return ""
+    # Rules with a definite cause come first: this one lists likely causes, and is silent where another has spoken.
     if (
         broken(history)
         or siblings_agree(history, stage)
+        # An error as large as a twentieth of the reward hides the rise of a policy that learns slowly.
         or seen.error > EXACT * _level(history, seen)
         or too_hard(history, stage)
     ):
@@ -294,6 +317,7 @@ def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
 def _level(history: Sequence[Step], seen: Trend) -> float:
     """Returns the size with which the error of a change of the reward is compared: the reward where it is a share, and
     for grades two standard deviations, which is about the mean of a share."""
+    # Rewards below 0 or above 1 have no zero to hold an error against.
     highest = max(abs(seen.before), abs(seen.after))
     spread = 2 * scale(history, "rollout/reward", highest)
     return min(highest, spread) if all(0 <= x <= 1 for x in known(history, "rollout/reward")) else spread
@@ -302,6 +326,7 @@ def _level(history: Sequence[Step], seen: Trend) -> float:
 def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:
     """Returns the reasons why the reward may not rise, the likeliest first, by the gauges of the last steps. Each says
     what to change."""
+    # The last eight steps: what is wrong now, and not what the stage began with.
     gauge = {
         n: average(known(history[-8:], n))
         for n in ("rollout/truncated", "rollout/solved", "credit/silent", "policy/kl_step", "canary/mute_sources")
@@ -331,6 +356,7 @@ def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:
         out.append(
             f"a step changes the policy by {far:.1g} nats a token, too much to go anywhere ({better_lr(stage, far)})"
         )
+    # Last what can always be, and what no gauge shows.
     return [
         *out,
         "the reward does not depend on what the policy can change (look at rewards beside answers: posttrain show RUN)",

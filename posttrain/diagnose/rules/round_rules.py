@@ -24,6 +24,7 @@ def kept_completions_collapse(rounds: Sequence[Step], stage: Rejection) -> str:
     """The different completions kept of a prompt fall to less than 40 % of the variety of the stage's first round,
     where that had at least 1.5 a prompt."""
     seen = known(rounds, "reject/distinct")
+    # Compared beyond 1: a kept prompt has one completion at least, however little variety is left.
     if len(seen) < 2 or seen[0] < VARIOUS or seen[-1] - 1 >= LEFT * (seen[0] - 1):
         return ""
     start = "" if stage.method.weights == "start" else f" begin each round anew with {stage.name}.method.weights=start,"
@@ -43,6 +44,7 @@ def fewer_prompts_are_covered(rounds: Sequence[Step], stage: Rejection) -> str:
     if len(seen) < 2:
         return ""
     best, now = max(seen[:-1], key=lambda g: g.mean), seen[-1]
+    # The variances of two shares; the last term keeps the error above 0 where both are 0 or 1.
     error = (sum(g.mean * (1 - g.mean) / g.count for g in (best, now)) + 1 / (best.count * now.count)) ** 0.5
     if now.mean >= FALLEN * best.mean or best.mean - now.mean < SURE * error:
         return ""
@@ -57,6 +59,7 @@ def fewer_prompts_are_covered(rounds: Sequence[Step], stage: Rejection) -> str:
 def nothing_is_kept(rounds: Sequence[Step], stage: Rejection) -> str:
     """Two rounds in a row keep nothing."""
     kept = [g.sum for s in rounds[-2:] if (g := s.gauges.get("reject/covered")) is not None]
+    # What was kept of hinted or regenerated answers is kept too.
     others = [mean(s, f"reject/{how}") or 0.0 for s in rounds[-2:] for how in ("hinted", "regenerated")]
     if len(kept) < 2 or any(kept) or any(others):
         return ""

@@ -94,10 +94,12 @@ def scale(history: Sequence[Step], name: str, was: float) -> float:
     steps' means."""
     values = known(history, name)
     shares = all(0 <= x <= 1 for x in values)
+    # Of a share 0 means that nothing is right, so a change can be held against the share itself.
     if shares and not graded(history):
         return abs(was)
     measured = known(history, f"{name}_std")
     groups = known(history, "rollout/groups")  # siblings are alike: a step has as many values that differ
+    # A step's mean scatters by the spread of single values over the root of their number, which is multiplied out here.
     count = average(groups or [s.gauges[name].count for s in history if mean(s, name) is not None])
     spread = average(measured) if measured else (scatter(running_values(history, name)) * count) ** 0.5
     return min(abs(was), spread) if shares else spread
@@ -110,6 +112,7 @@ def running_values(history: Sequence[Step], name: str) -> list[float]:
 
 def scatter(values: Sequence[float]) -> float:
     """The variance of single values, from the differences of neighbours, so that a drift does not count as noise."""
+    # A drift enters a difference of neighbours only with one step of it. Each squared difference is twice the variance.
     return average([(y - x) ** 2 for x, y in pairwise(values)]) / 2
 
 
@@ -130,6 +133,7 @@ class Trend:
     @property
     def sure(self) -> float:
         """The gain in standard errors."""
+        # Without scatter every change is sure.
         return self.gain / self.error if self.error > 0 else (0.0 if self.gain == 0 else float("inf") * self.gain)
 
     @property
@@ -140,6 +144,7 @@ class Trend:
 def running(history: Sequence[Step]) -> list[Step]:
     """The steps that follow one another up to now."""
     steps = list(history)
+    # The history has the first steps and the last: what lies before the hole between them is no part of a trend.
     for i in range(len(steps) - 1, 0, -1):
         if steps[i].index != steps[i - 1].index + 1:
             return steps[i:]
@@ -148,12 +153,14 @@ def running(history: Sequence[Step]) -> list[Step]:
 
 def ends(values: Sequence[float], at: int, count: int) -> tuple[tuple[float, float], float]:
     """The means of `count` values from `at` on and of the last `count`, and the standard error of their difference."""
+    # Each of the two means has the variance scatter / count.
     return (average(values[at : at + count]), average(values[-count:])), (scatter(values) * 2 / count) ** 0.5
 
 
 def trend(history: Sequence[Step], name: str, least: int) -> Trend | None:
     """The trend over the steps that follow one another up to now; None where fewer than `least` have the gauge."""
     values = running_values(history, name)
+    # Thirds of fewer than six steps would be single values.
     if len(values) < max(least, 6):
         return None
     (before, after), error = ends(values, 0, len(values) // 3)
