@@ -94,6 +94,7 @@ def keeping_contracts(run: Run, serving: ServedSampler) -> ServedSampler:
         for stage in run.stages:
             if stage.contract is not None:
                 stage.contract.for_training(serving.sampler.keeps_sets)
+    # Whatever it is: an engine holds processes, threads and memory, and nobody else knows of it yet.
     except BaseException:
         serving.close()
         raise
@@ -111,6 +112,7 @@ def make_opponent(
     """
     if not isinstance(run.engine, Embedded):
         raise ConfigError(_ONE_MODEL)
+    # Drafts are of the policy's own text, and the timeline is the first engine's.
     how = replace(run.engine, lookup=0, draft=None, timeline=False)
     if share == 1:
         return embedded_engine(run, how, replace(policy, module=reference, lora=None), text)

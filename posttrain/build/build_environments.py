@@ -39,6 +39,8 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
             hints(env)
         if isinstance(stage, Rejection) and stage.method.regenerate is not None:
             for reward in config.rewards:
+                # A completion from the middle of an answer is judged by the environment alone; a model that pays would
+                # make the two unequal. One that only scores steps pays nothing.
                 if reward.judge_run or reward.steps != "score":
                     raise ConfigError(stage.judged_alone(reward.function))
         if stage.judged is not None and isinstance(env, PromptsEnv) and (why := misread(env.rows[0], env)):
@@ -62,6 +64,7 @@ def _margins(stage: Preference | RewardModel, rows: Sequence[DataRow]) -> None:
     """DataError for the first pair without a margin, where the loss reads the margins of pairs."""
     without = [r for r in rows if r.judged is not None and r.judged.kind == "pair" and r.judged.margin is None]
     if isinstance(stage, RewardModel):
+        # A reward model needs the margins of all pairs, or of none: with none at all it learns without them.
         reads, off = stage.margin and len(without) < len(rows), "margin=false"
     else:
         reads, off = stage.algorithm.reads_margin, "algorithm.margin=none"
@@ -82,6 +85,7 @@ def make_environment(run: Run, objects: RuntimeObjects = RuntimeObjects()) -> En
 def own_environments(run: Run, env: Environment, objects: RuntimeObjects = RuntimeObjects()) -> dict[str, Environment]:
     """The environments of stages that have their own, by the stage's name. Equal configurations share one object,
     also with `env`."""
+    # Two stages with equal settings must have the same object: tasks, held-out split and caches are then the same too.
     built: list[tuple[Env, Environment]] = [(run.env, env)]
     out: dict[str, Environment] = {}
     try:
@@ -96,6 +100,7 @@ def own_environments(run: Run, env: Environment, objects: RuntimeObjects = Runti
             out[stage.name] = found
             check_environment(found, [stage], stage.env)
     except BaseException:
+        # The first is the caller's.
         for _, one in built[1:]:
             one.close()
         raise

@@ -47,6 +47,7 @@ def generative_judge(
         ConfigError: the run did not learn to judge; or the meta reward model has another tokenizer.
     """
     folder = Path(reward.judge_run).expanduser()
+    # Its environment is made for the judging alone, and may be code: of a folder from elsewhere it is refused.
     own = admitted(folder, parts=("env", "model"), allow=False)
     judging, sampling = _judging(own, reward.judge_run), _sampling(own)
     policy = kept_policy(folder, allow=False)
@@ -101,6 +102,7 @@ def _judging(own: Run, path: str) -> Judging:
     try:
         found = declared(environment).judging
     finally:
+        # Only its declaration was wanted.
         environment.close()
     if found is None:
         raise ConfigError(

@@ -32,6 +32,7 @@ def beside(run: Run, learner: HFLearner, config: Optimizer) -> tuple[HFLearner, 
     """A second model that trains, with its optimizer: a copy of the learner as it is now. Weights that never train are
     shared."""
     policy = learner.policy.twin()
+    # The copy took over gradients too, if there were any.
     policy.module.zero_grad(set_to_none=True)
     second = HFLearner(
         policy, gradient_checkpointing=run.model.checkpointing, offload_activations=run.model.offload_activations

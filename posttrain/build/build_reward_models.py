@@ -81,6 +81,7 @@ class RewardModels:
         Raises:
             ConfigError: a path is no reward model, or one whose context is too short.
         """
+        # A reward may have several models, of stages among them. It judges only when all of its stages are done.
         asked = [r for r in env.rewards if r.by_model and bool(r.stages) is (trained is not None)]
         out: list[ModelJudge] = [
             self._generative(r) if r.judge_run else self._judge(r) for r in asked if set(r.stages) <= set(trained or ())
@@ -110,6 +111,7 @@ class RewardModels:
         return made
 
     def _judge(self, reward: Reward) -> RewardModelJudge | StepJudge:
+        # Loaded once for all rewards and stages that name it.
         members = tuple(self._member(path) for path in reward.models)
         name = "+".join(m.name for m in members)
         default = RESOLUTIONS[self._run.model.dtype]
@@ -225,6 +227,7 @@ def stage_policy(folder: Path, stage: str, trust: bool = False, beside: Policy |
             weights, which are in memory once.
     """
     run = run_file(folder).run
+    # The weights beneath the adapter are those of the policy: a second copy of a large model would not fit.
     if beside is not None and beside.lora is not None:
         found = beside.beside(beside.lora, run.seed)
     else:
@@ -269,6 +272,8 @@ def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
         found = read_reward_model(path, replace(run.model, compile=False, gradient_checkpointing="none"))
     _frozen(found)
     name = folder.resolve().name if folder.is_dir() else path
+    # Only with the same tokenizer and template do the policy's ids mean the same text; else the conversation is written
+    # anew.
     alike = (found.tokenizer_digest, found.template_digest) == (policy.tokenizer_digest, policy.template_digest)
     if alike and found.context < policy.context:
         raise ConfigError(

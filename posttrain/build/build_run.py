@@ -136,7 +136,11 @@ def make_policy(
     alphabets: list[str | None] = [declared(e).alphabet for e in (env, *others.values())]
     known = alphabets[0]
     if others:
+        # A tokenizer that is built must write the tasks of all environments. Where one does not declare its characters,
+        # it has bytes.
         known = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
+    # In this order: the copy in the run's own folder, which stays where the other run is gone; a branch's source; and
+    # only then a model that is read or built.
     policy = begun_with(own, run) if own is not None else blank
     if policy is None and run_source(run.model.path) is not None:
         policy = open_policy(run.model, run.seed)
@@ -148,6 +152,7 @@ def make_policy(
         here = [s for s in run.stages if others.get(s.name, env) is one]
         check_prompts(run, one, policy, here)
         check_judgements(run, one, policy, here)
+    # The digest in the folder is of the model that the run began with, so it says nothing of another one.
     if own is not None and run.model == run_file(own).run.model:
         same_base(own, policy)
     return with_reward_head(run, policy)
@@ -155,6 +160,7 @@ def make_policy(
 
 def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
     """A frozen model (teacher or named reference) from a directory or hub id. It must share the policy's tokenizer."""
+    # The policy's dtype and device, but none of what is attached to it: a reference is read as it lies there.
     other = open_policy(replace(run.model, path=path, context=None, lora=None, quantize=None), run.seed, policy.context)
     if other.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
@@ -193,6 +199,7 @@ def opponent_of(
     engine = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
     sleepers.add(engine)
     probe, forget = probe_ids(policy), forgetting(engine)
+    # With share 1 no weight of the policy is in it, so nothing has to follow.
     follows = None if share == 1 else Sync(roles.learner, engine, probe, run.model.dtype, forget=forget)
     return Opponent(engine, follows)
 
@@ -229,7 +236,10 @@ def make_roles(
     if run.model.router_replay != "none":
         refuse_replay(policy.module)
     renderer = Renderer(cast("Any", policy.tokenizer), policy.stop_ids, policy.context, run.model.history)
+    # Over ranks the engine comes first and takes its copy of whole weights: the learner then cuts those of the policy
+    # in place.
     serving = placed_engine(run, policy, renderer.decode, say, lead.by_rows) if lead is not None else None
+    # Directly before the learner is made, so that its random numbers do not depend on what was drawn before.
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = own_learner(run, policy) if lead is None else lead_learner(run, policy, lead)
     serving = serving or placed_engine(run, policy, renderer.decode, say)
@@ -246,6 +256,7 @@ def make_roles(
             if isinstance(judge, GenerativeJudge | GenerativeStepJudge):
                 judge.close()
 
+    # An engine in another process installs weights while this one computes its half of the checks.
     away = None if isinstance(engine, EmbeddedEngine) else turns_reach
     sync = Sync(learner, engine, probe_ids(policy), run.model.dtype, elsewhere=away, forget=forgetting(engine))
     return PolicyRoles(learner, engine, renderer, rollout, sync, close)
@@ -259,6 +270,7 @@ def forgetting(engine: Sampler) -> Callable[[], None]:
 def probe_ids(policy: Policy) -> np.ndarray:
     """int32 [CANARY] ids spread over the vocabulary, the same for every run of a model."""
     rows = read_out(policy.module).weight.shape[0]
+    # Multiples of a prime, which visit ids all over the vocabulary.
     return (np.arange(1, min(CANARY, policy.context) + 1) * 7919 % rows).astype(np.int32)
 
 
@@ -266,6 +278,7 @@ def _own_rollout(
     run: Run, stage: Stage, models: RewardModels, rollout: Rollout, env: Environment, elsewhere: PlacedEnvironments
 ) -> Rollout:
     own = run.env_of(stage)
+    # Equal rewards share the judges, so that no reward model is in memory twice.
     judges = rollout.judges if own.rewards == run.env.rewards else models.judges(own)
     return replace(
         rollout,
@@ -308,6 +321,8 @@ def _compile(learner: HFLearner, policy: Policy, say: Callable[[str], None]) -> 
 def _check_optimizers(run: Run, parameters: list[str]) -> None:
     """ConfigError for a pattern that fits no parameter, or an optimizer whose package is not installed."""
     for stage in run.stages:
+        # A stage without a value or reward head has no gradient for it, so a pattern that fits only a head fits nothing
+        # there.
         read = [n for n in parameters if not n.startswith(HEADS) or n.startswith(stage.heads)]
         check_patterns(stage.optimizer, parameters, f"{stage.name}.optimizer", read)
         if stage.optimizer.kind == "adamw8bit":

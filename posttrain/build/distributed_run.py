@@ -73,6 +73,8 @@ def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[
     `lead.by_rows`."""
     if run.model.path is None:
         return None, ()
+    # From cheap to dear: what the settings say, what config and tokenizer say, what the files hold, and what other
+    # ranks see. Each doubt ends in the way that always works: rank 0 reads the whole model.
     if why := _why_whole(run, lead.parallel):
         return None, (f"note: {SENT}: {why}",)
     try:
@@ -82,12 +84,14 @@ def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[
     if strange := blank.files.strange(blank.module):
         named = f"{', '.join(strange[:3])} is in its files under another name, or not at all"
         return None, (f"note: {SENT}: {named}",)
+    # Ranks may be on several machines, whose folders of one name hold other files.
     seen = lead.all(together.see_files, str(blank.files.folder.resolve()))
     if others := [rank for rank, digest in enumerate(seen) if digest != seen[0]]:
         where = f"rank {others[0]} does not see the same files in {blank.files.folder}"
         return None, (f"note: {SENT}: {where}",)
     lead.by_rows = True
     whole = _who_is_whole(run)
+    # An engine in this process needs a whole copy anyway, so the policy is loaded as always.
     return None if whole == OWN_ENGINE else blank, (
         f"each rank reads its rows of {run.model.path}; whole copies: {whole}",
     )
@@ -158,6 +162,7 @@ class RankStart:
         use_threads(self.threads)
         use_deterministic(self.deterministic)
         PLANTED.enter_context(faults.planted(self.fault))
+        # As on rank 0 (`make_roles`), so that all ranks draw the same numbers.
         torch.manual_seed(seeds.torch_seed(self.seed, "torch"))
         policy = self.policy if isinstance(self.policy, Policy) else blank_policy(self.policy, self.seed)
         made(state, policy, self.digest, LEARNERS[self.parallel][1], state.ranks, **self.how)
@@ -165,6 +170,7 @@ class RankStart:
 
 def made(state: RankState, policy: Policy, digest: str, make: Callable[..., L], *given: Any, **how: Any) -> L:
     """The learner of a rank, as `make` makes it, in its state."""
+    # Before the learner, which cuts the weights of the policy: references are filled into this empty copy.
     state.mould = EmptyModule(policy)
     if isinstance(policy, BlankPolicy):
         learner = read_rows(policy, state.ranks, make, *given, digest=digest, **how)
@@ -187,15 +193,21 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
     if options.world is None:
         yield None
         return
+    # Unwound from the end: the orders end, so ranks that wait leave by themselves; then the group is destroyed; then
+    # processes that still live are killed.
     with ExitStack() as closing:
         if under_torchrun():
             closing.enter_context(ending_with_parent(LAUNCHER))
+            # torchrun has started all ranks already; the key that signs their messages is one that each finds by its
+            # user.
             world, processes, key, store = torchrun_world(), None, users_key(), torchrun_store(options)
+            # The others wait for this word as long as rank 0 checks the run (`follow`), and only then begin to meet.
             store.set(HERE.format(0), "1")
         else:
             world = options.world
             told = {"replicas": options.replicas}
             processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds, told)
+            # Before the meeting, which may fail with processes that wait for it.
             closing.callback(processes.close, kill=True)
             store, key = processes.store, processes.key
         local, gone = processes is not None, str if processes is None else processes.gone
@@ -211,6 +223,7 @@ def follow(options: RankOptions) -> int:
     """A process of torchrun that is not rank 0: do what rank 0 orders; returns the exit code."""
     with ending_with_parent(LAUNCHER):
         store = torchrun_store(options)
+        # Without the time-out of exchanges: rank 0 comes when it has checked the run and made its environments.
         store.wait([HERE.format(0)], LONG)
         if store.get(HERE.format(0)).decode() == END:
             return 0
@@ -232,6 +245,7 @@ def torchrun_store(options: RankOptions) -> Store:
 
 def rank_threads(run: Run, options: RankOptions) -> int:
     """Threads of each rank: those of the run, or an equal share of this machine's cores."""
+    # Of torchrun only the ranks on this machine share its cores.
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else options.world or 1
     return run.threads or max(1, cores() // here)
 
@@ -258,6 +272,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
     if run.model.router_replay != "none":
         how["replays"] = True
     given = here(run.model) if lead.by_rows else policy
+    # By it the rows that all ranks have read are compared with this policy.
     digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.by_rows else ""
     told = (run.seed, torch.get_num_threads(), run.deterministic, faults.named(run.fault), digest, lead.parallel, how)
     start = RankStart(given, *told)
@@ -267,6 +282,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
         raise EngineError(
             f"the model cannot be sent to another process ({type(error).__name__}: {error}): leave out --nproc"
         ) from error
+    # Inside the order, since building a learner over ranks exchanges: all must do it at once.
     with lead.ordered("build the learner", (begin_rank, (sent,))):
         mine = blank_policy(run.model, run.seed) if lead.by_rows else policy
         return made(lead.state, mine, digest, LEARNERS[lead.parallel][0], lead, **how)

@@ -56,6 +56,7 @@ def target_run(
     base = model_run(target)
     run = dotted.apply(base, list(overrides))
     given = given_paths(base, overrides) | {"model"}
+    # Only what this command reads is chosen: settings of training would be told and never used.
     ready = for_model(run, given, trained=not was_built(run.model.path), only=(*parts, "threads", "slots", "sampling"))
     for line in ready.lines:
         say(line)
@@ -69,6 +70,7 @@ def _changed(folder: Path, run: Run) -> Iterator[str]:
         RunFolderError: the model that it began with is such a file, and the weights are read over it.
     """
     for c in changed_files(folder, run):
+        # The checkpoint is read over the model beneath: with another one there it would be another policy.
         if c.path == "model.path":
             raise RunFolderError(
                 f"{folder} holds what was learned over another model. {c.line} since the run began. Put it back as it"
@@ -86,6 +88,7 @@ def run_and_checkpoint(target: str | Path, checkpoint: str) -> tuple[str | Path,
     source = run_source(target)
     if source is None or is_run(target):
         return target, checkpoint
+    # `last` is the option's default, so it says nothing.
     if checkpoint not in ("last", source[1]):
         raise ConfigError(f"{target} is a checkpoint, and --checkpoint {checkpoint} names another: keep one of them")
     return source
@@ -125,6 +128,7 @@ def keep_policy(book: RunFolder, policy: Policy) -> None:
     from posttrain.engine.files.policy_files import write_config
 
     path = book.run.model.path
+    # No model directory has these weights: the run built them, or another run made them, whose folder may be deleted.
     base = policy.lora is not None and (path is None or run_source(path) is not None)
     book.beside(TOKENIZER, policy.tokenizer.save_pretrained)
     book.beside(MODEL, lambda folder: write_config(policy, folder, base))
@@ -142,6 +146,7 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
 
     found = run_file(folder)
     stops: Any = found.facts.get("stop_ids")
+    # These entries decide which model the weights are read into; a change of others is told elsewhere.
     strange = [n for n in found.edited if n in ("run.model", "stop_ids", *DIGESTED)]
     if strange:
         raise RunFolderError(
@@ -151,6 +156,7 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
     try:
         policy = kept(found.run.model, folder / MODEL, folder / TOKENIZER, stops)
     except DataError as error:
+        # There is nothing else to read: what such a run began with is in its folder alone.
         if found.run.model.path is None or run_source(found.run.model.path) is not None:
             raise
         try:

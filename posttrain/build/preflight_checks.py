@@ -50,6 +50,7 @@ async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
         InvariantError: prompts, verifier or split are not what they claim to be.
         DataError: the data cannot be read.
     """
+    # By identity: stages that share an environment are tested once.
     settings = {id(s.environment): s for s in map(parts.setting, parts.run.stages)}
     notes = [note for s in settings.values() for note in await _prove(parts, s, tokenizer)]
     pairs = [(parts.setting(s).environment, parts.other_environments(s)) for s in parts.run.stages]
@@ -125,6 +126,8 @@ def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Ta
             continue  # here special tokens in the text are encoded as text; the model's own tokenizer does not do that
         got = np.asarray(setting.rollout.dialogue(task.id).see(task.prompt)).tolist()
         if isinstance(task.prompt, str):
+            # What the tokenizer writes, without special tokens at its end: a prompt may begin with some, and must not
+            # end. Where the text itself begins with a special token, none needs to be added.
             full, bare = (
                 tokenizer(task.prompt)["input_ids"],
                 tokenizer(task.prompt, add_special_tokens=False)["input_ids"],
@@ -171,6 +174,7 @@ async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
         return
     for task, right in gold.known(tasks):
         wrong = [gold.wrong(task)] if gold.wrong is not None else []
+        # Two wrong answers: one that looks right, where the environment gives it, and silence.
         for turns in (*wrong, ("",) * len(right)):
             own = await _own_verdict(env, gold.verdict, task, turns)
             if own.score != 0.0 and not (gold.pays_parts and own.score is not None and own.score < 1):
@@ -186,6 +190,7 @@ async def rewards_tell(env: Environment, tasks: Sequence[Task]) -> list[str]:
     gold = env.abilities.gold
     if gold is None or env.abilities.vouched or not env.abilities.judges:
         return []
+    # By the answer: tasks of different answers, so that one task's right answer is wrong for the next one.
     known = [(t, a) for a, t in {turns[0]: t for t, turns in gold.known(tasks) if len(turns) == 1}.items()][:ANSWERS]
     if len(known) < ANSWERS:
         return []
@@ -207,6 +212,7 @@ async def _won_without_answers(
     """Compares right answers, in the first form that tells them from those of other tasks, with texts that are none."""
     for form in SHAPES.values():
         said = [form.format(a) for a in answers]
+        # Each task gets its own answer, and then that of the next one.
         right, wrong = await earned(said), await earned([*said[1:], said[0]])
         if np.all(right < wrong):
             return ["rewards may be inverted: right answers earn less than wrong ones. Try them: posttrain check"]
@@ -234,6 +240,7 @@ async def _own_verdict(
     """
     played = await _play(env, task, turns)
     own = await verdict(played)
+    # A verifier that fails now and then is no reason not to begin, as it is none in a rollout.
     for _ in range(JUDGE_RETRIES):
         if own.state is not State.FAILED:
             break
@@ -270,6 +277,7 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
         return True
     env = setting.environment
     gold = env.abilities.gold
+    # Known right answers lead furthest into an episode. A script of neutral texts shows the form of observations too.
     turns = (gold.right(task) if gold is not None and env.abilities.vouched else None) or (_probe_text(render),) * TURNS
     chat, dialogue = not isinstance(task.prompt, str), setting.rollout.dialogue
     talk = _ScriptedTalk(render, dialogue(task.id), turns, Sampling(), chat=chat, task=task.id)
@@ -279,6 +287,7 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
     try:
         async with asyncio.timeout(PLAYED):
             await env.play(task, talk)
+    # What was played so far has shown what the template does.
     except (_ScriptEnded, TimeoutError):
         pass
     except PosttrainError:
@@ -341,6 +350,8 @@ def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> list
     compared when a step asks for them. A note where the environment's key tells tasks apart that are the same.
     """
     same = sameness(env)
+    # By the environment's own key, which decides; as written, for tasks of other environments; and by prompt and
+    # answer, which shows a key that tells equal tasks apart.
     held = {same(t): t.id for t in env.heldout}
     elsewhere = {as_written(t): t.id for other in others for t in other.heldout}
     asked = {as_asked(t): t.id for t in env.heldout if t.answer is not None}

@@ -49,6 +49,7 @@ def _check_stage(run: Run, setting: str, env: Env, name: str) -> None:
             f"{setting}=model:{STAGE}{name}: {known}. Name such a stage, or a directory with a reward model: model:PATH"
         )
     names = [s.name for s in run.stages]
+    # Labels of steps come from the truth where there is one, so such a stage may sample before the model is trained.
     before = [s for s in run.stages[: names.index(name)] if not isinstance(s, StepLabeling)]
     early = [s.name for s in before if s.contract is not None and run.env_of(s) == env]
     if early:

@@ -75,6 +75,7 @@ class EngineParts:
     def __call__(self) -> Sampler:
         use_threads(self.threads)
         use_deterministic(self.run.deterministic)
+        # vLLM for CPU would bind the threads of all engines to the same cores. A user's own word stays.
         os.environ.setdefault(BINDING, "nobind")
         PLANTED.enter_context(faults.planted(self.fault))
         policy = self.policy or load_policy(self.run.model, None, self.run.seed)
@@ -102,6 +103,7 @@ def placed_engine(
     """
     if isinstance(run.placement, Local):
         return make_engine(run, policy, text, own)
+    # Refused here, before processes start: there an error would come late, and from several at once.
     if not isinstance(run.engine, Embedded):
         check_vllm(run, run.engine, policy)
     pool = engine_pool(run, run.placement, policy, say)
@@ -117,6 +119,7 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
     """
     check_machine(placement)
     threads, fault = placement.cores or torch.get_num_threads(), faults.named(run.fault)
+    # This process has no weights to send: each engine reads the model by itself, by an absolute path.
     if isinstance(policy, BlankPolicy):
         parts = EngineParts(_for_engine(replace(run, model=here(run.model))), None, threads, fault)
     else:
@@ -130,6 +133,8 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
 
     begin, end = _hosts(placement, start, threads)
     exact = run.deterministic or run.exact
+    # From here on processes and shared memory exist. What was begun is ended if a later line raises; `pop_all` drops
+    # that once the pool is there, which closes them itself.
     with contextlib.ExitStack() as failed:
         failed.callback(end)
         sender = ParcelSender(_carrier(placement), deltas=placement.delta)
@@ -159,6 +164,7 @@ def _carrier(placement: Processes) -> Carrier:
         return FolderCarrier(Path(placement.folder))
     temporary = tempfile.TemporaryDirectory(prefix="posttrain-weights-")
     carrier = FolderCarrier(Path(temporary.name))
+    # The folder lives as long as its carrier, and goes also where nobody closes it.
     weakref.finalize(carrier, temporary.cleanup)
     return carrier
 
@@ -180,6 +186,8 @@ def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, C
 
         return actor, close
 
+    # Each engine gets cores of its own from the upper end, and this process keeps what is left. An engine that is begun
+    # anew under a number gets the cores of that number.
     have = sorted(os.sched_getaffinity(0), reverse=True) if placement.cores else []
     apart = [frozenset(have[i * placement.cores : (i + 1) * placement.cores]) for i in range(placement.engines)]
 
@@ -204,12 +212,14 @@ def _pin(cores: Collection[int]) -> None:
     """Pins this process to cores. The kernel pins one thread at a time; threads that begin later have the cores of the
     threads that began them."""
     for thread in os.listdir("/proc/self/task"):
+        # A thread may end between the listing and the call.
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)
 
 
 def _for_engine(run: Run) -> Run:
     """The settings that an engine reads. The stages are left out, because they may hold classes of the user's files."""
+    # A run needs a stage; this one is never read there.
     nothing = Supervised(name="none", style="answer", steps=1)
     return replace(run, stages=(nothing,), env=Env(), placement=Local(), trackers=())
 
@@ -287,6 +297,7 @@ def _pool(
     engine: Sampler,
     say: Callable[[str], None],
 ) -> EnvironmentPool:
+    # An environment belongs to the first stage that plays it; its settings are how another process makes it again.
     configs = [next((run.env_of(s) for s in run.stages if others.get(s.name, every[0]) is e), run.env) for e in every]
     made = tuple(_sent(config, e) for config, e in zip(configs, every, strict=True))
     start = pickle.dumps(EnvironmentStart(EnvironmentParts(made, run.seed, named(run.fault))), pickle.HIGHEST_PROTOCOL)
@@ -320,6 +331,8 @@ def _sent(config: Env, env: Environment) -> Env | Environment:
     Raises:
         ConfigError: it cannot be sent.
     """
+    # What a name describes is made again there. An object of the program is sent itself, where another process can
+    # import its class from a file.
     if not is_inline(config.name) and not is_inline(config.prompts):
         return replace(config, rewards=(), measured=False)
     try:

@@ -119,6 +119,7 @@ class Wandb:
             self._run: Any = wandb.init(
                 project=variable("WANDB_PROJECT", PROJECT),
                 name=variable("WANDB_NAME", folder.name),
+                # The same id after a resume, so that W&B continues the run instead of beginning one.
                 id=variable("WANDB_RUN_ID", _identity(where)),
                 resume="allow",
                 dir=variable("WANDB_DIR", str(where)),
@@ -130,6 +131,7 @@ class Wandb:
             ) from error
         self.where = _wandb_place(getattr(self._run, "url", None), Path(variable("WANDB_DIR", str(where))))
         for stage in run.stages:
+            # Each stage counts its steps from 1, and W&B's own step may never fall.
             self._run.define_metric(f"{stage.name}/step")
             self._run.define_metric(f"{stage.name}/*", step_metric=f"{stage.name}/step")
 
@@ -215,6 +217,7 @@ class GuardedTracker:
         try:
             call()
         except Exception as error:
+            # Once and for all: a service that is away would cost its time-out at every step.
             self._failed = True
             tell(
                 f"tracker {self._name} failed and is left out from here on (steps.jsonl has everything): {error!r}",

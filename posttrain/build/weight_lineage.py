@@ -37,6 +37,8 @@ CHECKPOINT = re.compile(r"\d+-(?P<stage>[\w-]+)-(?P<step>\d+)")
 
 def stage_of(run: Run, checkpoint: Checkpoint) -> tuple[Stage, int | None]:
     """The stage that the weights come from, and the step after which they were kept; None: its end."""
+    # The name says stage and step for a checkpoint inside a stage. At the end of one the step is 0, and the number of
+    # stages that are done tells which weights it holds: those of the last one that handed them on.
     found = CHECKPOINT.fullmatch(checkpoint.name)
     stage = next((s for s in run.stages if found and s.name == found["stage"]), run.stages[-1])
     step = int(found["step"]) if found else 0
@@ -52,6 +54,7 @@ def stage_of(run: Run, checkpoint: Checkpoint) -> tuple[Stage, int | None]:
 def stages_to(run: Run, last: Stage) -> list[Stage]:
     """The stages that made the weights, first to last."""
     out, here = [last], last
+    # Backwards: a stage may start from another one than the one before it.
     while (before := starts(run.stages, here)) in {s.name for s in run.stages}:
         here = run.stage(before)
         out.append(here)
@@ -147,6 +150,7 @@ def tasks_digest(environment: Environment, info: bool = False) -> str:
     h = hashlib.blake2b(digest_size=16)
     rows: Any = declared(environment).rows or ()
     for row in rows:
+        # Lines in a fixed form (`_text`), so that the digest is the same in each process and on each machine.
         h.update(_text((row.task.prompt, row.task.answer, row.completion)))
         if row.judged is not None:
             h.update(_text(row.judged))
@@ -277,6 +281,7 @@ def _parent_is_there(folder: Path, found: RunFile) -> None:
     try:
         there = run_file(where)
         held = next((c for c in scan(where) if c.name == origin.get("checkpoint")), None)
+    # The other run is damaged or cannot be read: then nothing can be compared, and this folder has all that it needs.
     except (PosttrainError, OSError):
         return
     if there.identity != origin.get("identity") or held is None:
