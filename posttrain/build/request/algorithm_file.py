@@ -44,6 +44,8 @@ def reward_algorithm(given: str | AnyAlgorithm) -> Algorithm:
 def without_algorithm(overrides: Sequence[str], handed: UserObjects) -> tuple[list[str], UserObjects]:
     """The overrides without `algorithm=path.py:NAME` and `STAGE.algorithm=path.py:NAME`, which are handed to the run as
     objects."""
+    # A word with a colon names a file: such an algorithm is an object, and an override can only hold names. All other
+    # words stay overrides.
     files, rest = dict[str, tuple[str, AnyAlgorithm]](), list[str]()
     for text in overrides:
         name, _, word = (part.strip() for part in text.partition("="))
@@ -61,6 +63,7 @@ def check_same(folder: Path, stored: Run, handed: UserObjects) -> None:
     """ConfigError where a run goes on with another algorithm than it was begun with."""
     used = list(algorithms_of(stored.stages).values())
     for given in (handed.algorithm, *(a for _, a in handed.files.values())):
+        # By equality, not by name: the steps so far were taken by these numbers.
         if given is not None and given not in used:
             raise ConfigError(
                 f"{folder}: the algorithm {given.name!r} that was given is not the one that the run was begun"

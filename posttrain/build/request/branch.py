@@ -54,6 +54,8 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
             return run, {}
         lora = goes_on(run.model.lora, saved.lora, f"model={run.model.path}")
         return replace(run, model=replace(run.model, lora=lora)), {}
+    # From here the run begins with another run. `last` becomes the checkpoint's own name, since that run may go on and
+    # then has another last one.
     folder, which = source
     checkpoint, found = find(folder, which), run_file(folder)
     refuse_reward_model(
@@ -73,6 +75,7 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
     }
     path = str(folder / "checkpoints" / checkpoint.name)
     there = found.run.model.lora
+    # An adapter that was trained goes on with its own settings; weights without one may get a new adapter.
     lora = run.model.lora if there is None else goes_on(run.model.lora, there, f"model={folder}")
     quantize = run.model.quantize if there is None else found.run.model.quantize
     if run.model.quantize not in (None, quantize):
@@ -86,6 +89,7 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
 
 def was_built(path: str | Path | None) -> bool:
     """True where the weights at a path go back to a model that a run built, over any number of branches."""
+    # A folder may be written to name itself, so the line is followed for so many runs at most.
     for _ in range(MOST):
         source = run_source(path)
         if source is None:
@@ -114,9 +118,13 @@ def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
     assert source is not None
     checkpoint = find(*source)
     before = run_file(source[0]).run.model
+    # The source is rebuilt as it was, with its own adapter and its own rounding, and its weights are read into that.
+    # Only then may a new adapter come over it.
     then = before.lora
     asked = replace(model, lora=then, quantize=before.quantize)
     try:
+        # All weights that trained are in the checkpoint. The frozen ones beneath an adapter are in the folder where it
+        # keeps them, or in the model that the run was given.
         if then is None or before.path is None or (source[0] / MODEL / BASE).exists():
             policy = kept_in(source[0], asked, most)
         else:

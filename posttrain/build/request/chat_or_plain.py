@@ -39,6 +39,7 @@ def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list
             continue  # the other form cannot be written with this tokenizer, so the model cannot know it
         if len(pairs) == PAIRS or sum(len(s.ids) for pair in pairs for s in pair) > TOKENS:
             break
+    # Too few for a standard error that means anything.
     if len(pairs) < 4:
         return []
     here, there = (_logps(parts, [p[i] for p in pairs]) for i in (0, 1))
@@ -62,6 +63,8 @@ def clearly_better(here: np.ndarray, there: np.ndarray) -> bool:
     """True where answers are likelier in the other form by more than chance, by the log-probs of each a token."""
     gain = there - here
     error = float(gain.std(ddof=1)) / len(gain) ** 0.5
+    # Three bounds at once: a difference that matters, one that is large against the distance itself, and one above
+    # chance.
     return bool(gain.mean() >= max(BETTER, -SHARE * here.mean(), SURE * error))
 
 
@@ -96,4 +99,5 @@ def _logps(parts: RunParts, segments: Sequence[Segment]) -> np.ndarray:
     """float64 [pairs]: mean log-prob of an answer's tokens."""
     packed = Packed.of(segments)
     logp = parts.learner.score(packed).astype(np.float64)
+    # One answer, one number: else long answers would count more than short ones.
     return np.bincount(packed.segment_M, weights=logp) / np.bincount(packed.segment_M)

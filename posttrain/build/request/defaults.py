@@ -92,6 +92,8 @@ class Choices:
         return {path: choice for path, choice in out.items() if not self._is_given(path)}
 
     def _is_given(self, path: str) -> bool:
+        # A given group, such as an optimizer, gives all settings below it. `model` and `env` are names of what is
+        # loaded, and leave their further settings open.
         return any(path == g or path.startswith(f"{g}.") for g in self.given if g not in ("model", "env"))
 
     def _lr(self, kind: type[Stage]) -> Choice:
@@ -143,6 +145,7 @@ class Choices:
         )
         if rows is not None and rows < wanted:
             wanted, why = rows, f"the data has {rows:,} rows"
+        # A multiple of `minibatches`, into which the groups of a step are cut.
         yield "prompts", (max(cut, wanted // cut * cut), why)
         yield "siblings", (SIBLINGS, "usual for a prompt; more where few answers are right")
         yield "steps", (STEPS, f"shows whether it learns; --resume RUN {stage.name}.steps=N goes on")
@@ -155,6 +158,8 @@ class Choices:
         imitated = any(isinstance(s, Supervised) and s.style == "completion" for s in self.run.stages)
         longest = self.data.longest_completion if self.data is not None and imitated else 0
         most, why = ANSWER, "room to reason; most answers end earlier"
+        # A token has about four characters in English: half of the characters leaves room for twice the longest
+        # completion.
         if longest:
             most = max(128, _power(longest // 2))
             why = f"the longest completion has {longest:,} characters"
@@ -196,6 +201,7 @@ class Choices:
         context = self.run.model.context or longest or min(self.size.positions or USUAL, USUAL)
         free = self.free
         micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(False))
+        # Not even one of the longest sequences fits into a pass.
         if micro < context and self.where.accelerated:
             out["model.gradient_checkpointing"] = ("full", "saves memory: a pass is computed twice")
             micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(True))
@@ -205,11 +211,14 @@ class Choices:
             out[f"{stage.name}.micro_tokens"] = (micro, "what fits in memory at once; it changes no result")
         if not isinstance(self.run.engine, Embedded) or not any(s.contract is not None for s in self.run.stages):
             return out
+        # Bytes of a token in the cache, 4 for each number. Slots are counted for sequences of half the context, hence
+        # the 2 below.
         row = 4 * self.size.layers * self.size.cache_width
         cache = round(max(0.5, min(free * CACHE, 64.0 if self.where.accelerated else 4.0)), 1)
         out["engine.cache_gib"] = (cache, f"{CACHE:.0%} of the {free:.0f} GiB that the weights leave")
         slots = max(8, min(_floor_power(2 * cache * GIB / (row * context)), 512 if self.where.accelerated else 256))
         out["slots"] = (slots, f"sequences of {context // 2:,} tokens that fit in the cache")
+        # A cache that is freed in between must hold nothing that goes on: no groups asked ahead, no paused turns.
         waits = not any(isinstance(s, Reinforce) and (s.staleness or s.unfinished != "go_on") for s in self.run.stages)
         large = self.size.parameters >= SLEEPS and not self.where.accelerated
         if waits and large and isinstance(self.run.placement, Local):
@@ -222,6 +231,7 @@ class Choices:
             return None
         made = [self._tokens_of(s) for s in self.run.stages if isinstance(s, Reinforce | Rejection | StepLabeling)]
         need = max([self.data.longest_prompt + max(made, default=0), self.data.longest])
+        # Rounded up to 256, with room for the template.
         need = -(-(need + TEMPLATE) // 256) * 256
         bound = self.size.positions if self.size is not None else None
         return need if bound is not None and need < bound else None
@@ -278,6 +288,7 @@ def learning_rate(kind: type[Stage], parameters: int | None) -> Choice:
         return large, "full weights, as published for half a billion parameters and more"
     if parameters <= TRAINED:
         return small, "as the recipes' own models, which are as small"
+    # log lr is linear in log parameters between the two sizes; one digit of it is all that is known.
     share = math.log(parameters / TRAINED) / math.log(LARGE / TRAINED)
     between = float(f"{small ** (1 - share) * large**share:.0e}")
     return between, f"by size, between {small:g} at 1 million parameters and {large:g} at half a billion"
@@ -333,6 +344,7 @@ def for_model(
         only: first words of the paths to choose (of a stage's, the word after its name); empty: all.
         objects: what a Python program handed to the run.
     """
+    # Rows are read only where the user gave data or a model: for a recipe as it is shipped nothing depends on them.
     data = data_size(run.env, objects) if {"env.prompts", "model", "model.path"} & given else None
     run, lines = without_completions(run, given, data)
     chosen = {"stages": "; ".join(lines)} if lines else {}
@@ -342,6 +354,7 @@ def for_model(
     size = model_size(run.model.path if source is None else str(source[0] / MODEL))
     if not trained or (size is not None and size.parameters < TRAINED):
         return ModelDefaults(run) if only else _as_the_recipe(run, given, size, trained, lines, chosen)
+    # A device that the user named decides the choices, also where the machine has a better one.
     asked = run.model.device if "model.device" in given else None
     choices = Choices(run, given, data, size, machine(asked))
     made = {path: c for path, c in choices.made().items() if not only or {*path.split(".")[:2]} & {*only}}

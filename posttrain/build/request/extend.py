@@ -140,7 +140,9 @@ def check_changes(folder: Path, old: Run, new: Run, words: Sequence[str] = ()) -
     for c in made:
         if c.field in ALLOWED:
             continue
+        # The field itself, then its class, then what holds of every setting: what is in no table is refused.
         why = REFUSED.get(c.field) or REFUSED.get(c.field.partition(".")[0]) or "the steps so far were taken with it"
+        # The error names the override that the user wrote, which may be a short key or change several fields.
         said = next((w for w in words if c.path in _alone(old, w)), f"{c.path}={c.after}")
         raise ConfigError(
             f"{said} cannot change in a run that goes on: {why} ({c.before}). What may change is {MAY}.\n"
@@ -204,6 +206,8 @@ def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> Resum
         return ResumedRun(new, made, None, None, 0)
     state: dict[str, Any] = dict(checkpoint.state)
     done, longer = int(state.get("stage", 0)), {c.path.partition(".")[0] for c in made if c.field in LENGTH}
+    # Three cases: the stage that is running gets another length; the last one of a finished run is opened again; any
+    # other stage that is over stays so, since later ones began with its weights.
     over, last = [s for s in new.stages[:done] if s.name in longer], new.stages[-1]
     if over and (over != [last] or done < len(new.stages)):
         name = over[0].name
@@ -216,6 +220,7 @@ def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> Resum
         step = int(running.get("step", 0))
         if done < len(new.stages):
             _enough_steps(book.folder, new.stages[done], step, allow_equal=True)
+        # Its stop condition was met in the last step before the checkpoint.
         if running.get("ended") and new.stages[done].name in longer:
             state["running"] = {**running, **GOES_ON}
         return ResumedRun(new, made, state, None, step)
@@ -237,10 +242,12 @@ def _reopened(book: RunFolder, checkpoint: Checkpoint, new: Run, made: tuple[Cha
             f" {book.folder}/checkpoints/NAME).\n{_branch(book.folder, new, [f'{last.name}.steps={last.steps}'])}"
         )
     with damage_is_named(f"{checkpoint.folder}/state.json"):
+        # The progress as it was just before the stage was ended, with its optimizer in the same checkpoint.
         state = dict(reopening["progress"])
         running = dict(state["running"])
         step = int(running["step"])
     _enough_steps(book.folder, last, step, allow_equal=False)
+    # Else the run would be opened, take no step, and be finished again.
     if why := _ended_still(last, running, made):
         raise ConfigError(why)
     state["running"] = {**running, **(GOES_ON if running.get("ended") else {})}
@@ -293,6 +300,7 @@ def history_entry(e: ResumedRun, edited: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    # JSON has no infinity.
     known = isinstance(value, SCALARS) and value not in (math.inf, -math.inf)
     return list(value) if isinstance(value, tuple) else value if known else str(value)
 
@@ -303,6 +311,8 @@ def begin(e: ResumedRun, book: RunFolder, checkpoint: Checkpoint | None) -> Chec
     note = provenance.recall(found.identity)
     if e.gauges is not None and checkpoint is not None and e.state is not None:
         name = f"{int(e.state['version']):08d}-{e.run.stages[-1].name}-{e.step:06d}"
+        # The checkpoint first, then run.json: a kill in between leaves a stage at its last step, which then ends once
+        # more.
         checkpoint = book.reopen(checkpoint, name, e.state, e.gauges)
     book.record_change(e.run, history_entry(e, found.edited))
     carry_note(book.folder, note, found.run, e.run)
@@ -316,6 +326,8 @@ def carry_note(folder: Path, before: provenance.Note | None, old: Run, new: Run)
     """
     if before is None:
         return
+    # What the user allowed before stays allowed, and so is what this command adds, which the user wrote. What the
+    # folder asked for without permission stays unasked.
     known = {a.digest for a in asks(old)}
     mine: list[Ask] = [a for a in asks(new) if a.digest in before.asked or a.digest not in known]
     found = run_file(folder)

@@ -56,23 +56,27 @@ def _files(name: str, kind: Kind) -> Iterator[tuple[str, str]]:
     """(name, digest) of the files that are read where a setting names this file, folder or hub id."""
     path = Path(name).expanduser()
     if (source := run_source(name)) is not None:
+        # A run folder has lists of digests beside its files, so a digest of these is enough.
         used = (find(*source).folder, source[0] / MODEL, source[0] / TOKENIZER)
         lists = [p / files.DIGESTS for p in used if (p / files.DIGESTS).is_file()]
         yield name, hashlib.blake2b(b"".join(p.read_bytes() for p in lists), digest_size=32).hexdigest()
         return
     if path.is_dir():
         model = (path / "config.json").exists() or (path / "adapter_config.json").exists()
+        # A model is read from its folder's own files; a folder of data also from those below.
         found = {f"{name}/{p.relative_to(path)}": p for p in sorted(path.glob("*" if model else "**/*")) if _counts(p)}
         yield from _digested(found)
         if (saved := saved_adapter(path)) is not None:
             yield from _files(saved.base, kind)
     elif path.is_file():
+        # Code that a file imports from beside it decides as much as its own text.
         modules = _modules(path) if kind is Kind.CODE else ()
         beside = {str(Path(name).parent / os.path.relpath(p, path.parent)): p for p in modules}
         yield from _digested({name: path, **beside})
     elif kind is Kind.OUTSIDE and HUB_ID.fullmatch(name):
         from huggingface_hub import try_to_load_from_cache
 
+        # Only the cache is asked, never the hub: without a network the run must begin too.
         if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
             yield name, REVISION + Path(cached).parent.name
 
@@ -120,6 +124,7 @@ def refuse_gone(folder: Path) -> None:
     """RunFolderError where a file that the run began with is not there any more. Nothing is read."""
     for path, kept in _began(run_file(folder).facts).items():
         for name, digest in kept.items():
+            # A revision and a set of tasks are no files.
             local = not digest.startswith(REVISION) and not path.startswith("tasks of ")
             if local and not Path(name).expanduser().exists():
                 raise RunFolderError(f"{folder}: {path} names {name}, and it is gone. Put it back where it was")
@@ -129,7 +134,9 @@ def changed_files(folder: Path, run: Run) -> list[ChangedInput]:
     """The files of a run folder's settings that changed, of those settings that are the same in `run`."""
     found = run_file(folder)
     stored, now = values(found.run), values(run)
+    # A setting that is changed now names another file on purpose.
     then = {p: d for p, d in _began(found.facts).items() if p in stored and stored[p] == now.get(p)}
+    # A setting whose files are all gone has no entry, and must still be compared: with nothing.
     none: Digests = {p: {} for p in then}
     return _differ(then, none | input_digests(found.run)) if then else []
 
@@ -144,6 +151,7 @@ def _began(facts: Mapping[str, Any]) -> Digests:
     history: Any = facts.get("history")
     later = [object_of(x).get(INPUTS) for x in cast("list[Any]", history)] if isinstance(history, list) else []
     every = (object_of(facts.get(BEGAN)).get(INPUTS), *later)
+    # Later entries replace earlier ones: what was accepted is what the run is compared with from then on.
     return {k: _texts(v) for entry in every for k, v in object_of(entry).items()}
 
 
@@ -151,6 +159,7 @@ def _differ(then: Digests, now: Digests) -> list[ChangedInput]:
     out: list[ChangedInput] = []
     for path in [p for p in then if p in now]:
         before, after = then[path], now[path]
+        # One file of each setting is enough for a message.
         for name in [n for n in {**before, **after} if not _same(before.get(n), after.get(n))][:1]:
             how = "is gone" if name not in after else "was changed" if name in before else "was added"
             out.append(ChangedInput(path, f"{name} {how}", after))

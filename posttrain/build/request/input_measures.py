@@ -49,6 +49,7 @@ def model_size(path: str) -> ModelSize | None:
     config = _config(Path(path).expanduser(), path)
     if config is None:
         return None
+    # Models that also read pictures describe their decoder in an inner object.
     inner = config.get("text_config")
     config = {**config, **inner} if isinstance(inner, dict) else config
     hidden, layers = _whole(config, "hidden_size", "n_embd"), _whole(config, "num_hidden_layers", "n_layer")
@@ -63,6 +64,8 @@ def model_size(path: str) -> ModelSize | None:
     tables = 1 if config.get("tie_word_embeddings") else 2
     block = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim + 3 * hidden * ffn
     return ModelSize(
+        # The sizes of the files, else a count: tables of the vocabulary, attention (query and output, key and value),
+        # and the three matrices of a gated feed-forward layer.
         parameters=_weight_bytes(Path(path).expanduser()) // stored or tables * vocabulary * hidden + layers * block,
         positions=_whole(config, "max_position_embeddings", "n_positions"),
         hidden=hidden,
@@ -105,6 +108,7 @@ def _whole(config: Mapping[str, Any], *names: str) -> int | None:
 
 def _weight_bytes(folder: Path) -> int:
     files = [f for f in folder.iterdir() if f.suffix in WEIGHTS] if folder.is_dir() else []
+    # Of one kind only: many folders hold the same weights in both.
     kind = next((k for k in WEIGHTS if any(f.suffix == k for f in files)), "")
     return sum(f.stat().st_size for f in files if f.suffix == kind)
 
@@ -143,6 +147,7 @@ def data_size(env: Env, objects: RuntimeObjects = RuntimeObjects()) -> DataSize 
     for _, row in every:
         if not isinstance(row, PromptRow):  # it is left out
             continue
+        # Bytes, since a token may be a single byte: the bound holds for every tokenizer.
         asked = sum(len(t.encode()) for t in texts_of(row.task.prompt))
         texts = [row.completion or "", *(row.judged.completions if row.judged is not None else ())]
         said, talk = max(len(t.encode()) for t in texts), row.conversation

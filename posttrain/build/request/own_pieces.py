@@ -52,6 +52,7 @@ def algorithm_module(path: Path) -> ModuleType:
     stay the same and algorithms made of them can be equal."""
     digest = file_digest(path)
     module = sys.modules.get(module_name(path))
+    # By the text and not by the time of the file: classes of an unchanged file must stay the same objects.
     if module is None or vars(module).get(_DIGEST) != digest:
         module = user_module(path, "algorithm")
         vars(module)[_DIGEST] = digest
@@ -79,8 +80,10 @@ def check_files(folder: Path, pieces: Sequence[OwnPiece]) -> None:
                 f" algorithm from Python: posttrain.run(resume={str(folder)!r}, algorithm=YOUR_ALGORITHM); or put the"
                 f" class into a file: {_again(folder, 'mine.py')}"
             )
+        # A relative path would name whatever lies in the folder where the command is run.
         if p.file not in p.files or not all(Path(name).is_absolute() for name in p.files):
             raise RunFolderError(f"{folder / 'run.json'} is damaged: the piece {p.name} has no digest of its file")
+        # Checked before anything is imported, each module beside the file too.
         for name, digest in p.files.items():
             there = Path(name).is_file()
             if there and file_digest(Path(name)) == digest:

@@ -45,6 +45,7 @@ def jsonl(rows: Any, split: str = "train") -> str:
 
 
 def _rows(rows: Any, split: str) -> Iterable[Any]:
+    # Objects are known by what they offer, in an order in which none is taken for another: a data set is iterable too.
     if hasattr(rows, "column_names") and hasattr(rows, "to_list"):  # a data set
         return rows
     if isinstance(rows, Mapping):
@@ -77,6 +78,7 @@ def _missing(value: Any) -> bool:
 
 def _plain(value: Any, place: str, depth: int = 0) -> Any:
     """A value as JSON has it. Arrays and numbers of NumPy, torch and arrow are taken by their values."""
+    # A value that holds itself ends here too.
     if depth > DEEPEST:
         raise DataError(f"{place} is nested more than {DEEPEST} deep, or holds itself: write it flatter")
     if value is None or isinstance(value, str | bool | int | float):

@@ -47,6 +47,8 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: Any = {}  # noqa: RUF012 (PyYAML's own form)
 
 
+# PyYAML looks at a scalar's first letter to find the forms that it may have; "" stands for an empty scalar. Both
+# classes get the same forms, so that what is written is read as it was.
 for _tag, _form, _first in (
     ("bool", r"true|false|True|False", "tfTF"),
     ("int", r"[-+]?[0-9]+", "-+0123456789"),
@@ -97,6 +99,7 @@ def _short(a: Any, plain: Any, named: Mapping[str, AnyAlgorithm]) -> Any:
     if (name := _name(a, named)) is not None:
         return name
     parent = a.parent
+    # Only a change that overrides made can be written as one: reading gives it this name and these words again.
     if parent is None or (a.name, a.paper, a.note) != (f"{parent.name}+user", USER_PATCH, ""):
         return plain
     base = _name(parent, named)
@@ -121,6 +124,7 @@ def _lines(
         elif isinstance(value, list) and any(isinstance(x, dict) for x in cast("list[Any]", value)):
             out.append(f"{indent}{name}:")
             for item in cast("list[Any]", value):
+                # The first line of an element stands behind the dash, the others below it.
                 inner = _lines(item, None, f"{indent}    ", reasons, here)
                 out += [f"{indent}  - {inner[0].strip()}", *inner[1:]]
         else:
@@ -153,6 +157,7 @@ def from_yaml(text: bytes | str, place: str) -> Run:
         return _run(data)
     except ConfigError as error:
         stages = [*cast("dict[str, Any]", data).get("stages", ())] if isinstance(data, dict) else []
+        # Errors of the tree number the stages; the file names them, and has lines for these names.
         said = re.sub(r"^run\.stages\.(\d+)", lambda m: f"stages.{stages[int(m.group(1))]}", str(error))
         line = _line_of(said.removeprefix("run."), lines)
         raise ConfigError(f"{place}{f':{line}' if line else ''}: {said.removeprefix('run.')}") from error
@@ -202,6 +207,7 @@ def _algorithm(data: Any, path: str, declared: type) -> Any:
         if name != "base" and name not in named:
             raise ConfigError(f"{path}.{name}: an algorithm has no such choice; {nearest(name, named)}")
     wanted = {n: dataclass_json.build(known[n], v, f"{path}.{n}") for n, v in table.items() if n != "base"}
+    # A choice that is written out and equal to the parent's is no change: the algorithm then keeps its name.
     changes = {n: v for n, v in wanted.items() if getattr(parent, n) != v}
     return patch(parent, f"{parent.name}+user", USER_PATCH, **changes) if changes else parent
 
@@ -260,9 +266,11 @@ def _parse(text: bytes | str, place: str, lines: dict[str, int]) -> Any:
 
 def _plain(loader: Any, node: Any, path: str, lines: dict[str, int], depth: int, place: str) -> Any:
     at = node.start_mark.line + 1
+    # An alias gives the same node a second time. A few lines of aliases of aliases could stand for billions of values.
     if depth > DEEPEST or id(node) in loader.__dict__.setdefault("_met", set()):
         raise ConfigError(f"{place}:{at}: {'nested too deeply' if depth > DEEPEST else 'an alias; write it out'}")
     loader.__dict__["_met"].add(id(node))
+    # A tag could ask PyYAML for objects of Python.
     if node.tag not in _PLAIN:
         raise ConfigError(f"{place}:{at}: {node.tag} is a tag of YAML, and a run has none")
     lines.setdefault(path, at)
@@ -302,6 +310,7 @@ def _line_of(message: str, lines: Mapping[str, int]) -> int | None:
     while parts:
         if (line := lines.get(".".join(parts))) is not None:
             return line
+        # A setting that the file does not write has the line of what it belongs to.
         parts = parts[:-1]
     return None
 
@@ -334,6 +343,7 @@ def _of_yaml(given: str) -> Run:
     """The run of a YAML file. The Python files of its algorithms are imported here, and listed before."""
 
     path = Path(given).expanduser()
+    # The list comes first: reading the run imports these files, and imported code can do anything.
     list_file(given, [a for word in algorithm_files(path) if (a := ask_of("algorithm", code_of(word)))])
     return read_run(path)
 

@@ -118,12 +118,14 @@ def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
 @contextmanager
 def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
     with ExitStack() as closing:
+        # The command line asks for a new run in a folder that exists by now: it means the run that it began there.
         if started_again(options):
             recipe, overrides, options = "", (), replace(options, out=None, resume=options.out)
         asked = (resumed_run if options.resume is not None else new_run)(recipe, overrides, options)
         if asked.book is not None:
             closing.callback(asked.book.close)
         run = asked.run
+        # What needs no environment comes first: an environment may read much data, or start programs.
         faults.refuse_silent(run.fault, options.allow_fault)
         check_ranks(run, options.ranks)
         check_early(run, own=None if asked.book is None else asked.book.folder)
@@ -136,6 +138,7 @@ def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
             closing.callback(other.close)
         asked = settled(same_tasks(asked, environment, others, options.accept_changed))
         if asked.book is None:
+            # Only now are tasks and batch known, by which passes become steps. A run that goes on has its steps.
             asked = replace(asked, run=with_epochs(asked.run, asked.given, environment, others))
         check_environment(environment, [s for s in asked.run.stages if s.env is None], asked.run.env)
         check_ranks(asked.run, options.ranks)
@@ -165,6 +168,7 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
     overrides, handed = without_algorithm(overrides, options.handed)
     base, objects = handed.place(run_of(recipe))
     room = room_for_minibatches(base, overrides) if is_recipe(recipe) else []
+    # `room` has only settings that the user left open, so none is given twice.
     run, origin = pinned(dotted.apply(base, [*room, *overrides]))
     objects = replace(objects, pieces=own_classes(run))  # overrides may have named others than the base has
     own = given_paths(base, overrides) | handed.paths
@@ -202,14 +206,17 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
         )
     folder = folder_of(options.resume)[0]
     overrides, handed = without_algorithm(overrides, options.handed)
+    # Before anything is imported or asked: a file that is gone is the plainest answer.
     if not options.accept_changed:
         refuse_gone(folder)
+    # The permission comes before digests are made and objects are used, which read what the folder names.
     run = admitted(folder, *overrides, allow=options.trust, links=True)
     stored = run_file(folder).run
     check_same(folder, stored, handed)
     check_changes(folder, stored, run, overrides)
     objects = given_again(folder, handed)
     taken = accepted(folder, changed_files(folder, run), options.accept_changed)
+    # From here this process holds the lock of the folder, so an error must close the book.
     book, checkpoint = RunFolder.open_for_resume(Path(options.resume))
     try:
         longer = replace(extension(book, checkpoint, run), inputs=taken) if overrides or taken else None
@@ -274,6 +281,7 @@ def _check_architecture(run: Run, own: Path | None) -> None:
     if isinstance(run.engine, Embedded) and not same_bits:
         return
     source = run_source(run.model.path)
+    # A run folder keeps the configuration of its model; a directory has its own.
     kept = own or (None if source is None else source[0])
     file = (kept / MODEL if kept is not None else Path(locate(run.model.path))) / "config.json"
     if file.is_file():  # of a hub id nothing is here yet: `engines` asks again before vLLM starts

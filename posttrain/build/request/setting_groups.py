@@ -116,6 +116,7 @@ def groups(run: Run) -> tuple[SettingGroup, ...]:
         SettingGroup((h,), h, tuple(s for s in top if s.path.partition(".")[0] == h), tuple(_alternatives(run, h)))
         for h in heads
     ]
+    # What is in no group of its own is the run's, which is shown first.
     rest = tuple(s for s in top if s.path.partition(".")[0] not in heads)
     out.insert(0, SettingGroup(("run", "evaluation"), "run", rest))
     for kind in dict.fromkeys(type(s) for s in run.stages):
@@ -159,6 +160,7 @@ def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: 
             yield from known
             continue
         group = dataclass_json.pieces(declared)
+        # A field that can only be one group of settings gets no line of its own: the lines of the group say all.
         only = (
             len(group) == 1
             and not dataclass_json.is_union(declared)
@@ -206,6 +208,7 @@ def _below(values: tuple[Any, ...], path: str, main: tuple[str, ...], within: st
                 yield from _settings((x,), f"{path}.{type(x).__name__.lower()}", main, within)
         return
     if len({type(v) for v in values}) == 1 and dataclasses.is_dataclass(values[0]):
+        # Choices of an algorithm are written without the word `algorithm`: `rl.clip.high`.
         short = path.rpartition(".")[0] if isinstance(values[0], AnyAlgorithm) else path
         yield from _settings(values, short, main, within)
 

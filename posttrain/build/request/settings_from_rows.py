@@ -29,6 +29,7 @@ def without_answers(run: Run, given: Collection[str], objects: RuntimeObjects) -
     env = run.env
     if env.mix and "env.prompts" not in given:
         raise ConfigError("env.mix is mixed with env.prompts, which is the example of the recipe: give env.prompts")
+    # The recipe's rewards are for its own rows. Rewards that the user gives are for the user's.
     theirs = "env.prompts" in given and not any(g.split(".")[:2] == ["env", "rewards"] for g in given)
     if env.name != "prompts" or env.prompts is None or not theirs:
         return run, ()
@@ -36,6 +37,7 @@ def without_answers(run: Run, given: Collection[str], objects: RuntimeObjects) -
         return run, ()
     args = {k: v for k, v in env.args.items() if k in ("answer_column", "split")}
     columns = replace(Columns(), **args)
+    # The first row that lacks it decides; the others need not be read.
     place = next((p for p, row in _rows(env, columns, objects) if row.get(columns.answer_column) is None), None)
     if place is None:
         return run, ()
@@ -73,6 +75,7 @@ def with_epochs(
             continue
         env = environment if stage.env is None else others[stage.name]
         source = env.train
+        # A mixture has no end, but each of its lists has one: a pass is as many draws as all lists have rows.
         count = sum(n for _, n in source.passes(1)) if isinstance(source, RevisitingTasks) else source.count
         if not count:
             raise ConfigError(
@@ -85,6 +88,7 @@ def with_epochs(
             )
         steps, optimizer = max(1, math.ceil(stage.epochs * count / stage.batch)), stage.optimizer
         if optimizer.schedule != "constant" and optimizer.horizon is None:
+            # The rate is to reach its floor at the last step, whose number is known only here.
             optimizer = replace(optimizer, horizon=steps * stage.optimizer_steps)
         stages[i] = replace(stage, steps=steps, optimizer=optimizer)
         stages[i].check_horizon()

@@ -58,14 +58,17 @@ def admitted(
             now.
     """
     found = run_file(folder)
+    # The classes of pieces whose file was not imported yet. A command that reads no stage needs none of them.
     absent = found.absent if not parts or STAGES in parts else ()
     run = change(dotted.apply(found.run, list(overrides)))
     wanted = [*_imports(found, absent), *_wanted(found, run, parts), *(_links(Path(folder)) if links else ())]
+    # Before the first import: code that runs could change all that is decided after it.
     _permit(folder, found, wanted, allow, say)
     if not absent:
         return run
     check_files(Path(folder), absent)
     import_again(Path(folder), absent)
+    # Read once more, now with the classes of its pieces.
     return change(dotted.apply(run_file(folder).run, list(overrides)))
 
 
@@ -91,8 +94,11 @@ def permit_file(file: str, run: Run, given: Collection[str], allow: bool, say: S
     Raises:
         UntrustedError: it names an address together with a secret, or code of a model, and the command does not.
     """
+    # What the command itself names was written by the user. A dot is added on both sides, so that `env` does not cover
+    # `env2`.
     asked = [a for a in asks(run) if not any(f"{a.path}.".startswith(f"{p}.") for p in given)]
     list_file(file, asked, say)
+    # Of all requests together, since an address is grave only with a secret, which the command itself may name.
     if (kept := [a for a in grave(asks(run)) if a in asked]) and not allow:
         raise UntrustedError("\n".join((f"{file} asks for this, and the command does not:", *_listed(kept), _SAY)))
 
@@ -134,6 +140,8 @@ def _wanted(found: RunFile, run: Run, parts: Sequence[str]) -> Iterator[Ask]:
     for ask in asks(run):
         head = ask.path.split(".")[0]
         read = not parts or head in parts or (head in stages and STAGES in parts)
+        # Three ways out: the command does not read it, it was allowed when the run was made, or an override has put
+        # another value there, which is the user's own word.
         if read and ask.digest not in note.asked and ask.path in stored and stored[ask.path] == now[ask.path]:
             yield ask
 
@@ -146,6 +154,7 @@ def _imports(found: RunFile, absent: Sequence[OwnPiece]) -> Iterator[Ask]:
 
 def _links(folder: Path) -> Iterator[Ask]:
     """Symbolic links in a folder that will be written into: a write or removal through one acts outside the folder."""
+    # `os.walk` does not follow links, so a link to a folder is found here among its names and not entered.
     for place, inner, names in os.walk(folder):
         for path in sorted(Path(place, n) for n in (*inner, *names)):
             if path.is_symlink():
@@ -174,6 +183,8 @@ def edit_notes(folder: Path) -> Iterator[str]:
             " than what came before"
         )
         return
+    # Its own digests fit, and the note, which lies outside the folder, has another one: whoever edited it wrote them
+    # anew.
     if note is not None and note.written != found.digest:
         yield (
             "note: run.json is not as it was when you made the run, and its digests were written anew. What follows is"

@@ -101,6 +101,7 @@ def prompts(
         "turns": turns,
         **judged,
     }
+    # Defaults are left out, so that the tree holds only what was asked for.
     args = {name: value for name, value in said.items() if value != own[name]}
     if isinstance(rows, str | Path):
         return PromptData(Env(name="prompts", args=args, prompts=str(rows)), {})
@@ -124,6 +125,7 @@ def place(
         run, given = _with_env(run, env, given)
     if rewards is not None:
         words, functions = named_rewards(rewards)
+        # A run that goes on is handed its functions once more: then its own settings of them stay.
         again = _handed_again(run.env.rewards, words, rewards)
         run = replace(run, env=replace(run.env, rewards=again or words, right=run.env.right if again else None))
         given = replace(given, rewards=functions)
@@ -168,6 +170,8 @@ def _with_env(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeOb
     """`env=`: an `Env`, `prompts(...)`, rows, or an environment of the program."""
     if isinstance(env, Env):
         return replace(run, env=env), given
+    # From the special to the general: an environment of one turn has settings for the tree; any other one is an object;
+    # what is left must be rows.
     if isinstance(env, SingleTurn) or (inspect.isclass(env) and issubclass(env, SingleTurn)):
         return _with_single(run, env, given)
     if callable(getattr(env, "judge", None)) and callable(getattr(env, "play", None)):
@@ -177,6 +181,7 @@ def _with_env(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeOb
         return _named(run, tree), replace(given, environments={name: env})
     data = env if isinstance(env, PromptData) else prompts(env)
     before = run.env
+    # The recipe's rewards read columns of rows, so they hold for rows of the user too, and for no other environment.
     kept = before.rewards if before.name == "prompts" else ()
     placed = replace(data.env, rewards=kept, heldout=before.heldout, limits=before.limits, sandbox=before.sandbox)
     return replace(run, env=placed), replace(given, data=data.data)
@@ -215,6 +220,7 @@ def _handed_again(
     keeps its own.
     """
     named, handed = {r.function: r for r in own}, {r.function for r in words}
+    # All of them again, or some that are all the program's own: built-ins alone could as well be new ones.
     if not handed <= named.keys() or not (handed == named.keys() or all(map(is_inline, handed))):
         return ()
     several = rewards if isinstance(rewards, list) else (rewards,)
@@ -330,6 +336,7 @@ def given_again(folder: Path, handed: UserObjects) -> RuntimeObjects:
     if why := found.lacking(rewards, places):
         raise ConfigError(why)
     named = {n.removeprefix(INLINE) for n in (*rewards, *places)}
+    # Both ways round: nothing that the run names may be missing, and nothing that it does not name may come.
     strange = [n for n in (*given.rewards, *given.environments) if n not in named]
     known = {r.function for r in run.env.rewards}
     strange += [r.function for r in placed.env.rewards if r.function not in known and not is_inline(r.function)]
@@ -371,6 +378,7 @@ def given_notes(folder: Path, given: RuntimeObjects) -> Iterator[str]:
     files = {p.name: {*p.files.values()} for p in own_pieces({OBJECTS: then})}
     for note in given.notes():
         texts, then_texts = {*note.files.values()}, files.get(note.name, set[str]())
+        # The text of the whole file where both have one; else the source of the object alone.
         same = texts == then_texts if texts and then_texts else before.get(note.name) in (None, note.digest)
         if not same:
             what = "the text of its file differs" if texts and then_texts else "its source text differs"
