@@ -61,9 +61,12 @@ class Writable:
         Raises:
             DataError: the text cannot be encoded even then.
         """
+        # The text stays as it is where each character can be written; and also where the tokenizer neither
+        # drops unknown characters nor refuses this text, because it has an <unk> token then.
         if all(self._writes(c) for c in set(text)) or not (self.everything or self._drops or self._ids(text) is None):
             return text
         shown = "".join(c if self._writes(c) else self.stand_in for c in text)
+        # Each character may have a token by itself, and their sequence may still be refused.
         if self._ids(shown) is None or (shown != text and not self.stand_in):
             raise DataError(
                 f"this tokenizer has no tokens for {text!r:.80}, and none that could stand in for them. What tools and"
@@ -80,6 +83,7 @@ class Writable:
         """Returns whether the character has a token. If the tokenizer drops unknown characters, white space and control
         characters count as encodable, because tokenizers drop those on purpose."""
         if self.everything:
+            # Half of a surrogate pair has no UTF-8, so not even a tokenizer of bytes writes it.
             return not "\ud800" <= character <= "\udfff"
         if character not in self._has:
             ids = self._ids(character)
@@ -100,6 +104,7 @@ def leading_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Special ids before plain text, found by encoding a probe with and without them."""
     probe = _probe(tokenizer)
     full, bare = tokenizer.encode(probe, add_special_tokens=True), tokenizer.encode(probe, add_special_tokens=False)
+    # Special tokens may stand before and behind the text: what is before the text's own ids is the beginning.
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return tuple(full[:start])

@@ -36,6 +36,8 @@ def evaluate(text: str) -> Expression:
     Raises:
         ExpressionError: other text; more than 200 characters, 12 digits in a number or 20 levels; division by zero.
     """
+    # Before anything else: all further work is linear in the length, and numbers and depth are bounded on the
+    # way, so no answer can cost much time or overflow the stack.
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"more than {MAX_CHARACTERS} characters")
     parser = _ExpressionParser(_tokens(text.translate(_SPELLINGS)))
@@ -99,6 +101,7 @@ class _ExpressionParser:
         if depth > MAX_DEPTH:
             raise ExpressionError(f"more than {MAX_DEPTH} levels")
         token = self._take()
+        # A minus sign is a level too: a chain of them recurses as parentheses do.
         if token == "-":
             return -self._factor(depth + 1)
         if token == "(":

@@ -41,6 +41,8 @@ class GeneratedTasks(SingleTurn):
 
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
+        # One generator in sequence: a smaller held-out set is the beginning of a larger one. Training tasks
+        # have a generator each, so that task i needs no task before it.
         rng, tasks = generator(HELDOUT_SEED, f"{self.name}/heldout"), dict[Hashable, Task]()
         for i in range(self.heldout_count):
             task = self._new(rng, f"{self.name}-heldout-{i + 1}", tasks)

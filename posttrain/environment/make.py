@@ -42,6 +42,7 @@ def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()
         ConfigError: unknown name, setting or reward; a setting of the wrong type or out of range.
         DataError: the user's prompts cannot be read.
     """
+    # A class of the user's is loaded before anything else: only the class tells whether it reads rows.
     own = _own(config.name) if is_own(config.name) else None
     if config.name == "prompts" or config.data or own is not None:
         from posttrain.environment.rows.own_prompts import PromptsEnv, read_tasks
@@ -93,6 +94,7 @@ def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Any:
         _complete(config.name, thing)
         return thing(**checked(config.name, thing, config.args), **common)
     if isinstance(thing, SingleTurn):
+        # The object's own rewards stay, and those of the configuration come behind them.
         return replace(
             thing,
             **checked(config.name, type(thing), config.args),
@@ -123,6 +125,8 @@ def _own(name: str) -> type[SingleTurn]:
 def _complete(name: str, cls: type[SingleTurn]) -> None:
     """ConfigError if a user's class is no dataclass, lacks methods, or misspells one."""
     attribute = cls.__name__
+    # By `vars` and not `getattr`: that a base class is a dataclass does not make the fields of this one
+    # settings. They would be ignored without a word.
     if vars(cls).get("__annotations__") and "__dataclass_params__" not in vars(cls):
         raise ConfigError(
             f"env.name={name}: write @dataclass(frozen=True, kw_only=True) above class {attribute}; its fields are its"
@@ -148,6 +152,7 @@ OPTIONAL = _OPTIONAL.split()
 def _meant(cls: type[SingleTurn], name: str) -> list[str]:
     """The name of `OPTIONAL` that `name` probably is a misspelling of; empty for known names and settings."""
     known = hasattr(SingleTurn, name) or name.startswith("_") or name in cls.settings()
+    # A high cutoff: a class may have helpers of any name, and only near misses of an optional member are meant.
     return [] if known else difflib.get_close_matches(name, OPTIONAL, n=1, cutoff=0.85)
 
 
@@ -161,6 +166,7 @@ def checked(name: str, cls: type[SingleTurn], args: Mapping[str, Scalar]) -> dic
                 f"env.args.{key}: environment {name!r} has no such setting: {nearest(key, cls.settings())}"
             )
         wanted = hints[key]
+        # By exact type: True would pass as the whole number 1.
         fits = type(value) is wanted or (wanted is float and type(value) is int)
         if not fits:
             raise ConfigError(

@@ -75,6 +75,7 @@ async def _played(
     env: Environment, task: Task, turns: Sequence[str], stop: Stop | Sequence[Stop]
 ) -> tuple[Attempt, ScriptedPolicy]:
     others = env.abilities.seats
+    # Other seats say what the environment holds for right, so the score depends on the tested turns alone.
     talk = ScriptedPolicy(turns, stop, {} if others is None else others(task))
     end = await env.play(task, talk)
     return Attempt(task, tuple(talk.said), end, int, talk.state), talk  # in a script a character counts as a token

@@ -208,6 +208,8 @@ class SingleTurn(ABC):
     @property
     def abilities(self) -> Abilities:
         """The methods above in the form that the rest of the library reads."""
+        # A property over a cached one: subclasses override either, and `_abilities` can be thrown away in
+        # `close`.
         return self._abilities
 
     @cached_property
@@ -257,6 +259,7 @@ class SingleTurn(ABC):
         """See `core.abilities.Together`."""
         asked = [s for s in self.rewards if isinstance(s, BatchSource) and s.batched]
         found = await asyncio.gather(*(s.batch(attempts, at) for s in asked))
+        # `found` is by source and then by attempt; a caller wants all verdicts of each attempt.
         verdicts = [tuple(self._as_paid(given[i]) for given, _ in found) for i in range(len(attempts))]
         return verdicts, merge(*(logged for _, logged in found))
 
@@ -278,6 +281,8 @@ def _batched(source: Source) -> bool:
 
 def common_settings(config: Env, rewards: Sequence[Checked], seed: int) -> dict[str, Any]:
     """The fields of `SingleTurn`, from a run's configuration and the reward sources made of it."""
+    # Rewards by a reward model are scored by the run and have no source here; the others stand in the order of
+    # `rewards`.
     own = [r for r in config.rewards if not r.by_model]
     return {
         "seed": seed,

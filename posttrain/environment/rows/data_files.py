@@ -51,6 +51,7 @@ def json_rows(path: Path) -> Rows:
         return
     for number, line in read_untrusted.read_lines(path, LONGEST_ROW, DataError):
         place = f"{path}:{number}"
+        # Only at the beginning of a file is it a byte-order mark; elsewhere the character is text.
         line = line.removeprefix(MARK) if number == 1 else line
         if line.strip():
             yield place, _bounded(place, _object(place, _parse(place, line.rstrip(b"\r\n"))))
@@ -99,6 +100,7 @@ def _object(place: str, value: Any) -> Mapping[str, Any]:
 def _bounded(place: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
     """The row. DataError if it is larger or more deeply nested than allowed."""
     size = 0
+    # A stack and no recursion: the depth is what has to be bounded.
     rest: list[tuple[Any, int]] = [(row, 1)]
     while rest:
         value, depth = rest.pop()
@@ -120,6 +122,7 @@ def _bounded(place: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
 def parquet(path: Path) -> Rows:
     """A parquet file, a few rows at a time."""
     reader = _package("pyarrow.parquet", "pyarrow", f"reading {path}")
+    # Says in our words what is wrong with the file itself; pyarrow opens it again.
     with read_untrusted.opened(path, DataError):
         pass
     number = 0
@@ -128,6 +131,7 @@ def parquet(path: Path) -> Rows:
             for row in batch.to_pylist():
                 number += 1
                 yield f"{path} row {number}", _bounded(f"{path} row {number}", row)
+    # Of `_bounded`: it says already what is wrong and where.
     except DataError:
         raise
     except Exception as error:

@@ -40,8 +40,10 @@ def read_all(config: Env, columns: JudgedColumns, given: RuntimeObjects) -> Data
     rows: list[PromptRow] = []
     taken: set[str] = set()
     for number, one in enumerate(found):
+        # Within a set all rows are of one kind already, so comparing their first ones is enough.
         _same_kind(found[0].rows[0], one.rows[0], columns)
         for row in one.rows:
+            # Ids are unique within a set. In two sets they may meet, and a number tells them apart.
             name = row.task.id if row.task.id not in taken else f"{row.task.id}@{number}"
             rows.append(replace(row, task=replace(row.task, id=name)))
         taken.update(r.task.id for r in rows[-len(one.rows) :])
@@ -77,11 +79,14 @@ def read_rows(path: str, columns: JudgedColumns | None = None, given: RuntimeObj
             continue
         if rows:
             _same_kind(rows[0], row, columns)
+        # `setdefault` gives the first row with this prompt, or this one.
         if row.task.answer is not None:
             _same_answer(answered.setdefault(row.key, row), row, columns.answer_column)
         name = row.task.id
         if not name:
             repeats[row.key] = repeats.get(row.key, 0) + 1
+            # A made id comes of the prompt alone. So it stays when the file is ordered anew; only rows with
+            # equal prompts are numbered in their order.
             name = row.key if repeats[row.key] == 1 else f"{row.key}-{repeats[row.key]}"
             row = replace(row, task=replace(row.task, id=name))
         if name in places:
@@ -107,6 +112,7 @@ def checked_rows(
 
 def _together(path: str, rows: list[PromptRow], unfit: list[tuple[str, Place]], columns: JudgedColumns) -> DataRows:
     """The rows, after what only all of them together show."""
+    # Whether a pair can be made depends on the other rows with the same prompt, so it is known only now.
     kind = rows[0].judged.kind if rows[0].judged is not None else None
     if kind in ("label", "rating") and "unpaired" in columns.left_out:
         out = {r.task.id: r for r in JudgedData(tuple(rows), columns).unpaired}
@@ -142,6 +148,8 @@ def _left_out_words(unfit: list[tuple[str, Place]], count: int) -> Iterator[str]
 def _zero_is_clear(rows: list[PromptRow], columns: JudgedColumns) -> None:
     """DataError where a label 0 may mean wrong or neutral."""
     labels = {x for r in rows if r.judged is not None and not r.judged.zero_is_neutral for x in r.judged.labels}
+    # With -1 in the data the 0 between -1 and 1 is neutral. Without it 0 may be the other class, and wrong
+    # steps would then be read as neutral ones.
     if 0 in labels and -1 not in labels:
         place = next(r.place for r in rows if r.judged is not None and 0 in r.judged.labels)
         raise DataError(
@@ -170,6 +178,7 @@ def _same_answer(first: PromptRow, row: PromptRow, column: str) -> None:
     """DataError if an earlier row has the same prompt and another answer: any response would be wrong by one of
     them."""
     one, other = first.task.answer, row.task.answer
+    # 12 and "12" are the same answer: some files write numbers as text.
     if one != other and str(one) != str(other):
         raise DataError(
             f"{row.place}: {column!r} is {other!r:.80}, and the same prompt has {one!r:.80} at {first.place}: one of"

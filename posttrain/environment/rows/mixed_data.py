@@ -36,6 +36,8 @@ class MixedTasks:
         if index < 0:
             raise IndexError(f"task index {index} is negative")
         which, drawn = self._place(index)
+        # The order of each pass has a generator of its own, so task i is a function of the seed and i, whatever
+        # was asked before.
         epoch, at = divmod(drawn, len(self.lists[which]))
         if self._orders.get(which, (-1, []))[0] != epoch:
             rng = seeds.generator(self.seed, f"mixed/{which}", epoch)
@@ -55,6 +57,8 @@ class MixedTasks:
     def _place(self, index: int) -> tuple[int, int]:
         total = sum(self.weights)
         while len(self._places) <= index:
+            # After n draws a list is due w / total * n of them; the one that is furthest behind is next. Places
+            # are kept, because each depends on all before it.
             n = len(self._places) + 1
             due = [w / total * n - self._drawn.get(i, 0) for i, w in enumerate(self.weights)]
             which = due.index(max(due))

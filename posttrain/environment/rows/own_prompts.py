@@ -74,6 +74,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     def _held(self) -> frozenset[str]:
         """The prompts with the smallest digests, of each data set its share."""
         if self.mixed:
+            # Each set has a share by its weight, and at least one prompt, so every set is evaluated.
             total = sum(w for _, w in self.mixed)
             counts = [max(1, round(self.heldout_count * w / total)) for _, w in self.mixed]
             each = zip(self._sets, counts, strict=True)
@@ -93,6 +94,8 @@ class PromptsEnv(JudgedColumns, SingleTurn):
                 "there is one distinct prompt, so none can be held out: set env.heldout=0 to train on it without"
                 " evaluation"
             )
+        # Digests are as good as random numbers, so the smallest ones are a random choice; it depends on no
+        # order of the rows, and a further row changes little of it.
         return frozenset(distinct[: min(count, max(1, len(distinct) // HELDOUT_SHARE))])
 
     @cached_property
@@ -114,6 +117,8 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         """Every character of prompts, answers and completions. Empty where a row is a chat: its template adds more."""
         if any(r.conversation is not None or not isinstance(r.task.prompt, str) for r in self.rows):
             return ""
+        # A character tokenizer is built from this, and it cannot write what it has not seen: the hint counts
+        # too.
         texts = self.hint.split("{answer}")
         for r in self.rows:
             texts += [*texts_of(r.task.prompt), str(r.task.answer or ""), r.completion or ""]
@@ -187,6 +192,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return Verdict.abstain("a user's prompt is judged by the user's rewards")
 
     def key(self, task: Task) -> Hashable:
+        # Rows that are texts have no prompt; by their empty prompt all of them would be the same task.
         return digest(task.prompt, task.tools) if task.prompt else task.id
 
     def gold(self, task: Task) -> tuple[str, ...]:
@@ -324,6 +330,7 @@ def _check(source: Checked, rows: Sequence[PromptRow]) -> None:
     try:
         source.check([r.task for r in rows])
     except (ConfigError, DataError) as error:
+        # The whole list was refused; the rows one by one show which of them is to blame.
         for row in rows:
             try:
                 source.check([row.task])

@@ -88,6 +88,7 @@ def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] =
     text = prompt if isinstance(prompt, str) else ""
     if not isinstance(prompt, str):
         text = json.dumps([[m["role"], shown(m["content"]), *m.get("tool_calls", ())] for m in prompt])
+    # Without tools nothing is added: the digest is then that of the prompt alone.
     text += json.dumps(list(tools), sort_keys=True) if tools else ""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -95,6 +96,8 @@ def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] =
 def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
     """One row of data, checked. What was judged in it is read by `judged_rows.read_row`."""
     column = _asking(data, c)
+    # A prompt is stronger than messages, and both are stronger than a text: a row may have the other columns as
+    # well.
     if column is None and isinstance(text := data.get(c.text_column), str) and text.strip():
         text = without_halves(place, c.text_column, text)
         task = task_of(place, data, c, "", {c.text_column})
@@ -102,9 +105,12 @@ def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
     given = data.get(column) if column is not None else None
     weights = weights_of(place, column or "", given)
     prompt, completion = prompt_of(place, data, c)
+    # The last message is needed in two forms: as text that is imitated, and as a message whose calls a template
+    # writes.
     said = () if completion is None else (_last(place, column or "", given),)
     if (written := data.get(c.completion_column)) is not None:
         completion, said = completion_of(place, written, c), _said(place, written, c)
+        # With a completion of its own nothing of the prompt is learned, its assistant's messages included.
         weights = (*(0.0 for _ in prompt), *weights_of(place, c.completion_column, written))
         if isinstance(prompt, str) and len(said) > 1:
             raise DataError(
@@ -166,6 +172,8 @@ def task_of(
     """The task of a row with this prompt; its further columns but those in `read` are its info."""
     known = {c.prompt_column, c.messages_column, c.id_column, *read}
     known |= {CONVERSATIONS} if _asking(data, c) == CONVERSATIONS else set[str]()
+    # `answer` is left out because rewards get the answer under this name; where another column is the answer,
+    # the row's own `answer` is one of its further columns.
     info = {k: v for k, v in data.items() if k not in known and k != "answer"}
     if c.answer_column != "answer" and "answer" in data:
         info["answer"] = data["answer"]
@@ -192,6 +200,7 @@ def answer_text(answer: Any) -> str:
 
 def _whole(answer: Any) -> Any:
     """A float without a fraction as the integer: tables make floats of integers where a row has none."""
+    # From 2**53 on not every integer is a float, so it is not known which one was meant.
     return int(answer) if isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53 else answer
 
 
@@ -223,6 +232,8 @@ def prompt_of(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | 
         raise DataError(f"{place}: {column!r} is {kind_words(value)}, wanted text or a list of messages")
     messages = [message_of(place, column, i, m, weighs=True) for i, m in enumerate(value)]
     completion = None
+    # An assistant's message at the end is not asked for but shown how to answer; earlier ones are part of the
+    # prompt.
     if messages and messages[-1]["role"] == "assistant":
         completion = said_of(f"{place}: the last message of {column!r}", messages.pop())
     if not messages:
@@ -243,7 +254,9 @@ def message_of(place: Place, column: str, index: int, value: Any, *, weighs: boo
         raise DataError(f"{where} has role {role!r}, which chat templates do not know: {nearest(role, known)}")
     read = ("role", "content") if body == "content" else ("from", "value")
     read = (*read, "weight") if weighs else read
+    # Tables write every field that any row has; an empty one means that it is absent.
     beside = {k: v for k, v in value.items() if v not in (None, []) and k not in read}
+    # A message that only calls tools may have no content.
     given = "" if value.get(body) is None and "tool_calls" in beside else value.get(body)
     if not isinstance(given, str | list) or given == []:
         raise DataError(f"{where}: {body!r} is {kind_words(given)}, wanted text or a list of parts")
@@ -348,6 +361,8 @@ def source_rows(path: str, split: str) -> Iterator[tuple[Place, Mapping[str, Any
     if there:
         return data_files.parquet(file) if file.suffix == ".parquet" else data_files.json_rows(file)
     if (
+        # A name with at most one slash may be an id of the hub. What looks like a path is never asked there: a
+        # misspelt file name would leave this machine.
         file.suffix in (".jsonl", ".json", ".parquet", ".ndjson", ".csv", ".tsv", ".xlsx", ".gz", ".zst", ".zip")
         or path.startswith((".", "/", "~"))
         or path.count("/") > 1

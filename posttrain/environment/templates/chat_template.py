@@ -75,9 +75,12 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self.stops = tuple(stops)
+        # Longer names first: one name may contain another, and a shield inside the shorter one would hide the
+        # longer one.
         self._specials = sorted(
             (t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1), key=len, reverse=True
         )
+        # False: not looked for yet. None: looked for, and there is none.
         self._format: str | bool | None = False
         self._arguments: Any = {"city": "a b"}
         """Arguments of a probing call: an object, or JSON for templates that require it."""
@@ -123,6 +126,8 @@ class Chat:
             if found is not None and not isinstance(found, str):
                 try:
                     several = content_of(found)
+                    # Both forms are made, whichever is used: so a part that is not text is refused with every
+                    # template.
                     joined = text_of(several)
                     found = several if self.reads_parts else joined
                 except DataError as error:
@@ -138,6 +143,7 @@ class Chat:
 
     def _shielded(self, message: Message) -> Message:
         found = message.get("content")
+        # An assistant's message is what a policy may say, special tokens included; it stays as it is.
         if message["role"] == "assistant" or found is None or not self._specials:
             return message
         if isinstance(found, str) and not any(s in found for s in self._specials):
@@ -153,6 +159,9 @@ class Chat:
         """
         before = self.render(history, generate=True, tools=tools)
         problems: list[DataError] = []
+        # Some templates refuse results of tools without calls before them, others take one call only, or none.
+        # The first form that renders is used. If all fail, the first error is the most telling: it is of the
+        # form that matches the messages.
         for calls in _call_counts(new):
             try:
                 return TurnEnding(
@@ -172,6 +181,7 @@ class Chat:
         problems: list[DataError] = []
         for calls in _call_counts(new):
             turns = [self._turn(said, calls, new)]
+            # A template may take reasoning as part of the text, or only in a field of its own.
             for turn in turns if calls else [*turns, self._structured(said)]:
                 try:
                     text = self._suffix(history, before, new, calls, tools)
@@ -209,6 +219,9 @@ class Chat:
             return self._behind(
                 history, before, [self._turn(said, calls, new) for said in ("", *self._reasoned)], new, tools
             )
+        # A known turn is put where the policy's turn will be, and what stands behind it is the text to append.
+        # Some templates write a turn as it is only if it has reasoning, or only if it goes on behind a thought
+        # that the prompt has opened.
         for content in (PROBE, THOUGHT, THOUGHT_ON):
             whole = self.render(
                 [*history, Message(role="assistant", content=content), *new], generate=bool(new), tools=tools
@@ -227,7 +240,11 @@ class Chat:
         for turn in turns:
             alone = self.render([*history, turn], generate=False, tools=tools)
             whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
+            # Looked for behind the history only, which has stop tokens of its own. The last one counts: a turn
+            # with calls may have several.
             at = max((alone.rfind(s, len(common(before, alone))) for s in self.stops), default=-1)
+            # Two conditions: nothing before the turn is changed, and the turn itself is the same with and
+            # without what follows.
             if at >= 0 and whole.startswith(before) and whole.startswith(alone[:at]):
                 return whole[at:]
             if at < 0:
@@ -243,6 +260,8 @@ class Chat:
         differ. In a turn with calls only the reasoning is compared, because the template writes the calls itself."""
         if not whole.startswith(before):
             raise DataError(differs(before, whole))
+        # Without white space, because templates trim turns, and the tokens of the turn stay the policy's in any
+        # case.
         rest = squeezed(whole[len(before) :])
         thought = not self._reasoned or squeezed(self._parsed(said).reasoning) in rest
         if not (thought if calls else rest.startswith(squeezed(said))):
@@ -257,6 +276,7 @@ class Chat:
         placeholders for those that the policy wrote."""
         if not calls:
             return Message(role="assistant", content=said)
+        # Templates may compare ids of calls and results, so placeholders take those of the results.
         ids = [m.get("tool_call_id", f"call{i:05}") for i, m in enumerate(m for m in new if m["role"] == "tool")]
         listed = [
             {"id": i, "type": "function", "function": {"name": "probe_tool", "arguments": self._arguments}}
@@ -285,14 +305,19 @@ class Chat:
         tools = tools or ([WEATHER] if follow == "tool" else [])
         start = [Message(role="user", content="hi")]
         try:
+            # Where the prompt opens a thought, every turn has one, so a plain turn cannot occur and is not
+            # tried.
             opened = opening(self.render(start, generate=True, tools=tools))
             plain = self._canonical(start, tools)
             for said in [THOUGHT_ON] if opened else [plain, plain.replace(PROBE, MARKS), *self._reasoned]:
                 history = start
+                # Several turns, because some templates keep the last turns whole and rewrite earlier ones only.
                 for number in range(turns):
                     new = [_answer(follow, number)]
                     found = self.after(history, said, new, tools)
                     if (
+                        # Twice the same: else the template depends on a clock or on chance. And equal to
+                        # `between`, which rollouts use and which never sees the turn.
                         found != self.after(history, said, new, tools)
                         or found.text != self.between(history, new, tools).text
                     ):
@@ -328,6 +353,7 @@ class Chat:
     def _find_format(self) -> str | None:
         history = [Message(role="user", content="hi")]
         wanted = (ToolCall("probe_tool", {"city": "a b"}),)
+        # The form of arguments that the template takes stays in `_arguments`: later probes write calls in it.
         for arguments in ({"city": "a b"}, '{"city": "a b"}'):
             self._arguments = arguments
             call = {"id": "call00000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
@@ -339,6 +365,8 @@ class Chat:
                 continue
             body = whole[len(common(before, whole)) :]
             for name in FORMATS:
+                # By parsing what the template wrote, and not by looking into its source: only a format that
+                # reads back gives the call.
                 if any(parse(text, name).calls == wanted for text in self._without_end(body)):
                     return name
         return None

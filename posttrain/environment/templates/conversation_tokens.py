@@ -62,6 +62,8 @@ def weighed(render: Renderer, c: LearnedConversation, tools: Tools, arguments: b
     chat, messages = render.template, [_readable(render.template, m) for m in c.messages]
     if not c.learned:
         raise DataError("no message of the assistant counts: give one a weight above 0, or leave the row out")
+    # Up to the last learned message: what follows it changes nothing, but may make a template rewrite earlier
+    # turns.
     whole = chat.render(messages[: c.learned[-1] + 1], generate=False, tools=tools)
     together: list[tuple[int, WrittenTurn]] = []
     apart: list[tuple[int, WrittenTurn]] = []
@@ -69,9 +71,13 @@ def weighed(render: Renderer, c: LearnedConversation, tools: Tools, arguments: b
         before = chat.render(messages[:i], generate=True, tools=tools)
         found = _written(chat, whole, before, messages[i], i == c.learned[-1])
         if isinstance(found, WrittenTurn):
+            # A turn whose prompt is a beginning of `whole` is part of the one sequence. Any other is a sequence
+            # of its own.
             (together if whole.startswith(found.before) else apart).append((i, found))
             continue
         alone = found
+        # The template writes this turn otherwise once others follow. Rendered as the last one it is as a
+        # rollout has it.
         if render.history == "rewrite" and i != c.learned[-1]:
             own = chat.render(messages[: i + 1], generate=False, tools=tools)
             alone = _written(chat, own, before, messages[i], True)
@@ -88,6 +94,7 @@ def _text(render: Renderer, text: str, weight: float) -> Weighed:
     ids = render.text_ids(text).tolist()
     ids += render.stop_ids[:1] if ids[-1] not in render.stop_ids else ()
     weight_T = np.full(len(ids), weight)
+    # The first token has no position before it that could predict it.
     weight_T[: max(1, len(render.leading))] = 0.0
     if not weight_T.any():
         raise DataError(f"the text {text!r:.40} has no token to learn after its first one: leave the row out")
@@ -112,6 +119,8 @@ def _written(chat: Chat, whole: str, before: str, message: Message, last: bool) 
         )
     if not whole.startswith(before):
         return f"{differs(before, whole)}. Or learn the last turn alone: turns=last"
+    # The turn ends at the first stop token behind it. Where there is none, only the last turn has an end: the
+    # text's.
     body = whole[len(before) :]
     at, stop = min(((body.find(s), s) for s in chat.stops if s and s in body), default=(len(body), ""))
     if not stop and not last:
@@ -139,8 +148,11 @@ def _sequence(render: Renderer, whole: str, turns: Sequence[tuple[int, WrittenTu
     weight: list[np.ndarray] = []
     at = 0
     for i, turn in turns:
+        # Encoded apart, as a rollout does: no token may reach over the border between what is seen and what is
+        # said.
         seen = render.encode(whole[at : len(turn.before)])
         said = render.completion_ids(turn.said, chat=True)
+        # The stop token that the template wrote here, in place of the usual one.
         end = render.encode(turn.stop)
         said = np.array([*said[: len(said) - len(end)], *end], np.int32)
         ids += [seen, said]
@@ -164,6 +176,7 @@ def _weights(
         return weight_T
     spans = list(_argument_spans(render.template, messages, turn, tools))
     for t, (start, end) in enumerate(render.offsets(turn.said)[: len(ids)]):
+        # A token that has only a part of the arguments is left out too.
         if any(start < b and end > a for a, b in spans):
             weight_T[t] = 0.0
     return weight_T
@@ -179,9 +192,13 @@ def _argument_spans(chat: Chat, messages: Sequence[Message], turn: WrittenTurn, 
     for i, call in enumerate(plain):
         changed = called(chat, text, [*plain[:i], {**call, "arguments": OTHER}, *plain[i + 1 :]])
         other = _turn_text(chat, [*before, changed], turn, tools)
+        # The arguments lie between the longest common beginning and the longest common end of the two texts.
+        # The end may not reach into the beginning, which happens where characters repeat.
         start = len(common(own, other))
         rest = min(len(common(own[::-1], other[::-1])), len(own) - start, len(other) - start)
         spans.append((start, len(own) - rest))
+    # Spans are in the rendered turn; the learned text may begin later in it, so they are moved by the
+    # difference.
     shift = len(own) - len(turn.said)
     if not own.endswith(turn.said):
         raise DataError("the chat template writes this turn otherwise where it is the last: set tool_arguments=true")

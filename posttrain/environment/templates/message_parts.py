@@ -46,6 +46,8 @@ def shielded(found: Content, specials: Sequence[str], shield: str) -> Content:
     before = ""
     for part in whole:
         at, joined = len(before), before + part.text
+        # A name that begins in the parts before and ends in this one: the window has len(s) - 1 characters on
+        # both sides of the border.
         meets = any(joined.find(s, max(0, at - len(s) + 1), at + len(s) - 1) >= 0 for s in specials)
         if part.type == "text" and out:
             body = part.text.lstrip()

@@ -50,6 +50,7 @@ class Renderer:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         """The Rust tokenizer inside a fast tokenizer. It gives the same ids at a tenth of the wrapper's cost."""
         if self._backend is not None:
+            # A tokenizer may have been saved with both, and would then cut or fill texts without a word.
             self._backend.no_truncation()
             self._backend.no_padding()
         self._chat_stop: int | None = None
@@ -115,6 +116,8 @@ class Renderer:
             said, stop = written(self.template, prompt, completion, tools)
         except DataError as error:
             raise DataError(f"{_named(task)}: {error}") from error
+        # `completion_ids` ends with the usual stop token; behind calls the template may write another one,
+        # which takes its place.
         ids, end = self.completion_ids(said, chat=chat, task=task), self.encode(stop)
         return before, np.array([*ids[: len(ids) - len(end)], *end], np.int32)
 
@@ -150,6 +153,7 @@ class Renderer:
         if chat and (opened := self.opening(behind)):
             text = continued(self.template, text, opened)
         ids = self.encode(text).tolist()
+        # Data may have none, one or several at its end.
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
         inside = [i for i in ids if i in self.stop_ids]
@@ -188,6 +192,8 @@ class Renderer:
                 f"this tokenizer cannot write {word!r}: correct sampling.bad_words or allowed_words, or name token ids"
             )
         spaced = self._written(f" {word}")
+        # If the space is a token of its own, the word behind it has the same ids as alone, and one spelling
+        # covers both.
         inside = spaced is None or spaced[len(spaced) - len(alone) :] == alone
         return (alone,) if inside else (alone, cast("tuple[int, ...]", spaced))
 
@@ -268,6 +274,8 @@ class Renderer:
         """The reason why the template cannot append such messages after a turn; '' if it can. It is tested once for
         each kind of message."""
         key = ("tool" if any(m["role"] == "tool" for m in new) else "user", bool(tools))
+        # The proof renders dozens of conversations, and its result depends only on who speaks next and on
+        # whether there are tools.
         if key not in self._proofs:
             self._proofs[key] = self.template.proof(key[0], tools=tools)
         return self._proofs[key]
@@ -285,6 +293,7 @@ class Renderer:
         """int32 [T] of a plain text, with the leading special tokens exactly once."""
         ids = self.encode(text)
         n = len(self._leading)
+        # A text may have been written with its BOS already.
         written = n > 0 and tuple(ids[:n].tolist()) == self._leading
         return ids if written or not n else np.concatenate([np.array(self._leading, np.int32), ids])
 
@@ -316,6 +325,7 @@ class RenderedDialogue:
         """int32 ids of the prompt (first call, with the tools) or of an observation (later calls)."""
         messages = None if isinstance(content, str) else list(content)
         self.restarted = False
+        # The first call of an episode: the prompt. Everything later is appended behind a turn.
         if self._history is None:
             self._chat, self._tools = messages is not None, tools
             self._history = messages or []
@@ -351,6 +361,8 @@ class RenderedDialogue:
         else:
             found = self._rewritten(history, render.text(said), new)
         self._history, self._said = [*history, found.turn, *new], None
+        # What a template writes after a turn begins with the stop token. The policy has said it already if it
+        # ended its turn, so it must not come twice. A turn that was cut off gets it as text that is seen.
         ended = not self.restarted and said and said[-1] in render.stop_ids
         if ended and found.text.lstrip().startswith(render.decode(said[-1:])):
             return render.encode(found.text.lstrip())[1:]

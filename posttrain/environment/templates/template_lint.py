@@ -40,6 +40,7 @@ def template_findings(
     """
     rows = env.abilities.rows or ()
     kinds: dict[Any, Any] = {}
+    # One conversation for each order of roles; as the longest come last, they replace the shorter ones.
     for task in sorted([*tasks, *(r.task for r in rows)], key=lambda t: len(str(t.prompt))):
         if not isinstance(task.prompt, str):
             kinds[tuple((m["role"], len(m.get("tool_calls") or ())) for m in task.prompt)] = task
@@ -75,12 +76,14 @@ def left_out(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> list
     try:
         written = chat.render(tried, generate=True, tools=tools)
     except DataError:
+        # Some templates check contents, and refuse the marks. The bare messages are tried then.
         tried = list(messages)
         written = chat.render(tried, generate=True, tools=tools)
     text = squeezed(written.replace(SHIELD, ""))
     return [
         f"the {m['role']} message {_words(m)[-1][:60]!r} ({i} of {len(messages)})"
         for i, (m, marked) in enumerate(zip(messages, tried, strict=True), 1)
+        # Templates write some contents with `tojson`, so the escaped forms count as written too.
         if not all(any(squeezed(form) in text for form in (w, *_as_json(w))) for w in _words(marked))
     ]
 
@@ -131,7 +134,10 @@ def _begins_otherwise(chat: Chat) -> str:
         whole = chat.render([ASKED, Message(role="assistant", content=SAID)], generate=False)
     except DataError:
         return ""
+    # Searched behind the beginning that both share: only there can the turn stand.
     whole = whole[: max(0, whole.find(SAID, len(common(bare, whole))))]
+    # Thoughts at the end are taken off both sides: many templates open one in the prompt and leave it out of
+    # past turns.
     asked = _THOUGHT.sub("", before).rstrip()
     rest = _THOUGHT.sub("", whole[len(asked) :]).strip()
     if not whole or (whole.startswith(asked) and (before != bare or not rest)):

@@ -67,6 +67,8 @@ def _ask(request: bytes, messages: int) -> dict[str, Any]:
             except WorkerError as error:
                 if error.kind == "start":
                     raise DataError(f"the process that renders chat templates did not start: {error.why}") from None
+                # Killed from outside (want of memory, the end of the thread that started it) says nothing about
+                # the template: once more. A crash or a limit of the rendering itself would come again.
                 if error.kind == "crash" and (error.killed or not isinstance(error, EndedError)) and not last:
                     continue
                 raise LimitError(
@@ -101,6 +103,8 @@ class _Server:
 
 _SERVER = _Server()
 atexit.register(_SERVER.end)
+# A child of a fork has a copy of the pipe to the parent's process: two writers on it would mix their requests.
+# A lock that another thread held would stay locked for ever.
 os.register_at_fork(after_in_child=_SERVER.forget)
 
 
@@ -113,11 +117,13 @@ def handler(_: str) -> Callable[[Any], dict[str, Any]]:
 
     def answer(request: Any) -> dict[str, Any]:
         source, named, messages, tools, generate = request
+        # Templates test for a field by `is defined`, and null is defined.
         conversation = [{name: value for name, value in m.items() if value is not None} for m in messages]
         try:
             written, _ = render(
                 conversations=[conversation], tools=tools, chat_template=source, add_generation_prompt=generate, **named
             )
+        # The process is over its limit and ends; that is no error of the template's own.
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything it likes

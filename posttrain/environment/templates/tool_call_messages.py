@@ -74,6 +74,8 @@ def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools
     before = chat.render(prompt, generate=True, tools=tools)
     turn = called(chat, content, plain)
     whole = chat.render([*prompt, turn], generate=False, tools=tools)
+    # Behind the generation prompt is where the policy would speak; text that begins elsewhere could never be
+    # said there.
     if not whole.startswith(before):
         raise DataError(
             f"this chat template's generation prompt ends with {before[-30:]!r}, and it begins no turn with tool calls"
@@ -81,6 +83,8 @@ def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools
         )
     said, stop = _ended(chat, prompt, turn, whole[len(before) :], tools)
     wanted = tuple(ToolCall(c["name"], c["arguments"]) for c in plain)
+    # A round trip: what is learned must read back as the calls that were given, or the policy would learn other
+    # ones.
     parsed = parse(said, chat.format)
     if parsed.calls != wanted or content.strip() not in said:
         raise DataError(
