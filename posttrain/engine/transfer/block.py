@@ -49,6 +49,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
+    # Through uint8, because numpy has no bfloat16 and no float8.
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -60,6 +61,7 @@ def aligned(at: int) -> int:
 def tensor_of(block: Buffer, entry: ParcelEntry, offset: int | None = None) -> Tensor:
     """The tensor whose own bytes lie at `offset` (default: the entry's), without a copy."""
     count, dtype = prod(entry.shape), DTYPES[entry.dtype]
+    # torch.frombuffer refuses an empty tensor.
     if not count:
         return torch.empty(entry.shape, dtype=dtype)
     at = entry.offset if offset is None else offset
@@ -68,6 +70,7 @@ def tensor_of(block: Buffer, entry: ParcelEntry, offset: int | None = None) -> T
 
 def largest(parcel: Parcel) -> int:
     """Most bytes that the block of this parcel can have."""
+    # A receiver knows this from the parcel before it has the block, and takes no more memory than that.
     return aligned(max((e.offset + e.size for e in parcel.entries), default=HEAD.size)) + LARGEST_TABLE
 
 
@@ -100,6 +103,8 @@ def read_block(block: Buffer, transport: str, place: str) -> Parcel:
     refuse = _refusal(place)
     if len(block) < HEAD.size:
         raise refuse(f"it has {len(block)} bytes, fewer than a head")
+    # The order of the checks: first the sizes, by which alone bytes are read; then the digest of the table, so that
+    # damage is not parsed; then what the table says.
     magic, version, at, size, digest = HEAD.unpack(bytes(block[: HEAD.size]))
     if magic != MAGIC:
         raise refuse("it was not finished, or is no block of weights")
@@ -130,6 +135,7 @@ def _parcel(about: dict[str, Any], transport: str, place: str) -> Parcel:
     entries = tuple(ParcelEntry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in about["entries"])
     for e in entries:
         texts, numbers = (e.name, e.dtype, e.checksum, e.coding), (*e.shape, e.offset, e.size)
+        # `type(x) is int`, because JSON's true is an int in Python.
         if not all(isinstance(x, str) for x in texts) or not all(type(x) is int and x >= 0 for x in numbers):
             raise ValueError(f"an entry holds something else than texts and numbers from 0: {e!r:.200}")
     version, base = about["version"], about["base"]
@@ -157,6 +163,7 @@ def check_entries(parcel: Parcel, end: int, refuse: Callable[..., ParcelDamageEr
             raise refuse(f"tensor {e.name!r} is coded as {e.coding!r}, and no base is named")
         if e.offset < HEAD.size or e.offset % ALIGN or e.offset + e.size > end:
             raise refuse(f"tensor {e.name!r} at {e.offset:,} does not lie within the block")
+    # In the order of their places only neighbours can overlap.
     placed = sorted((e for e in parcel.entries if e.size), key=lambda e: e.offset)
     for a, b in pairwise(placed):
         if a.offset + a.size > b.offset:

@@ -78,6 +78,8 @@ class BroadcastPlace:
     def of(cls, parcel: Parcel) -> BroadcastPlace:
         """ParcelDamageError where it is none."""
         address, *numbers = parcel.place.split("/")
+        # The size is bounded by what the entries can need, because a receiver takes this much memory before it
+        # connects.
         if len(numbers) != 4 or not all(x.isdecimal() for x in numbers) or int(numbers[1]) > largest(parcel):
             raise ParcelDamageError(f"{parcel.place!r} is no place of a broadcast. Use parcels as they were published")
         number, size, bucket, milliseconds = map(int, numbers)
@@ -97,6 +99,7 @@ class CollectiveCarrier:
 
     def __init__(self, engines: int, *, host: str = LOOPBACK, seconds: float = 60.0, bucket: int = BUCKET) -> None:
         self.engines, self.seconds, self.bucket = engines, seconds, bucket
+        # The socket is made here and given to torch: its own store would listen at all addresses of the machine.
         listening = socket.create_server((host, 0))
         self.address = f"{host}:{listening.getsockname()[1]}"
         self.store = _store(self.address, seconds, listening.detach())
@@ -131,12 +134,14 @@ class CollectiveSink:
         self._thread = threading.Thread(target=self._serve, name=f"weights {number}", daemon=True)
 
     def write(self, data: memoryview | bytes, at: int, tensor: str = "") -> None:
+        # Places grow, but the head, at byte 0, is written last. Gaps between tensors are zeros.
         self._block.extend(bytes(max(at + len(data) - len(self._block), 0)))
         self._block[at : at + len(data)] = data
 
     def announce(self) -> str:
         c = self._carrier
         place = str(BroadcastPlace(c.address, self._number, len(self._block), c.bucket, c.seconds))
+        # Set before the thread runs: a receiver that finds no such key takes the version for retired.
         C10D.PrefixStore(str(self._number), c.store).set(OPEN, "1")
         c.announced(place, self)
         self._thread.start()
@@ -148,6 +153,7 @@ class CollectiveSink:
     def end(self) -> None:
         """Nobody comes any more."""
         store = self._carrier.store
+        # The thread first, then the keys. What is left of them would stay in the store until the run ends.
         self._over.set()
         self._thread.join(END)
         for key in [k for k in store.list_keys() if k.startswith(f"{self._number}/")]:
@@ -159,6 +165,8 @@ class CollectiveSink:
             # A connection of its own: while one is in use, who else wants it must wait.
             keys = C10D.PrefixStore(str(self._number), _store(c.address, c.seconds))
             while last := self._come(keys, served, wanted):
+                # The first round waits for all engines. Later ones serve who came late or whose round broke, as soon as
+                # there is one.
                 self._round(keys, range(served + 1, last + 1))
                 served, wanted = last, 1
 
@@ -170,12 +178,14 @@ class CollectiveSink:
                 break
             if self._over.wait(pause):
                 return 0
+            # Adding 0 reads the counter.
             if (last := int(keys.add(CAME, 0))) > served:
                 until = min(until, time.monotonic() + GATHER)
         return last
 
     def _round(self, keys: Any, tickets: Sequence[int]) -> None:
         """One broadcast to these. Those that it does not reach come again."""
+        # The first ticket names the round, and no two rounds have the same. The sender is rank 0.
         c, name, world = self._carrier, tickets[0], len(tickets) + 1
         for rank, ticket in enumerate(tickets, 1):
             keys.set(_go(ticket), f"{name} {rank} {world}")
@@ -204,6 +214,7 @@ class CollectiveFetch:
         try:
             keys = C10D.PrefixStore(str(place.number), self._reach(place))
             for _ in range(ROUNDS):
+                # Each round has a new ticket: the group of the broken one cannot be used again.
                 called = _called(keys, parcel, 2 * place.seconds)
                 if called is None:
                     why = f"it did not call this engine within {2 * place.seconds:g} s"
@@ -213,6 +224,7 @@ class CollectiveFetch:
                     return block
                 why = f"{ROUNDS} broadcasts broke, the last one by {broken}"
         except (RuntimeError, OSError) as lost:
+            # Another attempt connects anew.
             self._store = None
             why = f"{place.address} does not answer ({lost})"
         tensor = tensor_at(sorted((e.offset, e.name) for e in parcel.entries), done)
@@ -273,6 +285,8 @@ def _called(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, int, int] |
     """
     until, ticket = time.monotonic() + seconds, 0
     for pause in _pauses():
+        # Looked for before each step: `end` may remove the keys at any time, and a ticket that is added then would wait
+        # in vain.
         if not keys.check([OPEN]):
             break
         ticket = ticket or int(keys.add(CAME, 1))
@@ -312,6 +326,8 @@ def _group(keys: Any, name: int, rank: int, members: int, address: str, seconds:
     """The processes of one round: none of torch.distributed's named groups, which a learner may use itself."""
     keys = C10D.PrefixStore(f"round/{name}", keys)
     options = C10D.ProcessGroupGloo._Options()
+    # Short, because members that died after they were called never connect, and the others should take new tickets
+    # soon.
     options._timeout = timedelta(seconds=min(seconds, CONNECT))
     options._threads = 1  # one bucket at a time; torch 2.13 keeps 120 bytes of every thread that has waited for one
     options._devices = [C10D.ProcessGroupGloo.create_device(hostname=_own_address(address))]
@@ -323,6 +339,7 @@ def _own_address(address: str) -> str:
     host, _, port = address.rpartition(":")
     family, kind, protocol, _, there = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as way:
+        # A datagram socket sends nothing when it connects: the system only chooses the way, and with it the address.
         way.connect(there)
         return str(way.getsockname()[0])
 
@@ -335,6 +352,7 @@ def _broadcast(group: Any, bucket: torch.Tensor, seconds: float) -> None:
 
 def _meet(group: Any, seconds: float) -> None:
     """Wait until all members of the group are here."""
+    # A reduction ends at no member before all have come. A broadcast can end at the sender while others still read.
     how = C10D.AllreduceOptions()
     how.timeout = timedelta(seconds=seconds)
     group.allreduce([torch.zeros(1)], how).wait(how.timeout)

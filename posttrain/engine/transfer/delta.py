@@ -39,14 +39,19 @@ def encode(new: Tensor, old: Tensor | None) -> tuple[str, memoryview | bytes]:
     whole = WHOLE, raw(new)
     if old is None or (old.dtype, old.shape) != (new.dtype, new.shape) or not new.numel():
         return whole
+    # Compared as bits: NaN would differ from itself, and -0.0 would equal 0.0.
     a, b = _words(new), _words(old)
     changed = np.flatnonzero(a != b)
     if not len(changed):
         return SAME, b""
+    # Gaps are written as int32.
     if len(changed) <= FEW * len(a) and len(a) < 2**31:
+        # changed [n], ascending. The gap is the number of unchanged elements between two changed ones, 0 for
+        # neighbours.
         gaps = np.diff(changed, prepend=-1).astype(np.int32) - 1
         coded = SPARSE, COUNT.pack(len(changed)) + _squeeze(gaps, _folded(a[changed] - b[changed]))
     else:
+        # The subtraction wraps around, and so does the addition in `decode`.
         coded = DENSE, _squeeze(_folded(a - b))
     return coded if len(coded[1]) < new.nbytes else whole
 
@@ -70,9 +75,12 @@ def decode(coding: str, data: memoryview, old: Tensor) -> Tensor:
     if len(data) < COUNT.size:
         raise ValueError("it ends within the count of changed elements")
     (count,) = COUNT.unpack(data[: COUNT.size])
+    # The count decides how much memory the stream may take, so it is checked first.
     if count > len(b):
         raise ValueError(f"it changes {count:,} elements, and there are {len(b):,}")
     gaps, steps = _unsqueeze(data[COUNT.size :], np.dtype(np.int32), count, b.dtype, count)
+    # The inverse of the gaps. Without a negative one the places ascend, so the last one tells whether all lie inside,
+    # and none comes twice, which `+=` below would lose.
     places = np.cumsum(gaps.astype(np.int64) + 1) - 1
     if count and (int(gaps.min()) < 0 or int(places[-1]) >= len(b)):
         raise ValueError("it changes elements outside of the tensor")
@@ -92,10 +100,12 @@ def _tensor(words: np.ndarray, like: Tensor) -> Tensor:
 
 def _folded(d: np.ndarray) -> np.ndarray:
     """0, -1, 1, -2, 2 ... as 0, 1, 2, 3, 4 ..."""
+    # The right shift keeps the sign: all ones for a negative number, which turns its other bits around.
     return (d << 1) ^ (d >> (8 * d.itemsize - 1))
 
 
 def _unfolded(z: np.ndarray) -> np.ndarray:
+    # Unsigned, so that the shift to the right brings in a zero.
     unsigned = z.view(f"u{z.itemsize}")
     return (unsigned >> 1).view(z.dtype) ^ -(z & 1)
 
@@ -103,9 +113,11 @@ def _unfolded(z: np.ndarray) -> np.ndarray:
 def _squeeze(*numbers: np.ndarray) -> bytes:
     """All planes of these numbers, as one stream. Run lengths and Huffman codes are all that such planes have in them:
     looking for longer matches takes several times as long and saves next to nothing."""
+    # -15: a bare stream without zlib's own checksum, since the tensor's digest is checked.
     stream = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
     parts: list[bytes] = []
     for x in numbers:
+        # [elements, bytes of one]: column i is the plane of byte i, the lowest first.
         planes = x.view(np.uint8).reshape(-1, x.itemsize)
         parts += [stream.compress(np.ascontiguousarray(planes[:, i]).data) for i in range(x.itemsize)]
     return b"".join([*parts, stream.flush()])
@@ -117,6 +129,7 @@ def _unsqueeze(data: memoryview, *wanted: np.dtype | int) -> list[np.ndarray]:
     size = sum(d.itemsize * n for d, n in pairs)
     stream = zlib.decompressobj(-15)
     try:
+        # One byte more than is wanted: so a stream that holds more is seen, and never unpacked whole.
         found = stream.decompress(data, size + 1)
     except zlib.error as problem:
         raise ValueError(f"its stream is damaged ({problem})") from problem

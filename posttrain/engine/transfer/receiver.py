@@ -42,6 +42,7 @@ class ParcelReceiver:
     def read(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
         """See `WeightReceiver.read`. Everything is checked before this returns."""
         last = self._last
+        # The same version may come again: published anew, or whole in place of a delta.
         if last is not None and parcel.version < last.version:
             raise ParcelOrderError(
                 f"version {parcel.version} came from {parcel.sender} after version {last.version} was read: the engine"
@@ -55,11 +56,15 @@ class ParcelReceiver:
         self._require_base(parcel)
         block = self._fetch[parcel.transport](parcel)
         found = read_block(block, parcel.transport, parcel.place)
+        # The parcel came by another way than the block, and each describes the tensors. If they differ, the block is
+        # not the one that was announced, although it may be whole in itself.
         if found != parcel:
             raise ParcelDamageError(
                 f"the block at {parcel.place} holds version {found.version} of {found.sender}, and version"
                 f" {parcel.version} of {parcel.sender} was announced there. Publish the weights again"
             )
+        # All are read and checked before the first is handed out. `_last` and `_kept` change only after that, so a
+        # parcel that is refused leaves the receiver as it was.
         tensors = {e.name: checked(self._tensor(block, e, parcel), e, parcel) for e in parcel.entries}
         self._last, self._kept = parcel, tensors if parcel.followed else {}
         return iter(tensors.items())
@@ -69,6 +74,7 @@ class ParcelReceiver:
         held = self._last
         if parcel.base is None:
             return
+        # By digest as well as by version: the same version may have been published twice, with other weights.
         if held and held.followed and (held.version, held.digest) == (parcel.base, parcel.base_digest):
             return
         has = "nothing" if held is None else f"version {held.version} ({held.digest[:8]})"

@@ -85,6 +85,8 @@ class ParcelSender:
                 f"version {version} was to be published after version {last.version}: an engine that took both would go"
                 " back. Publish versions in their order"
             )
+        # The size of this push is not known before its tensors have come, so that of the last one decides. With deltas
+        # every push is audited, because the digest of the base must be of all its bits.
         audited = last is None or self._deltas or self._audit.whole(self._pushes, last.size)
         parcel = Parcel(
             *(version, None, self._carrier.transport, "", (), this_process()), followed=self._deltas, audited=audited
@@ -92,6 +94,7 @@ class ParcelSender:
         if last is not None and self._deltas:
             parcel = replace(parcel, base=last.version, base_digest=last.digest)
         self._last = self._write(parcel, tensors)
+        # Two levels: a version may be published several times, and each time may have more than one block (`whole`).
         self._places.setdefault(version, []).append([self._last.place])
         self._pushes += 1
         return self._last
@@ -114,6 +117,8 @@ class ParcelSender:
             return last
         if not self._deltas:
             raise ParcelGoneError(f"version {version} was retired, and nothing was kept. Publish again")
+        # The kept tensors are written again. The new parcel has the same checksums, so a delta that follows fits
+        # receivers of either form.
         whole = replace(last, base=None, base_digest="", place="", entries=())
         self._last = self._write(whole, list(self._kept.items()))
         if places:
@@ -149,11 +154,13 @@ class ParcelSender:
                 table = table_bytes(parcel)
                 sink.write(table, aligned(end))
             with self._clock.of("sync/install"):
+                # The head last: until it is there, the block has no magic and is refused.
                 sink.write(head_bytes(parcel.version, aligned(end), table), 0)
                 place = sink.announce()
         except BaseException:
             sink.drop()
             raise
+        # Only after the announcement: a push that failed must not become the base of the next delta.
         self._kept = kept
         return replace(parcel, place=place)
 
@@ -164,6 +171,7 @@ class ParcelSender:
         at, names, coming = HEAD.size, set[str](), iter(tensors)
         while True:
             with self._clock.of("sync/gather"):
+                # Over ranks the iterator itself brings the parts together, so its time is measured apart.
                 name, given = next(coming, (None, None))
             if name is None or given is None:
                 return
@@ -177,6 +185,7 @@ class ParcelSender:
                 checksum = fingerprints([(name, tensor)], parcel.spot)[name]
                 coding, data = encode(tensor, None if parcel.base is None else self._kept.get(name))
                 if self._deltas:
+                    # Where nothing changed the old copy is kept on, and no second one is made.
                     kept[name] = self._kept[name] if coding == SAME else _own(tensor, given)
             with self._clock.of("sync/transfer"):
                 sink.write(data, at, name)
@@ -193,6 +202,8 @@ def served(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     found = tensor.detach()
     if dtype is not None and found.is_floating_point() and found.element_size() >= 2:
         found = found.to(dtype)
+        # bfloat16 has the range of float32. In float16 a large weight would become infinite; one that was infinite
+        # before is no fault of the cast.
         if dtype is torch.float16 and bool((found.isinf() & tensor.detach().isfinite()).any()):
             raise ParcelError(
                 f"tensor {name!r} has weights beyond {torch.finfo(dtype).max:g}, which float16 cannot hold. Serve"

@@ -39,9 +39,11 @@ class FolderCarrier:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.resolve()
+        # The lock first: only its holder may take files that it finds for left over.
         self._lock = Lock(folder)
         self._held = set[Path]()
         _remove_left(self.folder)
+        # It holds the set and not the object, so the object can be collected, and it runs at the end of Python too.
         self._finalizer = weakref.finalize(self, _remove_all, self._held, self._lock, os.getpid())
 
     def begin(self, version: int) -> FolderSink:
@@ -79,6 +81,8 @@ class FolderSink:
             os.fsync(self._fd)
         os.close(self._fd)
         self._fd = None
+        # Both names are held while the file is renamed: whenever the process ends, the file is removed under the name
+        # that it has.
         self._held.add(self._path)
         os.replace(self._part, self._path)
         self._held.discard(self._part)
@@ -120,6 +124,7 @@ def read_all(fd: int, size: int) -> bytearray:
     """The first `size` bytes of a file, fewer where it ends before."""
     block, at = bytearray(size), 0
     with memoryview(block) as room:
+        # 0 bytes: somebody has cut the file meanwhile. What is missing is found by `read_block`.
         while got := os.preadv(fd, [room[at:]], at) if at < size else 0:
             at += got
     del block[at:]

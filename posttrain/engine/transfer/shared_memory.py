@@ -109,11 +109,14 @@ def remove_orphans() -> int:
         if not NAME.fullmatch(f"/{name}"):
             continue
         try:
+            # O_NOFOLLOW: the folder is open to all users, and one could lay a link there under such a name.
             fd = os.open(f"{FOLDER}/{name}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # another user's, or removed meanwhile
             continue
         try:
             if os.fstat(fd).st_uid == os.getuid():
+                # Whoever gets the lock has found a block without an owner. The kernel releases it with the owner's last
+                # descriptor.
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shm_unlink(f"/{name}")
                 count += 1
@@ -132,6 +135,7 @@ def _create() -> tuple[str, int]:
         os.set_inheritable(fd, False)
         resource_tracker.register(name, _KIND)
         fcntl.flock(fd, fcntl.LOCK_EX)
+        # A block without a name has been removed before it was locked.
         if os.fstat(fd).st_nlink:
             return name, fd
         os.close(fd)  # `remove_orphans` of another process came between the two calls

@@ -71,6 +71,7 @@ class HotLoad:
         folder.mkdir(mode=0o700)
         sent = {PREFIX + written_name(n): t.contiguous().cpu() for n, t in self.sent(given).items()}
         save_file(sent, folder / WEIGHTS, metadata={"format": "pt"})
+        # alpha = rank makes vLLM's own scale 1, because the scale is in B already.
         rank = self.lora.rank
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": self.targets, "bias": "none"}
         (folder / CONFIG).write_text(json.dumps(config))
@@ -79,6 +80,7 @@ class HotLoad:
     def sent(self, given: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """The adapter as the engine should hold it: the scale is in B, in the engine's dtype."""
         scale = self.lora.scale
+        # Scaled in float32 and then rounded, so that each number of B is rounded once.
         return {n: (t.detach() * scale if ".lora_B." in n else t.detach()).to(self.dtype) for n, t in given}
 
     def wanted(self) -> ReadBack:
@@ -104,6 +106,7 @@ class HotLoad:
         Raises:
             EngineError: the engine serves others.
         """
+        # What should be served is computed here again from what was given, not taken from the files that were written.
         adapter = {n: without_negative_zeros(t) for n, t in self.sent(given).items()}
 
         def held(name: str) -> Tensor | None:
@@ -120,6 +123,8 @@ class HotLoad:
                 f"it serves another {kind} than was sent: {len(wrong)} tensors differ, such as {wrong[0]!r}"
                 f"{f' ({which})' if which else ''}. Set engine=embedded for this model"
             )
+        # The fingerprint is that of the learner's own tensors, which the trainer compares with its own. That the engine
+        # serves what follows from them is shown above.
         return digest_of({**self.beneath, **fingerprints(given)})
 
 

@@ -110,6 +110,7 @@ class VLLMEngine(VLLMSampler):
 
         heard: called in this event loop with the new ids and log-probs as soon as they are drawn.
         """
+        # Checked in the caller's loop, so that a wrong request raises there and does not reach the engine's thread.
         asked = _Turn(check_request(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
         if self._version == self._empty:
             raise EngineError(f"{ROLE} was sent no weights yet: push them first (Sync.push)")
@@ -133,6 +134,7 @@ class VLLMEngine(VLLMSampler):
         newer(version, self._version)
         given = list(self._expected.checked(tensors))
         future: Future[str] = Future()
+        # The command only registers the update. `_run_once` carries it out when its time has come.
         self._send(lambda: self._updates.append(lambda: self._update(version, given, future)))
         return await self._answer(future, f"loading weights of version {version}")
 
@@ -161,6 +163,7 @@ class VLLMEngine(VLLMSampler):
     async def _answer(self, future: Future[Any], what: str) -> Any:
         """The future's result. EngineError where the engine's thread has failed, or no step has
         ended within the timeout."""
+        # Looked at again and again, since a thread that hangs or has died sets no future.
         own = asyncio.wrap_future(future)
         asked = time.monotonic()
         while True:
@@ -192,6 +195,8 @@ class VLLMEngine(VLLMSampler):
         try:
             self._engine = build(policy, slots, cache_bytes, self._eager, self._workers)
             self._weights = Updates(self._engine, self._expected, HotLoad.of(policy), self._counters, self._workers)
+            # One request before any weights were pushed: a model that cannot compute fails at the start, and not at the
+            # first turn.
             self._score([0, 0], proof := Future())
             while not proof.done():
                 self._step()
@@ -208,12 +213,16 @@ class VLLMEngine(VLLMSampler):
         except BaseException as error:
             self._failure = error
         finally:
+            # Whoever still waits is told first: ending vLLM may take long.
             self._fail_waiting()
             self._engine.engine_core.shutdown()
             del self._engine
 
     def _run_once(self) -> bool:
         """Handle the queued commands and run one step; False: the engine was closed."""
+        # Without work the thread sleeps in `get`. With work it takes what is there and goes on. A pending update lets
+        # the running turns end first (`_add` lets no new one in), or, with inflight, only the scores, whose log-probs
+        # must be of one version.
         idle = not (self._asked or self._scored)
         while (idle and not self._updates) or not self._inbox.empty():
             command = self._inbox.get()
@@ -238,6 +247,7 @@ class VLLMEngine(VLLMSampler):
         with quiet_compiler(self._eager):
             outputs = self._engine.step()
         self._counters.spent("engine/step", begun)
+        # One answer that cannot be read fails its own turn; others go on.
         for output in outputs:
             if output.finished and (scored := self._scored.pop(output.request_id, None)) is not None:
                 self._deliver_score(scored, output)
@@ -253,6 +263,7 @@ class VLLMEngine(VLLMSampler):
         """Deliver a request's new tokens, and its turn once it has ended."""
         turn = output.outputs[0]
         if asked.heard is not None and len(turn.token_ids) > asked.delivered:
+            # Outputs are cumulative for turns that are listened to, so the callback gets what is new.
             rows = _rows(turn.logprobs)[asked.delivered :]
             asked.heard(
                 np.array(turn.token_ids[asked.delivered :], np.int32),
@@ -270,6 +281,7 @@ class VLLMEngine(VLLMSampler):
         asked.future.set_result(result)
 
     def _add(self, asked: _Turn) -> None:
+        # Cancelled while the command was in the queue.
         if asked.future.cancelled():
             return
         if self._updates:
@@ -285,6 +297,8 @@ class VLLMEngine(VLLMSampler):
                 output_kind=RequestOutputKind.FINAL_ONLY if asked.heard is None else RequestOutputKind.CUMULATIVE,
             )
             if o.sampling.bad_ids:
+                # vLLM takes bad words as texts only and tokenises them itself. The contract has ids, so its private
+                # field is set.
                 params._bad_words_token_ids = [list(b) for b in o.sampling.bad_ids]
             self._submit(name, o.ids, params)
             self._asked[name] = asked
@@ -334,6 +348,8 @@ class VLLMEngine(VLLMSampler):
         try:
             fingerprint = self._weights.load(version, given, running=bool(self._asked))
         except Exception as error:
+            # Nobody knows which weights the layers hold, so nothing is generated with them, and the error ends the
+            # thread.
             self._version = self._empty
             failure = EngineError(
                 f"{ROLE}: loading weights of version {version} failed, and it may hold parts of them: {error}"

@@ -46,6 +46,7 @@ _PR_SET_PDEATHSIG = 1
 def arguments(given: Sequence[str]) -> list[str]:
     """The given arguments and those that posttrain needs; ConfigError where a needed one was given as well."""
     out = list(given)
+    # vLLM's parser takes --max_loras for --max-loras, so both spellings are looked for.
     names = {a.partition("=")[0].replace("_", "-") for a in given if a.startswith("--")}
     needed = NEEDED | ({"--no-enable-chunked-prefill": None} if whole_prompts() else {})
     for name, value in needed.items():
@@ -66,7 +67,9 @@ def ending_with_parent() -> Iterator[None]:
     if parent is None or not sys.platform.startswith("linux"):
         yield
         return
+    # Until vLLM handles the signal itself, it raises SystemExit here, so that `finally` below runs.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    # Only where this process leads a group of its own: the group is what will be killed.
     if os.getpgrp() == (server := os.getpid()) and not os.fork():
         try:
             _end_after_server(server, int(parent), folder)
@@ -75,6 +78,7 @@ def ending_with_parent() -> Iterator[None]:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     threading.Thread(target=_end_after, args=(int(parent), folder), daemon=True).start()
     try:
+        # The run may have ended before the kernel was asked, and then no signal comes.
         if os.getppid() != int(parent):
             raise SystemExit("the run that started this server has ended")
         yield
@@ -86,11 +90,15 @@ def ending_with_parent() -> Iterator[None]:
 def _end_after_server(server: int, parent: int, folder: str | None) -> None:
     """Runs in a process of its own: when the server has ended, in whatever way, end what is left of its group. The
     folder, which has the server's last words, goes when the run has removed it or has ended too."""
+    # Out of the group that it will end.
     os.setsid()
+    # Blocked before the kernel is asked for SIGUSR1, so that a signal which comes at once waits for `sigwait`. The
+    # others are meant for the server, and must not end who cleans up after it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() == server:
         signal.sigwait({signal.SIGUSR1})
+    # killpg raises ProcessLookupError as soon as the group has no process any more, which ends the wait.
     for sign in (signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + GRACE
         with contextlib.suppress(ProcessLookupError):
@@ -100,6 +108,7 @@ def _end_after_server(server: int, parent: int, folder: str | None) -> None:
                 os.killpg(server, 0)
     with contextlib.suppress(ProcessLookupError):
         while folder is not None and os.path.exists(folder):
+            # Signal 0 only asks whether the process is there.
             os.kill(parent, 0)
             time.sleep(0.2)
     if folder is not None:
@@ -114,6 +123,7 @@ def _end_after(parent: int, folder: str | None) -> None:
     time.sleep(GRACE)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
+    # A group that this process does not lead may hold the processes of others.
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -126,10 +136,13 @@ def main() -> None:
     else:
         sys.argv[1:] = arguments(sys.argv[1:])
     installed()
+    # vLLM has its control routes in this mode only: remote calls, updates of weights, the emptying of the cache.
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "3600")
     if "--enable-lora" in sys.argv:
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    # vLLM's own setting still lets it compile small functions of its sampler, which took 51 s at the first request with
+    # log-probs.
     if "--enforce-eager" in sys.argv:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     with ending_with_parent():

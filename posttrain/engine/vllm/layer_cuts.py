@@ -59,6 +59,7 @@ def cut_of(layer: Any, leaf: str) -> Cut | None:
         LookupError: it is cut in a way that is not known here.
     """
     if isinstance(layer, VocabParallelEmbedding):
+        # The last worker's part is filled up with rows of no token; these are not counted.
         at = layer.shard_indices
         begin, end = at.org_vocab_start_index, at.org_vocab_end_index
         return _cut(layer.tp_size, 0, CutMatrix(layer.org_vocab_size, begin, end - begin))
@@ -67,8 +68,10 @@ def cut_of(layer: Any, leaf: str) -> Cut | None:
     rank, count = layer.tp_rank, layer.tp_size
     if isinstance(layer, RowParallelLinear):
         n = layer.input_size_per_partition
+        # The bias is added once, after the sum over workers, so each holds all of it.
         return _cut(count, 1, CutMatrix(layer.input_size, rank * n, n)) if leaf == "weight" else None
     if isinstance(layer, QKVParallelLinear):
+        # With more workers than key-value heads, several neighbours hold the same head.
         own, kv = rank, rank // layer.num_kv_head_replicas
         sizes = [
             (own, layer.num_heads, layer.total_num_heads, layer.head_size),
@@ -76,6 +79,7 @@ def cut_of(layer: Any, leaf: str) -> Cut | None:
             (kv, layer.num_kv_heads, layer.total_num_kv_heads, layer.v_head_size),
         ]
         return _cut(count, 0, *[CutMatrix(total * size, at * n * size, n * size) for at, n, total, size in sizes])
+    # Before ColumnParallelLinear, of which this class and that of queries, keys and values are kinds.
     if isinstance(layer, MergedColumnParallelLinear):
         return _cut(count, 0, *[CutMatrix(n, rank * (n // count), n // count) for n in layer.output_sizes])
     if isinstance(layer, ColumnParallelLinear):

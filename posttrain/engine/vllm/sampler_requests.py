@@ -150,6 +150,7 @@ class UpdateGate:
     @asynccontextmanager
     async def turn(self, stays: bool = False) -> AsyncIterator[None]:
         """`stays`: it may go on during an update."""
+        # `_updates` counts those that wait too: otherwise new turns could hold an update back for ever.
         await self._until(lambda: not self._updates)
         self.turns += 1
         self._staying += stays
@@ -181,6 +182,7 @@ class UpdateGate:
             await waiter
 
     def _wake(self) -> None:
+        # All look again, in the order in which they came. A waiter of a loop that has ended is left alone.
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done() and not waiter.get_loop().is_closed():
@@ -222,6 +224,7 @@ class ClientCounters:
         out = {
             "engine/tokens": Gauge(self.tokens, self.turns),
             "engine/prefix_hits": Gauge(self.found, self.prompts),
+            # The longest turn over the mean one: longest / (tokens / turns).
             "engine/straggler": Gauge(self.longest * self.turns, self.tokens),
         }
         if self.pushes:

@@ -70,6 +70,7 @@ def fields(s: Sampling, place: int, limit: int, limits: Capabilities) -> dict[st
     whatever else runs. So the same place gives the same tokens again in vLLM. Another engine has another generator
     and gives other tokens.
     """
+    # A server has no field for banned ids, so single tokens are banned by their bias.
     bias = dict(s.logit_bias)
     if not limits.sequences:
         bias |= {b[0]: BANNED for b in s.bad_ids}
@@ -93,6 +94,7 @@ def fields(s: Sampling, place: int, limit: int, limits: Capabilities) -> dict[st
         "bad_words": [],
         "logprobs": _asked(s, limits.vocabulary),
         "prompt_logprobs": None,
+        # Text is needed to find stop strings, and costs time otherwise.
         "detokenize": bool(s.stop),
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
@@ -107,6 +109,7 @@ def _asked(s: Sampling, vocabulary: int) -> int:
         raise EngineError(f"sampling.top={s.top} of a vocabulary of {vocabulary} tokens. Lower it to at most that")
     kept = 0
     if s.truncated and not s.greedy:
+        # top_p and min_p alone may keep any number of tokens.
         kept = s.top_k + TIES if s.top_k else vocabulary
     most = max(kept, s.top)
     return min(vocabulary, most + 1) if most else 0
@@ -156,6 +159,7 @@ def said(a: Answer, s: Sampling, limit: int, end: Stop, limits: Capabilities) ->
     top = Top.join([_top(row, s.top) for row in of_row], s.top) if s.top else None
     if s.greedy:
         logp = np.zeros(len(ids), np.float32)
+    # Rounding can put the log-prob of a nearly certain token a little above 0.
     return SampledTurn(ids, np.minimum(logp, 0), _versions(a.spans, len(ids)), stop, kept, top)
 
 
@@ -177,6 +181,7 @@ def _kept(row: dict[int, float], token: int, s: Sampling, limits: Capabilities) 
     if s.greedy:
         return np.array([token], np.int32)
     inside = sorted(i for i, x in row.items() if x > ZERO_PROBABILITY)
+    # All tokens that came have a positive probability, so the kept set may go on behind the last of them.
     if len(inside) == len(row) < limits.vocabulary and len(row) > s.top_k + TIES - 1:
         raise EngineError(
             f"more than {TIES} tokens have the same probability at the border of top_k={s.top_k}, so the kept set was"
@@ -186,6 +191,7 @@ def _kept(row: dict[int, float], token: int, s: Sampling, limits: Capabilities) 
 
 
 def _top(row: dict[int, float], k: int) -> Top:
+    # Equal log-probs are ordered by id, so that the answer does not depend on the order in which they came.
     best = sorted(row.items(), key=lambda item: (-item[1], item[0]))[:k]
     if len(best) < k:
         raise EngineError(f"vLLM sent {len(best)} of the {k} most probable tokens")
@@ -204,6 +210,7 @@ def _versions(spans: Sequence[tuple[str, int, int]], n: int) -> np.ndarray:
                 f"vLLM served tokens with weights {version!r}, which posttrain did not send: push weights before asking"
             )
         out[start:end] = int(version)
+    # The sum of lengths also tells of spans that overlap.
     if np.any(out < 0) or sum(end - start for _, start, end in spans) != n:
         raise EngineError(
             f"vLLM says which weights said {sum(e - b for _, b, e in spans)} of {n} tokens: every token needs its"

@@ -57,6 +57,7 @@ class SpawnedServer:
         ]
         for name, value in arguments(policy, str(self.folder / "model"), slots, cache_bytes, eager, workers).items():
             flag = f"--{name.replace('_', '-')}"
+            # A flag of vLLM has no value: it is there or not.
             command += [flag] if value is True else [] if value is False else [flag, str(value)]
         with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -100,6 +101,8 @@ class SpawnedServer:
         """Returns whether the whole group has ended within this time."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
+            # Reaps the server where it has ended: a process that nobody has waited for would count as one of the group
+            # for ever.
             self._process.poll()
             try:
                 os.killpg(self._process.pid, 0)
@@ -111,6 +114,7 @@ class SpawnedServer:
     def _wait(self) -> None:
         until = time.monotonic() + START
         while True:
+            # A server that has ended is told at once, with its last words, and not after the whole time.
             if why := self.ended():
                 raise EngineError(f"{ROLE} did not start: {why}")
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
@@ -127,6 +131,7 @@ class SpawnedServer:
 
 
 def _free_port() -> int:
+    # Somebody else may take the port before the server does. Then the server ends, and `_wait` tells why.
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

@@ -58,6 +58,7 @@ def describe(policy: Policy, folder: str) -> None:
     """Write what vLLM needs of a model before its weights are loaded: configuration and tokenizer. Beneath an adapter
     the weights are written too."""
     config = copy.deepcopy(policy.module.config)
+    # vLLM finds its own class by this name, and a config that was made in code has none.
     config.architectures = [type(policy.module).__name__]
     config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
@@ -78,6 +79,7 @@ def arguments(
         "model": folder,
         "runner": "generate",
         "dtype": str(policy.dtype).removeprefix("torch."),
+        # No weights are read: the first push brings them. With an adapter, `lora_arguments` replaces this entry.
         "load_format": "dummy",
         "max_model_len": policy.context,
         "max_num_seqs": slots,
@@ -86,6 +88,7 @@ def arguments(
         "enforce_eager": eager,
         "trust_remote_code": policy.remote_code,
         "disable_log_stats": True,
+        # Of vLLM itself; each request brings a seed of its own.
         "seed": 0,
         **several,
         **lora_arguments(policy.lora),
@@ -109,8 +112,10 @@ def build(policy: Policy, slots: int, cache_bytes: int, eager: bool, workers: in
     beside = workers_environment(workers, eager)
     with (
         _program_hidden() if workers > 1 else nullcontext(),
+        # 0: the engine's core runs in this process, where its steps can be called one by one.
         _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=level, **beside),
         _own_randomness(),
+        # The description is needed during the start only.
         tempfile.TemporaryDirectory(prefix="posttrain-vllm-", dir=memory_folder()) as folder,
     ):
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -164,6 +169,7 @@ def _program_hidden() -> Iterator[None]:
     its top would start once more in each worker."""
     import_module("torch._dynamo")  # here: it reads TORCHDYNAMO_DISABLE once, which is set for the workers alone
     program = sys.modules["__main__"]
+    # multiprocessing imports the main program in a new process by its file or its spec; without both it imports none.
     file, spec = program.__dict__.pop("__file__", None), getattr(program, "__spec__", None)
     program.__spec__ = None
     try:
@@ -186,6 +192,7 @@ def _own_randomness() -> Iterator[None]:
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])
+        # First torch's own function again, then the number.
         torch.set_num_threads = threads
         torch.set_num_threads(count)
 
@@ -213,6 +220,7 @@ def refuse_split(workers: int, config: Any) -> None:
             raise ConfigError(
                 f"engine.workers={workers} cannot share the model's {count} {what}: take a number that divides {count}"
             )
+    # Fewer key-value heads than workers are copied, which needs a whole number of workers for each.
     if kv_heads % workers and workers % kv_heads:
         raise ConfigError(
             f"engine.workers={workers} cannot share the model's {kv_heads} key-value heads: take a number that divides"

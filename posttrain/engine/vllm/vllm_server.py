@@ -97,6 +97,7 @@ class VLLMServer(VLLMSampler):
         heard: called once, with the whole turn, when it has ended.
         """
         o = check_request(ids, sampling, place, self._limits)
+        # The gate knows of this run's turns only. Another program that asks the same server is not held back.
         async with self._gate.turn(stays=self.inflight):
             if self._version == self._empty:
                 raise EngineError(f"{ROLE} ({self._endpoint.url}) was sent no weights yet: push them first (Sync.push)")
@@ -150,6 +151,8 @@ class VLLMServer(VLLMSampler):
         name, hot, checked = f"posttrain-{self._name}-{version}", self._hot, self._expected.checked(tensors)
         staged = StagedTensors(self._share, name)
         try:
+            # Whole tensors are written before the gate closes: this takes long, and the server's turns go on meanwhile.
+            # An adapter is small.
             if hot is None:
                 staged.write(checked)
                 update = partial(self._send, staged, version)
@@ -157,10 +160,13 @@ class VLLMServer(VLLMSampler):
                 update = partial(self._load_adapter, hot, name, version, list(checked))
             await self._check_server()
             async with self._gate.update():
+                # Again, because another update may have come first while this one waited.
                 newer(version, self._version)
                 begun = time.perf_counter()
                 try:
                     served = await (self._paused(update) if self.inflight else update())
+                # Also where the call is cancelled: the server may hold a part of the new weights, and nothing is asked
+                # of it until a push has gone through.
                 except BaseException:
                     self._version = self._empty
                     raise
@@ -206,6 +212,7 @@ class VLLMServer(VLLMSampler):
             self._counters.pushed(await asyncio.to_thread(hot.write, path, given))
             await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path.resolve())}, plain=True)
         finally:
+            # The server has read the files when it answers.
             await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
         self._adapter = name
         if last is not None:
@@ -226,6 +233,7 @@ class VLLMServer(VLLMSampler):
         ConfigError where they do not."""
         if self._checked:
             return
+        # `of_all=False`: a wrong number of workers is among the facts, and is told with the other wrong ones.
         facts = (await self._call("posttrain_facts", of_all=False))[0]
         wanted = {
             "logprobs_mode": "processed_logprobs",
@@ -239,6 +247,7 @@ class VLLMServer(VLLMSampler):
         }
         if self._hot is not None:
             rank = rank_for(self._hot.lora)
+            # A server of somebody else may have more room than this adapter needs, but not less.
             wanted |= {"max_loras": 1, "max_lora_rank": max(rank, facts.get("max_lora_rank") or 0)}
         if wrong := [f"{k}={facts.get(k)!r} instead of {v!r}" for k, v in wanted.items() if facts.get(k) != v]:
             raise ConfigError(
@@ -274,6 +283,8 @@ class VLLMServer(VLLMSampler):
     async def _post(
         self, path: str, body: Mapping[str, Any] | None, *, again: bool = False, plain: bool = False
     ) -> Any:
+        # Only what may be done twice is sent again: a turn with its seed, a question. An update that was half received
+        # must not be repeated.
         patience = self._patience if again else replace(self._patience, tries=1)
         try:
             return await self._endpoint.post(path, body, again=again, patience=patience, plain=plain)

@@ -83,6 +83,7 @@ class DirectLoad(WeightTransferEngine[DirectInit, DirectUpdate]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        # No tensor comes for a head that is tied to the embedding, so vLLM's reload leaves its packed copy as it was.
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead) and _packed(layer):
                 layer.quant_method.process_weights_after_loading(layer)
@@ -144,6 +145,7 @@ class _TensorReader:
         self._modules = dict(model.named_modules())
         self._wanted = {name: (getattr(torch, dtype), tuple(shape)) for name, dtype, shape in wanted}
         self._fused = {
+            # vLLM's mapping is from its fused layer to the Hugging Face ones; this is the other way round.
             shard: (fused, shards)
             for fused, shards in getattr(model, "packed_modules_mapping", {}).items()
             for shard in shards
@@ -169,6 +171,7 @@ class _TensorReader:
         module, index = self._place(path)
         stacks = getattr(module, f"lora_{which.lower()}_stacked", None)
         at = index or 0
+        # [adapters, 1, rows, columns] for each fused matrix; there is one adapter.
         return stacks[at][0, 0] if isinstance(stacks, tuple) and at < len(stacks) else None
 
     def _place(self, path: str) -> tuple[nn.Module | None, int | None]:
@@ -196,6 +199,7 @@ class _TensorReader:
         if whole is None or len(shape) != 2 or any(a > b for a, b in zip(shape, whole.shape, strict=True)):
             raise LookupError(f"{name} has no place in vLLM's {type(self._model).__name__}")
         value = whole[: shape[0], : shape[1]]
+        # The room is as large as the greatest rank. Numbers beside the adapter's own would be added to every output.
         if int(value.count_nonzero()) != int(whole.count_nonzero()):
             raise LookupError(f"beside {name} vLLM's layer holds numbers of another adapter")
         return value
@@ -205,10 +209,12 @@ class _TensorReader:
         manager: Any = self._model.lora_manager
         if None in manager.lora_index_to_id:
             raise LookupError("vLLM serves no adapter")
+        # By address, because several names may stand for views of one fused layer.
         known = {s.data_ptr() for n in self._wanted if (s := self.stack(n)) is not None}
         for path, module in self._modules.items():
             stacks = getattr(module, "lora_b_stacked", ())
             for b in stacks if isinstance(stacks, tuple) else (stacks,):
+                # B alone: where it is 0, A adds nothing.
                 if b[0, 0].data_ptr() not in known and bool(b[0].any()):
                     raise LookupError(f"vLLM's layer {path} adds an adapter's output, and none was sent for it")
 
@@ -218,10 +224,14 @@ class _TensorReader:
         part = self.parts.get(name)
         if tuple(value.shape) != (own := shape if part is None else part.shape(shape)):
             raise LookupError(f"{name} is {own} in the learner and {tuple(value.shape)} in vLLM")
+        # The dtypes may differ where one holds the other's numbers exactly; turning the value back shows whether it
+        # does.
         same = value.to(dtype)
         if same.dtype != value.dtype and not torch.equal(same.to(value.dtype), value):
             raise LookupError(f"{name} is {dtype} in the learner; vLLM serves it in {value.dtype} with other values")
         if name in self._zeros:
+            # What the product gives as 0 is given the sign that was sent. Only zeros: a weight that is not 0 there
+            # stays wrong, and the digest tells.
             zeros = self._zeros[name] if part is None else part.of(self._zeros[name])
             same = torch.where(zeros.to(same.device) & (same == 0), -0.0, same)
         return same + 0.0 if self._adapted and same.is_floating_point() else same  # see HotLoad.served_beneath
@@ -231,8 +241,11 @@ class _TensorReader:
         plain = name.replace(".base_layer.", ".")
         path, _, leaf = plain.rpartition(".")
         parent, _, last = path.rpartition(".")
+        # Two cases: the learner's layer is one of vLLM's, under the same path; or it is one of several that vLLM has
+        # fused into one, and its rows lie in that one's tensor.
         if (module := self._plain(path)) is not None and hasattr(module, leaf):
             whole = self._leaf(module, leaf)
+            # A head that is tied to this embedding may multiply with a packed copy, which is what counts.
             if leaf == "weight" and any(h.weight is module.weight for h in self._heads):
                 whole = self._tied(module, whole)
             turned = type(self._model).__name__.startswith("GPT2") and plain.endswith(TRANSPOSED)
@@ -241,6 +254,7 @@ class _TensorReader:
                 self.parts[name] = WorkerPart(1 - part.axis, part.ranges) if turned else part
                 shape = self.parts[name].shape(shape)
             whole = whole.t() if turned else whole
+            # vLLM fills embeddings up to a round number of rows.
             return whole[: shape[0]] if hasattr(module, "org_vocab_size") else whole
         if last in self._fused:
             fused, shards = self._fused[last]
@@ -250,6 +264,8 @@ class _TensorReader:
                 self.parts[name], (begin, end) = cut.part(index), cut.place(index)
                 return self._leaf(module, leaf)[begin:end]
             if module is not None:
+                # Not cut: the fused matrices lie one below the other, in the order of the mapping, and the learner's
+                # shapes say how many rows each has.
                 begin = sum(self._rows(f"{parent}.{s}", leaf) for s in shards[: shards.index(last)])
                 return self._leaf(module, leaf)[begin : begin + shape[0]]
         raise LookupError(
@@ -295,6 +311,7 @@ def _multiplied(layer: Any) -> Tensor:
         out, size, dtype = layer.output_size_per_partition, layer.input_size_per_partition, layer.params_dtype
     whole = torch.empty((out, size), dtype=dtype)
     for begin in range(0, size, ROWS):
+        # Rows begin to begin + ROWS of the identity. Their product is [ROWS, out]: these columns of the weight, turned.
         rows = torch.zeros((min(ROWS, size - begin), size), dtype=dtype)
         rows.diagonal(begin).fill_(1)
         whole[:, begin : begin + len(rows)] = layer.cpu_linear(rows, layer.weight, None).t()
@@ -313,5 +330,6 @@ def _end_with(engine: Any) -> None:
     os._exit(1)
 
 
+# Only in a worker's own process: the engine in one process imports this module too, and has no engine above it.
 if current_process().name.startswith("VllmWorker") and (_engine := parent_process()) is not None:
     threading.Thread(target=_end_with, args=(_engine,), name="looks for its engine", daemon=True).start()

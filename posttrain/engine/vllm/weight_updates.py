@@ -57,6 +57,8 @@ class Updates:
             self._counters.pushed(sum(t.nbytes for _, t in given))
         else:
             self._load_adapter(version, hot, given)
+        # In this order: no key or value of the old weights is left when tokens are counted as those of the new version,
+        # and what is read back last is what the next step computes with.
         if not engine.reset_prefix_cache(reset_running_requests=running):
             raise EngineError("its prefix cache could not be emptied")
         engine.set_weight_version(str(version))
@@ -72,6 +74,7 @@ class Updates:
                 path = Path(folder) / f"{number}.safetensors"
                 save_file(bucket, path)
                 self._engine.collective_rpc("update_weights", kwargs={"update_info": {"path": str(path)}})
+                # Unlinked when all workers have read it: one bucket is in memory at a time.
                 path.unlink()
 
     def _load_adapter(self, version: int, hot: HotLoad, given: list[tuple[str, Tensor]]) -> None:
@@ -89,6 +92,7 @@ class Updates:
                 raise EngineError("it did not take the adapter")
         if last is not None:
             self._engine.remove_lora(last.lora_int_id)
+        # Asked of the engine, because it may keep adapters in a cache of its own.
         if (held := set(self._engine.list_loras())) != {number}:
             raise EngineError(f"it holds the adapters {sorted(held)}, and should hold number {number} alone")
 

@@ -72,6 +72,8 @@ def served(
         return dict(told[0]["digests"]), ""
     parts = [{n: WorkerPart.read(p) for n, p in one["parts"].items()} for one in told]
     found, wrong = dict[str, str](), dict[int, list[str]]()
+    # What each worker should have told, computed from what was sent by the parts that the worker itself names. That
+    # these parts leave no gap is checked apart, or a worker that names an empty part would always be right.
     wanted = [_wanted(one["digests"], own, sent, whole) for one, own in zip(told, parts, strict=True)]
     for name in told[0]["digests"]:
         digests = [one["digests"][name] for one in told]
@@ -125,6 +127,7 @@ def _whole(parts: Sequence[WorkerPart | None], shape: Sequence[int]) -> bool:
     if len({part.axis for part in held}) != 1:
         return False
     end = 0
+    # `end`: up to here everything is held. Parts may overlap, where heads are copied to several workers.
     for begin, upto in sorted(r for part in held for r in part.ranges):
         if begin > end:
             return False
@@ -180,6 +183,7 @@ class StagedTensors:
                     " Make room there, or name another folder in engine.share"
                 ) from error
             self._of |= dict.fromkeys(bucket, path)
+            # Digests are taken while the tensors are here; the files are read again only where workers hold parts.
             self._digests |= fingerprints(bucket.items())
             self.bytes += sum(t.nbytes for t in bucket.values())
 
