@@ -116,6 +116,7 @@ class EmbeddedEngine:
         self._version = version
         self._counters = EngineCounters(slots)
         self._proposer = drafts = self._proposes(speculate, device)
+        # A draft model's cache has the same rows, so both grow and are freed together.
         self._pools = (self._pool, drafts.served.pool) if isinstance(drafts, DraftModel) else (self._pool,)
         self._stepper = Stepper(
             self._served, self._fresh(), self._counters, self._proposer, Timeline() if timeline else None
@@ -176,6 +177,8 @@ class EmbeddedEngine:
 
         heard: called with the new ids and log-probs as soon as they are drawn.
         """
+        # The order matters. A refused request changes nothing. In another event loop `_go_on` replaces the scheduler,
+        # and the request belongs into the new one. The cache has to be there before a step admits the request.
         request = self._admission.request(ids, sampling, place, heard)
         self._go_on()
         self.wake()
@@ -183,6 +186,7 @@ class EmbeddedEngine:
         self._mark(request, "queued")
         try:
             said = await request.future
+        # The cancelled turn may be the last one that `load` waits for.
         except asyncio.CancelledError:
             self._scheduler.cancel(request)
             self._resolve_drained()
@@ -213,16 +217,20 @@ class EmbeddedEngine:
                 drained = asyncio.get_running_loop().create_future()
                 self._drained.append(drained)
                 await drained
+            # Again, because another load may have come while this one waited.
             self._newer(version)
             self._served.load(tensors)
             self._renew(version)
         finally:
+            # New requests were not admitted meanwhile, and no step may be running that would take them now.
             self._loading -= 1
             self._go_on()
         return fingerprint(named_tensors(self._module))
 
     async def idle(self) -> None:
         """Wait until no turn can be said: each episode has ended, or waits for something else."""
+        # An ended task does not mean that all is said: an episode whose turn has just ended asks for its next one some
+        # turns of the event loop later.
         quiet = 0
         while quiet < SETTLED:
             if self._task is None or self._task.done() or self._paused:
@@ -244,6 +252,7 @@ class EmbeddedEngine:
             raise EngineError("the engine cannot sleep before every turn has ended: wait for idle() first")
         if not self._pool.rows:
             return
+        # From the owners down: the tree gives its blocks up, then no block has an owner, then the rows can go.
         freed, self._slept = self.cache_size, scheduler.blocks.capacity
         scheduler.tree.renew(self._version)
         scheduler.blocks.clear()
@@ -325,6 +334,8 @@ class EmbeddedEngine:
     def _go_on(self) -> None:
         """Start a task of the running loop that steps while there is work, unless one runs."""
         loop = asyncio.get_running_loop()
+        # Turns of a loop that is closed can never be answered, and
+        # are dropped. Those of an open one can, so they are not.
         if self._loop is not loop:
             if (
                 self._loop is not None
@@ -340,12 +351,14 @@ class EmbeddedEngine:
 
     async def _run_steps(self) -> None:
         """Run steps until there is nothing to do. The event loop runs between steps."""
+        # All siblings of a group submit before the first admission, so that they share one prompt.
         await asyncio.sleep(0)
         while not self._paused and (self._scheduler.unfinished or (self._scheduler.queue and not self._loading)):
             try:
                 self._stepper.step(self._version, admit=not self._loading)
             except Exception as error:
                 self._fail(error)
+            # After an interrupt nobody steps any more, and whoever waits for a turn would wait for ever.
             except BaseException as error:
                 self._fail(EngineError(f"the engine was interrupted ({type(error).__name__})"))
                 raise
@@ -363,6 +376,7 @@ class EmbeddedEngine:
 
     def _fail(self, error: Exception) -> None:
         """Raise an error in every waiting call, and start again with an empty cache."""
+        # What the failed step has left half done is unknown, so nothing of its state is kept, the cache included.
         waiting = [r for r in (*self._scheduler.slots.request, *self._scheduler.queue) if r is not None]
         self._stepper.scheduler = self._fresh()
         for future in (*(r.future for r in waiting), *self._drained):
@@ -372,6 +386,7 @@ class EmbeddedEngine:
 
     def _fresh(self) -> Scheduler:
         blocks = Blocks(self._most)
+        # The pool keeps its memory, and all its blocks are free for the new scheduler.
         if self._pool.rows:
             blocks.grow(self._pool.rows // BLOCK)
         scheduler = Scheduler(

@@ -37,6 +37,9 @@ class Stepper:
     def step(self, version: int, *, admit: bool) -> None:
         """One forward pass with the weights of `version`. Without `admit` no new request begins;
         preempted ones still continue."""
+        # A slot writes behind its last token in this pass, so rows of blocks with two owners are copied before it:
+        # after admission, which shares beginnings, and after `begin`, for the next pass. Prompts that end with this
+        # pass draw their first token together with the slots that already speak.
         scheduler, begun = self.scheduler, time.perf_counter()
         self._mark_moved()
         self._admit(begun_only=not admit)
@@ -44,6 +47,8 @@ class Stepper:
         at = scheduler.make_room(self.proposer.tokens if self.proposer else 0)
         drafts = self._propose(at)
         plan = scheduler.plan(at, drafts)
+        # Hidden states of the generating slots and their drafts. Those
+        # of prompts are kept by the scheduler where they are needed.
         rows = [self._forward(plan)[: plan.front]] if len(plan.ids) else []
         beginning = scheduler.begin()
         self._copy()
@@ -83,6 +88,8 @@ class Stepper:
         if self.timeline is None:
             return
         for request in moved:
+            # A request that moved may by this time have moved on, ended
+            # or been cancelled. Its state of this moment counts.
             holds = request.slot is not None and self.scheduler.slots.request[request.slot] is request
             if holds or (request.slot is None and not request.gone):
                 self.timeline.phase(request, "speak" if holds else "queued")
@@ -90,6 +97,8 @@ class Stepper:
     def _copy(self) -> None:
         """Copy the cache rows of partly filled blocks that got a second owner."""
         if copies := self.scheduler.copies:
+            # All as one copy, which reads every source before it writes a row. A block that was matched only in part is
+            # not held, so it may have been evicted in the same admission and have become a target.
             source, to = (np.concatenate(x) for x in zip(*copies, strict=True))
             self.served.pool.copy(source, to)
             if isinstance(self.proposer, DraftModel):
@@ -110,9 +119,12 @@ class Stepper:
     def _forward(self, plan: Plan) -> Tensor:
         """Hidden states [N, H] of a plan's positions."""
         hidden, dense = self.served.run(plan)
+        # The draft model computes every position too. So its cache has all rows that a slot's table names, those of
+        # prompts and of tokens that it did not draft among them.
         if isinstance(self.proposer, DraftModel):
             self.proposer.served.run(plan)
         self.counters.forward(plan, dense)
+        # A clone, because a view of one row would keep the states of the whole pass in memory.
         self.scheduler.cached(plan, lambda i: hidden[i].clone())
         return hidden
 
@@ -120,6 +132,8 @@ class Stepper:
         """(slots, a token for each) of the slots `at`. Where nothing can be drawn, that
         request alone gets the error."""
         slots = self.scheduler.slots
+        # Rows that fail are answered and taken out, and the others are drawn again: from fresh logits, since the rules
+        # have overwritten the ones before. Every round has fewer rows, so it ends.
         while True:
             try:
                 contracts, uniform = slots.contracts.at(at), slots.uniforms[at, slots.said[at]]
@@ -136,6 +150,9 @@ class Stepper:
         """Verify the drafts of the generating slots together with the first tokens of slots that begin, and
         record what was accepted."""
         slots, beginning = self.scheduler.slots, len(at) - len(plan.generating)
+        # Rows of this pass: each slot has one for each of its drafts and one more, those that begin just one. Row j of
+        # a slot has the distribution after j drafts: `ahead` gives the rules those j drafts as said, and the uniform is
+        # that of the place of its token.
         padded = np.concatenate([drafts.ids, np.zeros((beginning, drafts.ids.shape[1]), np.int64)])
         drafts = Drafts(padded, np.append(drafts.counts, np.zeros(beginning, np.int64)), drafts.q)
         widths = drafts.counts + 1
@@ -153,12 +170,17 @@ class Stepper:
             self._record(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
             self.counters.drafts(plan, 0, starts[: len(plan.generating)])
             return
+        # Token by token over all slots: the j-th round records each slot's j-th token. A
+        # slot leaves when its draft was rejected, when its turn ended, or when nothing
+        # can be drawn after its draft; then the next pass finds that out by itself.
         rest, known = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
         said, needed = 0, [starts[: len(plan.generating)]]
         for j in range(int(accepted.max()) + 1):
             if j:
                 rest = rest[(accepted[rest] >= j) & slots.generating[at[rest]]]
                 rest = rest[known[starts[rest] + j]]
+                # The accepted draft's keys and values were computed in this
+                # pass; `Scheduler.cached` counted the pending token alone.
                 slots.cached[at[rest]] += 1
                 needed.append(starts[rest] + j)
             said += int(np.count_nonzero(accepted[rest] > j))

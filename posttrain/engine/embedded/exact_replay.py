@@ -63,9 +63,12 @@ class SamplerReplay:
         if pool.rows < blocks * BLOCK:
             pool.grow(blocks)
         out = torch.empty(packed.spoken, device=pool.device)
+        # Spoken tokens in the order of their positions, so that two searches give those that a pass predicts.
         order = np.argsort(packed.source_M, kind="stable")
         sources, mask = packed.source_M[order], _mask(packed, pool.device)
         rules = LogitRules.of(packed, self._served.vocabulary, pool.device)
+        # The positions in their order, as many in each pass as a step of the engine has. What a position sees was
+        # cached by earlier passes or is stored in its own.
         for a in range(0, size, rows):
             b = min(a + rows, size)
             hidden = self._pass(packed, row_N, a, b)
@@ -79,8 +82,10 @@ class SamplerReplay:
 
     def _pass(self, packed: Packed, row_N: np.ndarray, a: int, b: int) -> Tensor:
         """Hidden states of the positions a..b, which are cached in these pool rows. The rest of the pass is idle."""
+        # A last pass with fewer positions is filled up, because the bits of a product depend on its number of rows.
         idle = np.zeros(self._rows - (b - a), np.int64)
         before = packed.positions_N[a:b]
+        # A segment lies in consecutive rows, so position p of it sees p + 1 rows from the first on.
         visible = np.repeat(row_N[a:b] - before, before + 1) + ragged_arange(before + 1)
         layout = CachedLayout(self._served.pool, row_N[a:b], visible, np.append(before + 1, idle), None)
         device = self._served.pool.device
@@ -100,9 +105,13 @@ class SamplerReplay:
         """As `token_sampler.DrawDistributions` computes it, with the kept sets of the draw. `said`: the tokens [C] of z
         [C, V]."""
         if rules is not None:
+            # One by one, because `adjust` takes tokens that follow each
+            # other, and in the order of positions these may not.
             for row, m in zip(z.split(1), said.tolist(), strict=True):
                 rules.adjust(row, m)
         if packed.sampling.temperature != 1:
+            # Rounded to float32 first, as the sampler's column of
+            # contracts is; 1 / T in float64 could give another last bit.
             z = z.mul_(
                 torch.tensor([1 / packed.sampling.temperature], dtype=torch.float32, device=z.device).to(z.dtype)
             )

@@ -41,5 +41,6 @@ def replace_weights(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> No
     """Copy named tensors over the module's own. Names are those of `served_tensors`. Where one is wrong, nothing is
     copied."""
     own: dict[str, Tensor] = dict(served_tensors(module))
+    # The list is complete before the first copy: what is wrong may come last, and half of the weights must not be new.
     for name, tensor in list(checked_tensors({n: (t.dtype, tuple(t.shape)) for n, t in own.items()}, tensors)):
         own[name].copy_(tensor)

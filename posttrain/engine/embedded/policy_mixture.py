@@ -129,6 +129,8 @@ class MixedModel(CachedModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, V]: (1 - share) of the first model's and share of the other's."""
+        # `run` puts the states of the two models side by side; `mul_`
+        # may write over logits that were made for this call.
         own = self._own.logits(hidden[:, : self._width].contiguous())
         other = self._other.logits(hidden[:, self._width :].contiguous())
         return own.mul_(1 - self._share).add_(other, alpha=self._share)

@@ -68,6 +68,7 @@ class Proposer(Protocol):
 
 def positions_ahead(slots: Slots, at: np.ndarray, tokens: int) -> np.ndarray:
     """int64 [n]: most drafts of each slot. It has cache rows for them, and may still say one token more than them."""
+    # One row is for the pending token, and after n accepted drafts one more token is drawn.
     room = slots.held[at] - slots.cached[at] - 1
     return np.minimum(np.minimum(tokens, room), slots.limit[at] - slots.said[at] - 1).clip(0)
 
@@ -106,6 +107,8 @@ class PromptLookup:
         end that occurred before."""
         request = slots.request[s]
         assert request is not None
+        # The slot may have another request than at the last call: then all begins anew. Otherwise only the tokens said
+        # since are looked at, so a turn costs time in proportion to its length.
         whose, tokens, known = self._known.get(s, (None, [], {}))
         if whose is not request:
             tokens, known = request.ids.tolist(), {}
@@ -126,6 +129,7 @@ class PromptLookup:
 
     def _learn(self, tokens: list[int], known: dict[tuple[int, ...], int], begun: int) -> None:
         """Store the position after every short sequence that ends before the last token, from position `begun` on."""
+        # Later occurrences overwrite earlier ones. The very end is left out, or it would always find itself.
         for end in range(max(begun, 1), len(tokens)):
             for n in range(1, min(MAX_NGRAM, end) + 1):
                 known[tuple(tokens[end - n : end])] = end
@@ -169,6 +173,8 @@ class DraftModel:
                 self.served.logits(hidden), slots.contracts.at(at[go], ids[go] if j else None), self.served.kernels
             )
             drawn = spread.draw(self._chance[at[go], 0, slots.said[at[go]] + j])
+            # A row for every slot, also for those without a j-th draft,
+            # so that `verify` finds the row of a slot by its index.
             of_all = spread.logp.new_zeros((len(at), spread.logp.shape[1]))
             q.append(of_all.index_copy_(0, torch.from_numpy(go).to(of_all.device), spread.probabilities()))
             token[go] = ids[go, j] = drawn.ids
@@ -202,11 +208,14 @@ def verify(
     """
     widths = drafts.counts + 1
     slot, step = np.repeat(np.arange(len(widths)), widths), ragged_arange(widths)
+    # The draft that each row decides about; -1 in a slot's last row, which has none.
     draft = np.where(step < drafts.counts[slot], drafts.ids[slot, np.minimum(step, drafts.ids.shape[1] - 1)], -1)
     if drafts.q is None or accept_at is None:
         drawn = spread.draw(uniform)
     else:
         drawn = spread.say(_residual(spread, drafts, uniform, accept_at, slot, step, draft))
+    # How many drafts of a slot are accepted is the index of its first row that drew something else. -1 is no token, so
+    # the last row always does, and every slot has such a row.
     right = drawn.ids == draft
     wrong = np.where(right, len(slot), np.arange(len(slot)))
     starts = np.cumsum(widths) - widths
@@ -233,6 +242,8 @@ def _residual(
     q = torch.stack([drafts.q[j][i] for i, j in zip(slot[rows].tolist(), step[rows].tolist(), strict=True)]).double()
     at, d = torch.from_numpy(rows).to(device), torch.from_numpy(draft[rows]).to(device)[:, None]
     mine = p.index_select(0, at)
+    # Accepted with probability min(1, p / q). Strictly less, so that a draft of probability 0 under p is never
+    # accepted, not even for a uniform of 0.
     taken = torch.from_numpy(accept_at[rows]).to(device) * q.gather(1, d)[:, 0] < mine.gather(1, d)[:, 0]
     left = (mine - q).clamp_min(0)
     # where the residual is zero, p equals q and every draft is accepted

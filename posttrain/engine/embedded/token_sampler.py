@@ -96,6 +96,7 @@ class Contracts:
         self.beta[row], self.top_k[row], self.top_p[row], self.min_p[row] = 1 / s.temperature, s.top_k, s.top_p, s.min_p
         self.greedy[row], self.truncated[row], self.top[row] = s.greedy, s.truncated, s.top
         if self.special is not None:
+            # Most runs sample all slots at temperature 1. Then no step reads a column of this table (`easy`).
             plain = s.temperature == 1 and not (s.rules or s.truncated or s.greedy or s.top)
             (self.special.discard if plain else self.special.add)(row)
         if s.rules and self.rules is None:
@@ -204,11 +205,13 @@ class DrawDistributions:
         if np.any(c.beta != 1):
             logits.mul_(_to(c.beta, logits)[:, None].to(logits.dtype))
         best = lowest_argmax(logits) if c.greedy.any() else None
+        # A greedy row is not cut: truncation never removes its most probable token, and it costs a sort.
         cut = np.flatnonzero(c.truncated & ~c.greedy)
         mask: Tensor | None = None
         if len(cut):
             rows = _to(cut, logits)
             z = logits.index_select(0, rows)
+            # A banned token is never kept, even where the contract would keep more tokens than are left.
             mask = kept_mask(z, c.at(cut)) & (z > INF)
             logits.index_copy_(0, rows, z.masked_fill_(~mask, INF))
         return DrawDistributions(torch.log_softmax(logits, -1), c, best, cut, mask, kernels, dead)
@@ -235,6 +238,7 @@ class DrawDistributions:
         c = self.contracts
         said = self.logp.gather(1, ids[:, None])[:, 0]
         if self.best is not None:
+            # A greedy row says its token with probability 1.
             said = said.masked_fill(_to(c.greedy, ids), 0.0)
         out, out_logp = ids.cpu().numpy(), said.float().cpu().numpy()
         if c.easy:
@@ -279,6 +283,7 @@ def pick(logp: Tensor, uniform: np.ndarray, kernels: KernelChoice = "auto") -> T
     """
     ids = kernel("draw", logp.device, logp.dtype, kernels).function(logp, uniform)
     if ids is None:
+        # The forms say only that some row has failed. Where no such row is found here, all are named.
         wrong = ~logp.exp().sum(-1, dtype=torch.float64).isfinite()
         raise NotADistribution(
             np.flatnonzero(wrong.cpu().numpy() if wrong.any() else np.ones(len(logp))),
@@ -294,6 +299,9 @@ def _pick(logp: Tensor, uniform: np.ndarray) -> Tensor | None:
     total = cdf[:, -1]
     if not bool(total.isfinite().all()):
         return None
+    # Below the total even where rounding brings uniform * total up to it, so there is
+    # always a token. With right=True it is the first whose sum exceeds the target; a
+    # token of probability 0 has the sum of the one before it and is passed over.
     target = torch.minimum(_to(uniform, logp) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
 
@@ -318,6 +326,7 @@ def kept_mask(z: Tensor, c: Contracts) -> Tensor:
     these reach .8, so the result keeps ids 0 and 1.
     """
     size = z.shape[-1]
+    # Of a small vocabulary sorting all is quicker than choosing what to sort.
     if size <= 4 * HEAD:
         return _prefix(z, c, size)[0]
     mask, sure = _prefix(z, c, HEAD)
@@ -335,6 +344,7 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     mass it leaves is unknown.
     """
     size = z.shape[-1]
+    # In ascending order of ids, so that the stable sort by value gives ties to the lower id.
     ids = torch.topk(z, n, sorted=False).indices.sort(-1).values if n < size else None
     values, order = torch.sort(z if ids is None else z.gather(1, ids), dim=-1, descending=True, stable=True)
     if ids is not None:
@@ -342,10 +352,14 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     top_k = _to(np.where((c.top_k == 0) | (c.top_k > size), size, c.top_k), z)[:, None]
     inside = torch.arange(n, device=z.device) < top_k
     wide = values.double().masked_fill_(~inside, INF)
+    # The mass that top-k leaves. Without top-k, or with one beyond these n, it is that of the whole vocabulary; where
+    # that is not right (top-k cuts behind the n, and top-p needs its mass), `beyond` marks the row.
     norm = wide.logsumexp(-1, keepdim=True)
     if n < size:
         norm = torch.where(top_k <= n, norm, z.double().logsumexp(-1, keepdim=True))
     q = (wide - norm).exp()
+    # A token stays while the mass before it is below top_p, so the
+    # token that reaches top_p stays, and the first one always does.
     inside &= q.cumsum(-1) - q < _to(c.top_p, z)[:, None]
     inside &= q >= _to(c.min_p, z)[:, None] * q[:, :1]
     sure = torch.ones(len(z), dtype=torch.bool, device=z.device)
@@ -360,6 +374,7 @@ def _kept(c: Contracts, cut: np.ndarray, mask: Tensor | None, said: np.ndarray) 
     rows = np.flatnonzero(c.truncated)
     if mask is None:
         return rows, [said[r : r + 1].astype(np.int32) for r in rows]
+    # Row by row and ascending within a row, so the ids can be split by the rows' counts.
     where, ids = np.nonzero(mask.cpu().numpy())
     sets = np.split(ids.astype(np.int32), np.cumsum(np.bincount(where, minlength=len(cut)))[:-1])
     of_row = dict(zip(cut.tolist(), sets, strict=True))

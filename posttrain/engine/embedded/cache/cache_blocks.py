@@ -52,6 +52,7 @@ class Blocks:
 
     def fits(self, n: int) -> bool:
         """Returns whether `n` more blocks can be taken, if spare ones are evicted."""
+        # The first test is cheap and mostly enough. `in_use` has to count the spare blocks, which could be evicted.
         return n <= self.free + self.most - self.capacity or n <= self.most - self.in_use
 
     def owners(self, block: int) -> int:
@@ -61,6 +62,8 @@ class Blocks:
         """Add blocks up to `capacity`; the lowest new one is taken first."""
         free = np.empty(capacity, np.int64)
         new = capacity - self.capacity
+        # The stack is taken from its end: blocks that were free
+        # before come first, then the new ones from the lowest on.
         free[:new] = np.arange(capacity - 1, self.capacity - 1, -1)
         free[new : new + self.free] = self._free[: self.free]
         self._count = np.concatenate([self._count, np.zeros(new, np.int32)])
@@ -108,6 +111,7 @@ class Blocks:
 
     def release(self, blocks: np.ndarray) -> None:
         """One owner fewer for each. Blocks without an owner are free. A block may be listed more than once."""
+        # `at`, because a plain -= counts a repeated block once.
         np.subtract.at(self._count, blocks, 1)
         left = self._count[blocks]
         if left.min(initial=1) > 0:

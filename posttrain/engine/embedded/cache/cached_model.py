@@ -105,6 +105,7 @@ class CachedModel:
         """[B, V]"""
         if self._rows is None:
             return self.read_out.logits(hidden)
+        # The bits of a product may depend on its number of rows, so there are always as many.
         padded = hidden.new_zeros((self._rows, hidden.shape[1]))
         padded[: len(hidden)] = hidden
         return self.read_out.logits(padded)[: len(hidden)]
@@ -125,6 +126,8 @@ class CachedModel:
         values, per slot of `at`."""
         if not len(at):
             return Gauge(0, 0)
+        # The new weights compute the pending token twice: over the keys and values that the old ones left, as the next
+        # draw will do it, and with its whole sequence computed anew.
         stale = self.read_out.logits(self.ahead(slots, at, slots.pending[at], slots.cached[at])).log_softmax(-1)
         whole = [np.append(slots.sequence(i), slots.pending[i]).astype(np.int64) for i in at.tolist()]
         lengths = np.array([len(w) for w in whole])

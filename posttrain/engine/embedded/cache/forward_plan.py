@@ -75,20 +75,28 @@ class Plan:
 def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPieces, least: int) -> Plan:
     """The pass over the pending tokens of the slots `at`, their drafts and these pieces. It has at least `least`
     positions; idle ones fill it up."""
+    # `each` is the slot of every position at the front: once for
+    # its pending token, and once more for each draft behind it.
     each, said = at, s.pending[at]
     position = s.cached[at]
     if drafts is not None:
         widths = drafts.counts + 1
         each = np.repeat(at, widths)
         position = s.cached[each] + ragged_arange(widths)
+        # Selected by a mask, row by row: each slot's pending token, then its first drafts.
         said = np.concatenate([said[:, None], drafts.ids], 1)[np.arange(drafts.ids.shape[1] + 1) < widths[:, None]]
+    # The slots' tables serve as they are: position p of slot s sees
+    # the entries 0..p of row s, so no list of visible rows is made.
     rows, visible, starts, lengths = s.table[each, position], s.table.ravel(), each * s.table.shape[1], position + 1
     ordered = pieces.ragged + pieces.dense + pieces.chunks
     if not ordered and not least:  # most passes
         return Plan(at, len(each), said, position, rows, visible, starts, lengths, [], [], [], [])
     spans = [(p, p.done, to) for p, to in ordered]
     ids = np.concatenate([said, *(p.ids[a:b] for p, a, b in spans)]).astype(np.int64)
+    # A pass without any position is not computed, and not filled up either.
     idle = np.zeros(max(0, least - len(ids)) if len(ids) else 0, np.int64)
+    # Then one list is written out: the slots' own rows, and behind them those of each position of a short piece, which
+    # sees all rows of its prompt up to itself.
     if pieces.ragged:  # their rows are in no table
         short = [(p, np.arange(a + 1, b + 1)) for p, a, b in spans[: len(pieces.ragged)]]
         own = visible[np.repeat(starts, lengths) + ragged_arange(lengths)]
@@ -118,6 +126,8 @@ def room_in_lanes(computed: int, left: int, budget: int, lanes: int) -> int:
     Positions that would begin one more vector of lanes without filling it wait for the next pass, if this pass still
     has some positions of a prompt. With 64 slots and short prompts, one lane in nine would be idle otherwise.
     """
+    # Whole vectors of lanes only, if that still leaves a position for prompts (computed < whole), and if all that is
+    # wanted would be computed in this pass. Otherwise the budget alone limits it.
     wanted = computed + left
     whole = wanted // lanes * lanes
     least, most = LANES_PAY

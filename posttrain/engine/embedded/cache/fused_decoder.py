@@ -94,6 +94,7 @@ class FusedDecoder:
         self._features: int = config.intermediate_size
         with torch.no_grad():
             self._layers = [self._join(layer) for layer in decoder.layers]
+            # Cosine and sine of all positions, once. transformers computes them in every pass.
             every = torch.arange(context, device=read_out.weight.device)
             cos, sin = decoder.rotary_emb(read_out.weight[:1, None], every[None])
         self._sizes = compile_native.Sizes(
@@ -102,6 +103,8 @@ class FusedDecoder:
         self._structures = [self._address(layer) for layer in self._layers]
         self._addresses = [ctypes.addressof(x) for x in self._structures]
         half = self._width // 2
+        # transformers rotates by x cos + [-x2, x1] sin, where x1 and x2 are the halves of a head. With the sign of the
+        # first half in the table, [x2, x1] is a plain roll by half a head.
         self._cos = cos[0, :, None].contiguous()
         self._sin = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
         self._check(read_out, min(CANARY, context))
@@ -114,6 +117,7 @@ class FusedDecoder:
     def refresh(self) -> None:
         """Merge the adapters again, whose weights have changed. The other weights are the module's own."""
         for layer, place in self._merged:
+            # In place: the addresses that the compiled code has stay valid.
             place.copy_(effective(layer)[0])
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
@@ -124,6 +128,8 @@ class FusedDecoder:
         cos, sin = self._cos.index_select(0, position_ids), self._sin.index_select(0, position_ids)
         h, k, d, count = self._heads, self._kv_heads, self._width, len(input_ids)
         for layer in self._layers:
+            # One product for queries, keys and values, in this order of heads. Queries and keys are neighbours in it,
+            # so they are normed and rotated together.
             qkv = nn.functional.linear(_norm(x_NE, layer.before), layer.qkv, layer.qkv_bias).view(count, h + 2 * k, d)
             qk = qkv[:, : h + k]
             if layer.q_norm is not None and layer.k_norm is not None:
@@ -148,11 +154,14 @@ class FusedDecoder:
         wide = compile_native.stride(count)
         h, k, d = s.H, s.K, s.D
         heads, query, key, value = self._head_room(count)
+        # In the order of the fields of `struct pass`: x, normed, qkv, seen, both, inner.
         rooms = self._room((s.E, s.E, (h + 2 * k) * d, h * d, 2 * s.F, s.F), wide)
         tables = self._cos.data_ptr(), self._sin.data_ptr(), input_ids.data_ptr(), position_ids.data_ptr()
         here = compile_native.Pass(*rooms, heads.data_ptr(), *tables, count, wide)
         sizes, now = ctypes.addressof(s), ctypes.addressof(here)
         kernels.begin(sizes, now, self._embed.weight.data_ptr())
+        # Queries, keys and values lie at the same addresses in every
+        # layer, so the arguments of attention are bound once a pass.
         attend, seen_at = layout.every_layer(query, key, value) if isinstance(layout, CachedLayout) else (None, 0)
         for layer, weights in zip(self._layers, self._addresses, strict=True):
             kernels.before(sizes, weights, now)
@@ -181,6 +190,8 @@ class FusedDecoder:
         more than small products."""
         if self._memory.numel() < sum(features) * wide:
             self._memory = torch.zeros(sum(features) * wide + compile_native.LANES)
+        # Rounded up to a vector of 64 bytes. `wide` is a multiple of a vector
+        # too, so every matrix begins at one; 4 is the size of a float.
         start = -(-self._memory.data_ptr() // 64) * 64
         return [start + 4 * wide * before for before in itertools.accumulate((0, *features[:-1]))]
 
@@ -263,6 +274,8 @@ def fusable(module: PreTrainedModel) -> bool:
     ):
         return False
     allowed = {"Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding", "ForCausalLM"}
+    # Every part must be known by name: one more module, or one with a hook, may compute something that the fused layers
+    # leave out. Of an adapter the parts are not looked at, since only its merged weight is used.
     names = {prefix + x for x in allowed} | {"Linear", "Embedding", "ModuleList", "SiLUActivation", "SiLU"}
     adapted = {n: x for n, x in layers(module).items() if type(getattr(x, "base_layer", None)) is nn.Linear}
     inside = tuple(f"{n}." for n in adapted)
@@ -290,6 +303,8 @@ def _joined(parts: list[Tensor]) -> Tensor:
     """The parts concatenated along the first axis. Each part becomes a view of its place in the result."""
     whole = torch.cat([p.detach() for p in parts])
     for part, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):
+        # The module's parameter keeps its name and its owner, and its numbers lie in the joined weight. So they are
+        # stored once, and new weights that are copied into it are in both.
         part.data = view
     return whole
 

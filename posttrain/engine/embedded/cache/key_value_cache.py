@@ -67,6 +67,8 @@ class CachePool:
         self._wholes: list[tuple[Tensor, Tensor]] = []
         self.keys = [self._rows(0, s.key) for s in shapes]
         self.values = [self._rows(0, s.value) for s in shapes]
+        # torch warns once a process, at its first CSR tensor. That first one is made here, where the warning can be
+        # dropped without hiding others.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             torch.sparse_csr_tensor(
@@ -85,6 +87,8 @@ class CachePool:
     def grow(self, blocks: int) -> None:
         """Make room for `blocks` blocks. Cached tokens keep their rows."""
         rows = blocks * BLOCK
+        # A block's place does not depend on how many there are, so growing keeps every row where it is. Views of the
+        # reserved memory grow without a copy.
         if rows > self._reserved:
             self._reserved = rows * RESERVE if self.device.type == "cpu" else rows
             self._wholes = [
@@ -107,6 +111,8 @@ class CachePool:
 
     def copy(self, source: np.ndarray, to: np.ndarray) -> None:
         """Copy rows, before one of the owners of their block writes to it."""
+        # Per tensor every source is read before a row is written: a row
+        # may be a source and a target of one call (`Stepper._copy`).
         a, b = (torch.from_numpy(x).to(self.device) for x in (source, to))
         for shape, *pools in zip(self.shapes, self.keys, self.values, strict=True):
             for pool in pools:
@@ -200,6 +206,8 @@ class CachedLayout:
         [1, B, H, D]. The result is overwritten when the next layer attends."""
         layer, query, dtype = _layer(call), self._ragged(call), call.query.dtype
         query, key, value = (
+            # C reads float32 with adjacent last elements. Strides of
+            # positions and heads are passed on, so most layers copy nothing.
             x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous()
             for x in (query, call.key[0], call.value[0])
         )
@@ -225,6 +233,7 @@ class CachedLayout:
     def _bound(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> compile_native.Attend:
         """`compile_native.Kernels.attend` of these tensors, with its result in `_seen`."""
         shape = query.shape[1], query.shape[0], value.shape[-1]
+        # One result for all layers: each has been read by the time the next layer attends.
         if self._seen.shape != shape:
             self._seen = torch.empty(shape)
         visible_T, starts_B, lengths_B = self._bags
@@ -237,10 +246,12 @@ class CachedLayout:
         layer, query, softcap = _layer(call), self._ragged(call), call.softcap
         self.pool.write(layer, self._rows_N, call.key[0], call.value[0])
         heads, count, width = query.shape
+        # Keys and values are stored all the same: a pass may consist of pieces of prompts alone.
         if not count:
             return query.new_empty(1, 0, heads, call.value.shape[-1])
         pattern = self._pattern(heads, self.pool.shapes[layer].heads, call.window)
         csr = pattern.csr
+        # Only the scores of the pattern are computed: one for each entry, and none for rows that a query does not see.
         torch.sparse.sampled_addmm(
             csr,
             query.reshape(-1, width).to(self.pool.dtype),
@@ -252,6 +263,8 @@ class CachedLayout:
         scores_E = csr.values()
         if softcap is not None:
             scores_E = softcap * torch.tanh(scores_E / softcap)
+        # A row of padding alone, of an idle query, becomes nan in the softmax.
+        # No entry reads it, and its bag is empty, so its output is 0.
         padded = scores_E.new_full((heads * count, pattern.width), float("-inf"))
         padded.view(-1).scatter_(0, pattern.places_E, scores_E)
         weights_E = padded.softmax(-1).view(-1).index_select(0, pattern.places_E)
@@ -269,6 +282,7 @@ class CachedLayout:
         if not longest:
             return query.new_zeros(1, count, heads, call.value.shape[-1])
         at_T, lengths_B = np.arange(longest), self._lengths_B[:, None]
+        # Places behind the last row of a query are masked; they are clamped so that they are valid.
         rows_BT = self._visible_T[np.minimum(self._starts_B[:, None] + at_T, len(self._visible_T) - 1)]
         seen_BT = torch.from_numpy((at_T < lengths_B) & (at_T >= lengths_B - (call.window or longest))).to(query.device)
         kv_heads = self.pool.shapes[layer].heads
@@ -291,6 +305,7 @@ class CachedLayout:
         return self._patterns[at]
 
     def _build(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
+        # With a window a query sees its last rows only: fewer of them, from a later place on.
         lengths_B = self._lengths_B if window is None else np.minimum(self._lengths_B, window)
         before_B = self._starts_B + self._lengths_B - lengths_B
         visible_T = self._visible_T[np.repeat(before_B, lengths_B) + ragged_arange(lengths_B)]
@@ -298,8 +313,12 @@ class CachedLayout:
         total, count = len(visible_T), len(lengths_B)
         if max(total * heads, self.pool.rows * kv_heads) >= 2**31:
             raise EngineError(f"a step attends to {total * heads} entries: use fewer slots or a shorter context")
+        # Rounded up, since -(-a // b) rounds up: the softmax then sums rows of few different widths.
         width = -(-int(lengths_B.max(initial=1)) // LANES) * LANES
         head = np.arange(heads)[:, None]
+        # The place of key-value head 0 of each row. Head k of the same row lies k * BLOCK
+        # further, and H / K query heads share it. Entries stand in the order (head,
+        # query, row), so the bag of head h and query b begins at h * T + starts[b].
         first_T = visible_T // BLOCK * (kv_heads * BLOCK) + visible_T % BLOCK
         rows_E = (first_T.astype(np.int32) + (head // (heads // kv_heads) * BLOCK).astype(np.int32)).ravel()
         places_T = np.repeat(np.arange(count) * width - starts_B, lengths_B) + np.arange(total)
@@ -328,6 +347,7 @@ class Chunk:
     def __init__(self, pool: CachePool, rows_T: np.ndarray, length: int) -> None:
         self._pool, self.length = pool, length
         self._rows_T = torch.from_numpy(rows_T).to(pool.device)
+        # [n, T]: depth of the query minus depth of the key. The queries are the last n of the sequence.
         self._distance = torch.arange(len(rows_T) - length, len(rows_T), device=pool.device)[:, None] - torch.arange(
             len(rows_T), device=pool.device
         )

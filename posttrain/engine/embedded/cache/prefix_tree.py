@@ -62,6 +62,8 @@ class PrefixTree:
         self._order: OrderedDict[int, _Node] = OrderedDict()
         """By serial, least recently used first."""
         self._serial = 0
+        # Below 0, so it is never the serial of a node, and another one
+        # for each version: nothing below an old root can be found.
         self._root = -1 - version
 
     def __len__(self) -> int:
@@ -109,6 +111,8 @@ class PrefixTree:
         path, at = self._walk(ids, len(ids) // BLOCK)
         new: list[int] = []
         for i in range(len(path), len(blocks)):
+            # The last edge may be shorter than a block. `_walk` asks for
+            # whole blocks only, so such a leaf is found by `_begun` alone.
             edge = (at, ids[i * BLOCK : (i + 1) * BLOCK].tobytes())
             node = self._nodes.get(edge)
             if node is None:
@@ -131,6 +135,7 @@ class PrefixTree:
         """Free up to `n` blocks that only the tree owns, least recently used first. Returns how many."""
         # `_order` has a child before its parent wherever both were used last together (`_touch`), so one walk frees
         # whole branches from their leaves: the child's removal has made the parent a leaf by the time it is reached.
+        # Gathered first: a dictionary may not lose entries while it is walked over.
         gone: list[_Node] = []
         for node in self._order.values():
             if len(gone) >= n:
@@ -190,6 +195,7 @@ def take_blocks(blocks: Blocks, tree: PrefixTree, n: int, grow: Callable[[int], 
     `grow` is called with the number of blocks that the pool must hold.
     """
     if n > blocks.free and blocks.capacity < blocks.most:
+        # A quarter more at least, so that a cache of n blocks has been copied some log n times and not n times.
         capacity = min(blocks.most, max(blocks.capacity + n - blocks.free, blocks.capacity + blocks.capacity // 4))
         grow(capacity)
         blocks.grow(capacity)

@@ -65,6 +65,8 @@ class RecomputedModel(CachedModel):
     def run(self, plan: Plan) -> tuple[Tensor, PackedLayout | None]:
         """(hidden states [N, H] of a plan's positions; None). The positions' ids are cached."""
         self._keep(plan.rows, plan.ids[: len(plan.rows)])
+        # Every position names the rows of its whole sequence. Consecutive positions of one piece see one row more each;
+        # they are one sequence, of which several last states are wanted.
         seen = [plan.visible[a : a + n] for a, n in zip(plan.starts, plan.lengths, strict=True)]
         seqs: list[tuple[np.ndarray, int]] = []
         for rows in seen:
@@ -100,6 +102,7 @@ class RecomputedModel(CachedModel):
             return self.read_out.weight.new_zeros(0, self.read_out.weight.shape[1])
         lengths, wanted = (np.array(x, np.int64) for x in ([len(r) for r, _ in seqs], [n for _, n in seqs]))
         places = self.pool.places(torch.from_numpy(np.concatenate([r for r, _ in seqs])).to(self.pool.device), 1)
+        # The cached "keys" are the token ids.
         ids = self.pool.keys[0][places, 0].long().cpu().numpy()
         last = np.repeat(np.cumsum(lengths) - wanted, wanted) + ragged_arange(wanted)
         return rows_alone(self.read_out, ids, lengths, last, self._layout, BATCH)

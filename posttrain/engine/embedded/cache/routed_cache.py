@@ -39,6 +39,7 @@ class RoutedPool(CachePool):
         """Store what the routers chose for the positions of a pass, which are cached in these rows. Idle positions
         come after them."""
         chosen = as_array(routing.stacked(routing.used))[: len(rows)]
+        # How many routers and experts there are is seen at the first pass.
         if self._routed.shape[1:] != chosen.shape[1:]:
             self._routed = np.zeros((0, *chosen.shape[1:]), np.int16)
         self._room()

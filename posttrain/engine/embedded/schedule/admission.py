@@ -60,6 +60,7 @@ class Admission:
                 " other"
             )
         ids = self.ids(ids)
+        # The same object has been checked for the request before.
         if sampling is not self._accepted:
             if not sampling.resolved:
                 raise EngineError(
@@ -74,7 +75,10 @@ class Admission:
             self._accepted = sampling
         room = self.context - len(ids)
         limit = min(sampling.max_tokens, room)
+        # Whichever ends first is the reason that the turn will have.
         end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
+        # One more than it can fill, for the copy of a shared last block. So any one request fits an empty cache, and
+        # preempting others always makes enough room for the oldest.
         if blocks_for(len(ids) + limit) + 1 > self.most:
             raise EngineError(
                 f"a sequence of {len(ids) + limit} tokens does not fit the key-value cache of {self.most * BLOCK}"

@@ -75,10 +75,13 @@ class EngineCounters:
     def step(self, scheduler: Scheduler, spoke: int) -> None:
         self._steps += 1
         self._spoke += spoke
+        # Every eighth step, since both numbers need a look at all blocks.
         if scheduler.blocks.capacity and self._steps % 8 == 1:
             self._kv += (scheduler.blocks.in_use, scheduler.filled)
 
     def forward(self, plan: Plan, dense: PackedLayout | None) -> None:
+        # Pairs of query and key. A sequence of n tokens has n (n + 1) / 2 of them.
+        # The last n positions of a sequence of T have n T - n (n - 1) / 2.
         ragged = int(plan.lengths.sum())
         triangle = sum(n * (n + 1) // 2 for n in plan.dense)
         computed = 0 if dense is None else sum(b * n * (n + 1) // 2 for b, n in dense.shapes)
@@ -91,6 +94,7 @@ class EngineCounters:
     def drafts(self, plan: Plan, said: int, needed: np.ndarray) -> None:
         """Count a pass with drafts. `said` of them were said. `needed` are the indices of the generating slots'
         positions that count as needed; those of rejected drafts do not."""
+        # `forward` has counted every position as needed. Here the rejected drafts are taken off again.
         computed = plan.front
         self._drafted += computed - len(plan.generating)
         self._accepted += said
@@ -110,6 +114,7 @@ class EngineCounters:
 
     def take(self, scheduler: Scheduler) -> Gauges:
         counts, scheduler.counts = scheduler.counts, SchedulerCounts()
+        # Positions that are computed a second time are work, and were needed once only.
         linear = self._linear[0], self._linear[1] - sum(b - a for a, b in counts.again)
         twice = sum((b * (b + 1) - a * (a + 1)) // 2 for a, b in counts.again)
         attention = self._attention[0], self._attention[1] - twice

@@ -84,6 +84,8 @@ class Scheduler:
     @property
     def filled(self) -> int:
         """Blocks needed for what the slots and prompts have cached or are caching; shared blocks count once."""
+        # One look at the first row of each block that holds a cached position or the pending one. A block of several
+        # sequences is counted once.
         s = self.slots
         waiting = {id(p): p for p in (*self.prompts.values(), *self._waits.values())}.values()
         at, first = np.flatnonzero(s.generating), np.arange(0, s.table.shape[1], BLOCK)
@@ -118,6 +120,7 @@ class Scheduler:
                 # was preempted has tokens of its own behind the prompt, and is a prompt of its own.
                 prompt = None if request.begun else self.prompts.get(request.key)
                 if prompt is not None:
+                    # Its one block is for the copy of the prompt's partly filled last block.
                     if not self._room(1, keep=prompt):
                         break
                     self.counts.shared += len(prompt.ids)
@@ -141,6 +144,7 @@ class Scheduler:
             request.slot, request.gone = None, True
             self.failed.append((request, error))
             return False
+        # The prefix tree still had all of it, so no pass will compute it and call `_resume`.
         if prompt.resumes and prompt.done == len(prompt.ids):
             self._caching.remove(prompt)
             self._resume(prompt)
@@ -178,6 +182,7 @@ class Scheduler:
     def cached(self, plan: Plan, hidden: Callable[[int], Tensor]) -> None:
         """Record that the pass was computed. `hidden(i)` is the hidden state of its position i. Drafts
         count once they are said."""
+        # Not the drafts: whether they stay is known after they were verified.
         self.slots.cached[plan.generating] += 1
         for (prompt, to), end in zip(plan.pieces, plan.ends, strict=True):
             # Whole blocks go into the tree as soon as they are computed, not when the prompt ends: another prompt with
@@ -195,6 +200,7 @@ class Scheduler:
         """(slot, hidden state) of each slot whose prompt is cached now, and whose first token is
         drawn from that state."""
         out: list[tuple[int, Tensor]] = []
+        # A list, because `_join` removes a prompt with its last request.
         for prompt in [p for p in self.prompts.values() if p.hidden is not None and p.waiting]:
             while prompt.waiting and self._join(prompt):
                 s = prompt.waiting.pop(0)
@@ -207,11 +213,14 @@ class Scheduler:
         request, prompt = self.slots.request[s], self._waits.pop(s, None)
         assert request is not None
         if prompt is None:
+            # Into the tree first, then released: so a block goes from the
+            # slot to the tree without being free in between.
             held = self.slots.blocks(s)
             # Keys of older weights must not be found under the new ones, so only a fresh slot leaves its tokens there.
             if self.slots.fresh[s]:
                 self.tree.insert(self.slots.sequence(s), held[: blocks_for(int(self.slots.cached[s]))])
             self.blocks.release(held)
+            # Some more than are to be kept may gather, so that the search for what to evict is rare.
             if (spare := self.blocks.spare) > self._retain + EVICT_BLOCKS:
                 self.tree.evict(spare - self._retain)
         elif prompt.resumes:
@@ -237,6 +246,8 @@ class Scheduler:
         request = self.slots.request[s]
         assert request is not None
         request.begun = self.slots.begun(s)
+        # Without a token it will begin anew, and is one of those that have not begun. If it still waits at its prompt,
+        # it is counted there already, and `free` takes that count off.
         if request.begun is None:
             self._users[request.key] += 1
         request.lost = int(self.slots.cached[s])
@@ -248,8 +259,11 @@ class Scheduler:
     def renew(self, version: int, *, stale: bool = False) -> None:
         """New weights: free every cached prompt, and the slots' caches unless they continue over `stale` blocks."""
         s = self.slots
+        # The youngest first: each goes to the head of the queue, so at the end the oldest is at the head.
         taken = [i for i in np.argsort(-s.number, kind="stable").tolist() if s.request[i] is not None]
         for i in taken:
+            # Slots that wait for a prompt are preempted in either case, because prompts are freed: their first token
+            # would be drawn from a hidden state of the old weights.
             if not stale or not s.generating[i]:
                 self.preempt(i)
         s.fresh[s.generating] = False
@@ -266,16 +280,21 @@ class Scheduler:
         ids = request.cached_ids
         resumes = request.begun is not None
         found = self.tree.match(ids, len(ids) if resumes else len(ids) - 1)
+        # Held before room is made for the others, which may evict spare blocks.
         self.blocks.share(found.blocks)
         own = blocks_for(len(ids)) - len(found.blocks)
+        # And one block for every generating slot, so that the next
+        # pass need not preempt the request that is admitted here.
         if not self._room(own + int(np.count_nonzero(self.slots.generating))):
             self.blocks.release(found.blocks)
             return None
         rows = rows_of(np.concatenate([found.blocks, self._blocks(own)]))
         prompt = Prompt(ids, rows, done=found.tokens, resumes=resumes)
+        # Of a block that is matched in part the beginning is copied into an own one.
         if found.extra:
             at = len(found.blocks) * BLOCK
             self.copies.append((found.tail * BLOCK + np.arange(found.extra), rows[at : at + found.extra]))
+        # Positions that were cached before and are computed again are work that no answer needs: gauges count them.
         lost = request.lost if resumes else self._lost.pop(request.key, 0)
         if lost > found.tokens:
             self.counts.again.append((found.tokens, lost))
@@ -303,6 +322,8 @@ class Scheduler:
                     continue
                 claimed.add(next_block)
             todo = min(len(prompt.ids) - prompt.done, room)
+            # With fixed shapes all positions are ragged: the bits of
+            # dense attention would depend on what else is in its bucket.
             short = self._rows is not None or todo <= SHORT
             kind = pieces.ragged if short else pieces.chunks if prompt.done else pieces.dense
             kind.append((prompt, prompt.done + todo))
@@ -312,6 +333,7 @@ class Scheduler:
     def _adopt(self, prompt: Prompt) -> None:
         """Use whole blocks that other requests have cached since the prompt was admitted, in place
         of its own empty ones."""
+        # Whole blocks, and never the one with the last token, whose hidden state has to be computed.
         found = self.tree.match(prompt.ids, (len(prompt.ids) - 1) // BLOCK * BLOCK).blocks
         begun = prompt.done // BLOCK
         if len(found) > begun:
@@ -326,6 +348,7 @@ class Scheduler:
         So a request that holds a block of the tree also holds all blocks before it, even where two requests
         computed the same at once. Therefore no request holds a block after one that only the tree owns, and all
         spare blocks can be evicted."""
+        # Shared before its own are released: at no moment is a block that is in use without an owner.
         other = prompt.blocks[: len(found)] != found
         self.blocks.share(found[other])
         self.blocks.release(prompt.blocks[: len(found)][other])
@@ -342,6 +365,9 @@ class Scheduler:
         size, full = len(prompt.ids), len(prompt.ids) // BLOCK
         inherits = self._users[request.key] == 1
         if not inherits and full * BLOCK < size and not self._room(1):
+            # No room for a copy. While others generate, a block will become free, and this slot waits. If nobody does,
+            # none ever will: the last sibling gives its slot up. A slot that waits alone takes the prompt's own block,
+            # and requests still in the queue cache the prompt again.
             if len(prompt.waiting) > 1:
                 if not self.slots.generating.any():
                     self.counts.preempted += 1
@@ -357,6 +383,7 @@ class Scheduler:
                 own = rows_of(self._blocks(1))
                 self.slots.table[s, full * BLOCK : (full + 1) * BLOCK] = own
                 self.copies.append((prompt.rows[full * BLOCK : size], own[: size - full * BLOCK]))
+        # From here on the slot itself owns what it holds.
         del self._waits[s]
         self._count_down(request.key)
         self.slots.cached[s], self.slots.held[s] = size, len(prompt.rows)
@@ -393,6 +420,7 @@ class Scheduler:
         self.blocks.release(prompt.blocks)
         if prompt.hidden is None:
             self._caching.remove(prompt)
+        # Requests of this prompt are still queued. They compute it again, and what is computed twice is counted.
         if self._users[key]:
             self._lost[key] = prompt.done
 

@@ -89,10 +89,15 @@ class SlotRules:
         self.bias_ids = _row(self.bias_ids, s, np.array([i for i, _ in sampling.logit_bias], np.int64), NO_ID)
         self.bias = _row(self.bias, s, np.array([x for _, x in sampling.logit_bias], np.float32), 0)
         self.stops = _row(self.stops, s, np.array(sampling.stop_ids or (), np.int64), NO_ID)
+        # A bad sequence of one token is banned everywhere; longer ones need the tokens before.
         self.static[s] = sampling.allowed_ids is not None or any(len(b) == 1 for b in sampling.bad_ids)
         self._put_sequences(s, [b for b in sampling.bad_ids if len(b) > 1])
+        # The last tokens, right-aligned. Places before the turn's first token stay NO_ID, which equals no token: so a
+        # bad sequence never reaches back into the prompt.
         depth = self.tail.shape[1]
         self.tail[s, depth - min(depth, len(said)) :] = said[len(said) - min(depth, len(said)) :]
+        # The two tables [s, V] are written at the first draw, because
+        # the vocabulary is known from the logits (`_write`).
         if self.penalty[s] != 1 or self.static[s]:
             self._fresh[s] = np.concatenate([prompt, said])
 
@@ -112,9 +117,11 @@ class SlotRules:
         at, ids = at[ruled], ids[ruled]
         self.said[at] += 1
         if self.tail.shape[1]:
+            # Older tokens move one place to the left.
             self.tail[at] = np.concatenate([self.tail[at, 1:], ids[:, None]], 1)
         if self._seen is not None:
             self._seen[_to(at, self._seen), _to(ids, self._seen)] = True
+        # Of a slot whose row is not written yet the token has to be kept with the others.
         for s in [s for s in self._fresh if s in at]:
             self._fresh[s] = np.append(self._fresh[s], ids[at == s])
 
@@ -131,8 +138,11 @@ class SlotRules:
             NothingLeft: in some rows without drafted tokens every token is banned.
         """
         self._write(logits)
+        # Place b * V + id of the flat logits. The steps come in the order of the contract: bias, penalty, bans. So a
+        # penalty looks at the sign of the biased logit, and nothing is computed with -inf.
         flat, width = logits.view(-1), logits.shape[1]
         more = None if ahead is None else (ahead != NO_ID).sum(1)
+        # (row, column) pairs of the entries that are no filling.
         b, k = np.nonzero(self.bias_ids[rows] != NO_ID)
         if len(b):
             flat.index_add_(
@@ -142,6 +152,7 @@ class SlotRules:
             )
         self._penalise(logits, rows, ahead)
         banned = [np.zeros(0, np.int64)]
+        # Rows ahead have said the drafted tokens as well.
         said = self.said[rows] if more is None else self.said[rows] + more
         b, k = np.nonzero((said < self.min_tokens[rows])[:, None] & (self.stops[rows] != NO_ID))
         banned.append(b * width + self.stops[rows[b], k])
@@ -154,6 +165,7 @@ class SlotRules:
             at = _to(static, logits)
             never = self._never.index_select(0, _to(rows[static], logits))
             logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(never, INF))
+        # A row without any ban cannot have lost all its tokens, so only rows with bans are searched.
         return self._dead_ends(logits, rows, np.union1d(static, where // width), more)
 
     def _penalise(self, logits: Tensor, rows: np.ndarray, ahead: np.ndarray | None) -> None:
@@ -161,6 +173,7 @@ class SlotRules:
         if not len(which) or self._seen is None:
             return
         at = _to(which, logits)
+        # A copy: drafts count as said in this draw, and may be rejected after it.
         seen = self._seen.index_select(0, _to(rows[which], logits))
         if ahead is not None:
             b, k = np.nonzero(ahead[which] != NO_ID)
@@ -172,12 +185,16 @@ class SlotRules:
         """bool [B, W]: bad sequences that are complete but for their last token."""
         tail = self.tail[rows]
         if ahead is not None:
+            # The last L of what was said and drafted: the window moves to the right by the number of drafts.
             depth, more = tail.shape[1], (ahead != NO_ID).sum(1)
             tail = np.take_along_axis(np.concatenate([tail, ahead], 1), more[:, None] + np.arange(depth), 1)
         first = self.first[rows]
+        # [B, W, L]: every place fits. Rows of `last` that are filling ban nothing.
         return ((first == ANY) | (first == tail[:, None])).all(-1) & (self.last[rows] != NO_ID)
 
     def _put_sequences(self, s: int, sequences: list[tuple[int, ...]]) -> None:
+        # Tables grow on the left, because both are right-aligned:
+        # what they hold stays at the same distance from the end.
         deepest = max((len(b) - 1 for b in sequences), default=0)
         if grow := max(0, deepest - self.tail.shape[1]):
             self.tail = np.pad(self.tail, ((0, 0), (grow, 0)), constant_values=NO_ID)
@@ -211,6 +228,7 @@ class SlotRules:
         """`banned_always`, cached by the identity of the contract. All requests of a stage
         share one contract object."""
         known = self._known.get(id(sampling))
+        # An `id` is used again once its object is gone, so the object is kept and compared.
         if known is None or known.sampling is not sampling:
             if len(self._known) >= MASKS_KEPT:
                 self._known.clear()
@@ -223,6 +241,7 @@ class SlotRules:
             dead = touched[(logits.index_select(0, _to(touched, logits)).amax(1) == INF).cpu().numpy()]
         if not len(dead):
             return dead
+        # After a draft a dead row is no error yet: the draft may be rejected, and then nobody gets there.
         now = dead if more is None else dead[more[dead] == 0]
         if len(now):
             s = int(rows[now[0]])
@@ -231,6 +250,7 @@ class SlotRules:
                 f"after {self.said[s]} tokens of a turn the contract bans every token of the vocabulary, so nothing can"
                 f" be sampled: allow more in allowed_ids, or ban less in bad_ids or min_tokens ({self._samplings[s]})",
             )
+        # A row of -inf alone would make nan, and a draw over all rows would fail for it.
         logits.index_fill_(0, _to(dead, logits), 0)
         return dead
 

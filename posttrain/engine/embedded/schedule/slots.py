@@ -101,6 +101,7 @@ class Slots:
         self.request: list[GenerateCall | None] = [None] * count
         self.streaming = 0
         """Slots whose request has a callback for new tokens."""
+        # Taken from the end, so slot 0 comes first.
         self.free = list(range(count - 1, -1, -1))
         self.table = np.zeros((count, width), np.int64)
         """[s, C]: pool row of each cached position."""
@@ -136,6 +137,7 @@ class Slots:
         s = self.free.pop()
         request.slot, self.request[s] = s, request
         self.streaming += request.heard is not None
+        # Arrays of the turn keep what the last request has left in them: `said` says how much of them counts.
         self.number[s], self.fresh[s], self.ended_by_string[s] = request.number, True, False
         self.said[s], self.limit[s], self.cached[s], self.held[s] = 0, request.limit, 0, 0
         self.kept[s], self.top[s] = [], []
@@ -155,7 +157,10 @@ class Slots:
         self.stops[s, : len(stops)] = stops
         self.contracts.put(s, request.sampling, request.ids, None if request.begun is None else request.begun.ids)
         self.strings.put(s, request.sampling)
+        # All uniforms of the turn, by its place alone: its tokens do
+        # not depend on the slot, on the step, or on a preemption.
         self.uniforms[s, : request.limit] = seeds.uniforms(request.place, request.limit)
+        # Copied back, and `begun` is given up: from now on the slot has the only state of the turn.
         if (before := request.begun) is not None:
             n = len(before.ids)
             self.ids[s, :n], self.logp[s, :n], self.version[s, :n] = before.ids, before.logp, before.version
@@ -193,6 +198,7 @@ class Slots:
 
     def say(self, at: np.ndarray, drawn: DrawnTokens, version: int) -> tuple[np.ndarray, np.ndarray]:
         """Record one token of `version` in each slot of `at`; returns (slots that have ended, whether by a stop id)."""
+        # `said` is the index of the new token, and one less than the length of the turn after it.
         said = self.said[at]
         self.ids[at, said] = drawn.ids
         self.logp[at, said] = drawn.logp
@@ -208,6 +214,7 @@ class Slots:
         self.said[at] = said + 1
         stopped = (self.stops[at] == drawn.ids[:, None]).any(1)
         ended = stopped | (said + 1 == self.limit[at])
+        # Decoding text is slow, so it is done only where some slot has a stop string.
         if self.strings.wanted:
             self.ended_by_string[at] = self.strings.ended(at, self.ids, self.said)
             ended |= self.ended_by_string[at]
@@ -222,6 +229,8 @@ class Slots:
             ids=self.ids[s, :n].copy(),
             logp=self.logp[s, :n].copy(),
             version=self.version[s, :n].copy(),
+            # A stop id goes before a stop string, and both before the length:
+            # a turn that ends by itself with its last token was not cut off.
             stop=Stop.SAID if stopped else Stop.STRING if self.ended_by_string[s] else request.end,
             kept=TruncationSets.of(self.kept[s]) if request.sampling.truncated else None,
             top=Top.join(self.top[s], request.sampling.top) if request.sampling.top else None,

@@ -74,9 +74,12 @@ def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) 
     """
     if len(ids) <= least:
         return False
+    # Decoding a whole turn at each of its tokens would cost time in proportion to its square.
     near = _end(ids, max(map(len, stop)) + MARGIN, text)
     if not any(s in near for s in stop):
         return False
+    # A string must end behind the text of the first `least` tokens, so it may begin in it: at the earliest where all
+    # but its last character lie before. A character that these tokens leave unfinished is not a part of their text.
     whole, before = text(ids), len(text(ids[:least]).rstrip(UNFINISHED)) if least else 0
     return any(whole.find(s, max(0, before - len(s) + 1)) >= 0 for s in stop)
 
@@ -84,6 +87,8 @@ def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) 
 def _end(ids: np.ndarray, characters: int, text: Text) -> str:
     """The text of the last tokens, with at least so many characters before the last one and no cut
     character; else the whole turn."""
+    # As many tokens as characters are enough for most texts. Some tokens hold less than a character, and a window may
+    # begin within one: then it is doubled.
     window = characters
     while window < len(ids) - 1:
         near = ids[len(ids) - 1 - window :]
