@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from posttrain.engine.vllm.sampling_parameters import check
 from posttrain.engine.vllm.spawn_server import SpawnedServer
 from posttrain.engine.vllm.start_vllm import folder_for_weights, limits, refuse_few, refuse_split
 from posttrain.engine.vllm.vllm_server import ROLE, VLLMServer
+from posttrain.stages.run_parts import turns_reach
 from posttrain.system import files
 from posttrain.system.errors import ConfigError
 from posttrain.verifier.http_client import Endpoint, Patience
@@ -39,10 +40,47 @@ BEFORE_TRIAL = -2
 
 @dataclass(frozen=True)
 class ServedSampler:
-    """A sampler, with a function that frees its threads, processes and memory."""
+    """A sampler, with what a run asks of its engine besides turns. An engine elsewhere computes by itself, so turns
+    alone must reach it; it frees its own memory, and its caches are in no record."""
 
     sampler: Sampler
     close: Callable[[], None]
+    """Frees its threads, processes and memory."""
+    here: EmbeddedEngine | None = None
+    """The engine, where it is in this process."""
+    sleeps: bool = False
+    """Whether it frees its caches while the learner works."""
+
+    async def idle(self) -> None:
+        """Wait until the learner may compute."""
+        await (turns_reach() if self.here is None else self.here.idle())
+
+    def forget(self) -> None:
+        """Empty the prefix cache of an engine in this process."""
+        if self.here is not None:
+            self.here.forget()
+
+    def sleep(self) -> None:
+        """Free the caches of an engine that sleeps."""
+        if self.here is not None and self.sleeps:
+            self.here.sleep()
+
+    def keep_timeline(self, folder: Path) -> None:
+        """Write the engine's timeline into the run folder, if the run asked for one."""
+        if self.here is not None and self.here.timeline is not None:
+            with files.disk_full_is_reported(folder / TIMELINE, lambda: "The run's record is whole"):
+                self.here.timeline.write(folder / TIMELINE)
+
+
+def all_sleep(engines: Sequence[ServedSampler]) -> None:
+    """Free the caches of those that sleep."""
+    for serving in engines:
+        serving.sleep()
+
+
+def served_here(engine: EmbeddedEngine, how: Embedded) -> ServedSampler:
+    """An engine in this process, which ends with it."""
+    return ServedSampler(engine, lambda: None, engine, how.sleep)
 
 
 def check_engine(run: Run) -> None:
@@ -80,7 +118,7 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own
     """
     if isinstance(run.engine, Embedded):
         served = policy if own else policy.twin()
-        return keeping_contracts(run, ServedSampler(embedded_engine(run, run.engine, served, text), lambda: None))
+        return keeping_contracts(run, served_here(embedded_engine(run, run.engine, served, text), run.engine))
     return keeping_contracts(run, _vllm(run, run.engine, policy))
 
 
@@ -103,7 +141,7 @@ def keeping_contracts(run: Run, serving: ServedSampler) -> ServedSampler:
 
 def make_opponent(
     run: Run, policy: Policy, reference: PreTrainedModel, share: float, text: Callable[[np.ndarray], str]
-) -> EmbeddedEngine:
+) -> ServedSampler:
     """An engine that samples from pi^(1 - share) ref^share. It has its own copy of the policy's weights, which are
     pushed to it like to the first one; with share=1 it holds the reference alone.
 
@@ -115,22 +153,15 @@ def make_opponent(
     # Drafts are of the policy's own text, and the timeline is the first engine's.
     how = replace(run.engine, lookup=0, draft=None, timeline=False)
     if share == 1:
-        return embedded_engine(run, how, replace(policy, module=reference, lora=None), text)
-    twin = policy.twin()
-    return embedded_engine(run, how, twin, text, Mixture(reference, share), BEFORE_TRIAL)
+        return served_here(embedded_engine(run, how, replace(policy, module=reference, lora=None), text), how)
+    mixture = Mixture(reference, share)
+    return served_here(embedded_engine(run, how, policy.twin(), text, mixture, BEFORE_TRIAL), how)
 
 
 _ONE_MODEL = (
     "engine=vllm samples one model, and an opponent of the policy is a mixture of two, token by token: set"
     " engine=embedded, or use an algorithm without an opponent (oaif, iterative_dpo)"
 )
-
-
-def keep_timeline(sampler: Sampler, folder: Path) -> None:
-    """Write the engine's timeline into the run folder, if the run asked for one."""
-    if isinstance(sampler, EmbeddedEngine) and sampler.timeline is not None:
-        with files.disk_full_is_reported(folder / TIMELINE, lambda: "The run's record is whole"):
-            sampler.timeline.write(folder / TIMELINE)
 
 
 def embedded_engine(

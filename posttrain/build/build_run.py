@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import transformers
 
-from posttrain.build.build_engines import keep_timeline, make_opponent
+from posttrain.build.build_engines import ServedSampler, all_sleep, make_opponent
 from posttrain.build.build_environments import distinct
 from posttrain.build.build_optimizers import beside, make_optimizer, own_learner
 from posttrain.build.build_reward_models import ModelJudge, RewardModels, with_reward_head
@@ -23,14 +23,12 @@ from posttrain.build.open_model import open_policy
 from posttrain.build.request.branch import begun_with, run_source, same_base
 from posttrain.build.request.run_request import check_lengths
 from posttrain.build.spawn_engines import PlacedEnvironments, placed_engine, placed_environments
-from posttrain.config.engines import Embedded
 from posttrain.config.run import Run
 from posttrain.config.stages.stage import Stage, check_patterns
 from posttrain.core import seeds
 from posttrain.core.abilities import declared
 from posttrain.core.ports import Environment, Reference, Sampler, Tracker
 from posttrain.core.redact_secrets import scrubbed_data
-from posttrain.engine.embedded.embedded_engine import EmbeddedEngine
 from posttrain.engine.head.readout import read_out
 from posttrain.engine.learner.frozen_reference import freeze, frozen_module
 from posttrain.engine.learner.learner import HEADS, FrozenScorer, HFLearner
@@ -46,11 +44,11 @@ from posttrain.role.learning.logprob_tolerance import packed_text
 from posttrain.role.learning.reference_scores import Opponent
 from posttrain.role.memory_peaks import PeakMemory
 from posttrain.role.rollout import Rollout
-from posttrain.role.sync import Sync, nothing_is_kept
+from posttrain.role.sync import Sync
 from posttrain.stages.checks_by_kind import observers, of_run
 from posttrain.stages.data_fits_model import check_judgements, check_prompts
 from posttrain.stages.ranks.rank_lead import RankLead
-from posttrain.stages.run_parts import RunParts, StageSetting, turns_reach
+from posttrain.stages.run_parts import RunParts, StageSetting
 from posttrain.system.errors import ConfigError
 from posttrain.system.version import VERSION
 
@@ -174,34 +172,18 @@ def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
     return FrozenScorer(other)
 
 
-@dataclass(frozen=True)
-class SleepingEngines:
-    """The engines of a run in this process. Where the run asks for it, all of them sleep while the learner works."""
-
-    run: Run
-    engines: list[EmbeddedEngine] = field(default_factory=list[EmbeddedEngine])
-
-    def __call__(self) -> None:
-        if isinstance(self.run.engine, Embedded) and self.run.engine.sleep:
-            for engine in self.engines:
-                engine.sleep()
-
-    def add(self, engine: Sampler) -> SleepingEngines:
-        """These and one more, where it is in this process."""
-        self.engines.extend([engine] if isinstance(engine, EmbeddedEngine) else [])
-        return self
-
-
 def opponent_of(
-    run: Run, policy: Policy, roles: PolicyRoles, sleepers: SleepingEngines, reference: Reference, share: float
+    run: Run, policy: Policy, roles: PolicyRoles, engines: list[ServedSampler], reference: Reference, share: float
 ) -> Opponent:
-    """Returns the opponent that plays against the policy, with this share of the reference."""
-    engine = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
-    sleepers.add(engine)
-    probe, forget = probe_ids(policy), forgetting(engine)
+    """Returns the opponent that plays against the policy, with this share of the reference. Its engine is one more of
+    `engines`."""
+    serving = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
+    engines.append(serving)
     # With share 1 no weight of the policy is in it, so nothing has to follow.
-    follows = None if share == 1 else Sync(roles.learner, engine, probe, run.model.dtype, forget=forget)
-    return Opponent(engine, follows)
+    follows = None
+    if share != 1:
+        follows = Sync(roles.learner, serving.sampler, probe_ids(policy), run.model.dtype, forget=serving.forget)
+    return Opponent(serving.sampler, follows)
 
 
 @dataclass(frozen=True)
@@ -209,12 +191,16 @@ class PolicyRoles:
     """A policy's learner, engine, rollout and weight sync. They need no run folder."""
 
     learner: HFLearner
-    engine: Sampler
+    serving: ServedSampler
     renderer: Renderer
     rollout: Rollout
     sync: Sync
     close: Callable[[], None]
     """Ends the engine and frees its threads, processes and memory."""
+
+    @property
+    def engine(self) -> Sampler:
+        return self.serving.sampler
 
 
 def make_roles(
@@ -257,14 +243,9 @@ def make_roles(
                 judge.close()
 
     # An engine in another process installs weights while this one computes its half of the checks.
-    away = None if isinstance(engine, EmbeddedEngine) else turns_reach
-    sync = Sync(learner, engine, probe_ids(policy), run.model.dtype, elsewhere=away, forget=forgetting(engine))
-    return PolicyRoles(learner, engine, renderer, rollout, sync, close)
-
-
-def forgetting(engine: Sampler) -> Callable[[], None]:
-    """Returns a function that empties the cache of an engine in this process."""
-    return engine.forget if isinstance(engine, EmbeddedEngine) else nothing_is_kept
+    away = serving.idle if serving.here is None else None
+    sync = Sync(learner, engine, probe_ids(policy), run.model.dtype, elsewhere=away, forget=serving.forget)
+    return PolicyRoles(learner, serving, renderer, rollout, sync, close)
 
 
 def probe_ids(policy: Policy) -> np.ndarray:
@@ -345,15 +326,16 @@ def make_parts(
         others: see `make_policy`.
         say: tells the user of what takes long.
     """
-    models, sleepers, others = RewardModels(run, policy, book.folder), SleepingEngines(run), others or {}
+    models, others = RewardModels(run, policy, book.folder), others or {}
     roles = make_roles(run, policy, env, models.judges(run.env), say, lead)
+    engines = [roles.serving]
     learner, elsewhere = roles.learner, placed_environments(run, env, others, roles.engine, say, roles.close)
     if run.model.compile:
         _compile(learner, policy, say)
     _say_judges(roles, say)
 
     def close() -> None:
-        keep_timeline(roles.engine, book.folder)
+        roles.serving.keep_timeline(book.folder)
         elsewhere.close()
         models.close()
 
@@ -372,7 +354,7 @@ def make_parts(
         text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
         freeze=lambda: freeze(learner),
         teacher=lambda path: make_teacher(run, path, policy),
-        oppose=lambda reference, share: opponent_of(run, policy, roles, sleepers, reference, share),
+        oppose=lambda reference, share: opponent_of(run, policy, roles, engines, reference, share),
         optimize=partial(make_optimizer, run.model, learner),
         beside=partial(beside, run, learner),
         settings={
@@ -385,6 +367,6 @@ def make_parts(
         watch=of_run(),
         trackers=trackers,
         close=close,
-        idle=roles.engine.idle if isinstance(roles.engine, EmbeddedEngine) else turns_reach,
-        sleep=sleepers.add(roles.engine),
+        idle=roles.serving.idle,
+        sleep=partial(all_sleep, engines),
     )
