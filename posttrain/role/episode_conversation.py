@@ -78,27 +78,35 @@ class SeatConversation:
         return self._dialogue.format
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        # The first content is the task's own prompt. What comes after a turn
+        # is the world's, such as the error of a tool that quotes its key.
         ids = self._dialogue.see(content if not self.turns else without_secrets(content), tools)
         if self._dialogue.restarted:
             # The template wrote earlier turns anew. What was sampled stays as it was in a segment of its own: its
             # log-probs are those under the old context.
             self._closed.append(self._transcript)
             self._transcript = Transcript(self._sampling)
+        # Cut to the context, so that the sequence can be packed and
+        # read; the next `say` finds no room and ends with `context`.
         self._transcript.see(ids[: max(0, self._sampler.context - len(self._transcript))])
 
     async def say(self, most: int | None = None) -> Utterance:
         allowed, limit = self._room(most)
         if allowed < 1:
             return Utterance("", limit, 0)
+        # Read before the turn is in the transcript: a template may end the prompt with the tag that opens a thought.
         opened = opening(self._dialogue.text(self._transcript.ids[-TAIL:]))
         said = await self._generate(allowed)
         self._transcript.say(said)
         self.lengths.append(len(said.ids))
         text = self._dialogue.said(said.ids)
+        # `_before` counts the turns before the last one, because characters are counted in the last turn's text alone.
         self._before += len(self._last)
         self._last = said.ids
         self.turns.append(text)
         self._said(text, len(said.ids))
+        # The engine knows one limit, the tokens that it was given.
+        # Which limit of the episode made them so few is known here.
         stop = limit if said.stop is Stop.LENGTH and len(said.ids) == allowed else said.stop
         return Utterance(text, stop, len(said.ids), opened)
 
@@ -113,6 +121,8 @@ class SeatConversation:
             said = await self._sampler.generate(
                 self._transcript.ids, shorter(self._sampling, allowed), self._place(len(self.turns))
             )
+        # A cancelled turn (time, an aborted sibling) is a BaseException.
+        # Its tokens are lost with it: they count for nobody.
         except BaseException:
             spent.turns, spent.tokens = spent.turns - 1, spent.tokens - allowed
             self.cut = True
@@ -122,6 +132,8 @@ class SeatConversation:
 
     def _room(self, most: int | None) -> tuple[int, Stop]:
         """(tokens the next turn may have, the stop reason if it would need more), by the narrowest limit."""
+        # Turns first, since they need no count of tokens. The context is no part of
+        # `allowed`: the engine itself ends a turn there, with a reason of its own.
         spent, limits = self._spent, self._spent.limits
         if limits.turns is not None and spent.turns >= limits.turns:
             return 0, Stop.TURNS
@@ -129,6 +141,7 @@ class SeatConversation:
         if room < 1:
             return 0, Stop.CONTEXT
         allowed, reason = self._sampling.max_tokens, Stop.LENGTH
+        # What the environment asks for is a shorter turn, not another limit: the reason stays `length`.
         if most is not None and most < allowed:
             allowed = most
         if limits.tokens is not None and limits.tokens - spent.tokens < allowed:
@@ -191,6 +204,8 @@ class Conversation(SeatConversation):
                     " plays all"
                 )
             player = self._players.get(name, self._policy)
+            # The seat's name is in the place of its random numbers, so
+            # that a seat that speaks more changes no draw of another.
             own, place = player.sampler is self._policy.sampler, partial(self._place, "seat", name)
             self._seats[name] = OtherSeat(name, player, self._task, self._spent, place, policy=own)
         return self._seats[name]
@@ -226,6 +241,8 @@ class Conversation(SeatConversation):
 
     def segments(self) -> tuple[Segment, ...]:
         """The transcripts as segments. A last one without a spoken token is left out if there are others."""
+        # A rewritten history in which nothing was said has no token to learn. One
+        # transcript is always left, also of an episode in which nobody spoke.
         open_ = [self._transcript] if self._transcript.spoke or not self._closed else []
         return tuple(t.segment() for t in (*self._closed, *open_))
 
@@ -311,6 +328,8 @@ def _without_secrets(content: Content) -> Content:
     clean = mapped(content, scrubbed)
     if isinstance(clean, str) or isinstance(content, str):
         return clean
+    # Joined, more is scrubbed than in the parts: a secret lay across
+    # their borders. Which part it was in is then not worth keeping.
     whole = scrubbed("".join(part.text for part in content))
     if whole == "".join(part.text for part in clean):
         return clean
@@ -321,10 +340,12 @@ def shorter(sampling: Sampling, most: int) -> Sampling:
     """The same distribution at every token, with at most `most` tokens."""
     if most >= sampling.max_tokens:
         return sampling
+    # A turn that may have fewer tokens than it must have could never end.
     return replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
 
 
 def tokens_upto(dialogue: Dialogue, ids: np.ndarray, characters: int) -> int:
     """Number of tokens of `ids` that make this many characters. Text never shrinks with a token, so bisection finds
     it."""
+    # Every prefix is decoded as a whole: a token's own text may be half a character. log2 of the length decodings.
     return bisect_left(range(len(ids)), characters, key=lambda n: len(dialogue.text(ids[:n])))

@@ -220,6 +220,7 @@ class Observers:
 
     def needs(self, event: PackedEvent) -> Needs:
         out = Needs()
+        # What one observer needs is kept for all of them, once.
         for one in self._all:
             out = out | one.needs(self._roles, event)
         return out
@@ -238,6 +239,7 @@ class Observers:
 
     def emit(self, event: Event) -> None:
         for one in self._all:
+            # An observer that raises ends the step here: those behind it do not get the event.
             self._add(one.on_event(self._roles, event))
 
     async def after(self, step: Step) -> Step:
@@ -256,6 +258,7 @@ class Observers:
 
     def take(self) -> ObserverReport:
         """The reports gathered since the last call, as one."""
+        # Reports are gathered since phases come before the step's line exists.
         seen, self._gauges, self._notes = ObserverReport(self._gauges, self._notes), {}, ()
         return seen
 
@@ -269,6 +272,7 @@ class Observers:
 
 
 def _with(step: Step, report: ObserverReport) -> Step:
+    # A report wins over the step's own gauge of the same name; notes are added.
     return replace(step, gauges={**step.gauges, **report.gauges}, notes=(*step.notes, *report.notes))
 
 

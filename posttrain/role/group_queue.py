@@ -105,6 +105,7 @@ class StepGroups:
         if shared := len(self.versions) > 1:  # then checks sample turns of their own, which the engine counts too
             rollout = replace(rollout, sampler=metered)
         played, passed = await rollout.until(self.prompts, request, self.sampling, self.stream, seen)
+        # Once a step: all of its groups were drawn by the pass rates at its beginning.
         self.prompts.learn(played)
         engine = self.rollout.sampler.gauges()
         if shared:
@@ -126,6 +127,7 @@ class MeteredSampler:
         self.inner, self.tokens, self.turns = inner, tokens, turns
 
     def __getattr__(self, name: str) -> Any:
+        # Only what is not defined here comes to `__getattr__`, so `generate` is counted and the rest passes through.
         return getattr(self.inner, name)
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
@@ -157,6 +159,7 @@ class AskedGroup:
     @property
     def ended(self) -> Group | None:
         """The group, where it has ended well."""
+        # `exception()` raises for a cancelled future, so that is asked first.
         done = self.group.done() and not self.group.cancelled() and self.group.exception() is None
         return self.group.result() if done else None
 
@@ -200,6 +203,7 @@ class GroupQueue:
     async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
         self.index, self._taken, self._played = index, 0, 0
         self.versions.append(version)
+        # Order: first what was given up gets its places back, then new groups fill the room that is left.
         self._ask_given_up()
         self._admit()
         self._full = {"queue/groups": float(len(self._waiting)), "queue/ended": float(self._ended)}
@@ -224,6 +228,7 @@ class GroupQueue:
         engine = {"engine/tokens": said}
         if self.asks_again:
             engine, self._lost = engine | {"rollout/asked_again": Gauge(self._lost, 1)}, 0
+        # The oldest of them: no token of the step is older.
         return TakenGroups(self._last, tuple(passed), min(begun), tuple(self.versions), engine)
 
     async def proceed(self) -> None:
@@ -234,6 +239,8 @@ class GroupQueue:
         if self.deterministic:
             await self.rest()
         self._ask_given_up()
+        # With `deterministic` everything that the old rates ask for
+        # has been asked by now, what replaces refused groups included.
         self.prompts.learn(self._last)
         self._last = ()
 
@@ -245,6 +252,7 @@ class GroupQueue:
             # They keep their places in the queue: the same groups are asked again, in the same order.
             self._given_up += [a for a in self._waiting if not a.group.done()]
             for asked in self._given_up:
+                # Cancelled, and waited for below: an episode that still ran would say turns under the new weights.
                 asked.group.cancel()
             await asyncio.gather(*(a.group for a in self._given_up), return_exceptions=True)
             self._lost += len(self._given_up)
@@ -285,6 +293,7 @@ class GroupQueue:
         )
 
     async def close(self) -> None:
+        # An episode cleans up its environment when it is cancelled, so the end of each is waited for.
         running = [a.group for a in self._waiting]
         for one in running:
             one.cancel()
@@ -307,6 +316,8 @@ class GroupQueue:
             if not q.siblings:
                 self._ask(task, q.visit, q.index, q.cursor)
                 continue
+            # A future that has its result already: what was played is not
+            # played again, and `take` need not know where it comes from.
             group = next(groups)
             known = asyncio.get_running_loop().create_future()
             known.set_result(group)
@@ -327,6 +338,8 @@ class GroupQueue:
             taken=self._taken,
             waiting=sum(not self._refuses(a.ended) for a in self._waiting),
         )
+        # The second bound is on groups that the filter refuses. They fill no place in
+        # `capacity`, so without it a filter that lets nothing pass would ask for ever.
         return min(bound, (most + self.staleness) * wanted - self._played - len(self._waiting))
 
     def _admit(self) -> None:
@@ -343,6 +356,7 @@ class GroupQueue:
         at = StepNumber(self.index, self.steps)
         rollout, request = replace(self.rollout, sampler=sampler), replace(self.request, at=at)
         playing = asyncio.ensure_future(rollout.group(task, visit, request, self.sampling, self.stream))
+        # Without a filter every ended group has a place in some step, so its end makes no room.
         if self.request.mixed:
             playing.add_done_callback(lambda _: self._again())
         return sampler, playing

@@ -29,6 +29,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
+    # Of all k-subsets of the n samples C(n - c, k) hold no right one. 1
+    # - (1 - c/n)^k would be too low in the mean, since x^k is convex.
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -125,12 +127,15 @@ async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, 
 
     The seeds are the same in every evaluation, so runs can be compared prompt by prompt.
     """
+    # The evaluation's own seed and visit 0, whatever step it is: the same tasks get the same
+    # random numbers each time. Nothing is learned from it, so no top tokens are stored.
     fixed, sampling = replace(rollout, seed=how.seed), replace(sampling, top=0)
     groups = await together(
         [fixed.group(t, 0, RolloutRequest(groups=1, siblings=how.samples), sampling, "evaluation") for t in tasks]
     )
     greedy = None
     if how.greedy:
+        # Temperature and truncation do not change an argmax, and are set to their neutral values.
         argmax = replace(sampling, greedy=True, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
         greedy = await together(
             [fixed.group(t, 0, RolloutRequest(groups=1, siblings=1), argmax, "greedy") for t in tasks]
@@ -144,12 +149,16 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
     judged = _by_task(groups, figures)
     grades = grades_of(groups)
     right = grades.right
+    # (judged samples, right ones) of each task. With grades that
+    # tell no share of right answers there is no accuracy at all.
     solved = [(len(x), sum(map(right.of, x.tolist()))) for x in judged] if grades.tells else []
+    # pass@k needs k judged samples of every task, also of those of which some could not be judged.
     most = min((n for n, _ in solved), default=0)
     ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k <= most} | ({most} if most else set()))
     episodes = [e for g in groups for e in g.episodes]
     broken = sum(failed(e.verdicts) for e in episodes)
     argmax = None if greedy is None else _by_task(greedy, figures)
+    # Only where something is measured: else what is paid is the outcome itself, and it would be told twice.
     paid = _by_task([g for g in groups if any(e.truth is not None for e in g.episodes)], lambda g: np.array(g.rewards))
     return EvaluationReport(
         accuracy=Score.of([pass_at_k(n, c, 1) for n, c in solved]),
@@ -169,6 +178,8 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
 def _by_task(groups: Sequence[Group], of: Callable[[Group], np.ndarray]) -> list[np.ndarray]:
     found: dict[str, list[np.ndarray]] = {}
     for g in groups:
+        # Rows that ask the same are one task, since their answers are
+        # not independent: else the interval would be too narrow.
         found.setdefault(g.task.asked, []).append(of(g))
     return [x for each in found.values() if len(x := np.concatenate(each))]
 

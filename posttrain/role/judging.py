@@ -61,6 +61,8 @@ def attempt_of(
     begin = max(np.flatnonzero(mask & ~np.append(False, mask[:-1])), default=0)
     opened = opening(text(ids[max(0, begin - TAIL) : begin])) if begin else ""
     said = tuple(i for s in segments for i in s.ids[s.mask].tolist())
+    # The opening tag is put in front of each turn, so a character
+    # of the turn as the verifier sees it lies that much further.
     return Attempt(task, tuple(opened + t for t in turns), stop, lambda n: upto(n - len(opened)), state, said)
 
 
@@ -73,6 +75,7 @@ async def judged(environment: Environment, attempt: Attempt, alone: bool = True)
         alone: whether no other judge follows. Then the environment gives at least one verdict.
     """
     verdicts = await environment.judge(attempt)
+    # An environment judges by all of its sources in one call, so a broken one is asked again with the others.
     for _ in range(JUDGE_RETRIES):
         if not _broken(verdicts):
             break
@@ -112,13 +115,17 @@ class SiblingVerdicts:
     ) -> tuple[Judged, ...]:
         """The verdicts of an attempt, or those of an equal one. Of a sibling, sources that judge the whole group are
         left for `together`."""
+        # The whole group is judged at once later. Until then the
+        # attempt is kept, and the environment leaves those sources out.
         if sibling is not None and self.environment.abilities.together is not None:
             self._attempts[sibling] = attempt
             attempt = replace(attempt, batched=True)
         if attempt.state is not None:
             return await judged(self.environment, attempt, self.alone)
+        # A batched attempt has fewer verdicts, so it is another one.
         name = (attempt.batched, attempt.stop, attempt.turns, *_tokens(segments))
         if name not in self._begun:
+            # A task, not a coroutine that the first asker awaits: its verdict must not die with that sibling.
             self._begun[name] = asyncio.create_task(judged(self.environment, attempt, self.alone))
         # One sibling may be cancelled while another waits for the same verdict.
         return await asyncio.shield(self._begun[name])
@@ -134,6 +141,7 @@ class SiblingVerdicts:
         first: dict[tuple[Any, ...], tuple[Judged, ...]] = {}
         for i, verdicts in zip(ended, found, strict=True):
             e = out[i]
+            # An index is equal to nothing else: an episode with a state shares with nobody.
             same = (i,) if e.state is not None else (e.stop, e.text, *_tokens(e.segments))
             out[i] = replace(e, verdicts=(*e.verdicts, *first.setdefault(same, verdicts)))
         return out, logged
@@ -165,6 +173,7 @@ async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode
     """
     out = list(episodes)
     alike: dict[tuple[Any, ...], list[int]] = {}
+    # An episode that failed already has no outcome, whatever a judge would add.
     for i, e in enumerate(episodes):
         if not failed(e.verdicts):
             alike.setdefault((i,) if e.state is not None else _as_judged(e), []).append(i)
@@ -194,6 +203,7 @@ async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tu
         # A verdict of a judge that compares is about the group: asked about some alone it would be another one.
         about = range(len(episodes)) if isinstance(judge, ComparingJudge) and judge.compares else again
         for i, verdicts in zip(about, await _asked(judge, [episodes[i] for i in about]), strict=True):
+            # Verdicts that were given stay, also where the judge was asked about everybody again.
             if i in again:
                 out[i] = verdicts
     return [tuple(replace(j, verdict=redacted(j.verdict)) for j in verdicts) for verdicts in out]
@@ -203,6 +213,7 @@ async def _asked(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tuple
     """The verdicts of one call. If it raises, or returns another number of them, all of its episodes failed."""
     try:
         found = [tuple(verdicts) for verdicts in await judge.judge(episodes)]
+    # A wrong setting or a broken invariant is no outage: asking again would not help, and the run must stop.
     except (ConfigError, InvariantError):
         raise
     except Exception as error:

@@ -54,6 +54,7 @@ class Passes:
     @classmethod
     def of(cls, needs: Needs, learner: Learner, scale: float = 1.0) -> Passes:
         """Start recording, before the first forward pass."""
+        # What is left over from an earlier step would be added to this one's gradients.
         before = [p.grad for p in learner.parameters().values()] if needs.gradients else []
         return cls(needs, stale_gradients=sum(g is not None and bool(held(g).any()) for g in before), scale=scale)
 
@@ -95,6 +96,8 @@ class Passes:
         if not self.needs.gradients:
             return
         if scores.entropy is not None and scores.entropy.requires_grad:
+            # Hooks run inside backward, where the gradient by a score exists for a
+            # moment. Divided by the scale, it is the gradient of the loss itself.
             scores.entropy.register_hook(lambda grad: self.entropy_grad.append(_numbers(grad) / self.scale))
         if scores.value is not None and scores.value.requires_grad:
             said = _numbers(scores.value)
@@ -105,6 +108,7 @@ class Passes:
             scores.logp.register_hook(lambda grad: self.logp_grad.append(_numbers(grad) / self.scale))
 
     def _balance(self, balance: Tensor) -> None:
+        # A list that the hook fills in: the value is known now, its gradient only after backward.
         part = [float(balance.detach()), 0.0]
         self.balance.append(part)
         if balance.requires_grad:

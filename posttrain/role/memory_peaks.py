@@ -34,6 +34,8 @@ class PeakMemory:
         kind = device.partition(":")[0]
         self._torch: Any = None if kind in ("cpu", "meta") else torch.get_device_module(kind)
         self._device = device
+        # Linux alone can set the peak of resident memory back.
+        # Elsewhere it is that since the process began, and is told so.
         self._resets = self._torch is not None or _reset_resident()
 
     @property
@@ -53,9 +55,11 @@ class PeakMemory:
         if self._torch is not None:
             return int(self._torch.max_memory_allocated(self._device))
         if self._resets:
+            # In kB, by which Linux means 1024 bytes.
             line = next(x for x in STATUS.read_text().splitlines() if x.startswith("VmHWM:"))
             return int(line.split()[1]) * 1024
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # ru_maxrss is in bytes on macOS, and in units of 1024 bytes on Linux.
         return most if sys.platform == "darwin" else most * 1024
 
 
@@ -113,4 +117,5 @@ def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
+    # On a CPU torch raises a plain RuntimeError with these words.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

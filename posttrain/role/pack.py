@@ -62,13 +62,18 @@ def pack(
     if not groups:
         return
     for epoch in range(stage.epochs):
+        # The first epoch keeps the order of the prompts. Later ones are
+        # shuffled, so that other groups come together in a minibatch.
         order = np.arange(len(groups))
         if epoch:
             order = seeds.generator(seed, "minibatch-order", step, epoch).permutation(len(groups))
         parts = [p for p in np.array_split(order, min(stage.minibatches, len(groups))) if len(p)]
         for i, part in enumerate(parts):
+            # Within a minibatch the order has no meaning; ascending, the
+            # batch is the same however its members were found.
             chosen = [groups[j] for j in sorted(part)]
             rng = seeds.generator(seed, "tokens", step, epoch, i)
+            # Number of the optimizer step. The weights after it have the version at the start plus that, plus 1.
             step_of = epoch * len(parts) + i
             yield _minibatch(
                 a,
@@ -104,6 +109,8 @@ def _minibatch(
         return Minibatch(None, first, len(members))
     credits = [e for e, _ in loud]
     batch = _batch(credits, np.array([w for _, w in loud]))
+    # Over the whole minibatch, before anybody splits it: choices of
+    # tokens and shares of imitation must not depend on micro-batches.
     look = MinibatchContext(a, batch, credits, versions, rng, now)
     made = {stream: x_M for maker in WHOLE for stream, x_M in maker.make(look).items()}
     return Minibatch(batch.having(made), first, len(members))
@@ -124,6 +131,8 @@ def _batch(credits: Sequence[EpisodeCredit], weights: np.ndarray) -> Batch:
         WEIGHT: np.repeat(weights, [e.episode.spoken for e in credits]),
     }
     streams |= {
+        # Streams of credit and of models, in the order of first appearance.
+        # One that some episodes have and others lack is an error of its maker.
         stream: _stream([h.get(stream) for h in held], stream.name)
         for stream in dict.fromkeys(s for h in held for s in h)
     }

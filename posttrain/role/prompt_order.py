@@ -52,6 +52,7 @@ class Prompts:
             raise DataError(
                 "there are no training tasks: every prompt went to the held-out split, or the source is empty"
             )
+        # Tasks without end never come again, so no task has a pass rate to go by.
         if self.curriculum is not None and self.source.count is None:
             self.curriculum = None
         self._epoch = -1
@@ -75,6 +76,7 @@ class Prompts:
         # One epoch at most: after it every task has been weighed, and no other will come.
         for _ in range(self.source.count or 1):
             task, visit = self._walk()
+            # A task that was never played counts as never solved, so it comes.
             if chosen.weight(self.rates.get(task.id, 0.0)) > 0:
                 return task, visit
         raise ConfigError(
@@ -101,6 +103,7 @@ class Prompts:
         """Draw a task with probability proportional to its weight."""
         if self._tasks is None:
             self._tasks = [self.source.task(i) for i in range(self.source.count or 0)]
+        # One draw a call, by the cursor alone: a resumed run draws the same task from the same rates.
         weight = np.array([chosen.weight(self.rates.get(t.id, 0.0)) for t in self._tasks])
         rng = seeds.generator(self.seed, "prompt-draw", self.cursor)
         index = int(rng.choice(len(weight), p=weight / weight.sum()))
@@ -115,6 +118,7 @@ class Prompts:
         if self.curriculum is None:
             return
         for group in groups:
+            # Demonstrations say nothing about what the policy can do.
             own = [e.solved for e in group.judged if not e.shown]
             if own:
                 self.rates[group.task.id] = sum(own) / len(own)

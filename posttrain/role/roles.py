@@ -68,11 +68,14 @@ class RoleCosts:
 
     @contextmanager
     def of(self, role: str) -> Iterator[None]:
+        # The process has one peak counter, and the inner role sets it back. So what the outer role had
+        # used until now is put on the stack, and what the inner one uses is added to it when that ends.
         if self._open:
             self._open[-1] = max(self._open[-1], self.peak.read())
         self._open.append(0.0)
         self.peak.reset()
         begun = time.perf_counter()
+        # A new tuple each time: other threads read it without a lock and see it whole.
         self._now = (*self._now, (role, begun))
         try:
             yield

@@ -97,6 +97,7 @@ class Rollout:
             judging: judges all siblings, and shares verdicts between equal ones.
         """
 
+        # Law 8: the key of a turn's random numbers. Nothing in it depends on who else is playing.
         def place(*turn: seeds.Coordinate) -> int:
             return seeds.key(self.seed, stream, task.id, visit, sibling, *turn)
 
@@ -107,6 +108,7 @@ class Rollout:
         try:
             with asked_for(RequestOwner(stream, task.id, visit, sibling)):
                 stop = await self._play(task, talk)
+        # Ours: a broken invariant or a wrong config is true of the run, not of this episode.
         except PosttrainError:
             raise
         except Exception as error:
@@ -135,6 +137,7 @@ class Rollout:
                     return await self.plays.play(task, talk, bool(self.players))
                 return await self.environment.play(task, talk)
         except TimeoutError:
+            # The environment may raise a TimeoutError of its own, which is its failure and no end of the episode.
             if not clock.expired():
                 raise
             return Stop.TIME
@@ -169,6 +172,7 @@ class Rollout:
         """An episode whose turns are a demonstration's instead of the policy's. It is judged like any other."""
         if self.renderer is None:
             raise InvariantError("groups are shown demonstrations, and the rollout has no renderer to write them with")
+        # A place of its own: demonstrations take no random number from a sampled sibling.
         rng = seeds.generator(self.seed, "shown", task.id, visit, sibling)
         texts = abilities.demonstrations(self.environment)
         prompt, completion = texts.write(task, style or texts.styles[-1], rng, 0.0)
@@ -199,21 +203,28 @@ class Rollout:
         aborted. This favours short answers; `Group.aborted` counts how many were lost to it.
         """
         shown, greedy = request.shown, request.greedy
+        # Numbers of siblings: 0 to started - 1 are sampled, and demonstrations come
+        # behind them, so that no two share random numbers, also where some are aborted.
         own = request.siblings - (shown.siblings if shown else 0)
         started, talks = own + request.extra, dict[int, Conversation]()
         judging = SiblingVerdicts(self.environment, not self.judges)
+        # `settled` returns the first `own` that end, in the order of their numbers, and cancels the rest.
         said = settled([self.episode(task, visit, i, sampling, stream, talks, judging) for i in range(started)], own)
         places = range(started, started + shown.siblings) if shown else ()
         more = [self.show(task, visit, i, sampling, shown.style if shown else None, judging) for i in places]
         if greedy:
+            # In a random stream of its own, and without `talks`: it is no sibling, and is never aborted.
             argmax = replace(sampling, greedy=True, top=0)
             more.append(self.episode(task, visit, 0, argmax, f"{stream}/greedy", None, judging))
         try:
             ended, others = await together([said, together(more)])
         finally:
             await judging.close()
+        # Aborted siblings have no episode, but their turns cost the
+        # engine its time: they are counted by their conversations.
         spoken = sum(talk.engine_tokens for i, talk in talks.items() if i not in {e.sibling for e in ended})
         aborted = started - len(ended)
+        # The greedy answer is the last of `others`, so the first `request.siblings` are the siblings.
         siblings, logged = await judging.together((*ended, *others)[: request.siblings], request.at)
         episodes = await with_judges(self.judges, (*siblings, *others[len(others) - greedy :]))
         # The greedy answer was judged with the siblings, in one call, and is none of them from here on.
@@ -240,6 +251,7 @@ class Rollout:
         played, passed = list[Group](), list[bool]()
         most = request.most * request.groups
         while (missing := request.groups - sum(passed)) > 0 and len(played) < most:
+            # Earlier steps tell the first wave how many will pass; each wave then adds what it found.
             rate = seen.and_then(len(played), sum(passed))
             wave = [next(prompts) for _ in range(min(rate.wave(missing), most - len(played)))]
             groups = await together([self.group(task, visit, request, sampling, stream) for task, visit in wave])

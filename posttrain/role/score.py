@@ -23,6 +23,7 @@ def at_start(episodes: Sequence[Episode], learner: Learner) -> list[Episode]:
     if routers is None:
         raise InvariantError("model.router_replay=start, and the learner has no routers")
     segments = [s for e in episodes for s in e.segments]
+    # [N, R, K] for all tokens of all episodes, cut back to segments by their lengths.
     own_N = routers.read(Packed.of(segments), replay=False).own
     parts = iter(np.split(own_N, np.cumsum([len(s.ids) for s in segments])[:-1]))
     return [replace(e, segments=tuple(replace(s, routed=next(parts)) for s in e.segments)) for e in episodes]
@@ -67,6 +68,8 @@ def score(
         implicit,
         None if hinted is None else Packed.of(hinted),
     )
+    # Makers run in order over the one packed sequence; each stream is cut back
+    # to episodes, since credit works by episode and packing may leave some out.
     made = {stream: _cut(stream, x_M, episodes) for maker in SCORED for stream, x_M in maker.make(look).items()}
     scored = iter(
         Scored(e, "" if told is None else told[i].missing, streams={s: parts[i] for s, parts in made.items()})
@@ -94,5 +97,7 @@ def _cut(stream: Stream, x_M: np.ndarray, episodes: Sequence[Episode]) -> list[t
             f"the scorer of {stream.name!r} returned {len(x_M)} numbers for {sum(sizes)} spoken tokens: it must give"
             " one for each of `packed.source_M`"
         )
+    # Packing keeps the order of episodes and segments, so cutting
+    # at the same sizes gives every token its own number back.
     parts = iter(np.split(x_M, np.cumsum(sizes)[:-1]))
     return [tuple(next(parts) for _ in e.segments) for e in episodes]

@@ -31,10 +31,14 @@ def whole_tensors(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
         InvariantError: a part came twice, parts overlap or leave a gap, or parts of one weight differ in dtype or full
             shape.
     """
+    # Weights go on as soon as they are whole: at no time are all
+    # of them in memory twice. `parts` holds what is half there.
     done: set[str] = set()
     parts: dict[str, _Parts] = {}
     empty: dict[str, Shard] = {}
     for shard in shards:
+        # A process without a part of it says so. It is remembered, so
+        # that a weight of which nobody has any part is missed at the end.
         if not shard.tensor.numel() and not shard.whole:
             empty.setdefault(shard.name, shard)
             continue
@@ -75,6 +79,7 @@ class _Parts:
                 f"weight {shard.name!r}: one part is of a {self.full.dtype} {self.first.shape}, another of a"
                 f" {shard.tensor.dtype} {shard.shape}. Cut all parts from the same tensor"
             )
+        # Without overlaps, a full count of numbers means that every number has come once.
         if twice := next((s for s in self._seen if s.overlaps(shard)), None):
             raise InvariantError(
                 f"weight {shard.name!r}: the part of shape {tuple(shard.tensor.shape)} at {shard.offsets} and the one"
@@ -163,6 +168,8 @@ class Sync:
             ours, theirs = self.learner.packed_score(packed), await self.sampler.score(self.probe_ids)
             base = trial.without(packed)
             changed, apart = Gap.of(ours, base), Gap.of(theirs, base)
+            # Both against the model without the adapter. The half leaves room
+            # for rounding; a sampler that ignores the adapter is near 0.
             if not apart.mean > changed.mean / 2:
                 raise InvariantError(
                     f"the sampler does not compute with the adapter: a loud one changes the learner's log-probs by"
@@ -196,6 +203,8 @@ class Sync:
     async def _meanwhile(self, version: int, left: Callable[[], Awaitable[None]]) -> tuple[str, str, np.ndarray]:
         """Send the weights, and compute what the learner says of them while they are installed: the fingerprint that is
         served, the learner's, and its log-probs of the probe."""
+        # The order is what saves time: weights leave first, and while
+        # others install them the learner computes its half of both proofs.
         sending = asyncio.ensure_future(self.transport.send(version, self.learner.shards(), self.sampler))
         try:
             await left()
@@ -220,6 +229,8 @@ class Sync:
         bound = allowed(self.dtype, found, ours, lambda: self.learner.exact(packed), packed.sampling.temperature)
         if not found.worst <= bound.worst:
             gap = np.abs(theirs.astype(np.float64) - ours)
+            # NaN would lose every comparison; as infinity it is the worst.
+            # Token 0 has no log-prob, and people count from 1: so + 2.
             at = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))
             raise InvariantError(
                 f"after the push of version {version} the sampler scores a canary otherwise than the learner: token"

@@ -194,6 +194,7 @@ class Trainer:
         """
         packed = PackedEvent(index, batch, first, self.version)
         watch.emit(packed)
+        # Both are changed by the step, and observers are told those that it used.
         lr, scale = self.optimizer.lr, self.optimizer.loss_scale
         passes = Passes.of(watch.needs(packed), self.learner, scale)
         self.learner.train_mode(True)
@@ -211,10 +212,14 @@ class Trainer:
                     terms = loss.terms(micro, scores)
                     (terms.loss if scale == 1 else terms.loss * scale).backward()
                     self.optimizer.gather()
+                # Detached: a loss with its graph would hold what it was computed from until the step ends.
                 parts.append(Terms(terms.loss.detach(), terms.gauges))
             self._keep_step(batch, loss, waiting)
         if isinstance(self.optimizer, DividedGradients):
+            # Every rank computed the gradients of weights that it has whole;
+            # rounding may differ between them, and the weights would drift apart.
             self.optimizer.agree()
+        # From here on every rank has the terms of the whole minibatch, and so the same gauges and the same share.
         parts = of_all_ranks(self.ranks, parts, passes, packing)
         seen = loss.gauges(batch, parts)
         share = seen[STEP_SHARE].mean if STEP_SHARE in seen else 1.0
@@ -223,6 +228,7 @@ class Trainer:
         # left out, and the next scale is smaller. Without a scale it is a fault of the run.
         overflow = scale > 1 and all(bool(torch.isfinite(part.loss)) for part in parts)
         updated = self._update(batch, loss, overflow, share)
+        # A step that was left out changed no weight: nothing was learned.
         if "optim/overflowed" not in updated:
             watch.emit(LearnedEvent(packed, passes, lr * share))
         return merge(seen, updated, packing.gauges())
@@ -233,8 +239,12 @@ class Trainer:
         Raises:
             InvariantError: they are not the whole minibatch, each episode once.
         """
+        # First by ranks, then into micro-batches: whole units in both.
+        # Weights stay those of the whole minibatch, so all gradients add up.
         share = batch.shard(self.ranks.rank, self.ranks.world)
         whole = np.arange(batch.episodes)
+        # Micro-batches number the episodes of this rank's share from
+        # 0; `mine` leads from there to the minibatch's own numbers.
         mine = whole if share is batch else batch.shares(self.ranks.world)[self.ranks.rank]
         bins = share.bins(self.micro_tokens, self.learner.computes_once) if share.episodes else []
         micros = share.cut(bins)
@@ -254,6 +264,7 @@ class Trainer:
         together in every pass. Each is of the smallest unit, with its loss multiplied by 0."""
         for _ in range(passes):
             one = smallest_unit(batch)
+            # 0 times the loss adds 0 to every gradient, and the exchanges of forward and backward take place.
             (loss.terms(one, self._forward(one, loss)).loss * 0).backward()
             self.optimizer.gather()
 
@@ -263,6 +274,7 @@ class Trainer:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Inside: no gradient of a parameter is computed that the optimizer does not update."""
+        # A gradient that nobody takes would cost time and memory in every micro-batch.
         moved = self.trained()
         still = [p for n, p in self.learner.parameters().items() if n not in moved]
         for p in still:
@@ -285,6 +297,7 @@ class Trainer:
         norm = self.optimizer.step() if share == 1 else self.optimizer.step(share)
         self.learner.train_mode(False)
         scaled = {"optim/loss_scale": Gauge(scale, 1)} if scale != 1 else {}
+        # The optimizer itself has left the weights alone and has made its scale smaller.
         if not math.isfinite(norm) and overflow:
             return scaled | {"optim/overflowed": Gauge(1, 1), "optim/steps": Gauge(0, 1)}
         if not math.isfinite(norm):
@@ -303,10 +316,12 @@ class Trainer:
             one = batch.select(episodes)
             total = loss.terms(one, self._forward(one, loss)).loss
             total.backward()
+            # The loss too: it may be infinite where no gradient is.
             found = [total, *(held(p.grad) for p in parameters if p.grad is not None)]
             if not all(self.ranks.every(all(bool(torch.isfinite(x).all()) for x in found))):
                 out.extend(episodes.tolist())
             for p in parameters:
+                # Each unit is looked at alone, and nothing of this may reach the next optimizer step.
                 p.grad = None
         return out
 
@@ -318,6 +333,8 @@ class Trainer:
 def key(episode: Episode) -> bytes:
     """The spoken tokens and their log-probs as bytes. Finds an episode again in a batch."""
     said = [x for s in episode.segments for x in (s.ids[s.mask], s.logp[s.mask])]
+    # First the ids of all segments, then their log-probs, as `named` finds
+    # them in a batch. Log-probs tell siblings apart that said the same.
     return b"".join(x.tobytes() for x in (*said[::2], *said[1::2]))
 
 

@@ -103,6 +103,7 @@ class GenerativeJudge:
         self._thread.close()
 
     async def verdicts(self, episodes: Sequence[Episode]) -> list[Verdict]:
+        # Places n are comparisons, i answers of the group, k votes about one comparison.
         asked = comparisons(len(episodes), self.judging.sides, self.rivals)
         votes = await together([self._votes(episodes, sides) for sides in asked])
         kept = [self.kept(each) for each in votes]
@@ -113,6 +114,8 @@ class GenerativeJudge:
             said = " ".join(self._written(episodes, i, votes[n], kept[n]) for n in about)
             values = [v for n in about for v in self._values(i, votes[n], kept[n])]
             if yes and values:
+                # One answer alone: the score is the mean chance of Yes, which
+                # says more than the share of votes that said it.
                 values = [mean_yes(np.array([yes[n][k] for k in kept[n]])) for n in about]
             out.append(self._verdict(episode, values, said, [v for n in about for v in votes[n]]))
         return out
@@ -130,10 +133,13 @@ class GenerativeJudge:
         first = episodes[sides[0]]
         task = first.task
         question = task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
+        # The random numbers belong to the siblings and the order in which they are shown, not to the place in a list.
         siblings = [episodes[i].sibling for i in sides]
         prompt = self.judging.prompt(question, [whole(episodes[i].text) for i in sides])
         try:
             return await self.vote(prompt, sides, task.id, first.visit, *siblings, order, vote)
+        # A prompt that is too long for the judge is a vote without a verdict.
+        # If no vote has one, the answer is `failed`, never a bad answer.
         except DataError as error:
             return Vote(sides, np.zeros(0, np.int32), 0, None, "", str(error))
 
@@ -146,6 +152,7 @@ class GenerativeJudge:
         """
         ids = self.renderer.prompt(prompt, str(place[0]))
         found: Vote | None = None
+        # A new place for each draw: with the same one the judge would say the same again.
         for draw in range(DRAWS):
             said = await self.sampler.generate(ids, self.sampling, seeds.key(self.seed, "judge", *place, draw))
             text = self.renderer.text(said.ids)
@@ -164,9 +171,12 @@ class GenerativeJudge:
 
     async def log_says(self, vote: Vote, end: str) -> float:
         """log p(this verdict) after the reasoning of a vote that has a verdict."""
+        # The last place where a verdict stands: the reasoning may speak of Yes and No before.
         before = vote.text[: max(vote.text.rfind(e) for e in self.judging.ends)]
         ids = self._verdict_ids(before + end)
         says_yes(self.renderer, ids, before + end)
+        # logp[i] is that of token i + 1, so the judgement's tokens begin at spoken - 1. Those of the reasoning
+        # are the same for every verdict and are left out: only where the two texts part is the verdict.
         logp = await self.sampler.score(np.concatenate([vote.ids[: vote.spoken], ids]))
         return float(logp[vote.spoken - 1 + _shared(self.renderer.encode(before), ids) :].sum())
 
@@ -178,6 +188,7 @@ class GenerativeJudge:
 
     def kept(self, votes: Sequence[Vote]) -> list[int]:
         """The votes about one comparison that count: those with a verdict; with a meta reward model its better half."""
+        # A vote without a verdict is no vote against anybody.
         read = [k for k, v in enumerate(votes) if v.scores is not None]
         if self.meta is None or len(read) < 2:
             return read
@@ -197,6 +208,7 @@ class GenerativeJudge:
 
     @staticmethod
     def _values(i: int, votes: Sequence[Vote], kept: Sequence[int]) -> list[float]:
+        # Compared with itself an answer has both sides, and so both scores.
         return [s for k in kept for side, s in zip(votes[k].sides, votes[k].scores or (), strict=True) if side == i]
 
     def _written(self, episodes: Sequence[Episode], i: int, votes: Sequence[Vote], kept: Sequence[int]) -> str:
@@ -236,6 +248,8 @@ def comparisons(count: int, sides: int, rivals: int = 0) -> list[tuple[int, ...]
         return [(i,) for i in range(count)]
     if count == 1:
         return [(0, 0)]
+    # Each answer meets `rivals` behind it and `rivals` before it on the circle: with
+    # so many it meets everybody, and around the circle some pairs would come twice.
     if not rivals or 2 * rivals >= count - 1:
         return [(i, j) for i in range(count) for j in range(i + 1, count)]
     return [(min(i, j), max(i, j)) for i in range(count) for j in ((i + d) % count for d in range(1, rivals + 1))]
@@ -244,6 +258,7 @@ def comparisons(count: int, sides: int, rivals: int = 0) -> list[tuple[int, ...]
 def _shared(a: np.ndarray, b: np.ndarray) -> int:
     """The number of tokens with which both begin."""
     most = min(len(a), len(b))
+    # The True at the end stands for two that are alike as far as both go.
     return int(np.argmax(np.append(a[:most] != b[:most], True)))
 
 
@@ -298,6 +313,7 @@ def meta_rows(judging: Judging, judged: Sequence[JudgedTask]) -> list[dict[str, 
     labelled = list[tuple[Task, Vote, bool]]()
     for each in judged:
         marked = [(v, g) for v, g in zip(each.votes, labels(judging, each), strict=True) if g is not None]
+        # A task on which all judgements agree shows no difference between a good and a bad one.
         if len({good for _, good in marked}) == 2:
             labelled += [(each.task, v, good) for v, good in marked]
     for task, vote, good in labelled:

@@ -74,8 +74,12 @@ class GenerativeStepJudge:
         asked: dict[str, tuple[Episode, int]] = {}
         for e, upto, own in zip(episodes, ends, texts, strict=True):
             for number, (end, text) in enumerate(zip(upto, own, strict=True), 1):
+                # The step's end in characters must lie within its last token,
+                # else text and token number are of different steps.
                 said = [self.ends.text(_said(e)[:n]) for n in (end - 1, end)]
                 reads_to_the_step(text, said[0], said[1], f"task {e.task.id!r}, step {number} of {len(upto)}")
+                # In order of siblings: the first that has this beginning gives
+                # its place to the random numbers, whoever is verified first.
                 asked.setdefault(text, (e, number))
         found = [self.verified(e.task, text, e.visit, e.sibling, number) for text, (e, number) in asked.items()]
         votes = dict(zip(asked, await together(found), strict=True))
@@ -106,6 +110,7 @@ class GenerativeStepJudge:
         kept = self.verifier.kept(votes)
         chance = await together([self._chance(v) for v in votes])
         marks = [UNREAD if c is None else f"{c:.12g}" + ("" if k in kept else LEFT_OUT) for k, c in enumerate(chance)]
+        # Of the votes that count, each gives its chance: fsum makes the mean independent of their order.
         counted = [c for k in kept if (c := chance[k]) is not None]
         if not counted:
             return StepVotes(None, ",".join(marks), f"such as {votes[0].text[-60:]!r}")
@@ -131,6 +136,7 @@ class GenerativeStepJudge:
         if not ends:
             return (Judged(self.name, r.weight, Verdict.abstain("it has no step"), measured=r.measured, by_model=True),)
         scores = [v.score for v in votes if v.score is not None]
+        # One unread step fails the whole answer: scores of the other steps would be taken for those of all.
         if len(scores) < len(votes):
             bad = next(i for i, v in enumerate(votes) if v.score is None)
             why = f"no vote about step {bad + 1} has a verdict: {votes[bad].sample}"

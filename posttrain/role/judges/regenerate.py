@@ -73,6 +73,7 @@ def scored_steps(e: Episode) -> tuple[tuple[int, ...], tuple[float, ...]]:
             " them must find the first wrong step: leave one out of env.rewards"
         )
     lowest: dict[int, float] = {}
+    # Descending, so that the lowest score of an end is written last and stays.
     for end, score in sorted(((j.end or 0, j.verdict.score or 0.0) for j in own), reverse=True):
         lowest[end] = score
     ordered = sorted(lowest.items())
@@ -128,12 +129,15 @@ class Regenerator:
         judging = SiblingVerdicts(self.labeler.rollout.environment)
         first: dict[bytes, Episode] = {}
         wrong = [(e, self._ends(e)) for e in wrong_ones(group)]
+        # Before anything is asked: which sibling stands for a
+        # beginning follows from their order, not from who asks first.
         for e, ends in wrong:
             for upto in ends:
                 first.setdefault(self.labeler.said(e)[:upto].tobytes(), e)
         try:
             found = await together([self._answer(e, ends, first, known, judging) for e, ends in wrong])
         finally:
+            # Completions are tasks of their own, which several answers may wait for. After an error nobody does.
             for task in known.values():
                 task.cancel()
             await judging.close()
@@ -161,6 +165,7 @@ class Regenerator:
         if self.how.by == "completions":
             found = await halved(len(ends), from_step)
             return None if found is None else RegeneratedAnswer(e, ends, *found)
+        # All steps are scored well and the answer is wrong: its scores do not say where it went wrong.
         kept = right_steps(scored_steps(e)[1], self.how.at)
         if kept == len(ends):
             return None
@@ -172,6 +177,7 @@ def wrong_ones(group: Group) -> list[Episode]:
 
 
 def regenerated_gauges(answers: Sequence[RegeneratedAnswer]) -> Gauges:
+    # A set, since siblings that begin alike share their completions.
     completions = {c for a in answers for own in a.asked.values() for c in own}
     return {
         "reject/right_steps": Gauge(sum(a.kept for a in answers), sum(len(a.ends) for a in answers)),

@@ -74,6 +74,8 @@ class JudgeMember:
         if len(ids) > self.context:
             raise DataError(f"the episode has {len(ids)} tokens, and the reward model's context is {self.context}")
         transcript = Transcript(READ)
+        # Runs of equal mask, each added by the door for its kind. The model
+        # reads all tokens, under the contract of sequences that nobody sampled.
         edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
         for begin, end in zip((0, *edges), (*edges, len(ids)), strict=True):
             (transcript.show if mask[begin] else transcript.see)(ids[begin:end])
@@ -119,6 +121,7 @@ class RewardModelJudge:
         for episode in episodes:
             try:
                 read.append(member.segment(episode))
+                # It holds the place of a score that comes with the batch below.
                 out.append(0.0)
             except DataError as error:
                 out.append(f"{member.name}: {error}")
@@ -153,4 +156,6 @@ def combined(score_KS: np.ndarray, combine: Combine, pessimism: float) -> np.nda
     """
     if combine == "worst":
         return score_KS.min(0)
+    # Models that disagree about an answer have not seen its like:
+    # there an optimum of the mean would be an optimum of their errors.
     return score_KS.mean(0) - pessimism * score_KS.std(0)

@@ -50,9 +50,12 @@ class TokenEnds:
         """
         if not ends:
             return ()
+        # Decoding single tokens once and adding up is linear. It is right where the widths sum to the
+        # whole text; bytes of a character in several tokens break that, and then prefixes are decoded.
         widths = [self._width(int(i)) for i in ids]
         whole = len(self.text(ids))
         if sum(widths) == whole:  # each token has its own text, as almost all tokenizers write it
+            # The first token whose text reaches the end of the step; + 1 makes a number of tokens of its index.
             upto_T = np.cumsum(widths)
             found = np.searchsorted(upto_T, np.array(ends[:-1], np.int64)) + 1
         else:
@@ -84,12 +87,14 @@ class ContinuedSampler:
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         """The tokens said before, and what the engine says after them: at most `max_tokens` together."""
         begun = self.said
+        # It is one turn: what was said before counts in its limits.
         left = sampling.max_tokens - len(begun.ids)
         if left < 1:
             return replace(begun, stop=Stop.LENGTH)
         rest = replace(sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - len(begun.ids)))
         new = await self.inner.generate(np.concatenate([ids, begun.ids]).astype(np.int32), rest, place)
         sets = None if begun.kept is None else [*begun.kept.sets(), *(new.kept.sets() if new.kept else [])]
+        # A transcript wants the kept set of every token that was said, the ones said before included.
         kept = None if sets is None else TruncationSets.of(sets)
         return SampledTurn(
             np.concatenate([begun.ids, new.ids]).astype(np.int32),
@@ -193,12 +198,15 @@ class StepLabeler:
         e, stage = answer.episode, self.stage
         if len(answer.steps) < 2 or not self.sampling.stop_ids:
             return None
+        # Which step it ends after is drawn at a place of its own, so that no completion is drawn otherwise for it.
         place = (f"{self.stream}/early", e.task.id, e.visit, e.sibling)
         number = int(seeds.generator(self.rollout.seed, *place).integers(1, len(answer.steps)))
         text = "".join(answer.steps[:number]).rstrip()
+        # An answer that ended there would not have written the separator of a next step.
         while text.endswith(stage.separator):
             text = text.removesuffix(stage.separator).rstrip()
         upto, _ = self.ends.upto(self.said(e), (len(text), len(e.text)))
+        # No token ends at this character, so no sequence of tokens is this text.
         if self.ends.text(self.said(e)[:upto]) != text:
             return None
         ends = replace(
@@ -223,10 +231,12 @@ class StepLabeler:
             return None
         asked: list[asyncio.Task[tuple[Episode, ...]] | tuple[Episode, ...]] = []
         for number, upto in enumerate(tokens, 1):
+            # The answer is its own completion from its last step: nothing can follow a stop token.
             if upto == len(spoken) and e.stop in ENDED:
                 asked.append((e,))
                 continue
             asked.append(self.from_step(e, number, upto, known, judging))
+        # All were started above and run side by side; here they are only collected, in the order of the steps.
         completions = tuple([x if isinstance(x, tuple) else await x for x in asked])
         judged = [[c.right.of(c.figure) for c in own if c.figure is not None] for own in completions]
         if not all(judged):
@@ -274,6 +284,8 @@ class StepLabeler:
 
     async def _completions(self, e: Episode, number: int, upto: int, judging: SiblingVerdicts) -> tuple[Episode, ...]:
         """The answer up to token `upto`, which ends step `number` (from 1), completed several times."""
+        # Judges that read tokens are left out: a label says whether
+        # the answer becomes right, which the environment decides.
         continuing = replace(self.rollout, sampler=ContinuedSampler(self.rollout.sampler, begun(e, upto)), judges=())
         stream = f"{self.stream}/from/{e.sibling}/{number}"
         count, sampling = self.stage.completions, self.sampling
@@ -289,6 +301,7 @@ def ended(e: Episode, upto: int, sampling: Sampling) -> SampledTurn:
     written as 0, as those of demonstrations are. Nothing is learned from them as samples."""
     first = begun(e, upto)
     stop, zero = np.array((sampling.stop_ids or ())[:1], np.int32), np.zeros(1, np.float32)
+    # The stop token was not drawn, so the set that it would have been drawn from is unknown: it alone stands for it.
     kept = None if first.kept is None else TruncationSets.of([*first.kept.sets(), stop])
     version = np.concatenate([first.version, first.version[-1:]])
     return SampledTurn(np.concatenate([first.ids, stop]), np.concatenate([first.logp, zero]), version, Stop.SAID, kept)

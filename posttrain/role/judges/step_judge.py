@@ -41,6 +41,7 @@ def step_scores(learner: TokenScorer, packed: Packed) -> np.ndarray:
     learner.train_mode(False)
     out: list[np.ndarray] = []
     with torch.no_grad():
+        # Parts in order, so their scores are joined as they come.
         for part in packed.split(SCORE_TOKENS):
             given = learner.forward(part, Reads(rewards=True, logp=False)).rewards
             out.append(torch.sigmoid(given.outputs[:, 0].double()).cpu().numpy())
@@ -57,6 +58,7 @@ def step_labels(judged: Sequence[Judgement], stage: RewardModel, batch: Batch, e
             values, or no labelled step. The message has the row's place.
     """
     out = np.full(batch.spoken, math.nan)
+    # Spoken tokens of segment s are first[s] to first[s + 1].
     first = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S) + 1))
     for s, j in enumerate(judged):
         assert isinstance(j, StepLabels)
@@ -71,10 +73,12 @@ def step_labels(judged: Sequence[Judgement], stage: RewardModel, batch: Batch, e
         tokens = ends.upto(batch.target_M[own], joined(j.steps, j.separator)[1])
         if len(set(tokens)) < len(tokens):
             raise j.told("two of its steps end in the same token: leave the row out, or use a separator of its own")
+        # NaN is no label: the loss leaves such a token out.
         hard = [{1: 1.0, 0: math.nan, -1: 0.0}[x] for x in j.labels]
         said = list(j.values) if stage.soft else hard
         if all(math.isnan(x) for x in said):
             raise j.told("none of its steps is right or wrong: leave the row out")
+        # `out[own]` is a view, so this writes into `out`; number of tokens less 1 is the index of the last one.
         out[own][np.array(tokens) - 1] = said
     return out
 
@@ -122,6 +126,7 @@ class StepJudge:
                 continue
             found.append(ends or Verdict.abstain("it has no step"))
             read += [] if segment is None else [segment]
+        # Only episodes with a segment were read. They are taken back in order, and the others keep their verdict.
         scored = iter(self._scores(read))
         return [
             (Judged(self.name, self.reward.weight, f, measured=self.reward.measured, by_model=True),)

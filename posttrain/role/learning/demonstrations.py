@@ -72,6 +72,7 @@ def imitated(
         weight_M: of each spoken token. They are divided by their sum. None: all count alike.
     """
     spoken = sum(s.spoken for s in segments)
+    # A mean over tokens, not over demonstrations: a long one counts as much as it has tokens.
     shares = np.full(spoken, 1.0 / spoken) if weight_M is None else weight_M / weight_M.sum()
     return Batch.of(segments, sequence, streams={WEIGHT: shares})
 
@@ -87,6 +88,7 @@ async def demonstrated(
     context: int,
 ) -> list[Demonstrated]:
     """The demonstrations of one supervised step, in order."""
+    # The walk begins where this step stands, and the generator belongs to the step: no step needs the one before it.
     walk = Prompts(environment.train, seeds.torch_seed(seed, f"sft/{stage.name}"), cursor=step * stage.batch)
     rng = seeds.generator(seed, f"demonstrate/{stage.name}", step)
     tasks = [next(walk)[0] for _ in range(stage.batch)]
@@ -106,10 +108,13 @@ async def shown(
     if (talk := conversation_of(environment, stage, task)) is not None:
         found = renderer.conversation(talk, task.id, task.tools, stage.tool_arguments)
         segments = tuple(_fits(_segment(ids, weight_T > 0), task, context) for ids, weight_T in found)
+        # Weights of seen tokens are 0 and stay out: there is one
+        # weight for each token that is learned, in packing order.
         return Demonstrated(segments, np.concatenate([w[w > 0] for _, w in found]))
     prompt, completion = abilities.demonstrations(environment).write(task, stage.style, rng, stage.wrong)
     if isinstance(completion, str):
         return Demonstrated.of(demonstration(renderer, task, prompt, completion, context))
+    # Several turns: what stands between them is the environment's answer, which is known only by playing.
     said = await recited(environment, renderer, dialogue(task.id), task, prompt, completion, LIKELIHOOD)
     return Demonstrated.of(_fits(said.transcript.segment(), task, context))
 
@@ -126,12 +131,14 @@ def conversation_of(environment: Environment, stage: Supervised, task: Task) -> 
     found = None if stage.wrong else abilities.demonstrations(environment).conversation(task, stage.style)
     if found is None or stage.turns == "all":
         return found
+    # A last turn right behind the task's prompt is its completion, which is written without a conversation.
     return None if found.last.after(task.prompt) else found.last
 
 
 def _segment(ids: np.ndarray, learned_T: np.ndarray) -> Segment:
     """A sequence of which some tokens are learned."""
     transcript = Transcript(LIKELIHOOD)
+    # Runs of equal kind, added by the door for it: a token that is not learned has no log-prob and no label.
     edges = np.flatnonzero(np.diff(learned_T.astype(np.int8))) + 1
     for part, learns in zip(np.split(ids, edges), (p[0] for p in np.split(learned_T, edges)), strict=True):
         (transcript.show if learns else transcript.see)(part)
@@ -157,6 +164,7 @@ def demonstration(
 
 def _fits(segment: Segment, task: Task, context: int) -> Segment:
     if len(segment.ids) > context:
+        # Far beyond the context the exact number helps nobody.
         many = f"{len(segment.ids)}" if len(segment.ids) <= 2 * context else f"more than {2 * context}"
         raise DataError(
             f"the demonstration of task {task.id!r} has {many} tokens and the model's context is {context}: shorten it,"

@@ -52,12 +52,16 @@ class Hints:
         return tuple(self._hinted(group, e) for e in group.judged)
 
     def _hinted(self, group: Group, e: Episode) -> HintedEpisode:
+        # Each reason why an episode has no hint is kept with it: it then has
+        # no gradient, and its credit says why (`EpisodeCredit.dropped`).
         given = self.given(group, e)
         if not isinstance(given, Task):
             return HintedEpisode(e.segments, given)
         prompt = abilities.hints(self.rollout.environment)(given)
         if prompt is None:
             return HintedEpisode(e.segments, "the environment has no hint for this task")
+        # An environment that always writes the task's own answer would make a teacher
+        # that knows the solution, where one that saw a sibling was asked for.
         if self.how.of == "sibling" and not holds(prompt, str(given.answer)):
             raise ConfigError(
                 f"environment {self.rollout.environment.name!r}: the hint of task {e.task.id!r} does not hold the"
@@ -75,6 +79,7 @@ class Hints:
         """The task whose answer is the hint for an episode; or why there is none."""
         if self.how.of == "answer":
             return e.task
+        # Never its own answer: a teacher that has read what it scores would call every token of it certain.
         right = [o for o in group.judged if o is not e and o.solved]
         return replace(e.task, answer=said(self.rollout.dialogue(e.task.id), right[0])) if right else NOBODY
 
@@ -85,7 +90,10 @@ class Hints:
             ConfigError: it is not the task's prompt alone.
         """
         segment = e.segments[0]
+        # argmax of a mask finds its first True; without any it would say 0.
         own = segment.ids[: int(np.argmax(segment.mask)) if segment.spoken else len(segment.ids)]
+        # The prompt is exchanged as tokens. If the environment had written more into it, the
+        # hinted prompt would lack that, and the two models would read different questions.
         if not np.array_equal(own, self.ids(e.task, e.task.prompt)):
             raise ConfigError(
                 f"environment {self.rollout.environment.name!r} asks task {e.task.id!r} with more than its prompt, so"
@@ -104,6 +112,7 @@ NOBODY = "no other answer of its group is right"
 def said(dialogue: Dialogue, e: Episode) -> str:
     """Returns the text that an episode says, turn by turn, without stop tokens."""
     ids = np.concatenate([s.ids[s.mask] for s in e.segments])
+    # `turns` are lengths in spoken tokens over all segments; their sums are where one turn ends.
     return "\n".join(dialogue.text(turn) for turn in np.split(ids, np.cumsum(e.turns, dtype=int)[:-1]))
 
 
@@ -120,6 +129,7 @@ def behind(segment: Segment, own: np.ndarray, prompt: np.ndarray) -> Segment:
         own: int32, its own prompt: the tokens before its first spoken one.
         prompt: int32, the other one.
     """
+    # All arrays of the segment are cut at the same place, so each spoken token keeps its log-prob and version.
     after, n = slice(len(own), None), len(prompt)
     return replace(
         segment,

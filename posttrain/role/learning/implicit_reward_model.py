@@ -40,12 +40,14 @@ class ImplicitModel:
         Raises:
             DataError: an outcome is not in 0..1.
         """
+        # The groups were scored before this call, so credit reads the model as it was before it saw these outcomes.
         answers = [s for g in groups for s in g.episodes if s.episode.spoken]
         if not answers:
             return {}
         batch = outcome_batch(answers, outcomes(answers))
         watch.emit(OutcomesEvent(index, batch))
         seen = self.trainer.step(batch, OutcomeLoss(self.beta))
+        # Gauges of the trainer have the same names as those of the policy's own step, and would be added to them.
         own = {n: g for n, g in seen.items() if n.startswith("implicit/")}
         if "optim/grad_norm" in seen:  # else the scale of the loss was too large, and the step was left out
             own["implicit/grad_norm"] = seen["optim/grad_norm"]
@@ -58,6 +60,7 @@ def outcomes(answers: Sequence[Scored]) -> np.ndarray:
     Raises:
         DataError: one is not in 0..1.
     """
+    # The raw outcome, not the shaped reward: it must be a probability that an answer is right.
     raw = np.array([s.episode.reward for s in answers], np.float64)
     if np.any((raw < 0) | (raw > 1)):
         wrong = int(np.argmax((raw < 0) | (raw > 1)))

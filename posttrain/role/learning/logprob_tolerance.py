@@ -36,6 +36,7 @@ class Gap:
     def of(one_M: np.ndarray, two_M: np.ndarray) -> Gap:
         """Between two computations of the same log-probs. A difference that is not finite counts as infinite."""
         apart = np.abs(one_M.astype(np.float64) - two_M)
+        # NaN is within no bound, but a comparison with it is False on either side: infinity says the same in numbers.
         apart = np.where(np.isfinite(apart), apart, np.inf)
         return Gap(float(apart.max(initial=0.0)), float(apart.sum() / max(1, apart.size)))
 
@@ -55,6 +56,7 @@ Exact = Callable[[], np.ndarray | None]
 
 def unmeasured(dtype: str, temperature: float) -> Gap:
     """The bound without a float64 computation: `LEAST`, divided by the temperature where that is below 1."""
+    # Logits are divided by the temperature, and with them their rounding errors.
     by, least, most = 1 / min(1.0, temperature), LEAST[dtype], CEILING[dtype]
     return Gap(min(by * least.worst, most.worst), min(by * least.mean, most.mean))
 
@@ -65,10 +67,14 @@ def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperatu
     If the model is too large for float64, it is `unmeasured`.
     """
     least, most = LEAST[dtype], CEILING[dtype]
+    # The usual case, which needs no float64 pass. `exact` copies the
+    # weights, so it is called only where the gap must be explained.
     if gap.within(least):
         return least
     if (exact_M := exact()) is None:
         return unmeasured(dtype, temperature)
+    # Two correct computations each differ from the exact one by about this much.
+    # How much that is depends on the weights, so no fixed number would do.
     own = Gap.of(learner_M, exact_M)
     return Gap(
         min(max(least.worst, MARGIN * own.worst), most.worst), min(max(least.mean, MARGIN * own.mean), most.mean)

@@ -37,11 +37,13 @@ def check_shares(ranks: Ranks, batch: Batch, mine: np.ndarray, micros: Sequence[
     if ranks.world == 1:
         return
     advice = "Every rank is given the whole minibatch, packed once: make it from the same groups, seed and step"
+    # First that all ranks speak of the same minibatch; only then do sums over ranks mean anything.
     check_same(ranks, digest(batch), "minibatch", advice)
     weights = [float(x) for m in micros if WEIGHT in m for x in m[WEIGHT]]
     table = ranks.every((mine.tolist(), sum(m.spoken for m in micros), math.fsum(weights)))
     count = np.bincount([e for episodes, _, _ in table for e in episodes], minlength=batch.episodes)
     spoken = sum(n for _, n, _ in table)
+    # A unit that is on two ranks, or on none, would change the gradient by its part, and no loss would look wrong.
     if spoken != batch.spoken or len(count) != batch.episodes or not np.all(count == 1):
         raise InvariantError(
             f"the {ranks.world} ranks hold {spoken} spoken tokens of the minibatch's {batch.spoken};"
@@ -51,6 +53,7 @@ def check_shares(ranks: Ranks, batch: Batch, mine: np.ndarray, micros: Sequence[
     if WEIGHT not in batch:
         return
     found, wanted = math.fsum(x for _, _, x in table), math.fsum(batch[WEIGHT])
+    # `not <=` is True for NaN too. The sums may cancel, so rounding is measured by the sizes of the weights.
     if not abs(found - wanted) <= ROUNDING * math.fsum(np.abs(batch[WEIGHT])):
         raise InvariantError(
             f"the weights of the {ranks.world} ranks sum to {found:.12g}, and those of the minibatch to {wanted:.12g}:"
@@ -62,6 +65,8 @@ def digest(batch: Batch) -> str:
     """Digest of everything that a loss reads of a minibatch."""
     found = hashlib.blake2b(digest_size=16)
     arrays = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    # Everything with numbers, by name and in the order of names, with
+    # type and shape: arrays of other types can have equal bytes.
     held = {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)}
     held |= {} if batch.kept is None else {"kept": batch.kept.ids, "offsets": batch.kept.offsets}
     held |= {f"stream {s.name}": x for s, x in batch.streams.items()}
@@ -83,6 +88,7 @@ def of_all_ranks(ranks: Ranks, parts: list[Terms], passes: Passes, packing: Pack
     and `packing`, so that gauges and observers see the whole minibatch on every rank."""
     if ranks.world == 1:
         return parts
+    # Exchanged as plain objects between processes; the losses are read as numbers from here on.
     mine = [Terms(p.loss.cpu(), p.gauges) for p in parts]
     table = ranks.every((mine, passes, packing.sizes, packing.computed))
     passes.join([p for _, p, _, _ in table])

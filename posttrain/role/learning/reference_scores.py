@@ -37,6 +37,7 @@ class LogProbs(Protocol):
 
 def digest_of_segment(segment: Segment) -> bytes:
     """A digest of the tokens, of which are spoken, and of the sampling they are scored under."""
+    # The same tokens under another contract, or with another mask, have other log-probs.
     hashed = hashlib.blake2b(repr(segment.sampling).encode(), digest_size=KEY)
     hashed.update(segment.ids.tobytes())
     hashed.update(segment.mask.tobytes())
@@ -62,6 +63,7 @@ class ReferenceScores:
 
     def missing(self, segments: Iterable[Segment]) -> list[Segment]:
         """The segments without scores; equal ones once."""
+        # The same completion often stands in several rows of a data set.
         distinct = {digest_of_segment(s): s for s in segments}
         return [s for key, s in distinct.items() if key not in self._by_digest]
 
@@ -105,6 +107,8 @@ class ReferenceScores:
         """
         if not folder.is_dir():
             return ReferenceScores(reference)
+        # From the outside in: the folder's digests, what kind of file it is, its format,
+        # and at last whether the numbers fit together. The file may come from elsewhere.
         if wrong := files.damage(folder):
             raise RunFolderError(f"{folder}: {wrong}. Remove it, and --resume computes it again")
         path = folder / FILE
@@ -114,6 +118,8 @@ class ReferenceScores:
             with safe_open(path, "numpy") as file:
                 keys, lengths, logp = (file.get_tensor(n) for n in ("keys", "lengths", "logp"))
                 by = file.metadata().get("reference", "")
+            # Everything that `of` and the split below rely on. Log-probs that
+            # are not finite would become a gradient of NaN many steps later.
             ok = (
                 keys.shape == (len(lengths), KEY)
                 and keys.dtype == np.uint8
@@ -148,6 +154,8 @@ class OpponentSampler:
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         said = await self.engine.generate(ids, sampling, place)
+        # The version says whose token it is: without it the opponent's
+        # tokens would pass for the policy's, in checks and in credit.
         return replace(said, version=np.full_like(said.version, OPPOSED))
 
 

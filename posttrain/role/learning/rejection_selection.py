@@ -87,6 +87,8 @@ def imitation(segment: Segment, prompt: np.ndarray | None = None) -> Segment:
         prompt: tokens that stand before its first spoken token, instead of those that stood there.
     """
     first = int(np.argmax(segment.mask))
+    # Whatever prompt it was said to, it is learned behind the one that the policy will
+    # be asked with. Its sampler's log-probs belong to the other prompt and are dropped.
     head = segment.ids[:first] if prompt is None else prompt
     ids = np.concatenate([head, segment.ids[first:]]).astype(np.int32)
     mask = np.concatenate([np.zeros(len(head), bool), segment.mask[first:]])
@@ -97,6 +99,7 @@ def imitation(segment: Segment, prompt: np.ndarray | None = None) -> Segment:
 def prompt_ids(group: Group) -> np.ndarray | None:
     """The tokens that the policy was shown before it first spoke about a task; None where no episode got so far."""
     for e in group.episodes:
+        # The prompt is that of the task, so the first episode that has one tells it for all.
         if e.segments and e.segments[0].mask.any():
             return e.segments[0].ids[: int(np.argmax(e.segments[0].mask))]
     return None
@@ -137,6 +140,7 @@ def regenerated_candidates(regenerated: Sequence[RegeneratedAnswer]) -> list[Can
     found: dict[Episode, Candidate] = {}
     for a in regenerated:
         for c in a.completions:
+            # The first answer in order names the beginning; others that share these completions add nothing.
             if c.reward is not None and whole(c) and c not in found:
                 found[c] = replace(_candidate(c, c.task.id), begun=(a.episode.sibling, a.kept))
     return list(found.values())
@@ -155,6 +159,8 @@ def to_ask_again(plain: Sequence[Group], keep: Keep) -> list[Group]:
     """
     out: list[Group] = []
     for group in plain:
+        # The same rule that keeps decides whether to ask again, so no
+        # prompt is asked again of which something was kept.
         own = [e.reward for e in group.judged if e.reward is not None and whole(e)]
         single = all(len(e.segments) == 1 for e in group.episodes)
         if group.judged and single and prompt_ids(group) is not None and not keep.chosen(own):
@@ -205,9 +211,12 @@ def select(candidates: Sequence[Candidate], method: RejectionMethod, improvement
     kept: list[Candidate] = []
     passing = duplicates = over = 0
     distinct: dict[str, int] = {}
+    # By prompt: the rule, then equal ones once, then the limit. The
+    # limit comes last, so that it counts different completions.
     for name, ones in prompts.items():
         chosen = [ones[i] for i in method.keep.chosen([c.reward for c in ones], improvement)]
         different = once(chosen) if method.distinct else chosen
+        # How many different answers sampling found; hints and regenerated ends would hide that it finds fewer.
         if own := {c.key for c in chosen if c.plain}:
             distinct[name] = len(own)
         few = different if method.most is None else different[: method.most]
@@ -227,6 +236,7 @@ def once(chosen: Sequence[Candidate]) -> list[Candidate]:
 
 def steps_of(kept: int, own: int, epochs: int) -> int:
     """Optimizer steps of a round with so many kept completions, at most `own` of them a step."""
+    # As many steps as `drawn` cuts a pass into.
     return epochs * math.ceil(kept / own)
 
 
@@ -239,6 +249,8 @@ def drawn(kept: Sequence[Candidate], own: int, position: int, key: tuple[int, st
         key: (seed, stage, round).
     """
     seed, stage, round = key
+    # position // parts is the pass, position % parts the step within it. `array_split` makes
+    # parts that differ by one at most, where slices of `own` would leave a small last one.
     parts = math.ceil(len(kept) / own)
     order = seeds.generator(seed, f"kept/{stage}", round, position // parts).permutation(len(kept))
     return [kept[i] for i in np.array_split(order, parts)[position % parts]]
@@ -251,6 +263,7 @@ def write(folder: Path, asked: RoundSamples) -> None:
     """The candidates of a round, for a stage that is resumed inside it."""
     ones = asked.candidates
     segments = [s for c in ones for s in c.segments]
+    # Safetensors hold numbers alone, so the texts are bytes of JSON.
     names = json.dumps([c.prompt for c in ones]).encode()
     save_file(
         {
@@ -291,6 +304,7 @@ def read(folder: Path) -> RoundSamples:
         at = 0
         for name, place, reward in zip(names, held["places"].tolist(), held["rewards"].tolist(), strict=True):
             visit, sibling, hinted, of, kept, count = place
+            # Regenerated ones keep at least one step, so 0 stands for none (`_place`).
             begun = (of, kept) if kept else None
             own = tuple(segments[at : at + count])
             found.append(Candidate(name, visit, sibling, reward, own, bool(hinted), begun))

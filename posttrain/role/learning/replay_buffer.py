@@ -44,11 +44,14 @@ class ReplayBuffer:
             apart: the mean of |log(policy / sampler)| over a group's tokens, now.
         """
         left = Counter[str]()
+        # Age first, since it costs nothing. The ratio needs a forward pass for each group
+        # that is looked at, so groups are looked at in random order until there are enough.
         self._leave(left, "age", [b for b in self.held if step - b.step > self.config.age])
         chosen = list[BufferedGroup]()
         for one in self._order(step):
             if len(chosen) == self.config.groups:
                 break
+            # A group that is too far away now is not asked about again: it leaves for good.
             if self.config.ratio is not None and apart(one.group) > self.config.ratio:
                 self._leave(left, "ratio", [one])
             else:
@@ -68,6 +71,7 @@ class ReplayBuffer:
         """Take in the groups that a step has learned from for the first time. The oldest ones leave for them."""
         left = Counter[str]()
         self.held += [BufferedGroup(g, step) for g in groups if any(e.own for e in g.judged)]
+        # `held` is in order of age, so the oldest stand first.
         self._leave(left, "size", self.held[: max(0, len(self.held) - self.config.size)])
         self._gauges["replay/left_by_size"] = Gauge(left["size"], 1)
 
@@ -97,6 +101,8 @@ class ReplayBuffer:
         before = Counter[str]()
         rounds = list[int]()
         for b in mixed:
+            # How many groups of the same prompt stand before it. A stable sort by that takes one
+            # of each prompt, then a second of each, and keeps the random order within a round.
             rounds.append(before[b.group.task.id])
             before[b.group.task.id] += 1
         return [mixed[i] for i in np.argsort(np.array(rounds, np.int64), kind="stable")]

@@ -56,6 +56,7 @@ def part_files(path: Path) -> list[Path]:
 
 def write_part(path: Path, shards: Iterable[Shard], rank: int, world: int) -> None:
     """Write this process's parts. A tensor that every process has whole is written by the first one."""
+    # Empty parts are not written: safetensors would hold a name with nothing in it.
     own = {s.name: s for s in shards if (s.whole and rank == 0) or (s.tensor.numel() and not s.whole)}
     tensors = {name: s.tensor.detach().contiguous() for name, s in own.items()}
     lie = {name: [list(s.shape), list(s.offsets)] for name, s in own.items()}
@@ -85,10 +86,12 @@ class SavedTensors:
 
     def _read(self, file: Path, parts: bool) -> None:
         with safe_open(file, "pt") as held:
+            # A file that is alone holds whole tensors and needs no places.
             lie: dict[str, Any] = json.loads(held.metadata()[LIE]) if parts else {}
             for name in held.keys():  # noqa: SIM118  # not a dictionary
                 size = tuple(held.get_slice(name).get_shape())
                 shape, begin = map(tuple, lie[name]) if parts else (size, (0,) * len(size))
+                # Every part says the full shape, and all must say the same.
                 if self.shapes.setdefault(name, shape) != shape or len(begin) != len(shape):
                     raise ValueError(f"parts of {name!r} say different shapes")
                 self._parts.setdefault(name, []).append((file, begin, size))
@@ -98,6 +101,8 @@ class SavedTensors:
         out: Tensor | None = None
         filled = 0
         for file, at, held in self._parts[name]:
+            # The box that this part and the wanted one have in common, in coordinates
+            # of the whole tensor. Each side then subtracts its own begin.
             low = [max(a, b) for a, b in zip(at, begin, strict=True)]
             high = [min(a + n, b + m) for a, n, b, m in zip(at, held, begin, size, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -108,12 +113,14 @@ class SavedTensors:
                     found: Tensor = opened.get_slice(name)[there] if there else opened.get_tensor(name)
             except BROKEN as error:
                 raise self.damaged(error) from error
+            # One part holds all that is wanted: no second tensor is made and copied into.
             if tuple(found.shape) == size:
                 return found
             out = torch.empty(size, dtype=found.dtype) if out is None else out
             out[tuple(slice(a - x, b - x) for a, b, x in zip(low, high, begin, strict=True))] = found
             filled += found.numel()
         wanted = int(torch.Size(size).numel())
+        # Parts of one save do not overlap, so a count tells whether any is missing.
         if filled != wanted:
             raise self.damaged(ValueError(f"{filled} of {wanted} numbers of {name!r} are there"))
         return torch.empty(size) if out is None else out
@@ -183,6 +190,7 @@ def load_average(folder: Path, learner: Learner) -> None:
         )
     parameters = learner.parameters()
     weights = {n: p.detach() for n, p in parameters.items()}
+    # A reward head's average in a checkpoint is left out for a learner that has no such head.
     known = {n: t for n, t in averages.items() if n in weights or not n.startswith(REWARD_HEAD)}
     _copy({**weights, **known}, parameters, folder / OPTIMIZER)
 
@@ -208,6 +216,7 @@ def restore(learner: Learner, weights: Any) -> None:
 
 
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], path: Path | None) -> None:
+    # A policy that goes on from a reward model's checkpoint takes its layers and leaves its head.
     if not any(n.startswith(REWARD_HEAD) for n in target):
         source = {n: t for n, t in source.items() if not n.startswith(REWARD_HEAD)}
     if set(source) != set(target) or any(source[n].shape != target[n].shape for n in target):
