@@ -20,6 +20,8 @@ SCORE_TOKENS = 16384
 def _widths(work: Work) -> tuple[int, int, int]:
     s, x = work.shape, work.shape.latent
     if x is not None:
+        # Multi-head latent attention unfolds keys and values of different widths. Callers count kv twice, once for keys
+        # and once for values, so the mean of both stands here.
         return s.hidden, s.heads * (x.plain + x.rope), s.heads * (x.plain + x.rope + x.value) // 2
     return s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim
 
@@ -39,11 +41,15 @@ def layer(work: Work) -> float:
     """Bytes of a token in one layer of which everything is kept."""
     h, q, kv = _widths(work)
     a, f, head_norms = work.width, inner(work), work.shape.form.query_norms != ""
+    # Inputs of both norms and of the products behind them are 4 h; queries and what attention gives are 2 q;
+    # keys and values are 2 kv.
     if work.fused:  # inputs of norms and products, q and k before their norm and after, v, attention, gate, up
         return a * (4 * h + 2 * q + 2 * kv + head_norms * (q + kv) + _gates(work) * f)
     norms = work.shape.form.norms * h * (8 if a == 2 else 12)  # input in float32, normed, and times the weight
     of_heads = (q + kv) * (6 if a == 2 else 8) * head_norms
     gathered = 0 if work.shape.experts is None else 2 * work.shape.experts.active * h
+    # Four vectors of the feed-forward width with a gate: gate, up, the activation of the gate, and the product. Without a
+    # gate it is what goes into the activation and what comes out. Experts also gather their tokens before and after.
     return norms + of_heads + a * (2 * q + 2 * kv + (4 if work.shape.form.gated else 2) * f + gathered)
 
 
@@ -55,6 +61,8 @@ def kept(work: Work) -> float:
             each = layer(work)
         case "selective":  # the layer's input and what the products made; on an accelerator attention too
             gates = 2 if work.shape.form.gated else 1
+            # 3 h: the layer's input, and what the output and the down projection make. The activation of
+            # the gate is computed again.
             each = work.width * (3 * h + q + 2 * kv + gates * inner(work) + work.accelerator * q)
         case "full":
             each = work.width * h
@@ -74,6 +82,8 @@ def backward(work: Work) -> float:
 
 def unread(work: Work) -> float:
     """Bytes that the last of the compiled layers does not keep of a token whose hidden state nobody reads."""
+    # Where no loss reads a position, the last layer needs only its keys and values there, so it keeps no input of the
+    # feed-forward part, no gate and no up.
     return work.width * (2 * work.shape.hidden + _gates(work) * inner(work)) if work.fused else 0.0
 
 
@@ -92,11 +102,16 @@ def tile(work: Work) -> float:
     """Bytes of the head's work at once: two tiles of scores, and a block of the weight in float32."""
     s, kind = work.shape, work.accelerator
     ids = s.vocabulary
+    # As the head cuts its scores: all ids in one block where the vocabulary is small, else equal
+    # blocks of at most `most`.
     rows = max(CHUNK_ROWS, CHUNK_ELEMENTS[kind] // ids)
     if ids > CHUNK_IDS:
         rows, most = TILE[kind]
         ids = -(-ids // -(-ids // most))
     rows = min(rows, work.spoken)
+    # Few scores are kept until the backward pass (4 bytes each). More are computed again, tile by tile: 8 bytes are a
+    # tile of scores and the copy that the softmax makes of it. Of weights in 2 bytes a block is converted, and its
+    # gradient is summed, in float32.
     if work.spoken * s.vocabulary <= KEPT_ELEMENTS[kind]:
         return 4 * work.spoken * s.vocabulary + 8 * rows * ids
     return 8 * rows * ids + (0 if work.width == 4 else 8 * ids * s.hidden)
@@ -105,11 +120,14 @@ def tile(work: Work) -> float:
 def logits(work: Work) -> float:
     """Bytes for a draw of a token for each sequence that is decoded: scores and log-probs, and where the draw is not
     compiled probabilities and their float64 sums."""
+    # 8 = 4 of scores and 4 of log-probs; 20 = these, 4 of probabilities and 8 of their sums.
     return work.together * work.shape.vocabulary * (20 if work.accelerator else 8)
 
 
 def prefill(work: Work) -> float:
     """Bytes of one pass of the embedded engine over positions of prompts."""
     h, q, kv = _widths(work)
+    # A pass has at most `engine.budget` positions: those of the sequences that speak, and parts of prompts beside them.
+    # There are no more than the prompts, each once, and one token a sequence.
     positions = min(max(work.budget, work.together), work.prompts * work.lengths.prompt + work.together)
     return positions * work.width * (3 * h + 2 * (q + 2 * kv) + q + 3 * inner(work))

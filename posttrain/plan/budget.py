@@ -54,6 +54,7 @@ def faster(times: Times, chosen: Collection[str], overlap: bool = False) -> floa
     for name in chosen:
         if name not in OPTIMISATIONS:
             raise ConfigError(f"no optimisation {name!r} is known; {nearest(name, OPTIMISATIONS)}")
+        # Factors of one role multiply: each is of the time that the others leave.
         left[OPTIMISATIONS[name].role] *= OPTIMISATIONS[name].factor
     now = replace(times, **{role: getattr(times, role) * share for role, share in left.items()})
     return now.step("asynchronous" if overlap else "colocated")
@@ -64,6 +65,7 @@ def order(times: Times) -> list[tuple[str, float]]:
     step then)."""
     chosen, out = list[str](), list[tuple[str, float]]()
     while len(chosen) < len(OPTIMISATIONS):
+        # What is worth doing next depends on what was done: a role that became short is no longer the bottleneck.
         best = min((n for n in OPTIMISATIONS if n not in chosen), key=lambda n: faster(times, [*chosen, n]))
         chosen.append(best)
         out.append((best, faster(times, chosen)))

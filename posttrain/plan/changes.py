@@ -33,6 +33,7 @@ def most(work: Work) -> float:
 def changes(work: Work, stage: str) -> Iterator[Saving]:
     """Each change that applies, the cheapest first. The first ones change nothing of what is learned."""
     micro = work.micro_tokens
+    # A pass holds at least the longest sequence.
     while micro // 2 >= max(512, work.longest):
         micro //= 2
         price = "more and smaller passes; no result changes"
@@ -41,6 +42,7 @@ def changes(work: Work, stage: str) -> Iterator[Saving]:
         gib = round(work.cache / GIB / 4, 1)
         price = "fewer sequences at once where the cache is full"
         yield Saving((f"engine.cache_gib={gib:g}",), price, replace(work, cache=gib * GIB))
+    # Only the embedded engine in the learner's process can sleep, and only while nobody asks it for samples ahead.
     if work.samples and not work.vllm and not work.engines and not work.staleness and not work.sleep:
         yield Saving(("engine.sleep=true",), "the cache is made anew in every step", replace(work, sleep=True))
     for how, price in (("selective", "about 1.04 of the learner's time"), ("full", "about 1.3 of the learner's time")):
@@ -68,11 +70,14 @@ def fixes(work: Work, stage: str, memory: float, count: int = 3) -> list[Saving]
     if single:
         return single
     words, now = list[str](), work
+    # No single change is enough. Settings are gone through from the cheapest, and of each the last value that still
+    # lowers the peak is taken, on top of those before it, until all fits.
     for name in dict.fromkeys(_setting(c) for c in changes(work, stage)):
         found = [c for c in changes(now, stage) if _setting(c) == name and most(c.work) < most(now)]
         if not found:
             continue
         last = found[-1]
+        # A word that sets the same key as an earlier one replaces it.
         words, now = (
             [w for w in words if w.partition("=")[0] not in {x.partition("=")[0] for x in last.words}],
             last.work,
@@ -110,6 +115,8 @@ def largest(what: str, work: Work, memory: float, stage: str) -> Saving | None:
     if what not in makers:
         raise ConfigError(f"--fit {what}: {nearest(what, ['model', *makers])}")
     words, make, top = makers[what]
+    # Doubling until it no longer fits, then halving the interval: memory rises with each of these sizes.
+    # `low` fits, `high` does not.
     low, high = 0, 1
     while high <= top and most(make(high)) <= memory:
         low, high = high, high * 2

@@ -79,4 +79,5 @@ def nearest_cell(signal: float, estimator: float, cost: float) -> Cell:
     ('grpo', 'dpo')
     """
     asked = (signal, estimator, cost)
+    # The nearest by Euclidean distance; the axes have one scale, so none weighs more.
     return min(CELLS, key=lambda c: sum((a - b) ** 2 for a, b in zip(c.at, asked, strict=True)))

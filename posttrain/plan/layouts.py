@@ -67,6 +67,8 @@ class MachineLayout:
     def times(self) -> Times:
         """The five times. With K steps ahead a free slot begins a later answer: the tail is shared by K + 1 steps."""
         t, ahead = self.timed.times, self.work.staleness
+        # The tail is what decoding takes beyond answers of equal length. In the same unit as the rollout: with the
+        # filter's share and the measured factor.
         tail = (self.timed.decode - self.timed.flat) / self.assumed.kept * self.assumed.factors.get("rollout", 1.0)
         return replace(t, rollout=t.rollout - max(0.0, tail) * ahead / (ahead + 1))
 
@@ -86,6 +88,7 @@ class MachineLayout:
     def bottleneck(self) -> str:
         """The role that a step waits for: the longest, of roles that work at once that of the longer side."""
         t = self.times
+        # Both sides work at once, so only the longer one can be the bottleneck.
         if self.topology == "asynchronous" and t.rollout + t.reward < t.reference + t.learn:
             return "learn" if t.learn >= t.reference else "reference"
         return "rollout" if self.topology == "asynchronous" and t.rollout >= t.reward else t.slowest
@@ -115,6 +118,7 @@ class MachineLayout:
 def layouts(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> Iterator[MachineLayout]:
     """Every layout that fits, of each topology."""
     count = machine.count
+    # Colocated: all devices sample, then all learn.
     yield from _of(work, machine, assumed, count, count)
     for engines in dict.fromkeys(_rounded(count * share) for share in SHARES):
         if 0 < engines < count:
@@ -128,6 +132,8 @@ def _rounded(devices: float) -> int:
 
 def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners: int) -> Iterator[MachineLayout]:
     """The layouts of these devices; where both are all, roles take turns."""
+    # On shared devices learner and engine divide the memory: the learner may take what the engine's weights and its
+    # smallest cache leave, and the cache then gets the rest. Slots follow from the cache.
     memory, shared = USABLE * machine.device.memory, engines == learners == machine.count
     for workers in (w for w in WORKERS if engines % w == 0):
         weights = work.shape.parameters * work.width / workers
@@ -151,6 +157,8 @@ def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners:
 def _learners(work: Work, learners: int, room: float) -> Iterator[tuple[Work, float]]:
     """The learner over the fewest devices that hold a copy of it, and its bytes, for each way to compute layers again:
     the more is computed again, the larger a pass may be, and the less often the weights are brought together."""
+    # The fewest devices a copy come first, since fewer ranks have less to bring together. Once one number of devices
+    # fits, larger ones are not tried.
     for cut in (c for c in CUTS if learners % c == 0):
         fits = False
         for how in get_args(Checkpointing):
@@ -160,6 +168,7 @@ def _learners(work: Work, learners: int, room: float) -> Iterator[tuple[Work, fl
             )  # fmt: skip
             if _most(now) > room:
                 continue
+            # Larger passes until the memory or the minibatch ends it: the weights are brought together once a pass.
             while now.micro_tokens < now.minibatch:
                 more = replace(now, micro_tokens=2 * now.micro_tokens)
                 if _most(more) > room:
@@ -182,6 +191,8 @@ def best_layout(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> 
     Raises:
         ConfigError: none fits.
     """
+    # By K, the smallest first. Within one K the shortest step wins; a larger K has to bring more than the margin,
+    # because older samples cost quality that no plan counts.
     found = sorted(layouts(work, machine, assumed), key=lambda x: x.work.staleness)
     if not found:
         raise ConfigError(
@@ -208,6 +219,7 @@ def largest_batch(work: Work, machine: Hardware, assumed: Assumed, steps: int, d
     """The best layout of the largest batch, doubled from that of the stage, with which the steps end within the days.
     Where not even the stage's own does, that one."""
     best = best_layout(work, machine, assumed)
+    # Each size gets its own best layout, since a larger batch may ask for another one.
     while best.step * steps <= days * DAY and best.work.prompts < MOST_PROMPTS:
         more = best_layout(replace(work, prompts=best.work.prompts * 2), machine, assumed)
         if more.step * steps > days * DAY:

@@ -40,6 +40,8 @@ class Lengths:
         """The length that this share of answers does not exceed."""
         if not self.cv:
             return min(self.mean, self.most)
+        # A lognormal of mean m and standard deviation cv m: sigma^2 = log(1 + cv^2), mu = log m - sigma^2 / 2. Its
+        # quantile is exp(mu + z sigma).
         variance = math.log1p(self.cv * self.cv)
         z = NormalDist().inv_cdf(share)
         return min(self.mean * math.exp(z * math.sqrt(variance) - variance / 2), self.most)
@@ -57,6 +59,8 @@ class Lengths:
         """The mean of answers as they are cut."""
         if not self.cv:
             return min(self.mean, self.most)
+        # The mean over quantiles in the middle of equal shares, since a lognormal that is cut has no closed form that
+        # is simpler. At 0 and 1 a quantile does not exist.
         return math.fsum(self.quantile((i + 0.5) / POINTS) for i in range(POINTS)) / POINTS
 
     @property
@@ -70,5 +74,6 @@ class Lengths:
 
 @lru_cache(maxsize=4096)
 def _longest(lengths: Lengths, count: int) -> float:
+    # For many answers u^(1/n) rounds to 1, where the quantile is infinite.
     at = ((i + 0.5) / POINTS for i in range(POINTS))
     return math.fsum(lengths.quantile(min(u ** (1 / count), 1 - 1e-12)) for u in at) / POINTS

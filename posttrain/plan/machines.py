@@ -124,6 +124,7 @@ def machine(word: str) -> Hardware:
     """
     if word.endswith(".toml"):
         return read_machine(Path(word).expanduser())
+    # A negative count is read here and refused by `Hardware`, with a message that names it.
     found = COUNTED.fullmatch(word.strip())
     if found is None:
         raise ConfigError(f"machine={word!r}: write a device such as H100, 8xH100, or a TOML file")
@@ -147,6 +148,7 @@ def read_machine(path: Path) -> Hardware:
     known = ("device", *OF_DEVICE, *OF_MACHINE)
     if strange := [k for k in told if k not in known]:
         raise ConfigError(f"{path}: {strange[0]!r} is no field of a machine; {nearest(strange[0], known)}")
+    # A truth value is an int in Python, so `count = true` would pass the first condition.
     if wrong := [
         k for k, v in told.items() if not isinstance(v, _type(k)) or isinstance(v, bool) != (k == "accelerator")
     ]:
@@ -155,6 +157,7 @@ def read_machine(path: Path) -> Hardware:
     own = {k: told[k] for k in OF_DEVICE if k in told}
     if base is None and (missing := [k for k in ("memory", "flops", "bandwidth") if k not in own]):
         raise ConfigError(f"{path}: {missing[0]} is missing; give it, or device= with a name such as H100")
+    # Fields of the file replace those of the device that it names.
     values = {"source": str(path)} if base is None else {k: getattr(base, k) for k in OF_DEVICE}
     more = {k: told[k] for k in OF_MACHINE if k in told}
     return Hardware(path.stem, Device(**{**values, **own}), **more, why=f"shares of the peaks: {path} or assumed")

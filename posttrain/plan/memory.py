@@ -101,8 +101,11 @@ class Place:
 
     def slack(self, at: Instant) -> float:
         """Bytes that the allocator holds beyond what is in use."""
+        # torch's allocator has its own blocks: what lasts was allocated once, and what comes and goes leaves gaps.
         if self.accelerator:
             return RESERVED * sum(t.bytes for t in self.held(at) if not t.lasts)
+        # An instant of the first step knows only the instants before it in that step. Later ones know all: what was in
+        # use at any of them stays resident.
         if at in ONCE:
             most = max(self._small(i, first=True) for i in FIRST[: FIRST.index(at) + 1])
             between = max(self.between, SEVERAL) if at == "first update" else self.between
@@ -111,6 +114,7 @@ class Place:
 
     def _small(self, at: Instant, first: bool = False) -> float:
         """Bytes in small blocks; `first`: in the first step, before the optimizer has its state."""
+        # Forward and backward of the first step come before the first update, so the optimizer has no state yet.
         there = (t for t in self.held(at) if not (first and at in EVERY and t.instants == MOVED))
         return sum(t.small for t in there)
 
@@ -132,6 +136,8 @@ class Place:
 def places(work: Work) -> tuple[Place, ...]:
     """The learner's process with what works in it, and an engine's where it has its own."""
     apart = work.engines > 0 and work.samples
+    # An engine in the learner's process adds its terms to that place. One of its own is a place of its own, and the
+    # learner's does not grow by it.
     beside = () if apart else tuple(_engine(work))
     least = (SEVERAL, work.passes > 1), (SAMPLING, work.samples), (HEADLESS, not work.head), (ADAPTED, work.adapter > 0)
     between = max(BETWEEN[work.checkpointing], *(factor for factor, yes in least if yes), 1.0)
@@ -153,6 +159,7 @@ def _learner(work: Work) -> Iterator[Term]:
     if work.judges:
         yield Term("reward models", work.judges, "as they are stored")
     if work.engines and work.samples and not work.accelerator:  # else it lies in the host's memory
+        # `placement.delta` keeps what was sent last, to compare with.
         copies = 1 + work.delta
         sent = work.shape.parameters * work.width * copies
         yield Term("weights on their way", sent, f"{copies * work.width} P: a block that engines read", ("sync",))
@@ -164,6 +171,7 @@ def _weights(work: Work) -> Iterator[Term]:
     """Yields the terms of the learner's weights. A file of weights is mapped, and the parts of it that are read stay in
     place."""
     p, a = work.shape.parameters, work.width
+    # Only the linear layers of the decoder are held in few bits: embedding, norms and head are as they were loaded.
     if work.quantize is not None:
         bits = QUANTISED[work.quantize]
         held = work.in_linear * bits + (p - work.in_linear) * a
@@ -174,6 +182,7 @@ def _weights(work: Work) -> Iterator[Term]:
         yield Term("weights", p * a * _share(work), f"{a} P{_over(work)}")
     if _rows(work):
         s = work.shape
+        # Ranks that hold rows bring together what they compute with: embedding and head, and one layer at a time.
         whole = (s.parts["embedding"] + s.parts.get("head", 0) + (s.parameters - s.parts["embedding"]) / s.layers) * a
         passes: tuple[Instant, ...] = ("scoring", "forward", "backward", "gradients")
         yield Term("weights brought together", whole, "embedding, head, one layer", passes)
@@ -190,6 +199,9 @@ def _weights(work: Work) -> Iterator[Term]:
 def _training(work: Work) -> Iterator[Term]:
     narrow = work.width < 4 and not work.adapter and not _rows(work)
     several = work.passes > 1
+    # Gradients are summed in float32 over the passes of a step. With one pass they are there from its end on; with
+    # several those of earlier passes lie beside the next forward. Where weights have 2 bytes, a pass makes gradients of
+    # 2 bytes that are then added.
     yield _trained(work, "gradients", 4, "{} T", ("first update", "gradients", "update"))
     if several:
         yield _trained(work, "gradients of earlier passes", 4, "{} T", ("forward", "backward"))
@@ -197,6 +209,7 @@ def _training(work: Work) -> Iterator[Term]:
         yield _trained(work, "gradients before they are summed", work.width, "{} T", ("gradients",))
     each, said = STATE[work.optimizer]
     if work.offload_optimizer:
+        # Copied to the device by groups of some 16 million numbers (`engine.optimizer.optimizer_offload`).
         yield Term("optimizer state", min(each * work.trained, 16e6 * each), "one group at a time", ("update",))
     else:
         yield _trained(work, "optimizer state", each, said, MOVED)
@@ -208,8 +221,10 @@ def _training(work: Work) -> Iterator[Term]:
 def _proofs(work: Work) -> Iterator[Term]:
     """What a run proves in its first step: of the smallest weights, `IN_FULL` numbers together, their update, moments
     and a copy; and that shared beginnings change nothing."""
+    # An adapter has many small matrices; 64 equal ones stand for them.
     moved = [(work.adapter // 64, 64)] if work.adapter else [*tensors(work)]
     sizes = sorted(size * _share(work) for size, count in moved for _ in range(int(count)))
+    # The smallest first, as long as their sum is within the limit: as the check chooses them.
     checked = sum(size for size, end in zip(sizes, accumulate(sizes), strict=True) if end <= IN_FULL)
     yield _small("check of the first update", 28.0 * checked, "28 bytes x numbers of small weights", ("first update",))
     if work.share and work.siblings > 1 and work.parallel == "rows" and work.ranks == 1 and not work.adapter:
@@ -225,6 +240,7 @@ def _passes(work: Work) -> Iterator[Term]:
         each = activations.kept(work) * cut
         unread = (n - work.spoken) * activations.unread(work)
         yield _small("activations", n * each - unread, f"{each:,.0f} bytes x {said}", ("forward", "backward"))
+        # Of the tokens that are learned from, also the hidden states as float32 for the head, and their gradient.
         outside = n * activations.ends(work) + 2 * work.spoken * 4 * work.shape.hidden
         yield _small(
             "hidden states outside the layers", outside, "first, last, and for the head", ("forward", "backward")
@@ -243,6 +259,8 @@ def _passes(work: Work) -> Iterator[Term]:
         yield _small("head's tiles", activations.tile(work), "scores of a tile", ("scoring", "forward", "backward"))
         if not work.adapter:
             made = float(work.shape.vocabulary * work.shape.hidden * work.width)
+            # In a single pass it becomes the gradient of the weight itself, which `gradients` counts; with
+            # several it is added to that one.
             later: tuple[Instant, ...] = ("backward",) if work.passes == 1 else ("backward", "gradients")
             yield Term("gradient of the head", made, f"{work.width} V h", later, _kept_small(made))
 
@@ -251,10 +269,14 @@ def _passes(work: Work) -> Iterator[Term]:
 
 
 def _engine(work: Work) -> Iterator[Term]:
+    # In the same process learner and engine read the same frozen weights. The engine has an adapter of its own, since
+    # the learner's changes before the engine is given it.
     shared = work.adapter and not work.vllm and not work.engines
     if shared:
         held = 4.0 * work.adapter
         yield Term("engine's adapter", held, "4 T: the frozen weights are shared", small=held)
+        # The compiled decoder joins the layers of one input, and holds those with an adapter merged
+        # (`engine.embedded.cache.fused_decoder`).
         if work.width == 4 and not work.accelerator and work.shape.family in FUSED and not work.quantize:
             merged = 4.0 * work.in_linear
             small = sum(4.0 * i * o * n for i, o, n in work.linear.values() if 8 * i * o < SMALL)
@@ -277,6 +299,7 @@ def cache(work: Work) -> tuple[float, str]:
     if work.vllm:
         return work.cache, "engine.cache_gib: taken at the start"
     each = work.shape.cache_bytes(4)
+    # Siblings share the cache of their prompt. The last block of a sequence is half empty in the mean.
     groups = math.ceil(work.together / work.siblings)
     rows = groups * work.lengths.prompt + work.together * (work.lengths.answer + 8)  # blocks of 16 rows
     said = f"{each:,} bytes x {rows:,.0f} tokens: {work.together} sequences"
@@ -290,8 +313,10 @@ def tensors(work: Work) -> Iterable[tuple[int, int]]:
     """(numbers of a tensor, how many there are) of a model."""
     s, parts = work.shape, work.shape.parts
     listed = [(s.vocabulary * s.hidden, 1 + (not s.tied)), *((i * o, n) for i, o, n in work.linear.values())]
+    # What is left are norms and biases, taken as two tensors of equal size a layer.
     rest = s.parameters - sum(size * count for size, count in listed)
     if s.experts is not None:
+        # Experts of a layer lie in two tensors, what leads into them and what leads out, taken as equal.
         one = parts["experts"] // max(1, s.layers - s.experts.dense)
         listed.append((one // 2, 2 * (s.layers - s.experts.dense)))
         rest -= parts["experts"]
@@ -302,8 +327,11 @@ def _of_tensors(work: Work, name: str, each: float, formula: str, divided: bool 
     """Bytes for each number of a model, those of small tensors apart; they are in `parts` tensors of equal size."""
     share = _share(work) if divided else 1.0
     held = work.shape.parameters * each * share
+    # The gradient of the embedding has a row for each token that was read. How many different ones there are is not
+    # known: as many as tokens, and at most a quarter of the vocabulary.
     if name.startswith("gradients") and _by_rows(work):
         held -= each * (work.shape.vocabulary - min(work.tokens, work.shape.vocabulary / 4)) * work.shape.hidden
+    # glibc keeps a block by its own size, so it counts how large one tensor is on this rank, in one of its parts.
     small = sum(size * count * each for size, count in tensors(work) if size * each * share / parts < SMALL)
     said = formula.format(f"{each:g}") + (_over(work) if divided else "")
     return Term(name, held, said, small=min(small * share, held))
@@ -313,6 +341,7 @@ def _trained(work: Work, name: str, each: float, formula: str, instants: tuple[I
     if work.adapter:
         held = each * work.adapter / _cut(work)
         return Term(name, held, formula.format(f"{each:g}"), instants, held)
+    # 8 bytes are two moments of 4, each a tensor of its own.
     made = _of_tensors(work, name, each, formula, divided=True, parts=2 if each == 8 else 1)
     return replace(made, instants=instants)
 
@@ -347,6 +376,8 @@ def _share(work: Work) -> float:
     if work.parallel == "rows" or _cut(work) == 1:
         return 1 / _cut(work)
     s, whole = work.shape, work.shape.parameters
+    # Expert parallelism cuts the experts alone, tensor parallelism the linear layers too; all
+    # else is whole on each rank.
     cut = s.parts.get("experts", 0) if work.parallel == "experts" else work.in_linear + s.parts.get("experts", 0)
     return (whole - cut + cut / _cut(work)) / whole
 

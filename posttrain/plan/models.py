@@ -86,6 +86,7 @@ def shape_by_name(name: str) -> ModelShape:
         ConfigError: the table has no such model.
     """
     by_lower = {n.lower(): n for n in MODELS}
+    # `Qwen/Qwen3-8B` of the hub is `Qwen3-8B` here.
     found = by_lower.get(name.rpartition("/")[2].lower())
     if found is None:
         raise ConfigError(f"no shape of a model {name!r} is known here; {nearest(name, MODELS)}; or give its folder")

@@ -71,12 +71,15 @@ class Decoding:
     @property
     def reading(self) -> float:
         """Seconds to read what a step reads: the weights that are used, and every cache."""
+        # In a mixture each sequence may choose other experts, and with enough sequences all of them are read. Of a
+        # dense model both are all weights.
         used = min(self.shape.parameters, self.shape.active * self.sequences) * self.bytes_each
         return (used + self.cache) / (self.device.bandwidth * self.devices)
 
     @property
     def arithmetic(self) -> float:
         """Seconds of the multiplications with weights and of attention over the cache."""
+        # A multiplication and an addition for each weight that a token meets.
         each = 2 * self.shape.active + self.shape.attending(self.length)
         return self.sequences * each / (self.device.flops * self.devices)
 

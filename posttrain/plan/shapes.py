@@ -132,9 +132,12 @@ class ModelShape:
         form, h, q, kv = self.form, self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         if (x := self.latent) is not None:
             key = x.plain + x.rope
+            # DeepSeek-V2 (2405.04434). Queries: h -> r_q, a norm, r_q -> heads x (plain + rope). Keys and values:
+            # h -> r + rope, a norm over r, r -> heads x (plain + value). The output: heads x value -> h.
             asked = h * x.query_rank + x.query_rank + x.query_rank * self.heads * key if x.query_rank else h * q
             kept = h * (x.rank + x.rope) + x.rank + x.rank * self.heads * (x.plain + x.value)
             return asked + kept + self.heads * x.value * h
+        # One norm for queries and one for keys. A norm of a head's width is shared by all heads.
         norms = {"": 0, "head": 2 * self.head_dim, "all": q + kv}[form.query_norms]
         biases = (q + 2 * kv) * form.qkv_bias + h * form.out_bias
         sinks = self.heads * (self.family == "gpt_oss")  # a logit a head that takes attention away from all tokens
@@ -142,6 +145,7 @@ class ModelShape:
 
     def feed_forward(self, width: int) -> int:
         """Parameters of one feed-forward part of this width."""
+        # With a gate two matrices lead into the part, and one leads out.
         into = 2 * width if self.form.gated else width
         return self.hidden * into + width * self.hidden + (into + self.hidden) * self.form.feed_bias
 
@@ -154,6 +158,7 @@ class ModelShape:
         """Parameters of the experts of one layer that count `experts` of them, its router and its shared part."""
         x = self.experts
         assert x is not None
+        # The router has a row, and where experts are biased a bias, for each expert.
         one = self.feed_forward(x.width) + (2 * x.width + self.hidden) * x.biased
         shared = self.feed_forward(x.shared) + self.hidden * x.shared_gate if x.shared else 0
         return experts * one + shared + x.count * (self.hidden + x.biased)
@@ -168,6 +173,7 @@ class ModelShape:
             "attention": self.layers * self.attention,
             "feed-forward": dense * self.feed_forward(self.feed),
             "experts": (self.layers - dense) * self.mixture(x.count) if x is not None else 0,
+            # And the last norm before the head.
             "norms": self.layers * self.norms + h * (1 + self.form.norm_bias),
             "head": 0 if self.tied else self.vocabulary * h,
         }
@@ -182,6 +188,8 @@ class ModelShape:
     def active(self) -> int:
         """Parameters that one token is multiplied with, the embedding's table left out and the head counted."""
         x = self.experts
+        # In each layer with experts a token is multiplied with `active` of them. The embedding's table is looked up and
+        # not multiplied; where the head shares it, it is multiplied once, as the head.
         unused = 0 if x is None else (self.layers - min(x.dense, self.layers)) * self.feed_forward(x.width) * (
             x.count - x.active
         )  # fmt: skip
@@ -202,6 +210,9 @@ class ModelShape:
         """Operations of attention for one token that reads `length` cached ones, in all layers. A latent cache is read
         as it is: the step that unfolds it is moved to the query."""
         x = self.latent
+        # A head reads a token twice: its key for the score and its value for the sum. A latent one is read
+        # as its short vector both times, and the part with the position once. Each is a multiplication and
+        # an addition (the 2 below).
         width = 2 * self.head_dim if x is None else 2 * x.rank + x.rope
         return 2 * self.layers * self.heads * width * length
 
@@ -219,6 +230,8 @@ def shape_of(config: Mapping[str, Any], name: str = "the config") -> ModelShape:
         known = nearest(family, FAMILIES)
         raise ConfigError(f"{name}: model_type={family!r} is no decoder whose shape is known; {known}")
     form = FAMILIES[family]
+    # `attention_bias` gives a bias to the output projection too in these families, and in the others to
+    # queries, keys and values alone.
     biased = bool(config.get("attention_bias", form.qkv_bias))
     form = replace(
         form,
@@ -274,6 +287,7 @@ def _experts(config: Mapping[str, Any], name: str, form: Family) -> Experts | No
         return None
     width = _size(config, name, "moe_intermediate_size", "intermediate_size")
     count = _size(config, name, *keys)
+    # A shared part is given as a number of experts (DeepSeek, GLM) or as a width (Qwen2-MoE).
     shared = _size(config, name, "n_shared_experts", default=0, least=0) * width
     return Experts(
         count=count,

@@ -30,6 +30,8 @@ def capacity(*, staleness: int, prompts: int, left: int, taken: int, waiting: in
     >>> capacity(staleness=4, prompts=32, left=2, taken=0, waiting=60)
     4
     """
+    # Near the end of a stage fewer steps are left than the bound allows, and groups beyond them
+    # would be played for nothing.
     return max(0, min(staleness + 1, left) * prompts - taken - waiting)
 
 
@@ -59,6 +61,8 @@ class CoupledStages:
     @property
     def _waiting(self) -> list[float]:
         """The chance that so many steps have their groups, the one that is learned included."""
+        # p_n is proportional to (learn / rollout)^n, as in every M/M/1 queue. All powers are divided by the largest one
+        # where the ratio is above 1, so that none overflows.
         ratio = self.learn / self.rollout
         each = [ratio ** (n - self.staleness - 1 if ratio > 1 else n) for n in range(self.staleness + 2)]
         return [x / math.fsum(each) for x in each]
@@ -66,6 +70,8 @@ class CoupledStages:
     @property
     def step(self) -> float:
         """Mean seconds."""
+        # The learner works unless no step has its groups, and each step takes it `learn` seconds: 1 /
+        # step = (1 - p_0) / learn.
         if not self.even:
             return self.learn / (1 - self._waiting[0])
         return max(self.rollout, self.learn) if self.staleness else self.rollout + self.learn
@@ -78,9 +84,13 @@ class CoupledStages:
     @property
     def behind(self) -> float:
         """Mean age of a token in steps: so many have their groups, and are not learned, while it is said."""
+        # While the queue is full the engines wait and say nothing, so that state is left out. A token that is said with
+        # n steps before it is learned n steps later.
         if not self.even:
             said = self._waiting[:-1]
             return math.fsum(n * p for n, p in enumerate(said)) / math.fsum(said)
         if not self.staleness:
             return 0.0
+        # Faster engines keep the queue full. Slower ones never wait, and while the learner is at the step before,
+        # `learn` of `rollout` seconds, what they say is one step old.
         return float(self.staleness) if self.rollout < self.learn else self.learn / self.rollout

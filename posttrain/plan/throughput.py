@@ -98,6 +98,7 @@ class Times:
         """
         if topology != "asynchronous":
             return self.total
+        # The engines and the verifiers are one side, the learner with its passes for the reference the other.
         longer = max(self.rollout + self.reward, self.reference + self.learn)
         return longer if hidden_sync else longer + self.sync
 
@@ -133,6 +134,7 @@ class Throughput:
         if not w.samples:
             return Times(0, 0, self.reference, self.learn, 0)
         reward = self.assumed.reward * played / self.assumed.judges
+        # A filter that keeps a share of the groups has 1 / kept times as many played, and judged.
         return Times((self.prefill + self.decode) / self.assumed.kept, reward, self.reference, self.learn, self.sync)
 
     @property
@@ -140,6 +142,7 @@ class Throughput:
         """Seconds to read the prompts: each once, whatever its siblings."""
         w = self.work
         tokens = w.prompts * w.lengths.prompt
+        # Attention is causal: a token reads half of the prompt in the mean.
         each = 2 * w.shape.active + w.shape.attending(w.lengths.prompt) / 2
         return tokens * each / (self.machine.flops * self.engines)
 
@@ -150,6 +153,8 @@ class Throughput:
             self.work.shape, self.machine.device, max(1, self.engines // apart), max(1, round(sequences / apart)),
             max(1, round(length)), bytes_each=self.work.width,
         )  # fmt: skip
+        # Drafts are checked in the same pass: more arithmetic, and no more reading. That is why they pay where
+        # a pass waits for reading.
         positions = 1 + self.assumed.drafts
         busy = max(one.reading / m.reading, positions * one.arithmetic / m.compute)
         return (busy + m.latency) * (1 + self.assumed.drafts * self.assumed.draft_cost)
@@ -160,9 +165,13 @@ class Throughput:
         in which the longest of those that were begun last are said alone."""
         w = self.work
         slots = min(w.slots * (self.engines if w.engines else 1), w.sequences)
+        # First all slots are full, until as many answers are left as there are slots. While it is said, an answer has
+        # half of its length in the mean.
         whole = (w.sequences - slots) * w.lengths.answer / slots * self.decoding(
             slots, w.lengths.prompt + w.lengths.answer / 2
         )  # fmt: skip
+        # Then the tail. The slots' answers are taken as begun at once; between two edges a share of 1 / PIECES of them
+        # ends, so fewer and fewer are said, each pass reading the weights for all of them.
         edges = [0.0, *(w.lengths.quantile((i + 0.5) / PIECES) for i in range(PIECES)), w.lengths.longest(slots)]
         tail, begun = 0.0, 0.0
         for i, end in enumerate(edges[1:]):
@@ -189,11 +198,15 @@ class Throughput:
     def _each(self) -> float:
         """Operations of a forward pass for one token, without the head."""
         s, length = self.work.shape, self.work.lengths.prompt + self.work.lengths.answer
+        # The head is counted apart, because only tokens that are learned from reach it. Half of the
+        # length, as attention is causal.
         return 2 * (s.active - s.vocabulary * s.hidden) + s.attending(round(length)) / 2
 
     def _head(self, products: int) -> float:
         """Seconds of so many products with the head's weight over the tokens that are learned from, each with its
         scores read and written."""
+        # The share of a pass's tokens that are learned from, of all tokens of the step; 0 for a reward
+        # model, which has no head.
         s, spoken = self.work.shape, self.tokens * self.work.spoken / self.work.tokens * self.work.head
         arithmetic = 2 * s.vocabulary * s.hidden / self.machine.flops
         return spoken * products * (arithmetic + SCORES * s.vocabulary / self.machine.bandwidth) / self.learners
@@ -218,8 +231,11 @@ class Throughput:
         """Seconds of forward and backward passes and of the optimizer: 3 forwards; 2 where the weights are frozen
         beneath an adapter; one more where layers are computed again."""
         w = self.work
+        # A backward pass makes two products where the forward makes one: a gradient of the input and one of the weight.
+        # Frozen weights have only the first.
         passes = (2 if w.lora is not None else 3) + {"none": 0.0, "selective": 0.1, "full": 1.0}[w.checkpointing]
         computed = passes * self._body + self._head(3 if w.lora is not None else 4)  # scores are computed again
+        # 28 bytes in float32: the weight and two moments read and written (24), the gradient read (4).
         moved = w.trained * 28.0 / (self.machine.bandwidth * self.learners)  # weight, gradient, moments: read, written
         return (max(computed, self.gathering) + moved * w.minibatches) * w.epochs
 
@@ -240,6 +256,7 @@ class Throughput:
         w = self.work
         sent = (w.adapter or w.shape.parameters) * w.width
         if self.topology == "colocated":
+            # Read once and written once, in the memory of the same device.
             return 2 * sent / (self.machine.bandwidth * self.learners)
         return sent / self.machine.between(self.machine.count)
 
@@ -276,6 +293,8 @@ class Throughput:
         """Operations that learning and sampling need, of what all devices could do at their peaks."""
         w = self.work
         head = 2 * w.shape.vocabulary * w.shape.hidden * w.spoken / w.tokens * w.head
+        # What the mathematics asks for alone: 3 forwards of learning and one of sampling. What is computed again, and
+        # attention of sampling, count as nothing.
         needed = self.tokens * (self._each + head) * 3 * w.epochs + self.said * 2 * w.shape.active
         return needed / (self.step * self.machine.device.flops * self.machine.count)
 
@@ -298,6 +317,7 @@ def throughput(
             have theirs, and with staleness they sample while the learner works.
         workers: devices of each engine, where `work` names engines.
     """
+    # Without devices of their own the engines share all of them with the learner.
     if not work.engines or machine.count == 1:
         topology: Topology = "asynchronous" if work.staleness else "colocated"
         return Throughput(work, machine, topology, engines or machine.count, machine.count, assumed)

@@ -21,6 +21,7 @@ from posttrain.system.errors import ConfigError
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers run as few operations on a processor (`engine.layers.fused_layers`,
 `engine.embedded.cache.fused_decoder`)."""
+# nf4 is 4 bits and .127 bits of scales, which are quantised themselves (2305.14314): 4.127 / 8.
 QUANTISED = {"int8": 1.0, "nf4": 0.516}
 """Bytes of a number of a quantised weight; scales of int8 rows come on top, those of nf4 are in it."""
 
@@ -119,12 +120,16 @@ class Work:
     @property
     def minibatch(self) -> float:
         """Tokens computed for one optimizer step, on one rank."""
+        # With rows of the weights each rank computes other tokens. Tensor and expert parallelism compute
+        # every token on each rank.
         divided = self.ranks if self.parallel == "rows" else 1
         return self.prompts * self.unit * self.learned / self.minibatches / divided
 
     @property
     def tokens(self) -> float:
         """Tokens computed in the largest forward and backward pass."""
+        # Else passes are filled with whole sequences of the mean length, and one that is longer than a
+        # pass is a pass of its own.
         if self.minibatch <= self.micro_tokens:
             return self.minibatch
         one = self.unit / self.siblings
@@ -133,11 +138,13 @@ class Work:
     @property
     def passes(self) -> int:
         """Forward and backward passes of an optimizer step."""
+        # The small number keeps a quotient that is whole but for rounding from counting one more.
         return math.ceil(self.minibatch / self.tokens - 1e-9)
 
     @property
     def spoken(self) -> float:
         """Tokens of a pass whose log-probs are learned."""
+        # Of `unit` tokens of a group the answers are learned, and the prompts are only read.
         return self.tokens * self.lengths.answer * self.siblings / self.unit
 
     # --- parameters --------------------------------------------------------------------------------------------------
@@ -166,11 +173,13 @@ class Work:
         chosen = [
             x for n, x in self.linear.items() if {ALL_LINEAR, n} & {t.rpartition(".")[2] for t in self.lora.targets}
         ]
+        # A is rank x inputs and B is outputs x rank.
         return sum(self.lora.rank * (i + o) * n for i, o, n in chosen)
 
     @property
     def trained(self) -> int:
         """Parameters that train."""
+        # A value head is one row and a bias.
         return self.adapter or self.shape.parameters + self.values * (self.shape.hidden + 1)
 
 
@@ -203,6 +212,8 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
     )
     if isinstance(stage, Reinforce):
         a = stage.algorithm
+        # A second model is held where something is compared with it. An adapter that is switched off is its own
+        # reference, and a teacher with the policy's weights is the policy.
         copied = (
             bool(a.reads & {"reference", "teacher"})
             and not a.own_teacher
@@ -212,6 +223,8 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
                        epochs=stage.epochs, samples=True, staleness=stage.staleness,
                        reference=copied, values="values" in a.reads)  # fmt: skip
     if isinstance(stage, Preference):
+        # With `ahead=none` the data is taken to be finite: the reference's log-probs are then computed before the first
+        # step, and no second model is in memory later.
         kept = stage.algorithm.reads_reference and stage.ahead is False and model.lora is None
         return replace(made, prompts=stage.batch, siblings=2, reference=kept)
     if isinstance(stage, RewardModel):

@@ -67,8 +67,11 @@ def recorded_work(work: Work, steps: Sequence[Step]) -> Work:
         if not spoken or not taken:
             return work
         rows = taken * work.sequences
+        # `learner/shared` counts all positions, and its sum is what shared beginnings saved. Positions that are not
+        # learned from are prompts.
         prompt, answer = max(1, round((packed.count - spoken) / rows)), max(1.0, spoken / rows)
         lengths = Lengths(prompt=prompt, mean=answer, most=max(1, round(answer)))
+    # The share of tokens that the learner computed: groups without spread are left out of its passes.
     now = replace(work, lengths=lengths, learned=1.0)
     whole = now.prompts * now.unit * max(1, taken) * now.epochs
     return replace(now, learned=min(1.0, (packed.count - packed.sum) / whole)) if packed.count > packed.sum else now
@@ -80,6 +83,7 @@ def _sampled(work: Work, said: Gauge, seen: Mapping[str, Gauge]) -> Lengths:
     prompt = max(1, round(read.count / said.count)) if read.count else work.lengths.prompt
     mean = max(1.0, said.mean)
     found = Lengths(prompt=prompt, mean=mean, most=max(work.lengths.most, round(mean)))
+    # `longest` rises with the spread, so halving the interval twelve times finds the spread to .001.
     longest, low, high = tail.mean * mean if tail.count else mean, 0.0, 4.0
     for _ in range(12):
         middle = (low + high) / 2
@@ -102,6 +106,7 @@ def memory_terms(place: Place, steps: Sequence[Step], held: float) -> list[Compa
         measured = [s.memory[name] for s in steps if name in s.memory]
         if not measured:
             continue
+        # A phase is measured by its peak, so it is held to the largest of the instants that lie in it.
         at = max(instants, key=lambda i: _counted(place, i))
         out.append(Compared(name, _counted(place, at), max(measured) - held, tuple(place.held(at)), at))
     return out
@@ -114,6 +119,7 @@ def _counted(place: Place, at: Instant) -> float:
 
 def time_terms(timed: Throughput, steps: Sequence[Step]) -> list[Compared]:
     """The median time of each role and of the step, the first step left out where there are others."""
+    # The first step also proves and compiles.
     steps = steps[1:] if len(steps) > 1 else steps
     times = _in_turn(timed)
     out: list[Compared] = []
@@ -129,6 +135,7 @@ def _in_turn(timed: Throughput) -> Times:
     t = timed.times
     if timed.topology != "asynchronous":
         return t
+    # Verdicts come with the groups, so they are a part of what is waited for.
     return replace(t, rollout=max(0.0, timed.step - t.reference - t.learn - t.sync), reward=0.0)
 
 

@@ -69,7 +69,10 @@ class _Simulation:
     """The methods of engines stand first, then what follows a turn, then the queue and the learner."""
 
     def __init__(self, loop: SimulatedLoop, steps: int, seed: int) -> None:
+        # The first steps find empty queues. As many as may be on their way, and two, are played and not measured.
         self.o, self.settle, self.last = loop, 2 + loop.staleness, 2 + loop.staleness + steps
+        # Three streams of random numbers, so that what is asked, how long the learner takes and what fails do not
+        # change each other: loops that differ in one setting are compared on the same draws.
         self.rng, self.pace, self.fate = (Random(f"{seed}/{what}") for what in ("asked", "learn", "deaths"))
         self.now = self.since = self.began = 0.0
         self.version = self.taken = self.played = self.count = self.judging = 0
@@ -83,6 +86,8 @@ class _Simulation:
 
     def after(self, seconds: float, what: Callable[..., None], *given: Any) -> None:
         self.count += 1
+        # The count orders events of one time as they were made, so a loop is the same at every play;
+        # methods cannot be compared.
         heapq.heappush(self.events, (self.now + seconds, self.count, what, given))
 
     def run(self) -> LoopOutcome:
@@ -90,6 +95,7 @@ class _Simulation:
             self.after(self.fate.expovariate(1 / self.o.deaths), self._dies, e)
         self._take()
         while len(self.pushed) <= self.last:
+            # Only now, after whatever happened at this moment: an engine may have changed several times.
             self._plan()
             if not self.events or self.count > MOST_EVENTS:
                 raise ConfigError("these times let no step end: engines die faster than they answer, or times are 0")
@@ -109,6 +115,9 @@ class _Simulation:
     def _advance(self, *engines: _Slots) -> None:
         self.touched.update(dict.fromkeys(engines))
         for e in engines:
+            # An engine is brought up to date before anything about it changes. Between two changes it has
+            # the same answers, so its passes go on evenly: first what it owes for prompts, then passes at
+            # the rate of so many answers.
             seconds, e.at = self.now - e.at, self.now
             self.sums["idle"] += seconds * (not e.active and not e.queue)
             self.sums["used"] += seconds * len(e.active)
@@ -120,8 +129,12 @@ class _Simulation:
     def _plan(self) -> None:
         """Plan when the next turn of each engine ends that has changed."""
         for e in self.touched:
+            # The end that was planned before is void. It cannot be taken out of the heap, so it is passed over when its
+            # time comes (`_turn_ends`).
             e.plan += 1
             if e.active and not e.stands:
+                # On the heap of an engine is, for each answer, the number of the pass in which its turn ends. So a
+                # change of speed changes no entry.
                 left = max(0.0, e.active[0][0] - e.passes) * self.o.passes(len(e.active))
                 self.after(e.debt + left, self._turn_ends, e, e.plan)
         self.touched.clear()
@@ -146,10 +159,14 @@ class _Simulation:
         while e.queue and len(e.active) < self.o.slots:
             answer = e.queue.popleft()
             answer.mark, self.count = e.passes, self.count + 1
+            # Only the first of the siblings pays for their prompt. A later turn reads a new one, and
+            # `first` is set again then.
             e.debt += self.o.prefill * answer.first
             heapq.heappush(e.active, (e.passes + answer.lengths[0], self.count, answer))
 
     def _say(self, e: _Slots, answer: _Turns, active: bool = True) -> None:
+        # A token a pass since the answer was last counted, under the version that the engine has now. So it is called
+        # before the version changes, and where a turn ends or is broken off.
         tokens, answer.mark = (e.passes - answer.mark) * active, e.passes
         answer.turn.append((self.version, tokens))
         self.sums["spoken"] += tokens
@@ -158,6 +175,8 @@ class _Simulation:
         if plan != e.plan:
             return
         self._advance(e)
+        # The number of passes is a sum of floats, so the turn for which the event was planned may be short
+        # of its end by a rounding.
         while e.active and e.active[0][0] <= e.passes + 1e-6:
             answer = heapq.heappop(e.active)[2]
             self._say(e, answer)
@@ -182,6 +201,8 @@ class _Simulation:
         self._advance(e)
         for _, _, answer in e.active:
             self._say(e, answer)
+        # What was said of these turns is lost, and they are given out again in the order of their ends. Earlier turns of
+        # the same answers stay.
         turns = [x[2] for x in sorted(e.active)] + list(e.queue)
         e.active, e.queue, e.debt, e.stands = [], deque(), 0.0, e.stands + 1
         self.after(self.o.restart, self._revives, e)
@@ -197,6 +218,8 @@ class _Simulation:
 
     def _go_on(self) -> None:
         """The learner's process sees to what has ended, one after the other, then to its step."""
+        # One process sees to what has ended: what is said, judged or waited for comes in while the learner computes,
+        # and waits in `hands` until it is done. `handle` is the time that each takes of it.
         while self.hands and not self.handling and self.state != "learns":
             what, answer, seconds = self.hands.popleft()
             if not seconds:
@@ -211,10 +234,12 @@ class _Simulation:
     def _later(self, what: Callable[[_Turns], None], answer: _Turns, handled: bool = False) -> None:
         if handled:
             self.handling, self.since = False, self.now
+        # One that was being seen to goes first, and its time is paid.
         self.hands.insert(0 if handled else len(self.hands), (what, answer, 0.0))
         self._go_on()
 
     def _heard(self, answer: _Turns) -> None:
+        # Another turn follows after its tool; else the answer has ended and is judged.
         if answer.lengths:
             answer.first = True
             self.after(answer.waits.pop(), self._later, self._give, answer)
@@ -240,11 +265,13 @@ class _Simulation:
         if answer.gone:
             return
         group.ended.append(answer)
+        # With `extra` more siblings were begun than are wanted. The first to end make the group.
         if len(group.ended) == self.o.siblings:
             group.whole = True
             for other in group.begun:
                 if other not in group.ended:
                     self._leave(other)
+            # A refused group counts no longer, so another may be asked before any is taken.
             if group.refused:
                 self._admit()
 
@@ -252,9 +279,11 @@ class _Simulation:
         """Ask as many groups as may be on their way."""
         o, draw = self.o, self.rng.choice
         while True:
+            # What a filter refuses is not known before the group has ended.
             counted = sum(not (g.whole and g.refused) for g in self.waiting)
             room = capacity(staleness=o.staleness, prompts=o.prompts, left=o.staleness + 1,
                             taken=self.taken, waiting=counted)  # fmt: skip
+            # The second bound ends a loop whose filter refuses nearly all.
             if min(room, (MOST_PLAYED + o.staleness) * o.prompts - self.played - len(self.waiting)) <= 0:
                 return
             group = _Siblings(self.rng.random() >= o.kept)
@@ -274,6 +303,7 @@ class _Simulation:
     def _taking(self) -> None:
         o = self.o
         while self.taken < o.prompts and self.played < MOST_PLAYED * o.prompts:
+            # Groups are taken in the order in which they were asked, although later ones may have ended.
             if not self.waiting[0].whole:
                 return
             group = self.waiting.popleft()
@@ -281,6 +311,7 @@ class _Simulation:
             for answer in () if group.refused else group.ended:
                 if self.fate.random() >= o.failed:
                     for version, tokens in answer.said:
+                        # The age of a token: the version that learns from it less the version that said it.
                         self.sums[self.version - version] += tokens
                         self.sums["kept"] += tokens
             self._admit()
@@ -288,6 +319,7 @@ class _Simulation:
             return  # in one process sampling comes before learning
         self.sums["learner"] += self.now - self.since
         self.state = "learns"
+        # In one process engines stand still while the learner computes.
         self._stand(not o.apart)
         self.after(self.pace.choice(o.learn), self._learned)
 
@@ -304,12 +336,14 @@ class _Simulation:
         self.sums["learner"] += self.now - self.since
         self.state = "sends"
         stands = self.o.sync if self.o.install is None else min(self.o.install, self.o.sync)
+        # Most of the sending goes on beside the engines. They stand for its last part, in which they load what came.
         self.after(self.o.sync - stands, self._stand, 1)
         self.after(self.o.sync, self._push)
 
     def _push(self) -> None:
         self._stand(-1)
         for e in self.engines:
+            # What was said up to here belongs to the old version.
             for _, _, answer in e.active:
                 self._say(e, answer)
         self.version += 1
@@ -317,6 +351,7 @@ class _Simulation:
         if len(self.pushed) == self.settle + 1:  # what was counted before is forgotten
             self.began = self.now
             self.sums.clear()
+        # Held turns begin under the new version, before the next step asks for more.
         self.state, held, self.held = "takes", self.held, []
         for answer in held:
             self._give(answer)
