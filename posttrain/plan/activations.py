@@ -48,8 +48,8 @@ def layer(work: Work) -> float:
     norms = work.shape.form.norms * h * (8 if a == 2 else 12)  # input in float32, normed, and times the weight
     of_heads = (q + kv) * (6 if a == 2 else 8) * head_norms
     gathered = 0 if work.shape.experts is None else 2 * work.shape.experts.active * h
-    # Four vectors of the feed-forward width with a gate: gate, up, the activation of the gate, and the product. Without a
-    # gate it is what goes into the activation and what comes out. Experts also gather their tokens before and after.
+    # Four vectors of the feed-forward width with a gate: gate, up, the activation of the gate, and the product. Without
+    # a gate it is what goes into the activation and what comes out. Experts also gather their tokens before and after.
     return norms + of_heads + a * (2 * q + 2 * kv + (4 if work.shape.form.gated else 2) * f + gathered)
 
 

@@ -70,8 +70,8 @@ class CoupledStages:
     @property
     def step(self) -> float:
         """Mean seconds."""
-        # The learner works unless no step has its groups, and each step takes it `learn` seconds: 1 /
-        # step = (1 - p_0) / learn.
+        # The learner works unless no step has its groups, and each step takes it `learn` seconds, so
+        # 1 / step = (1 - p_0) / learn.
         if not self.even:
             return self.learn / (1 - self._waiting[0])
         return max(self.rollout, self.learn) if self.staleness else self.rollout + self.learn

@@ -201,8 +201,8 @@ class _Simulation:
         self._advance(e)
         for _, _, answer in e.active:
             self._say(e, answer)
-        # What was said of these turns is lost, and they are given out again in the order of their ends. Earlier turns of
-        # the same answers stay.
+        # What was said of these turns is lost, and they are given out again in the order of their ends. Earlier turns
+        # of the same answers stay.
         turns = [x[2] for x in sorted(e.active)] + list(e.queue)
         e.active, e.queue, e.debt, e.stands = [], deque(), 0.0, e.stands + 1
         self.after(self.o.restart, self._revives, e)
