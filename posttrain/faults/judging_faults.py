@@ -34,6 +34,7 @@ RFT = ("reject.method=rft",)
 def _(real: Real) -> Real:
     async def verdict(self: Any, attempt: Any) -> Verdict:
         found = await real(self, attempt)
+        # Only outages: what the answer caused itself is a value already.
         return Verdict.value(0.0) if found.state is State.FAILED else found
 
     return verdict
@@ -72,6 +73,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     async def group(self: Any, *args: Any, **kwargs: Any) -> Group:
         g = await real(self, *args, **kwargs)
+        # Each answer gets the verdicts of the next one: the sum over the group stays what it was.
         verdicts = [e.verdicts for e in (*g.episodes[1:], g.episodes[0])]
         return replace(g, episodes=tuple(replace(e, verdicts=v) for e, v in zip(g.episodes, verdicts, strict=True)))
 
@@ -141,6 +143,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def demonstration(*args: Any, **kwargs: Any) -> Any:
         s = real(*args, **kwargs)
+        # Everything behind the first token, which nothing stands before.
         mask = np.arange(len(s.ids)) > 0
         return replace(
             s,
@@ -166,6 +169,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def task(self: Any, name: str, index: int, texts: tuple[str, ...], gold: int, best: int) -> Any:
         made = real(self, name, index, texts, gold, best)
+        # A blank at the end, which nobody sees in print. The tokens of the prompt are others.
         return replace(made, prompt=made.prompt + (" " if gold else ""))
 
     return task
@@ -224,6 +228,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def back_up(self: Any, value: float) -> None:
         self.found.append(value)
+        # The real one goes up to the root.
         for node in (self, self.parent):
             if node is not None:
                 node.visits, node.total = node.visits + 1, node.total + value

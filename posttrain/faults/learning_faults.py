@@ -48,12 +48,15 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     def by_samples(a: Any, samples_P: Any, *args: Any, **kwargs: Any) -> Any:
+        # Groups of different sizes have no rectangle to be read along the other axis.
         if len({len(s) for s in samples_P}) != 1:
             return real(a, samples_P, *args, **kwargs)
+        # The places of a [P, G] rectangle in the order of its transpose.
         places = np.arange(len(samples_P) * len(samples_P[0])).reshape(len(samples_P), -1).T.ravel()
         flat = [s for samples in samples_P for s in samples]
         mixed = [[flat[i] for i in part] for part in np.array_split(places, len(samples_P))]
         raw, *rest = real(a, mixed, *args, **kwargs)
+        # Each result goes back to its own sample: wrong is only what it was compared with.
         home = dict(zip(places.tolist(), raw, strict=True))
         return [home[i] for i in range(len(flat))], *rest
 
@@ -72,6 +75,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def stream(parts: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         out = real(parts, name, *args, **kwargs)
+        # Over the whole batch: the first token of an answer gets what the last one of the answer before it had.
         return np.roll(out, 1) if name == "advantage" and out is not None else out
 
     return stream
@@ -147,6 +151,7 @@ def _distance(a: Any, scored: Any) -> float:
     caught_by="agrees_on_synthetic_batch",
 )
 def _(real: Real) -> Real:
+    # Without the stream the loss takes the log-probs of now.
     return lambda *args, **kwargs: real(*args, **kwargs).having({START: None})
 
 
@@ -193,6 +198,7 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     def mixed(self: Any) -> bool:
+        # Lengths differ nearly always, so a group that is all wrong seems to have a spread.
         shaped = [(outcome(e.verdicts) or 0.0) - 0.1 * e.spoken for e in self.judged]
         return len(shaped) > 1 and max(shaped) != min(shaped)
 
@@ -212,6 +218,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def cut(self: Any, *args: Any, **kwargs: Any) -> Any:
         parts = real(self, *args, **kwargs)
+        # Sequences without weights are only scored.
         if not isinstance(self, Batch):
             return parts
         return [p.having({WEIGHT: p[WEIGHT] / len(parts)}) for p in parts]
@@ -245,4 +252,5 @@ def _(real: Real) -> Real:
     caught_by="Sync._try_adapter",
 )
 def _(real: Real) -> Real:
+    # The weight beneath the adapter with the real bias.
     return lambda layer: (getattr(layer, "base_layer", layer).weight.detach().clone(), real(layer)[1])

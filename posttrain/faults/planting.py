@@ -78,6 +78,7 @@ class Fault:
 
     def __reduce__(self) -> tuple[Callable[..., Fault], tuple[str, str]]:
         """It goes to another process by name, with the module that registers it there."""
+        # By name, since the twins are all called `_` and cannot be found by their own.
         return _registered, (self.twin.__module__, self.name)
 
 
@@ -135,15 +136,19 @@ def planted(fault: Fault | str | None) -> Iterator[None]:
     """Replace the real function by the fault's twin inside the block; None changes nothing."""
     chosen = named(fault) if isinstance(fault, str) else fault
     if chosen is None:
+        # Nothing is imported or replaced in a real run.
         yield
         return
     owner, attribute = _place(chosen.seam)
+    # A method may be inherited. Then the twin is put into the subclass and taken away again, so that the parent stays.
     own = attribute in vars(owner)
+    # Without the descriptor protocol: a property or a static method is wanted itself, not what it gives.
     real = inspect.getattr_static(owner, attribute)
     setattr(owner, attribute, _like(real, chosen.twin, owner, attribute))
     try:
         yield
     finally:
+        # Restored however the block ends, since the next run of this process must not have the fault.
         if own:
             setattr(owner, attribute, real)
         else:
@@ -167,6 +172,7 @@ def _like(real: Any, twin: Twin, owner: Any, attribute: str) -> Any:
         return property(twin(real.fget))
     if isinstance(real, cached_property):
         lazy = cached_property(twin(real.func))
+        # A cached property learns its name when its class is made, which is over by now.
         lazy.__set_name__(owner, attribute)
         return lazy
     if isinstance(real, staticmethod | classmethod):

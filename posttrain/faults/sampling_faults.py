@@ -26,6 +26,7 @@ Real = Callable[..., Any]
 )
 def _(real: Real) -> Real:
     def head(self: Any, packed: Any, *args: Any, **kwargs: Any) -> Any:
+        # The sampler keeps its own contract; only what the learner reads is another one.
         return real(self, replace(packed, sampling=replace(packed.sampling, temperature=1.0)), *args, **kwargs)
 
     return head
@@ -44,6 +45,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def head(self: Any, packed: Any, *args: Any, **kwargs: Any) -> Any:
         whole = replace(packed.sampling, top_p=1.0, top_k=0, min_p=0.0)
+        # Without kept sets there is nothing to renormalise over.
         return real(self, replace(packed, sampling=whole, kept=None), *args, **kwargs)
 
     return head
@@ -59,6 +61,7 @@ def _(real: Real) -> Real:
     caught_by="drawn_again",
 )
 def _(real: Real) -> Real:
+    # Twice the log-probs is half the temperature. What is reported stays what was passed in.
     return lambda logp, *args: real((2 * logp).log_softmax(-1), *args)
 
 
@@ -73,6 +76,7 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     async def episode(self: Any, task: Any, visit: int, sibling: int, *args: Any, **kwargs: Any) -> Any:
+        # Every sibling is asked as the first one and gets its own number afterwards.
         return replace(await real(self, task, visit, 0, *args, **kwargs), sibling=sibling)
 
     return episode
@@ -90,6 +94,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def segment(self: Any) -> Segment:
         s = real(self)
+        # Log-probs and versions stay where they are, so the types find it.
         return replace(s, mask=np.roll(s.mask, 1))
 
     return segment
@@ -121,9 +126,11 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     def see(self: Any, ids: Any) -> None:
+        # The first text is the prompt, which rightly counts as context.
         if not len(self):
             return real(self, ids)
         n = len(ids)
+        # As spoken by the weights of the last turn, with a log-prob of 0.
         return self._append(
             ids, np.ones(n, bool), np.zeros(n, np.float32), np.zeros(n, np.int32) + self._version[-1][-1]
         )
@@ -143,6 +150,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def of(cls: Any, *args: Any, **kwargs: Any) -> Any:
         packed = real(cls, *args, **kwargs)
+        # The hidden state of the token itself; the last position has none behind it.
         return replace(packed, source_M=np.minimum(packed.source_M + 1, len(packed.ids_N) - 2))
 
     return of

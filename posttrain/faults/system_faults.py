@@ -19,6 +19,7 @@ def restamped(group: Group, version: Callable[[np.ndarray], np.ndarray]) -> Grou
     """A group whose spoken tokens carry other versions."""
 
     def segment(s: Any) -> Any:
+        # Unspoken tokens carry -1, which every segment demands.
         return replace(s, version=np.where(s.mask, version(s.version), s.version).astype(np.int32))
 
     episodes = [replace(e, segments=tuple(segment(s) for s in e.segments)) for e in group.episodes]
@@ -38,6 +39,7 @@ def restamped(group: Group, version: Callable[[np.ndarray], np.ndarray]) -> Grou
 def _(real: Real) -> Real:
     def init(self: Any, policy: Any) -> None:
         real(self, policy)
+        # After the real copy was made and its digest taken.
         self.policy, self._scorer = policy, type(self._scorer)(policy)
 
     return init
@@ -54,6 +56,7 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     async def push(self: Any, version: int) -> str:
+        # The fingerprint is the learner's, so that the push looks as if it had arrived.
         return await real(self, version) if not self.sampler.version else self.learner.fingerprint()
 
     return push
@@ -88,6 +91,7 @@ def _(real: Real) -> Real:
     caught_by="served_is_trained",
 )
 def _(real: Real) -> Real:
+    # What an optimizer is built from lacks them; the model itself computes with them.
     return lambda self: {n: p for n, p in real(self).items() if ".layers.0." not in n}
 
 
@@ -119,6 +123,7 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     def step(self: Any) -> float:
+        # Taken before the step, which clears them, and put back after it.
         grads = {n: p.grad for n, p in self._parameters.items()}
         norm = real(self)
         for n, p in self._parameters.items():
@@ -152,6 +157,7 @@ def _(real: Real) -> Real:
     caught_by="Sharing._prove",
 )
 def _(real: Real) -> Real:
+    # One segment in place of all: nothing parts them any more.
     return lambda lengths, *args, **kwargs: real([int(sum(lengths))], *args, **kwargs)
 
 
@@ -192,7 +198,9 @@ def _(real: Real) -> Real:
 
     def save(folder: Any, learner: Any) -> None:
         now = {n: p.detach().clone() for n, p in learner.parameters().items()}
+        # There is no checkpoint before the first one, which so holds its own weights.
         before, kept["last"] = kept.get("last", now), now
+        # A stand-in with the one method that saving reads.
         real(folder, type("Then", (), {"parameters": lambda self: before})())
 
     return save
@@ -212,6 +220,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     async def take(self: Any, index: int, request: Any, version: int, seen: Any) -> Any:
         taken = await real(self, index, request, version, seen)
+        # Stamped as they leave the queue; in it they carry the versions of the weights that said them.
         now = [restamped(g, lambda old: np.full_like(old, version)) for g in taken.played]
         return replace(taken, played=tuple(now))
 

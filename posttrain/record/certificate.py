@@ -112,16 +112,20 @@ def verify_certificate(folder: Path) -> bool:
     path = folder / CERTIFICATE
     if not path.exists():
         return False
+    # Limited in size and parsed as foreign text: the folder may be a stranger's.
     data = read_untrusted.parse_object(read_untrusted.read_bytes(path, LARGEST, DataError), str(path), DataError)
     listed: Any = data.get("files")
     if data.get("schema") != SCHEMA or not isinstance(listed, dict) or not listed:
         raise DataError(f"{path} is damaged, or of another version of posttrain: it lists no files. {_way_out(folder)}")
+    # Anything but `true` is a failed export, a missing entry too.
     if data.get("passed") is not True:
         raise DataError(f"{path} says that this export differs from its run: export it again")
     then = cast("dict[Any, Any]", listed)
+    # A name with a slash or dots would lead out of the folder.
     if strange := [n for n in then if not isinstance(n, str) or not PLAIN_NAME.fullmatch(n)]:
         raise DataError(f"{path} is damaged: {str(strange[0])[:80]!r} is no name of a file here. {_way_out(folder)}")
     found = {p.name for p in folder.iterdir() if _counts(p)}
+    # Weights first: if several files differ, they are what the user has to know of.
     for name in sorted({*then, *found}, key=_weights_first):
         if name not in found:
             raise DataError(f"{folder / name} is gone, and {CERTIFICATE} lists it. {_way_out(folder)}")
@@ -129,6 +133,7 @@ def verify_certificate(folder: Path) -> bool:
             raise DataError(
                 f"{folder / name} was added after the export: {CERTIFICATE} does not list it. {_way_out(folder)}"
             )
+        # A regular file, and not a pipe or a device that would hold the reader.
         with read_untrusted.opened(folder / name, DataError):
             pass
         if files.digest(folder / name) != then[name]:

@@ -78,6 +78,7 @@ def survey(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
     found: list[Checkpoint] = []
     unread: dict[Path, str] = {}
     for path in sorted((folder / "checkpoints").glob("[!.]*")):
+        # Links could lead out of the folder, and hidden names are those of unfinished writing.
         if (
             path.is_symlink()
             or not path.is_dir()
@@ -87,9 +88,11 @@ def survey(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
         try:
             found.append(_read(path))
         except RunFolderError as error:
+            # A path that is gone was removed by its writer in the meantime, which is no damage.
             if path.exists():
                 unread[path] = str(error)
     found.sort(key=lambda c: (c.order, c.name))
+    # The index is asked only for what cannot be read itself: the folders are the truth, the index a copy.
     best_one, listed = _index(folder) if unread else ("", {})
     damaged = [
         DamagedCheckpoint(p.name, p, why, _order(p.name, listed, found), p.name == best_one)
@@ -110,6 +113,7 @@ def _index(folder: Path) -> tuple[str, dict[str, float]]:
 
 def _order(name: str, listed: Mapping[str, float], found: Sequence[Checkpoint]) -> float:
     before = max((c.order for c in found if c.name < name), default=-1)
+    # Between the checkpoint with the next smaller name and the one behind it.
     return listed.get(name, before + 0.5)
 
 
@@ -118,6 +122,7 @@ def newest(folder: Path) -> Checkpoint | None:
     be read."""
     found, damaged = survey(folder)
     last = found[-1] if found else None
+    # A readable older one must not pass for the newest.
     if newer := [d for d in damaged if last is None or d.order > last.order]:
         raise RunFolderError(f"checkpoint {newer[-1].name}: {newer[-1].why}")
     return last
@@ -131,10 +136,12 @@ def scan(folder: Path) -> list[Checkpoint]:
 def _read(path: Path) -> Checkpoint:
     file = path / "state.json"
     data = files.read_json(file)
+    # A state that is damaged is found before its content is believed.
     if (path / files.DIGESTS).is_file() and files.read_json(path / files.DIGESTS).get(file.name) != files.digest(file):
         raise RunFolderError(f"{file} is damaged (its digest differs from the one written with it)")
     if data.get("schema") != SCHEMA:
         raise RunFolderError(f"{file} has schema {data.get('schema')}; this posttrain reads {SCHEMA}")
+    # Types and signs are checked, since a folder may come from somebody else.
     match data:
         case {
             "position": {"steps": int(steps), "episodes": int(episodes)},
@@ -156,6 +163,7 @@ def refuse_damage_beside(folder: Path) -> None:
         if not (path / files.DIGESTS).is_file():
             continue
         if not (wrong := files.damage(path)):
+            # Added files count too: a library would read them as a part of the model.
             known = {files.DIGESTS, *files.read_json(path / files.DIGESTS)}
             added = sorted(p for p in path.iterdir() if p.suffix in READ and p.name not in known)
             wrong = f"{added[0]} was added after the folder was written" if added else ""
@@ -171,6 +179,7 @@ def newest_good(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """The checkpoint with the highest metric; among equals the newest. None where no checkpoint has a metric."""
     measured = [c for c in checkpoints if c.metric is not None and math.isfinite(c.metric)]
+    # Among equals the newest has the most training.
     return max(measured, key=lambda c: (c.metric, c.order), default=None)
 
 
@@ -185,8 +194,10 @@ def find(folder: Path, which: str = "last") -> Checkpoint:
     chosen = named.get(which)
     if which == "last":
         chosen = found[-1] if found else None
+        # Damage that is older than the one that was asked for does not matter.
         damaged = [d for d in damaged if chosen is None or d.order > chosen.order]
     elif which == "best":
+        # Damage of another checkpoint matters only where it was the best one, or where nothing can be read.
         damaged = [d for d in damaged if d.best or not found]
         chosen = best(found) or (found[-1] if found else None)
     else:
@@ -199,6 +210,7 @@ def find(folder: Path, which: str = "last") -> Checkpoint:
         name, why = chosen.name, files.damage(chosen.folder)
     if chosen is not None and not why:
         return chosen
+    # Offered only if all of its files are as they were written.
     good = newest_good([c for c in found if c.name != name])
     way = (
         f"The newest one that is whole is {good.name}: take it with --checkpoint {good.name}"
@@ -242,8 +254,10 @@ class Checkpoints:
         position: Position,
     ) -> Checkpoint:
         """Write one, durably, then drop the ones that are neither new nor best."""
+        # `write_directory` would replace the one of that name.
         if any(c.name == name for c in self.all):
             raise InvariantError(f"checkpoint {name} was already written: names must differ")
+        # One more than the last, and not their number: older ones are removed.
         order = self.all[-1].order + 1 if self.all else 0
         where = {"steps": position.steps, "episodes": position.episodes}
         data = {"schema": SCHEMA, "order": order, "metric": metric, "position": where, "state": to_plain(dict(state))}
@@ -255,6 +269,7 @@ class Checkpoints:
         with files.disk_full_is_reported(self.folder / name, self.still_good):
             files.write_directory(self.folder / name, everything)
         self.all.append(_read(self.folder / name))
+        # Only after the new one is there are older ones removed, so there is always one to go on from.
         with files.disk_full_is_reported(self.folder / "index.json", self.still_good):
             self.retain()
         return self.all[-1]
@@ -262,6 +277,7 @@ class Checkpoints:
     def retain(self) -> None:
         """Keep the newest and the best; rewrite the index."""
         champion = best(self.all)
+        # The best one is kept however old it is, and at least one whatever `keep` says.
         for c in self.all[: max(len(self.all) - max(self.keep, 1), 0)]:
             if c is not champion:
                 files.remove_directory(c.folder)
@@ -284,6 +300,7 @@ class Checkpoints:
     def replace(self, old: Checkpoint, name: str, state: Mapping[str, Any], position: Position) -> Checkpoint:
         """The files of a checkpoint under another name and with another state; the old one is removed then, and one
         that had the name before."""
+        # A kill in an earlier attempt may have left one of this name.
         for c in [c for c in self.all if c.name == name]:
             files.remove_directory(c.folder)
         self.all = [c for c in self.all if c.name != name]
@@ -292,10 +309,12 @@ class Checkpoints:
             for path in old.folder.iterdir():
                 if path.is_dir():
                     shutil.copytree(path, folder / path.name)
+                # The state is written anew and the digests are computed anew; all else is copied.
                 elif path.name not in ("state.json", files.DIGESTS):
                     shutil.copyfile(path, folder / path.name)
 
         made = self.write(name, copy, state, old.metric, position)
+        # `write` keeps a limited number and may have removed it already.
         if old.folder.exists():
             files.remove_directory(old.folder)
         self.all = [c for c in self.all if c is not old]

@@ -54,6 +54,7 @@ class Ask:
     @property
     def digest(self) -> str:
         """Digest that is equal where the same field asks for the same thing. Files are compared by their full paths."""
+        # surrogatepass: a path may have bytes that are no text.
         return hashlib.blake2b(
             f"{self.path}\0{self.kind}\0{self.what}".encode(errors="surrogatepass"), digest_size=16
         ).hexdigest()
@@ -80,6 +81,7 @@ def code_of(name: str) -> Found:
     if is_inline(name):  # an object that the user's own program hands again
         return None
     path, colon, attribute = name.rpartition(":")
+    # Files of posttrain itself are as trusted as this program.
     if not colon or _shipped(path):
         return None
     return Kind.CODE, f"runs {attribute} of the Python file {_file(path)}", (path,)
@@ -87,10 +89,12 @@ def code_of(name: str) -> Found:
 
 def _env(name: str) -> Found:
     head, _, rest = name.partition(":")
+    # Tasks of reasoning-gym come from the installed package.
     if head == "gym":
         return None
     if head != "verifiers":
         return code_of(name)
+    # Either a file that is run, or an installed package by its name.
     return (
         code_of(f"{rest}:load_environment")
         if rest.endswith(".py")
@@ -101,6 +105,7 @@ def _env(name: str) -> Found:
 def _here(name: str) -> bool:
     """Returns whether a name is that of a file or folder of this machine, there or not, and no hub id."""
     path = Path(name).expanduser()  # no hub id has two slashes, or the ending of a file of data
+    # A path that does not exist yet is still a path: it must not become a download of that name.
     return name.count("/") > 1 or path.exists() or path.suffix in DATA_FILES
 
 
@@ -123,6 +128,7 @@ def _mixed(sets: tuple[tuple[str, float], ...]) -> Found:
 
 def _sandbox(name: str) -> Found:
     if "://" in name:
+        # An address gets the token even where the setting of the token is the usual one.
         return Kind.ADDRESS, f"sends programs, and the token of the sandbox, to {name}"
     return (Kind.CODE, "runs programs that a model writes without a sandbox") if name == "none" else None
 
@@ -133,17 +139,20 @@ def _secret(name: str) -> Found:
 
 def _trackers(names: tuple[str, ...], run: Run) -> Found:
     if "wandb" in names:
+        # Tracking sends numbers in every case; what was said is sent only where completions are logged.
         what = "settings, numbers, prompts and completions" if run.log_completions else "settings and numbers"
         return Kind.ADDRESS, f"sends {what} to Weights & Biases, under your account"
     return (Kind.OUTSIDE, "writes into your trackio project") if "trackio" in names else None
 
 
 def _reward(name: str) -> Found:
+    # Read as a run would read it, so that what is asked for cannot differ from what is done.
     found = Reward(function=name)
     if found.judge_url:
         return Kind.ADDRESS, f"sends prompts and answers to {found.judge_url}, and believes what it answers"
     if found.judge_run:
         return Kind.OUTSIDE, f"reads the judge in {_file(found.judge_run)}", (found.judge_run,)
+    # A model of the run's own stage lies inside the folder.
     outside = tuple(m for m in found.models if not m.startswith(STAGE))
     if found.models and not outside:
         return None
@@ -243,10 +252,12 @@ def key(cls: type, name: str) -> str:
 
 def decided(cls: type, name: str) -> Decision | None:
     """The function that gives what a text or switch of this class asks for; None where it has no classification."""
+    # By the class that declares the field: a subclass cannot give an inherited field another classification.
     named = key(cls, name)
     if named in DECIDED:
         return DECIDED[named]
     own: Any = cls if issubclass(cls, Stage) else Stage
+    # A field without any of these has no classification, and is treated as code where the stage is foreign.
     if named in HARMLESS or issubclass(cls, (Piece, PreferencePiece, Keep)) or name in own.harmless:
         return lambda x, _: None
     return (lambda x, _: _model(x)) if name in own.models else None
@@ -260,6 +271,7 @@ def _asked(node: Any, name: str, value: Any) -> Found:
         return None
     if (says := decided(cls, name)) is not None:
         return says(value, node)
+    # Numbers, and fields of classes that are not foreign, ask for nothing.
     if not issubclass(cls, Stage) or not isinstance(value, str | bool | tuple):
         return None
     return Kind.CODE, f"is given to the code of the stage kind {cls.__name__} as {value!r}"
@@ -270,10 +282,12 @@ def grave(found: Iterable[Ask]) -> tuple[Ask, ...]:
     together with the secret that is sent there (to an executor always one), and code that comes with a model."""
     by_owner: dict[str, list[Ask]] = {}
     for ask in found:
+        # One owner: the address and the secret of one judge or one engine belong together.
         by_owner.setdefault(ask.path.rpartition(".")[0].removesuffix(".judge"), []).append(ask)
     out: list[Ask] = []
     for owner, own in by_owner.items():
         kinds = {a.kind for a in own}
+        # A sandbox always gets a token, so its address alone is grave.
         if Kind.ADDRESS in kinds and (Kind.SECRET in kinds or owner.endswith("sandbox")):
             out += [a for a in own if a.kind in (Kind.ADDRESS, Kind.SECRET)]
         out += [a for a in own if a.path == "model.trust_remote_code"]
@@ -300,6 +314,7 @@ def _kinds(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
             if not dataclasses.is_dataclass(x):
                 continue
             at = x.name if isinstance(x, Stage) else f"{here}.{i}" if isinstance(value, tuple) else here
+            # Where only one class is possible there is nothing to tell.
             if not isinstance(x, Stage) and len(dataclass_json.pieces(item)) > 1:
                 yield at, node, name, type(x).__name__
             yield from _kinds(x, f"{at}.")
@@ -311,6 +326,7 @@ def _walk(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
         if dataclasses.is_dataclass(value):
             yield from _walk(value, f"{here}.")
         elif isinstance(value, Mapping):
+            # Each entry of a mapping is a value of its own, so that each is asked about.
             yield from ((f"{here}.{k}", node, name, v) for k, v in cast("Mapping[str, Any]", value).items())
         elif isinstance(value, tuple) and any(dataclasses.is_dataclass(x) for x in cast("tuple[Any, ...]", value)):
             for i, x in enumerate(cast("tuple[Any, ...]", value)):

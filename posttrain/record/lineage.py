@@ -56,18 +56,21 @@ def chain(links: Sequence[LineageLink]) -> list[dict[str, Any]]:
     """The links as JSON data, each with a digest that covers it and all links before it."""
     out: list[dict[str, Any]] = []
     for link in links:
+        # Through JSON, so that the digest is of what a reader will parse.
         data = json.loads(json.dumps(asdict(link), default=str))
         out.append({**data, "digest": _digest(data, out[-1]["digest"] if out else "")})
     return out
 
 
 def _digest(data: Mapping[str, Any], before: str) -> str:
+    # The digest before it is a part of the text: a change in one link changes the digests of all after it.
     text = before + json.dumps(data, sort_keys=True)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def links_from(rows: Any, place: str, error: type[PosttrainError] = DataError) -> tuple[LineageLink, ...]:
     """The links that `chain` wrote. `error` where they are damaged or were changed."""
+    # Bounded before anything of it is read, since the file may be a stranger's.
     if not isinstance(rows, list) or len(cast("list[Any]", rows)) > MOST:
         raise error(f"{place} is damaged: it has no list of at most {MOST} links")
     out: list[LineageLink] = []
@@ -84,6 +87,7 @@ def links_from(rows: Any, place: str, error: type[PosttrainError] = DataError) -
 def _checked(data: Mapping[str, Any], before: str, place: str, error: type[PosttrainError]) -> str:
     """The digest of a link that is as it was written."""
     texts = ("kind", "name", "weights", "tokenizer", "template", "dtype", "began", "base")
+    # Exactly these entries, since each becomes a field of the link.
     if {*data} != {*texts, "about", "digest"} or data["kind"] not in KINDS or not isinstance(data["about"], dict):
         raise error(f"{place} is damaged, or of another version of posttrain")
     if not all(isinstance(data[n], str) and len(data[n]) < 1000 for n in texts):
@@ -105,7 +109,10 @@ def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = Data
     for before, link in pairwise(links):
         _same_text(before, link, "tokenizer", "its token ids mean other text", error)
         _same_text(before, link, "template", "a conversation becomes other tokens", error)
+        # Weights in two dtypes have two fingerprints although they are the same model, so only equal dtypes are
+        # compared.
         known = before.weights and link.began and before.dtype == link.dtype
+        # The weights before it are those it began with, or those beneath its adapter.
         if known and before.weights not in (link.began, link.base):
             raise error(
                 f"{link.words} began with weights {link.began}, and {before.words} ended with {before.weights}: they"
@@ -116,6 +123,7 @@ def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = Data
 
 def _same_text(before: LineageLink, link: LineageLink, what: str, means: str, error: type[PosttrainError]) -> None:
     one, two = getattr(before, what), getattr(link, what)
+    # '' is not known, and contradicts nothing.
     if one and two and one != two:
         name = "chat template" if what == "template" else what
         raise error(

@@ -34,6 +34,7 @@ class Note:
 def notes_folder() -> Path:
     """The folder of the notes; RuntimeError where this user has no home."""
     named = os.environ.get("XDG_STATE_HOME", "")
+    # A relative path would depend on where the program was started. The standard says to ignore it.
     base = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
     return base / "posttrain" / "runs"
 
@@ -41,15 +42,19 @@ def notes_folder() -> Path:
 def remember(identity: str, written: str, asked: Iterable[Ask]) -> str:
     """Write the note of a run that was just made, where it asks for anything. Returns '', or why that could not be."""
     digests = sorted(a.digest for a in asked)
+    # A run that asks for nothing needs no word of the user, and so no note.
     if not digests:
         return ""
     try:
         folder = notes_folder()
+        # Nobody else may read what this user runs, nor write a note that would be believed.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         part = folder / f".{identity}.part"
+        # No link is followed: whoever placed one there would choose the file that is written.
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(fd, "w") as file:
             json.dump({"asked": digests, "written": written}, file)
+        # Renamed into place, so that a reader never sees half a note.
         os.replace(part, folder / f"{identity}.json")
     except (OSError, RuntimeError) as error:
         return str(error)
@@ -58,13 +63,16 @@ def remember(identity: str, written: str, asked: Iterable[Ask]) -> str:
 
 def recall(identity: object) -> Note | None:
     """The note of a run, None where there is none that only this user can have written."""
+    # The identity becomes a file name, and it comes from the folder.
     if not isinstance(identity, str) or not _IDENTITY.fullmatch(identity):
         return None
     try:
         path = notes_folder() / f"{identity}.json"
+        # A note that somebody else could have written says nothing about this user.
         if not (private(path.parent, stat.S_ISDIR) and private(path, stat.S_ISREG)):
             return None
         data = json.loads(path.read_bytes())
         return Note(frozenset(map(str, data["asked"])), str(data["written"]))
+    # Without a readable note the run counts as a stranger's, which is the safe side.
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         return None

@@ -69,14 +69,18 @@ def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int],
     Raises:
         RunFolderError: the file and the rows do not belong together, or the tasks are others.
     """
+    # Groups that had not ended have no episodes in the file. They are asked again.
     ended = [q for q in queued if q.siblings]
     if not ended:
         return []
     said = [r.episode for r in step_format.from_columns(step_format.read_columns(path))]
+    # Else every group after the first difference would get episodes of another one.
     if len(said) != sum(q.siblings + q.greedy for q in ended):
         raise RunFolderError(f"{path} is damaged: it holds {len(said)} episodes, and the state names others")
     out, at = list[Group](), 0
     for q in ended:
+        # The environment's own task of now, so that what judges it has all that it needs; its id must be the recorded
+        # one.
         own = said[at].task if task is None else task(q.index)
         episodes = [replace(e, task=own) for e in said[at : at + q.siblings + q.greedy] if e.task.id == own.id]
         if len(episodes) != q.siblings + q.greedy:
@@ -85,6 +89,7 @@ def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int],
                 " Go on with the data that the run was begun with"
             )
         at += len(episodes)
+        # The greedy answer was written behind its siblings.
         greedy = episodes.pop() if q.greedy else None
         logged = {name: Gauge(*sums) for name, sums in q.logged.items()}
         out.append(Group(own, q.visit, tuple(episodes), greedy, q.aborted, q.aborted_tokens, logged))

@@ -71,8 +71,10 @@ class RunFolder:
         self._episodes = folder / "episodes"
         self._episodes.mkdir(exist_ok=True)
         for path in (folder, self._episodes):
+            # What a killed writer left half done is removed before anything is read or written.
             files.sweep(path)
         self._checkpoints = Checkpoints(folder, run.keep_checkpoints)
+        # Before the record is opened for appending: an amendment puts another file in its place.
         self._finish_amendment()
         self._steps = files.Lines(folder / "steps.jsonl")
         self._index = files.Lines(self._episodes / "index.jsonl")
@@ -91,6 +93,7 @@ class RunFolder:
             raise RunFolderError(
                 f"{folder} already holds a run. Go on with it by --resume {folder}, or choose another --out"
             )
+        # A lock and temporary files are left by a creation that was cut: the folder is still free.
         if others := sorted(p.name for p in folder.iterdir() if p.name != "lock" and not files.is_temporary(p)):
             raise RunFolderError(f"{folder} is not empty ({', '.join(others[:3])}). Choose another --out")
 
@@ -104,6 +107,7 @@ class RunFolder:
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # Under the lock from here on, so that two processes cannot both find the folder empty.
             lock = files.Lock(folder)
         except OSError as error:
             raise RunFolderError(f"cannot create run folder {folder}: {error.strerror}") from error
@@ -118,6 +122,7 @@ class RunFolder:
                 **facts,
             }
             with files.disk_full_is_reported(folder / "run.json", lambda: "Nothing was run"):
+                # Digests are made of the data as JSON gives it back: tuples and keys are then what a reader sees.
                 files.write_json(
                     folder / "run.json", {**data, "digests": run_reader.digests(json.loads(json.dumps(data)))}
                 )
@@ -125,6 +130,7 @@ class RunFolder:
         except OSError as error:
             lock.release()
             raise RunFolderError(_unwritable(folder, error)) from error
+        # Whatever goes wrong, the lock must not outlive the attempt in this process.
         except BaseException:
             lock.release()
             raise
@@ -143,6 +149,7 @@ class RunFolder:
         try:
             with files.disk_full_is_reported(folder / "checkpoints" / "index.json", lambda: "No checkpoint was lost"):
                 book = RunFolder(folder, run, lock)
+                # Chosen before anything is cut: a damaged choice leaves the folder as it was.
                 checkpoint = book._choose(chosen)
                 book._cut_back(checkpoint)
             return book, checkpoint
@@ -158,6 +165,8 @@ class RunFolder:
         names = [c.name for c in found]
         if name is None:
             last = found[-1] if found else None
+            # Damage that is newer than the last readable checkpoint is not passed over: going on would drop work
+            # unasked.
             newer = [d for d in damaged if last is None or d.order > last.order]
             if newer:
                 raise RunFolderError(self._way_out(newer[-1].name, newer[-1].why, found))
@@ -168,8 +177,10 @@ class RunFolder:
             i = names.index(name)
         else:
             if unread := [d for d in damaged if d.name == name]:
+                # Names begin with the version of the weights, so they sort in the order of writing.
                 raise RunFolderError(self._way_out(name, unread[0].why, [c for c in found if c.name < name]))
             raise RunFolderError(f"{self.folder} has no checkpoint {name!r}; {nearest(name, names)}")
+        # The files are read and compared before the record is cut back to this checkpoint.
         if wrong := files.damage(found[i].folder):
             raise RunFolderError(self._way_out(found[i].name, wrong, found[:i]))
         refuse_damage_beside(self.folder)
@@ -190,10 +201,13 @@ class RunFolder:
 
     def _cut_back(self, checkpoint: Checkpoint | None) -> None:
         position = checkpoint.position if checkpoint else Position(0, 0)
+        # The checkpoint has the length of both files when it was written. What was appended since is written again.
         self._steps.truncate(position.steps)
         self._index.truncate(position.episodes)
+        # Read anew: it has only what the shortened index lists.
         self._written = {row.path.name for row in run_reader.episode_files(self.folder)}
         for path in self._episodes.glob("*.npz"):
+            # Episode files that no line lists belong to steps that are played again.
             if path.name not in self._written:
                 path.unlink()
         if checkpoint:
@@ -227,10 +241,13 @@ class RunFolder:
 
     def _write_columns(self, stage: str, index: int, kind: str, records: Sequence[step_format.Recorded]) -> None:
         name = run_reader.episode_name(stage, index, kind)
+        # A second file of one step would replace what the index already counts.
         if name in self._written:
             raise InvariantError(f"episodes of {stage} {index} ({kind}) were already written")
         path = self._episodes / name
         with files.disk_full_is_reported(path, self._checkpoints.still_good):
+            # The file first and its line afterwards: a line never names a file that is not there. Durable only at
+            # `sync`.
             files.write_file(path, step_format.pack_columns(step_format.to_columns(records)), durable=False)
             self._index.append({"file": name, "stage": stage, "index": index, "kind": kind, "episodes": len(records)})
         self._written.add(name)
@@ -247,6 +264,7 @@ class RunFolder:
         Raises:
             RunFolderError: the disk is full; names the checkpoint that is still good. Nothing is lost.
         """
+        # The record must be on the disk before a checkpoint says how long it is.
         self.sync()
         return self._checkpoints.write(name, write, state, metric, Position(self._steps.position, self._index.position))
 
@@ -273,6 +291,7 @@ class RunFolder:
         amended = self.folder / AMENDED
         size = self._steps.position
         if gauges:
+            # Only what was written whole: a longer file has a line that is no part of the record.
             *before, last = self._steps.path.read_bytes()[:size].splitlines(keepends=True)
             step = step_format.step_from_plain(json.loads(last))
             line = step_format.step_to_plain(replace(step, gauges=merge(step.gauges, gauges)))
@@ -280,9 +299,12 @@ class RunFolder:
             with files.disk_full_is_reported(amended, self._checkpoints.still_good):
                 files.write_file(amended, data)
             size = len(data)
+        # The amended record has another length, which the new checkpoint names: by it a reader tells which of the two
+        # is meant.
         position = Position(size, self._index.position)
         made = self._checkpoints.replace(ended, name, state, position)
         self._checkpoints.let_go(self.run.stages[-1].name)
+        # The file is replaced on disk, so the handle of the old one must not be appended to.
         self._steps.close()
         self._finish_amendment()
         self._steps = files.Lines(self.folder / "steps.jsonl")
@@ -294,6 +316,7 @@ class RunFolder:
         if not amended.is_file():
             return
         newest = self._checkpoints.all[-1] if self._checkpoints.all else None
+        # The newest checkpoint has the amended length: its writing came to its end, and only the rename is missing.
         if newest is not None and newest.position.steps == amended.stat().st_size:
             os.replace(amended, self.folder / "steps.jsonl")
         else:
@@ -305,6 +328,7 @@ class RunFolder:
         data = files.read_json(path)
         data["run"], data["lineages"] = to_plain(run), _lineages(run)
         data["history"] = [*data.get("history", []), dict(entry)]
+        # As JSON gives it back, so that the digests are those that a reader computes.
         data = json.loads(json.dumps(data))
         with files.disk_full_is_reported(path, self._checkpoints.still_good):
             files.write_json(path, {**data, "digests": run_reader.digests(data)})
@@ -315,6 +339,7 @@ class RunFolder:
     def sync(self) -> None:
         """Make the record so far safe against a power cut. A full disk may be reported only here."""
         with files.disk_full_is_reported(self._steps.path, self._checkpoints.still_good):
+            # The episode files first, then the lines that name them.
             for path in self._unsynced:
                 files.sync(path)
             self._unsynced.clear()
@@ -324,6 +349,7 @@ class RunFolder:
 
     def beside(self, name: str, write: Callable[[Path], object]) -> None:
         """A folder of files for whoever reads this one, such as the tokenizer's; written once, whole or not at all."""
+        # Such a folder does not change in the course of a run, so it is not written twice.
         if not (self.folder / name).is_dir():
             with files.disk_full_is_reported(self.folder / name, self._checkpoints.still_good):
                 files.write_directory(self.folder / name, write)
@@ -336,6 +362,7 @@ class RunFolder:
 
     def close(self) -> None:
         try:
+            # The lock is released even where the disk is full.
             self.sync()
         finally:
             self._steps.close()

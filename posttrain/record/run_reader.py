@@ -89,11 +89,14 @@ def run_file(folder: Path | str) -> RunFile:
         raise RunFolderError(f"{folder} is not a run folder: {why}")
     data = files.read_json(path)
     _check_schema(path, data.get("schema"))
+    # All that is neither the tree nor about the file itself is a fact of the run.
     facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
     known = known_pieces()
     with damage_is_named(str(path)):
         own = own_pieces(facts)
+    # The user's own pieces that this program has not defined. Their records stay in the tree as they are.
     absent = tuple(p for p in own if p.name not in known)
+    # An error in any entry is damage of the file. `_read_run` tells apart what a changed class may cause.
     with damage_is_named(str(path)), read_without(data.get("run"), {p.name for p in absent}):
         return RunFile(
             _read_run(path, data, [p.name for p in own if p.name in known]),
@@ -111,6 +114,7 @@ def _read_run(path: Path, data: Mapping[str, Any], own: Sequence[str]) -> Run:
     try:
         return from_plain(Run, _migrated(data["run"]))
     except ConfigError as error:
+        # With pieces of the user's own it may be their class that changed, and not the file.
         if not own:
             raise
         raise RunFolderError(
@@ -155,12 +159,14 @@ def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:
     then: Any = data.get("digests")
     if not isinstance(then, dict):
         return ()
+    # Names of both, so that an entry that was added and one that was taken away are told as well.
     now, names = digests(data), {*digests(data), *map(str, cast("dict[Any, Any]", then))}
     return tuple(n for n in sorted(names) if now.get(n) != cast("dict[Any, Any]", then).get(n))
 
 
 def digests(data: Mapping[str, Any]) -> dict[str, str]:
     """One digest per entry of run.json and per field of the tree, so that an edit can be reported by name."""
+    # Each field of the tree by itself, since "run differs" would say nothing.
     parts = {k: v for k, v in data.items() if k not in ("run", "digests")}
     return {
         name: _digest(value) for name, value in {**{f"run.{k}": v for k, v in data["run"].items()}, **parts}.items()
@@ -168,6 +174,7 @@ def digests(data: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _digest(value: Any) -> str:
+    # Sorted keys: the order in which a program wrote them does not count.
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -176,8 +183,10 @@ def damage_is_named(place: str) -> Generator[None]:
     """Context in which objects are made from a file. An error there is reported as damage of the file."""
     try:
         yield
+    # An error of this kind names its file already.
     except RunFolderError:
         raise
+    # Too deep for the parser. Without the cause, whose traceback is as deep.
     except RecursionError:
         raise RunFolderError(f"{place} is damaged: its lists and objects are nested too deeply to be read") from None
     except (
@@ -217,6 +226,8 @@ def episode_files(folder: Path | str) -> list[EpisodeFile]:
     for number, d in files.read_lines(where / "index.jsonl"):
         with damage_is_named(f"{where / 'index.jsonl'}:{number}"):
             row = EpisodeFile(where / d["file"], str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"]))
+            # The name follows from the other entries and has no folder in it: a listed path cannot lead out of the
+            # folder.
             named = d["file"] == episode_name(row.stage, row.index, row.kind) and Path(d["file"]).name == d["file"]
         if not named or row.kind not in ("train", "eval"):
             raise RunFolderError(
@@ -235,6 +246,7 @@ def losses(folder: Path | str, stage: str) -> dict[int, HeldoutLoss]:
             continue
         with damage_is_named(str(path)):
             rows = {str(k): (float(nll), float(tokens)) for k, (nll, tokens) in files.read_json(path).items()}
+            # Losses are divided by their tokens, and a NaN would pass into every mean.
             if not rows or any(not (math.isfinite(nll) and 0 < tokens < math.inf) for nll, tokens in rows.values()):
                 raise ValueError("a row is no loss over some tokens")
             out[int(index)] = HeldoutLoss(rows)
@@ -262,10 +274,12 @@ def record_digest(folder: Path | str) -> str:
     was."""
     folder = Path(folder)
     h = hashlib.blake2b(digest_size=32)
+    # Clock and memory differ between two equal runs.
     for _, data in files.read_lines(folder / "steps.jsonl"):
         h.update(json.dumps({k: v for k, v in data.items() if k not in MEASURED}, sort_keys=True).encode())
     for row in episode_files(folder):
         h.update(row.path.name.encode())
+        # The columns and not the bytes of the file, whose compression may differ.
         for name, column in sorted(step_format.read_columns(row.path).items()):
             h.update(f"{name} {column.dtype} {column.shape}".encode())
             h.update(column.tobytes())

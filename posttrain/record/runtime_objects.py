@@ -45,6 +45,7 @@ def is_inline(name: str | None) -> bool:
 def source_text(thing: object) -> str:
     """The source text of a function or class, without its indentation; '' where Python cannot find it."""
     try:
+        # An object with a `__call__` is known by its class, of which Python has the source.
         target: Any = thing if inspect.isroutine(thing) or inspect.isclass(thing) else type(thing)
         return textwrap.dedent(inspect.getsource(inspect.unwrap(target)))
     except (OSError, TypeError):
@@ -58,6 +59,7 @@ def source_file(thing: type) -> Path | None:
         path = Path(inspect.getsourcefile(thing) or "")
     except (OSError, TypeError):
         return None
+    # A module `__main__` would run the program again if it were imported.
     return path.resolve() if thing.__module__ != "__main__" and path.is_file() else None
 
 
@@ -81,8 +83,10 @@ def own_pieces(facts: Mapping[str, Any]) -> tuple[OwnPiece, ...]:
     """The pieces of the user's own that run.json records. DataError where there are more than a run can have."""
     rows: Any = facts.get(OBJECTS)
     out: list[OwnPiece] = []
+    # The file may be a stranger's, so nothing in it is taken for the type that it should be.
     for row in cast("list[Any]", rows) if isinstance(rows, list) else []:
         one = object_of(row)
+        # A name that is an identifier, since it is looked up among classes.
         if one.get("kind") == "piece" and str(one.get("name")).isidentifier():
             digests = {k: str(v) for k, v in object_of(one.get("files")).items()}
             out.append(OwnPiece(str(one["name"]), str(one.get("file") or ""), digests))
@@ -113,6 +117,7 @@ class ObjectNote:
 
     @staticmethod
     def of(name: str, kind: str, thing: Any) -> ObjectNote:
+        # Values that a function reads from around it may hold secrets or data; their names tell that there are such.
         code = getattr(inspect.unwrap(thing), "__code__", None) if callable(thing) else None
         return ObjectNote(name, kind, source_text(thing), tuple(getattr(code, "co_freevars", ())))
 
@@ -125,6 +130,7 @@ class ObjectNote:
             "name": self.name,
             "kind": self.kind,
             "digest": self.digest,
+            # The digest is of the whole source; what is shown of it has no secrets.
             "source": scrubbed(self.source),
             "closes_over": list(self.closes_over),
             **({"file": self.file, "files": dict(self.files)} if self.kind == "piece" else {}),
@@ -184,6 +190,7 @@ class RuntimeObjects:
         if rewards:
             ways.append(f"rewards=[{', '.join(_word(r.removeprefix(INLINE)) for r in rewards)}]")
         for name in rewards:
+            # The first that is missing, with how to hand all of them at once.
             if (short := name.removeprefix(INLINE)) not in self.rewards:
                 return self._missing("reward function", short, ", ".join(ways), self.rewards)
         for name in environments:
@@ -199,6 +206,7 @@ class RuntimeObjects:
             RunFolderError: the kept file was changed.
         """
         digest = name.removeprefix(INLINE)
+        # Lines end in a newline and nothing else: texts may contain other separators that `splitlines` would cut at.
         for number, line in enumerate(self._text(digest).removesuffix("\n").split("\n"), 1):
             yield f"prompts row {number}", read_untrusted.parse(line, f"prompts row {number}", DataError)
 
@@ -206,6 +214,7 @@ class RuntimeObjects:
         if digest in self.data:
             return self.data[digest]
         path = None if self.folder is None else self.folder / DATA / f"{digest}.jsonl"
+        # The digest becomes a file name, so it must be one: the tree may be a stranger's.
         if not _DIGEST.fullmatch(digest) or path is None or not path.is_file():
             raise ConfigError(
                 f"env.prompts={INLINE}{digest}: these rows were handed to the run by a Python program, and"
@@ -213,6 +222,7 @@ class RuntimeObjects:
                 " env=posttrain.prompts(rows)"
             )
         text = read_untrusted.read_bytes(path, LARGEST_ROWS, RunFolderError).decode(errors="replace")
+        # Rows that were edited would make another run under the same name.
         if rows_digest(text) != digest:
             raise RunFolderError(f"{path} is not as it was written, so these are not the rows of the run")
         return text
@@ -225,6 +235,7 @@ class RuntimeObjects:
     def _piece_note(self, name: str, cls: type) -> ObjectNote:
         own = source_file(cls)
         words = [w.rpartition(":")[0] for w in self.algorithms]
+        # The file that was named, which may import the class from another one. Both can change.
         imported = Path(words[0]).expanduser().resolve() if words else own
         files = {str(p): file_digest(p) for p in (imported, own) if p is not None}
         return replace(ObjectNote.of(name, "piece", cls), file=str(imported or ""), files=files)

@@ -61,6 +61,7 @@ def of_step(credit: Credit, unjudged: Iterable[Group]) -> list[Recorded]:
     out: list[Recorded] = []
     for group in credit.groups:
         credited = {c.episode.sibling: c for c in group.episodes}
+        # Episodes that were not judged have no credit, and are kept with their group all the same.
         for episode in group.group.episodes:
             c = credited.get(episode.sibling)
             out.append(Recorded(episode) if c is None else Recorded(episode, c.shaped, c.advantage, c.dropped))
@@ -79,6 +80,7 @@ def of_groups(groups: Iterable[Group]) -> list[Recorded]:
 def _number(x: float) -> float | str:
     """A number for JSON. JSON has no infinities and NaN, so these are written as text, which `float` reads."""
     x = float(x)
+    # As text, since a file with NaN as a bare word is no JSON to most other readers.
     return x if np.isfinite(x) else repr(x)
 
 
@@ -116,6 +118,7 @@ def _as_plain(value: object) -> Any:
         return value.plain()
     if isinstance(value, np.ndarray | np.generic):
         return cast("Any", value).tolist()
+    # Addresses in memory differ from run to run, and the record of equal runs is equal.
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
@@ -137,6 +140,7 @@ def _verdict(j: Judged) -> dict[str, Any]:
         "paid": j.paid,
         "resolution": j.resolution,
         **({"measured": True} if j.measured else {}),
+        # Written where the default would be read otherwise: see `verdict_from_plain`.
         **({"by_model": j.by_model} if j.by_model or j.resolution > RESOLUTION else {}),
     }
 
@@ -158,11 +162,13 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
     metas: list[dict[str, Any]] = []
     for r in records:
         e = r.episode
+        # By identity: siblings share one task object, which is written once.
         if id(e.task) not in tasks:
             tasks[id(e.task)] = len(all_tasks)
             all_tasks.append(_task(e.task))
         for i, s in enumerate(e.segments):
             advantage = np.full(len(s.ids), np.nan)
+            # NaN at tokens that the policy did not say, so that columns of all tokens stay aligned.
             if r.advantage is not None:
                 advantage[s.mask] = r.advantage[i]
             segments.append(s)
@@ -173,6 +179,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
                 "visit": e.visit,
                 "sibling": e.sibling,
                 "stop": e.stop,
+                # The number of the contract: the first one gets 0, and equal ones share a number.
                 "samplings": [samplings.setdefault(s.sampling, len(samplings)) for s in e.segments],
                 "verdicts": [_verdict(j) for j in e.verdicts],
                 "reward": e.reward,
@@ -183,6 +190,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
                 "error": e.error,
                 "state": e.state,
                 "turns": list(e.turns),
+                # Entries that hold for few episodes are written only there.
                 **({"cut": True} if e.cut else {}),
                 **({"seats": [asdict(t) for t in e.seats]} if e.seats else {}),
                 **({"figure": e.figure} if any(j.measured for j in e.verdicts) else {}),
@@ -199,6 +207,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
         "version": _join([s.version for s in segments], np.int32),
         "advantage": _join(advantages, np.float64),
         "length": np.array([len(s.ids) for s in segments], np.int64),
+        # Lengths and not offsets, so that parts of several segments can be joined.
         "kept_length": _join([np.diff(k.offsets) for k in kept], np.int64),
         "kept_ids": _join([k.ids for k in kept], np.int32),
         "top_ids": _join([t.ids.ravel() for t in top], np.int32),
@@ -214,6 +223,7 @@ def _routed_columns(segments: Sequence[Segment]) -> Columns:
     if not found:
         return {}
     shapes = [(0, 0, 0) if s.routed is None else s.routed.shape for s in segments]
+    # 0, 0, 0 for a segment without choices keeps one shape for each segment.
     return {
         "routed": _join([r.ravel() for r in found], np.int16),
         "routed_shape": np.array(shapes, np.int64).ravel(),
@@ -233,6 +243,7 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
     for m in meta["episodes"]:
         about: int = m["task"]
         which: list[int] = m["samplings"]
+        # In order, since the columns are cut from the front.
         drawn = [cut.segment(samplings[i]) for i in which]
         verdicts = tuple(verdict_from_plain(v) for v in m["verdicts"])
         segments = tuple(s for s, _ in drawn)
@@ -277,6 +288,7 @@ class _Cut:
         self.columns = columns
         self.lengths = iter(columns["length"].tolist())
         self.token = self.draw = self.kept = self.top = self.turn = self.routed = 0
+        # One cursor for each column: a segment takes from a column only what its contract has there.
         self.shapes = iter(columns.get("routed_shape", np.zeros(0, np.int64)).reshape(-1, 3).tolist())
 
     def segment(self, sampling: Sampling) -> tuple[Segment, np.ndarray]:
@@ -286,6 +298,7 @@ class _Cut:
         ids, mask, logp, version, advantage = (
             self.columns[n][here] for n in ("ids", "mask", "logp", "version", "advantage")
         )
+        # The contract says whether there is something to take. The columns themselves do not mark it.
         kept = self._kept(int(mask.sum())) if sampling.truncated else None
         top = self._top(int(mask.sum()), sampling.top) if sampling.top else None
         in_turn = self._in_turn(int(mask.sum())) if sampling.in_turn else None
@@ -308,6 +321,7 @@ class _Cut:
         return Top(self.columns["top_ids"][here].reshape(draws, k), self.columns["top_logp"][here].reshape(draws, k))
 
     def _kept(self, draws: int) -> TruncationSets:
+        # Offsets begin anew at 0 in each segment.
         offsets = np.concatenate([[0], np.cumsum(self.columns["kept_length"][self.draw : self.draw + draws])]).astype(
             np.int64
         )
@@ -322,10 +336,13 @@ class _Cut:
 def pack_columns(columns: Columns) -> bytes:
     """An .npz that numpy reads; equal columns give equal bytes, because no time of day is written."""
     out = io.BytesIO()
+    # Level 1: episodes are written in every step, and higher levels take longer for little.
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, column in columns.items():
             entry = io.BytesIO()
+            # No pickle, in which a file could carry code.
             np.lib.format.write_array(entry, column, allow_pickle=False)
+            # A ZipInfo that is made by hand has a fixed date.
             info = zipfile.ZipInfo(f"{name}.npy")
             info.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(info, entry.getvalue())
@@ -354,17 +371,22 @@ def read_columns(path: Path) -> Columns:
     if not os.path.lexists(path):
         raise RunFolderError(f"{path} is missing")
     try:
+        # Opened once, so that what is measured is what is read.
         with read_untrusted.opened(path, RunFolderError) as file, zipfile.ZipFile(file) as archive:
             size = os.fstat(file.fileno()).st_size
             entries = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            # Two entries of one name would hide one behind the other.
             if len(entries) != len(archive.infolist()) or not entries.keys() <= DTYPES.keys():
                 raise RunFolderError(f"{path} is damaged: it holds other columns than an episode file does")
             total = sum(info.file_size for info in entries.values())
+            # A small file that claims to inflate to a huge one is an attack and no step. Large steps must stay
+            # readable.
             if total > UNQUESTIONED and total > MOST_INFLATED * size:
                 raise RunFolderError(
                     f"{path} is damaged: its {size:,} bytes claim to hold {total:,}, which no step does"
                 )
             return {name: _column(archive, info, DTYPES[name]) for name, info in entries.items()}
+    # Everything that a damaged archive raises in zipfile, zlib and numpy.
     except (
         OSError,
         ValueError,
@@ -382,6 +404,7 @@ def _column(archive: zipfile.ZipFile, info: zipfile.ZipInfo, wanted: np.dtype[An
     """One column, one-dimensional and of its type. ValueError where its header has another type or shape, or does not
     fit its size."""
     with archive.open(info) as entry:
+        # Headers of other versions are longer and parsed by other code.
         if np.lib.format.read_magic(entry) != (1, 0):
             raise ValueError(f"{info.filename} has another version than 1.0")
         shape, _, dtype = np.lib.format.read_array_header_1_0(entry)
@@ -389,10 +412,13 @@ def _column(archive: zipfile.ZipFile, info: zipfile.ZipInfo, wanted: np.dtype[An
             dtype != wanted
             or len(shape) != 1
             or shape[0] < 0
+            # The header, the shape and the type must fill the entry exactly, so nothing larger is allocated than is
+            # there.
             or entry.tell() + shape[0] * dtype.itemsize != info.file_size
         ):
             raise ValueError(f"{info.filename} of {info.file_size:,} bytes says it is {dtype} {shape}")
         data = entry.read()
+    # The archive's own size may be a lie: what was read decides.
     if len(data) != shape[0] * dtype.itemsize:
         raise ValueError(f"{info.filename} ends early")
     return np.frombuffer(data, dtype)

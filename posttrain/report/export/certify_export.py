@@ -75,6 +75,7 @@ def check_memory(policy: Policy) -> int:
     if policy.device.type == "cuda":
         free[str(policy.device)] = torch.cuda.mem_get_info(policy.device)[0]
     for where, left in free.items():
+        # Both memories: weights pass through the host's on their way to a device.
         if left is not None and left < needed:
             raise ConfigError(
                 f"what is exported is read back and compared with the run, for which a second copy of the weights must"
@@ -97,6 +98,7 @@ def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportC
     again = reload(written, policy, exported.base)
     comparable = _comparable(policy, again, bool(exported.base))
     rows = policy.module.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+    # Prompts of the run's own record come first: they have the words and templates that matter to its user.
     recorded = recorded_prompts(exported.folder, int(rows), policy.context)  # type: ignore[arg-type]
     prompts = recorded or generated_prompts(policy.tokenizer, int(rows), policy.context)  # type: ignore[arg-type]
     compared = [
@@ -109,6 +111,8 @@ def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportC
         _same_record(learner, exported, str(policy.dtype).removeprefix("torch.")),
         _same_weights(comparable, again, bool(exported.base)),
     ]
+    # With another vocabulary the answers cannot be computed on both sides. The weights have told the difference by
+    # then.
     if _same_shapes(policy, again):
         compared += _same_words(policy, learner, again, prompts)
     return ExportCertificate(
@@ -173,9 +177,11 @@ def _from_checkpoint(learner: HFLearner, exported: ExportedRun) -> ExportCompari
     """The policy holds the weights (or the averages) of the checkpoint's files, bit for bit."""
     folder, wrong = exported.checkpoint.folder, list[str]()
     weights, averages = SavedTensors(folder / WEIGHTS), SavedTensors(folder / _averages(exported))
+    # With moving averages some tensors have an average; the others are the weights.
     held = [n.removeprefix(AVERAGE) for n in averages.shapes if n.startswith(AVERAGE)]
     for name, tensor in learner.parameters().items():
         file, key = (averages, AVERAGE + name) if name in held else (weights, name)
+        # A tensor that the file lacks was never saved, so nothing says what it should be.
         if name not in weights.shapes or not torch.equal(
             file.tensor(key).to(tensor.device, tensor.dtype), tensor.detach()
         ):
@@ -203,6 +209,7 @@ def _same_record(learner: HFLearner, exported: ExportedRun, dtype: str) -> Expor
     run = run_file(exported.folder).run
     answers = recorded_answers(exported.folder, version) if isinstance(version, int) else []
     stale, routers = getattr(run.engine, "update", "") == "stale", learner.routers() is not None
+    # Each of these is a reason why the comparison would fail although nothing is wrong.
     why = (
         "moving averages sampled nothing"
         if exported.ema
@@ -217,6 +224,7 @@ def _same_record(learner: HFLearner, exported: ExportedRun, dtype: str) -> Expor
     if why:
         return ExportComparison(what, 0, "tokens", notes={"not_compared": why})
     packed = Packed.of(answers)
+    # By the same experts as the sampler, where it is a mixture.
     said, ours = np.concatenate([s.logp[s.mask] for s in answers]), as_sampled(learner).score(packed)
     gap = Gap.of(said, ours)
     bound = allowed(dtype, gap, ours, lambda: learner.exact(packed), packed.sampling.temperature)
@@ -236,6 +244,8 @@ def _comparable(policy: Policy, again: ReloadedModel, alone: bool) -> Policy:
     if kind is None:
         return policy
     if alone:
+        # The base that others will load is unrounded; it is rounded here as the run's was, so that only the adapter is
+        # compared.
         quantise(again.inner, kind)  # type: ignore[arg-type]
         return policy
     plain = policy.clone()
@@ -251,6 +261,7 @@ def _same_weights(policy: Policy, again: ReloadedModel, alone: bool) -> ExportCo
         alone: an adapter was written alone.
     """
     theirs = dict(named_tensors(again.inner))
+    # Without a merge nothing was computed, so every bit must be the same.
     if policy.lora is None or alone:
         ours = dict(named_tensors(policy.module))
         return _equal_tensors("weights read back", ours, theirs)
@@ -258,6 +269,7 @@ def _same_weights(policy: Policy, again: ReloadedModel, alone: bool) -> ExportCo
     merged = {f"{name}.{part}" for name in layers for part in ("weight", "bias")}
     kept = {n: t for n, t in adapter_modules.base_tensors(policy.module).items() if n not in merged}
     others = _equal_tensors("weights read back", kept, {n: t for n, t in theirs.items() if n not in merged})
+    # The error of a merged layer is told as a share of what rounding allows, so 1 is the bound.
     errors = {n: adapter_modules.merge_error(part, again.inner.get_submodule(n)) for n, part in layers.items()}  # type: ignore[arg-type]
     worst = max(errors, key=errors.__getitem__)
     unlike = others.unlike
@@ -294,7 +306,9 @@ def _same_words(
 ) -> list[ExportComparison]:
     """Greedy answers and log-probs. The answers are those of the model that was read back. The run gives the same ones
     where its most probable token is the next token of the answer after each of its beginnings."""
+    # At least one token of the answer, and at most half of the context.
     most = max(1, min(ANSWER, policy.context // 2))
+    # The last tokens of a long prompt: the answer must fit behind them.
     starts = [p.ids[-min(LONGEST, policy.context - most) :] for p in prompts]
     answers = [again.answer(ids, most) for ids in starts]
     whole = [np.concatenate([a, b]).astype(np.int32) for a, b in zip(starts, answers, strict=True)]
@@ -302,6 +316,7 @@ def _same_words(
     theirs = np.concatenate([again.score(ids) for ids in whole])
     ours = learner.score(packed)
     dtype, gap = str(policy.dtype).removeprefix("torch."), Gap.of(theirs, ours)
+    # At temperature 1, at which both sides score.
     bound = allowed(dtype, gap, ours, lambda: learner.exact(packed), 1.0)
     unlike = ""
     if not gap.within(bound):
@@ -313,6 +328,7 @@ def _same_words(
         )
     notes = {"mean": gap.mean, "mean_bound": bound.mean, "nats": True}
     scores = ExportComparison("log-probs", len(ours), "tokens", unlike, gap.worst, bound.worst, notes)
+    # The difference of two log-probs has the error of both.
     return [_same_answers(learner, packed, starts, answers, policy.stop_ids, 2 * bound.worst), scores]
 
 
@@ -333,13 +349,16 @@ def _same_answers(
     bound: float,
 ) -> ExportComparison:
     """Token by token. Where two tokens are equally probable up to rounding, either may be said (`ties`)."""
+    # One pass gives the most probable token after every beginning of the answer, so nothing is generated here.
     top, said = learner.top(packed, 1), learner.score(packed)
     counts, unlike, ties, at = 0, "", 0, 0
     for start, answer in zip(starts, answers, strict=True):
+        # Scored tokens are all but the first of each sequence; those of the answer come after the prompt's.
         here = slice(at + len(start) - 1, at + len(start) - 1 + len(answer))
         at += len(start) + len(answer) - 1
         counts += len(answer)
         behind = top.logp[here, 0] - said[here]
+        # Another token than the most probable one, by more than rounding may decide.
         other = (top.ids[here, 0] != answer) & ~(np.abs(behind) <= bound)
         ties += int((top.ids[here, 0] != answer).sum() - other.sum())
         if not unlike and other.any():
@@ -348,6 +367,7 @@ def _same_answers(
                 f"token {k + 1} of an answer is {int(answer[k])}, and {int(top.ids[here, 0][k])} in the run"
                 f" ({float(behind[k]):.3g} nats more probable there)"
             )
+        # An answer that was read back must end where the run would end it.
         if not unlike and np.isin(answer[:-1], stop_ids).any():
             unlike = "an answer goes on after a stop token of the run"
     return ExportComparison("greedy answers", counts, "tokens", unlike, notes={"ties": ties, "answers": len(answers)})

@@ -61,7 +61,9 @@ def export_to(source: Path, target: Path, name: str, choice: ExportChoice) -> Ex
         ConfigError: there is no memory for the comparison.
         RunFolderError: the disk is full, or the record of the run does not fit its files.
     """
+    # Verified here: a damaged checkpoint is not exported.
     checkpoint = find(source, choice.checkpoint)
+    # The line of models is checked before anything is written.
     links = lineage_of(source, checkpoint)
     if (stage := trained_at(run_file(source).run.stages, checkpoint.state)) is not None:
         return _reward_model(source, target, name, choice, checkpoint, links, stage)
@@ -76,6 +78,7 @@ def export_to(source: Path, target: Path, name: str, choice: ExportChoice) -> Ex
         ema=choice.ema,
         history=run_file(source).run.model.history,
     )
+    # Before the policy is filled, which takes time.
     check_memory(policy)
     learner = HFLearner(policy)
     (load_average if choice.ema else load_weights)(checkpoint.folder, learner)
@@ -131,20 +134,24 @@ def _placed(
 ) -> ExportCertificate:
     """Write into a hidden folder, and into the target where the certificate passes."""
     target.mkdir(parents=True, exist_ok=True)
+    # A refusal of an earlier attempt says nothing about this one.
     _remove(target / FAILED)
     staged = target / UNVERIFIED
+    # Another process may be writing there: its files are not touched.
     if staged.exists():
         raise RunFolderError(f"{staged}: another export writes there, or one was cut. Choose another folder")
     try:
         staged.mkdir()
         certificate = write(staged)
         if certificate.passed:
+            # The export is a link of its own, and must fit the run it comes from before it is put into place.
             links = (*links, _link(checkpoint, certificate, links[-1]))
             check_links(links, RunFolderError)
             write_exported(staged, links)
             (staged / "README.md").write_text(card(links), encoding="utf-8")
             share(staged)
             _into_place(staged, target, certificate)
+    # Also where the user interrupts it: no half of a model may stay.
     except BaseException as error:
         _remove(staged)
         if (why := full(error)) is None:
@@ -178,12 +185,16 @@ def _link(checkpoint: Checkpoint, certificate: ExportCertificate, run: LineageLi
 def _into_place(staged: Path, target: Path, certificate: ExportCertificate) -> None:
     """Move the files; the certificate comes last, so a directory that has one is whole."""
     data = json.dumps(certificate.plain(file_digests(staged)), indent=1)
+    # Written into the hidden folder too, with digests of the files as they lie there.
     (staged / CERTIFICATE).write_text(f"{data}\n", encoding="utf-8")
     moved: list[Path] = []
     try:
+        # `False` sorts first, so the certificate is moved last.
         for path in sorted(staged.iterdir(), key=lambda p: p.name == CERTIFICATE):
             moved.append(path.rename(target / path.name))
     except BaseException:
+        # What was moved already is taken away again: a directory without a certificate would pass for somebody's own
+        # model.
         for path in moved:
             _remove(path)
         raise

@@ -53,8 +53,10 @@ def certify_scores(policy: Policy, written: Path, made: str, identity: str, chec
     packed = Packed.of(said)
     ours = HFLearner(policy).rewards(packed).astype(np.float64)
     dtype = str(policy.dtype).removeprefix("torch.")
+    # Relative to the largest score, since rounding is; at least to 1, where all are small.
     bound = BOUNDS.get(dtype, 0.05) * max(1.0, float(np.abs(ours).max()))
     try:
+        # The form decides who reads it: transformers knows one head, this library all.
         if form_of(written) == "classifier":
             module, found = _by_transformers(written, said, policy)
         else:
@@ -101,7 +103,9 @@ def sequences(policy: Policy) -> list[Segment]:
     out: list[Segment] = []
     for i in range(SEQUENCES):
         length = max(3, min(5 + 7 * i, policy.context))
+        # Spread over the vocabulary by a prime, and different in each sequence.
         ids = (np.arange(1 + i, 1 + i + length) * 7919 % rows).astype(np.int32)
+        # No stop token inside: the head reads at the one at the end.
         ids[np.isin(ids, policy.stop_ids)] = (policy.stop_ids[0] + 1) % rows
         ids[-1] = policy.stop_ids[0]
         transcript = Transcript(READ)
@@ -119,11 +123,13 @@ def _by_transformers(written: Path, said: list[Segment], policy: Policy) -> tupl
         words: Any = AutoTokenizer.from_pretrained(written)
     module.to(policy.device).eval()
     out: dict[str, np.ndarray] = {}
+    # Both sides of padding: a head that reads the last place of a padded batch is wrong on one of them.
     for side in ("right", "left"):
         words.padding_side = side
         batch = words.pad({"input_ids": [s.ids.tolist() for s in said]}, return_tensors="pt").to(policy.device)
         mask = batch["attention_mask"]
         given = {"input_ids": batch["input_ids"], "attention_mask": mask}
+        # Positions count real tokens only, as they would without padding.
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         try:
             logits = module(**given, position_ids=positions).logits

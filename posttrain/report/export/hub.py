@@ -27,6 +27,7 @@ def is_hub(target: str | Path) -> bool:
 def repository_of(target: str | Path) -> str:
     """The name in `hub:me/my-model`. ConfigError where it is none."""
     name = str(target).removeprefix(PREFIX)
+    # Two dots or two hyphens are names that the hub refuses or reads as something else.
     if not REPOSITORY.fullmatch(name) or ".." in name or "--" in name:
         raise ConfigError(f"{target}: a repository is named hub:USER/NAME, of letters, digits, - _ and .")
     return name
@@ -39,6 +40,7 @@ def ready(target: str | Path) -> None:
         ConfigError: the name is none, there is no token, or HF_HUB_OFFLINE is set.
         DataError: the hub cannot be reached.
     """
+    # In the order of cost: the name, the settings, and only then the network.
     repository_of(target)
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise ConfigError("HF_HUB_OFFLINE is set, so nothing can be pushed: unset it, or export to a folder")
@@ -69,6 +71,7 @@ def push(folder: Path, target: str | Path, *, private: bool = True, message: str
     api: Any = HfApi(endpoint=endpoint(), token=_token())
     try:
         made = api.create_repo(name, private=private, exist_ok=True, repo_type="model")
+        # The hub may add the user's own name before the repository.
         whole = str(getattr(made, "repo_id", name))
         api.upload_folder(folder_path=str(folder), repo_id=whole, commit_message=message)
     except HfHubHTTPError as error:
@@ -98,6 +101,7 @@ def _refused(name: str, error: Any) -> str:
 def _unreachable(address: str) -> str:
     """Returns the reason why no connection to the hub can be made within `SECONDS`; '' where one can. A proxy decides
     for itself."""
+    # Behind a proxy a direct connection fails although a push would work.
     if any(os.environ.get(n) or os.environ.get(n.lower()) for n in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")):
         return ""
     parts = urlsplit(address)
@@ -115,5 +119,6 @@ def _unreachable(address: str) -> str:
 
     thread = threading.Thread(target=connect, daemon=True)  # a lookup of names has no time limit of its own
     thread.start()
+    # A thread that still waits for a name server is left alone: as a daemon it ends with the program.
     thread.join(SECONDS)
     return found[0] if found else f"no answer in {SECONDS:g} s"

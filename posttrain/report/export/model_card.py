@@ -64,6 +64,7 @@ def model_card(
     run, record = file.run, steps(folder)
     stage, step = stage_of(run, checkpoint)
     used = stages_to(run, stage)
+    # What was measured of the weights says nothing of their average.
     result = None if ema else _held_out(folder, run, record, stage, step)
     parts = (
         _front(run, used, result),
@@ -89,6 +90,7 @@ def code(text: object) -> str:
     >>> code("a|b`<script>")
     "`a\\\\|b'<script>`"
     """
+    # A backtick would end the span, and inside one no escape is read.
     shown = visible(local_names(str(text))).replace("`", "'").strip()
     shown = re.sub(r"(\\*)\|", r"\1\1\\|", shown)  # an even number of backslashes before it leaves a | bare
     return f"`{shown}`" if shown else "-"
@@ -101,6 +103,7 @@ def quoted(text: object) -> str:
 
 def block(text: str, language: str) -> list[str]:
     """A block of code that its text cannot end."""
+    # Three backticks would end the block.
     lines = (visible(line).replace("```", "'''") for line in text.split("\n"))
     return [f"```{language}", *lines, "```"]
 
@@ -111,6 +114,7 @@ def block(text: str, language: str) -> list[str]:
 def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage, step: int | None) -> HeldOutResult | None:
     """The last held-out evaluation up to these weights."""
     names = [s.name for s in stages_to(run, stage)]
+    # Evaluations of this stage only up to the exported step; those of earlier stages all belong to the line.
     last = max((s.index for s in record if s.stage == stage.name), default=0) if step is None else step
     found = [
         f
@@ -121,6 +125,7 @@ def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage, step
         return None
     file = max(found, key=lambda f: (names.index(f.stage), f.index))
     version = {(s.stage, s.index): s.version for s in record}
+    # An evaluation before the first step has no line in the record: its weights are those that the stage began with.
     measured = version.get((file.stage, file.index), version.get(_end_before(run, record, file.stage), 0))
     here = version.get((stage.name, last), version.get(_end_before(run, record, stage.name), 0))
     of, episodes = measurement(file), Counter(r.episode.task.id for r in read_episodes(file.path))
@@ -144,6 +149,7 @@ def _base(run: Run) -> str:
 def _front(run: Run, used: Sequence[Stage], result: HeldOutResult | None) -> list[str]:
     """YAML front matter, as the hub reads it."""
     path = run.model.path or ""
+    # A folder of this machine with a slash in its name is no id of the hub.
     known = HUB_ID.fullmatch(path) and not Path(path).exists()
     algorithms = [s.algorithm_name for s in used if s.algorithm_name]
     reward = any(isinstance(s, Reinforce) for s in used)
@@ -177,6 +183,7 @@ def _stages(run: Run, used: Sequence[Stage], record: Sequence[Step], stage: Stag
     rows = ["## Lineage", "", "| | from | steps | |", "|---|---|---:|---|", f"| base | {code(_base(run))} | | |"]
     for s in used:
         taken = max((x.index for x in record if x.stage == s.name), default=0)
+        # Of the last stage only the steps up to the exported ones.
         taken = min(taken, step) if s is stage and step is not None else taken
         kind = _kind(s)
         rows.append(f"| {code(s.name)} | {code(starts(run.stages, s))} | {taken} | {kind} |")
@@ -196,6 +203,7 @@ def _links(links: Sequence[LineageLink]) -> list[str]:
         return []
     rows = ["", "| record | steps | weights | tokenizer | template |", "|---|---:|---|---|---|"]
     for link in links:
+        # The record may be a stranger's: what is no list of objects is left out.
         stages: Any = link.about.get("stages")
         taken = (
             " + ".join(str(s.get("steps")) for s in stages if isinstance(s, dict)) if isinstance(stages, list) else ""
@@ -317,6 +325,7 @@ def _again(facts: Mapping[str, Any], run: Run) -> list[str]:
     argv: Any = facts.get("argv")
     words = [str(w) for w in argv] if isinstance(argv, list) else []
     at = words.index("run") if "run" in words else -1
+    # The command of a resumed run is not the one that began it.
     if at < 0 or "--resume" in words:
         return [
             "## Reproduce",

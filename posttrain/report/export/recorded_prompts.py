@@ -41,17 +41,21 @@ def recorded_prompts(folder: Path, rows: int, context: int) -> list[ComparedProm
         RunFolderError: the record is damaged.
     """
     there = [f for f in episode_files(folder) if f.path.is_file()]
+    # Held-out prompts are what the run was measured on. Without an evaluation a step of training must do.
     newest: EpisodeFile | None = next((f for f in reversed(there) if f.kind == "eval"), there[-1] if there else None)
     found: dict[str, ComparedPrompt] = {}
     for r in read_episodes(newest.path) if newest is not None else ():
         first = r.episode.segments[0] if r.episode.segments else None
         if first is None or r.episode.task.id in found or not first.mask.any():
             continue
+        # The prompt is what stands before the first spoken token.
         ids = first.ids[: int(np.argmax(first.mask))]
+        # An id beyond the embeddings would fail inside the model, without a word about the file.
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= rows):
             raise RunFolderError(f"{newest and newest.path} is damaged: it has token ids that the model does not have")
         if 0 < len(ids) < context:
             found[r.episode.task.id] = ComparedPrompt(r.episode.task.id, r.episode.task.prompt, ids)
+    # The shortest, since they are computed twice.
     return sorted(found.values(), key=lambda p: (len(p.ids), p.name))[:MOST]
 
 
@@ -62,6 +66,7 @@ def recorded_answers(folder: Path, version: int) -> list[Segment]:
     Raises:
         RunFolderError: the record is damaged.
     """
+    # From the newest file back, until one has answers of exactly these weights.
     for file in reversed([f for f in episode_files(folder) if f.path.is_file()]):
         said = [s for r in read_episodes(file.path) for s in r.episode.segments if s.spoken and not s.sampling.greedy]
         found = sorted((s for s in said if (s.version[s.mask] == version).all()), key=lambda s: len(s.ids))
@@ -73,6 +78,7 @@ def recorded_answers(folder: Path, version: int) -> list[Segment]:
 def generated_prompts(tokenizer: Any, rows: int, context: int) -> list[ComparedPrompt]:
     """Prompts for a run without a record: ids spread over the vocabulary, the same for every run of a model."""
     length = max(1, min(GENERATED_TOKENS, context // 2))
+    # Multiples of a prime spread over the vocabulary.
     spread = (np.arange(1, MOST * length + 1) * 7919 % min(rows, len(tokenizer))).astype(np.int32)
     return [
         ComparedPrompt(f"generated {i}", str(tokenizer.decode(ids.tolist())), ids)
@@ -85,6 +91,7 @@ def rendered(tokenizer: Any, stop_ids: Sequence[int], history: History, prompt: 
     cannot be written with them."""
     try:
         return Renderer(tokenizer, stop_ids, None, history).prompt(prompt)
+    # A limit of the request is no property of the tokenizer.
     except LimitError:
         raise
     except DataError as error:
