@@ -79,15 +79,18 @@ def _of_sampling(
 ) -> Iterator[RunChange]:
     name, rollout = stage.name, seconds.get("rollout", 0.0)
     if not stage.staleness:
+        # Times of the record as a plan has them, so that the plan's own rule says what a step is when roles overlap.
         times = Times(rollout, 0, seconds.get("score", 0), seconds.get("learn", 0), seconds.get("sync", 0))
         where = "placement=processes " if isinstance(run.placement, Local) else ""
         saved = times.total - times.step("asynchronous")
         price = "samples are a step older; engine and learner need cores or devices of their own"
         yield RunChange(f"{where}{name}.staleness=1", saved, price, "counted")
     if isinstance(run.engine, Embedded):
+        # What a rollout takes beyond the engine's own passes: it waits for rewards, tools and tasks.
         waits = rollout - clock.get("engine/step", rollout)
         workers = [i for i, r in enumerate(run.env.rewards) if getattr(r, "workers", 1) == 0]
         if workers:
+            # Only if rewards are all of the wait, which the record does not tell: the price says so.
             saved = waits * (1 - 1 / WORKERS)
             price = "more processes; brings this where the reward is what the engine waits for"
             yield RunChange(f"env.rewards.{workers[0]}.workers={WORKERS}", saved, price, "counted")
@@ -95,6 +98,8 @@ def _of_sampling(
             saved = (rollout - max(0.0, waits)) * (1 - OPTIMISATIONS["speculation"].factor)
             yield RunChange("engine.lookup=4", saved, "only where text repeats itself; tokens stay the same", "quoted")
     if not stage.oversample and work.lengths.cv:
+        # The k-th of n answers to end is near the quantile k / (n + 1) of the lengths; it stands in place of the
+        # longest one.
         more = stage.siblings + max(1, stage.siblings // 4)
         first = work.lengths.quantile(stage.siblings / (more + 1)) / work.lengths.longest(work.sequences)
         price = "prefers short answers"
@@ -117,8 +122,11 @@ def _of_learning(run: Run, stage: Reinforce, work: Work, seconds: Mapping[str, f
         price = "no distance to the start is paid for: another algorithm"
         yield RunChange(f"{stage.name}.algorithm.pull=none", seconds.get("score", 0), price, "this run")
     if not run.model.share_prefixes and stage.siblings > 1:
+        # The work of a token with and without shared beginnings, as a plan counts it.
         saved = seconds.get("learn", 0) * (1 - replace(work, share=True).unit / replace(work, share=False).unit)
         yield RunChange("model.share_prefixes=true", saved, "results change by rounding", "counted")
     if run.model.lora is None and run.model.path is not None:
         price = "an adapter trains, not all weights"
+        # A training pass is three products of each weight. An adapter leaves out the one that makes the weight's
+        # gradient.
         yield RunChange("model.lora.rank=16", seconds.get("learn", 0) / 3, price, "counted")

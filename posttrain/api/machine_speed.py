@@ -55,10 +55,12 @@ def _fastest(call: Callable[[], object], device: torch.device) -> float:
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     found, end = list[float](), time.perf_counter() + SECONDS
+    # At least three calls, also where one takes longer than the time: the first allocates and warms caches.
     while time.perf_counter() < end or len(found) < 3:
         begun = clock()
         call()
         if device.type != "cpu":
+            # Calls to a device return at once: the time is that of the work, so it is waited for.
             torch.get_device_module(device).synchronize(device)
         found.append(clock() - begun)
     return min(found)
@@ -66,6 +68,7 @@ def _fastest(call: Callable[[], object], device: torch.device) -> float:
 
 def _arithmetic(device: torch.device, side: int) -> float:
     """Operations a second of a square product, by the library that is faster here."""
+    # The types that runs compute in on these devices, where the user names none.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
 
@@ -83,6 +86,7 @@ def _reading(device: torch.device, size: int) -> float:
 
 def _latency(device: torch.device) -> float:
     """Seconds of a pass of products so small that only their calls count."""
+    # As many small calls as a pass of a small model has: their arithmetic takes nearly no time.
     layers = [nn.Linear(SMALL, SMALL).to(device) for _ in range(CALLS)]
     x = torch.ones(1, SMALL, device=device)
 

@@ -86,11 +86,13 @@ def run(
         parallel: how they share the model: `rows` of weights, `tensor` (columns and rows of layers), or `experts`.
         settings: any other setting by its name: `model="my-model", steps=50, sampling={"max_tokens": 64}`.
     """
+    # A text is a setting, as on the command line; anything else is an object that is handed over.
     named = {n: v for n, v in (("env", env), ("algorithm", algorithm)) if isinstance(v, str)}
     words = [*overrides, *setting_words(named | settings)]
     own = None if isinstance(algorithm, str) else algorithm
     handed = UserObjects(None if isinstance(env, str) else env, rewards, own)
     ranks = RankOptions(nproc=nproc, seconds=rank_timeout, replicas=replicas, parallel=parallel)
+    # Before anything of the request is looked at: only rank 0 reads settings and data, and makes environments.
     if under_torchrun() and torchrun_rank() > 0:
         from posttrain.build.distributed_run import follow
 
@@ -141,6 +143,7 @@ def evaluate(
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = _contract(run, max_tokens, temperature)
     own = None if weights is None else Path(target)
+    # A tokenizer that was built has the characters of all environments of the run, and here only one is made.
     written = own / TOKENIZER if own is not None and any(s.env for s in run.stages) else None
     run = _evaluated(run, contract)
     with closing(make_environment(run, given)) as environment:
@@ -157,6 +160,7 @@ def evaluate(
         if is_url(target):
             report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))
         else:
+            # A run's weights come later, by a push whose checks show that the engine serves them.
             policy = make_policy(run, environment, written=written, own=own)
             with closing(make_roles(run, policy, environment, judges_of(run, policy, own))) as roles:
                 load = partial(_load, weights, ema, roles.learner)
@@ -266,9 +270,11 @@ def certified_export(
 ) -> tuple[Path | str, ExportCertificate]:
     """`export`, with the certificate."""
     source, target = Path(run_folder), Path(folder)
+    # Both only for their errors, before torch is imported.
     run_file(source)
     find(source, checkpoint)
     if not is_hub(folder):
+        # The certificate of an export that failed may lie there; it is no reason to look for another folder.
         if target.exists() and any(p.name != FAILED for p in target.iterdir()):
             raise RunFolderError(f"{target} exists and is not empty: choose another folder")
     else:
@@ -278,6 +284,7 @@ def certified_export(
     choice = ExportChoice(checkpoint=checkpoint, trust=trust, adapter=adapter, ema=ema)
     if not is_hub(folder):
         return target, export_to(source, target, target.resolve().name, choice)
+    # Nothing reaches the hub before it was read back and compared: `export_to` raises where that fails.
     with TemporaryDirectory(prefix="posttrain-export-") as made:
         certificate = export_to(source, where := Path(made) / "model", repository_of(folder), choice)
         return push(where, folder, private=not public), certificate

@@ -105,8 +105,10 @@ def plan_against(
     shape, context = run_shape(run, folder)
     base = stage_work(run, stage, shape, run.model.context or context)
     base = replace(base, ranks=options.nproc or 1, replicas=options.replicas, parallel=options.parallel)
+    # On a CPU the process holds libraries and data too; the plan counts what comes on top of the bytes that it held.
     told: Any = file.facts.get("machine")
     held = float(told.get("held", 0)) if isinstance(told, dict) and not base.accelerator else 0.0
+    # Memory is compared with the largest step, and time with all: a peak is of one step, a median of many.
     place = places(recorded_work(base, largest_step(steps) or steps))[0]
     memory = memory_terms(place, steps, held) if held or base.accelerator else []
     rows = time_terms(timed_stage(run, stage, recorded_work(base, steps), where), steps) if timed else []
@@ -183,6 +185,7 @@ class PlanWatch:
         if p is None:
             return
         p.steps.append(step)
+        # As many as the two comparisons below read.
         del p.steps[: -(STEPS + FIRST)]
         if "memory" not in p.said and (said := self._memory(p, step)):
             p.said.add("memory")
@@ -198,6 +201,7 @@ class PlanWatch:
         """Nothing is open."""
 
     def _memory(self, p: Prediction, step: Step) -> str:
+        # Evaluation and checkpoints are no part of the plan of a step.
         found = max(((x, r) for r, x in step.memory.items() if r not in ("evaluate", "checkpoint")), default=None)
         if found is None:
             return ""
@@ -210,9 +214,12 @@ class PlanWatch:
         )
 
     def _time(self, p: Prediction, step: Step) -> str:
+        # Where steps are shorter than Python's own time, the first ones say how much longer than planned a step takes.
+        # The very first is left out, since it proves things once.
         if step.index == FIRST + 1:
             predicted = p.timed(recorded_work(p.work, p.steps[1:])).step
             p.factor = step_seconds(p.steps[1:]) / predicted if predicted < SHORT else 1.0
+        # Full windows that do not overlap, and none of the first steps in them.
         if step.index < FIRST + 1 + STEPS or step.index % STEPS:
             return ""
         last = p.steps[-STEPS:]
@@ -233,6 +240,7 @@ def watch_plan(run: Run, folder: Path, held: int | None, tell: Callable[[str], N
     where, timed = here()
     stages: dict[str, Prediction] = {}
     watch = PlanWatch(stages, float(held or 0), tell)
+    # The machine was probed on another kind of device than this run computes on.
     if not timed or held is None or where.device.accelerator != (run.model.device != "cpu"):
         return watch
     try:

@@ -86,8 +86,10 @@ def transfer(
     from posttrain.environment.templates.renderer import Renderer
 
     run = asked_run(target, overrides, trust)
+    # The environment judges alone: with the reward model among the judges its scores would be compared with themselves.
     env = replace(run.env, rewards=(), measured=False) if run.env.has_reward_models else run.env
     how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "quiet": True, "trust": trust}
+    # All policies answer before the reward model is loaded, so that one model is in memory at a time.
     said = [main.evaluate(p, f"seed={run.seed}", env=env, samples=samples, **how) for p in policies]
     reward = loaded_policy(target, run, checkpoint, trust, ema)
     tokenizer: Any = reward.tokenizer
@@ -118,6 +120,7 @@ def _of_policy(
 
     found = scored_answers([_readable(g, worth) for g in groups], worth, learner, renderer, context)
     ordered = AgreementReport.of(found.score, found.worth, found.unit)
+    # A reward model that orders no better than length alone may have learned nothing else.
     longer = AgreementReport.of(found.tokens, found.worth, found.unit)
     if ordered is None or longer is None:
         raise ConfigError(

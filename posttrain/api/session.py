@@ -66,6 +66,7 @@ def open_session(request: RunRequest) -> Iterator[RunSession]:
         raise
     finally:
         try:
+            # The summary is made of the whole record, so what is still open is closed before.
             session.close()
         finally:
             conclude(session.book.folder, session.terminal.console if told else None)
@@ -117,6 +118,7 @@ def build_session(request: RunRequest) -> RunSession:
         count_on(request.book.folder, (request.environment, *request.others.values()))
     with ExitStack() as cleanup:
         session = _build(request, cleanup)
+        # All is built: from here on the session closes the parts, and this block no longer does.
         session.closing = cleanup.pop_all()
     return session
 
@@ -132,6 +134,7 @@ def new_folder(runs: Path, recipe: str) -> Path:
     while True:
         folder = runs / (began if number == 1 else f"{began}-{number}")
         try:
+            # To make it is also to ask whether it is there: two runs that begin at once cannot both have it.
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
@@ -152,7 +155,9 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     check_engine(run)
     over = request.ranks.world is not None
     threads = use_threads(rank_threads(run, request.ranks) if over else run.threads or learner_cores(run.placement))
+    # A setting of the whole process, taken back at the end: a later run in the same program must not inherit it.
     cleanup.callback(use_deterministic(run.deterministic))
+    # Ranks meet before a model is loaded: whether this process loads it depends on what they see.
     lead = cleanup.enter_context(leading(run, request.ranks))
     blank, reading = choose_reading(run, lead) if lead is not None else (None, ())
     policy = session_policy(request, blank)
@@ -160,6 +165,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         refuse_policy(policy, lead, blank is not None)
     notes = (*request.notes, *reading)
     if book is None:
+        # Only now: a model that cannot be loaded or shared leaves no folder behind.
         folder = request.out or new_folder(Path("runs"), run.recipe)
         contained = dict.fromkeys(x for e in request.environments for x in e.abilities.contained)
         places = {s.name: request.others.get(s.name, request.environment) for s in run.stages}
@@ -186,11 +192,13 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     parts = parts if lead is None else over_ranks(parts, run, lead)
     cleanup.callback(parts.close)
     if not quiet and lead is None:
+        # Into the list that `parts` has, so it gets the steps too. It reads the model's shape in the run folder.
         trackers.append(watch_plan(run, book.folder, held, terminal.say))
     if not quiet and isinstance(parts.sampler, EmbeddedEngine | EnginePool):
         terminal.say(parts.sampler.describe())
     checkpoint = request.checkpoint
     if request.longer is not None:
+        # Written down only when all parts stand, since each of them could still refuse the new settings.
         checkpoint = begin(request.longer, book, checkpoint)
     progress = restore_progress(run, parts, checkpoint, request.longer)
     if checkpoint is not None and not quiet:
@@ -273,6 +281,8 @@ def session_policy(request: RunRequest, blank: Policy | None = None) -> Policy:
         return make_policy(run, request.environment, request.others, blank=blank)
     if not is_branch(book.folder):
         return same_base(book.folder, make_policy(run, request.environment, request.others, blank=blank))
+    # A branch that was cut before its first checkpoint: the weights that it began with may be kept already, or must be
+    # read from the other run once more.
     kept = (book.folder / "kept" / START).is_dir()
     own = book.folder if checkpoint is not None or kept else None
     policy = make_policy(run, request.environment, request.others, own=own)

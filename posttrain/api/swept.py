@@ -45,6 +45,7 @@ def swept(recipe: str, words: Sequence[str], options: PlanOptions, sweep: str) -
     values = [v.strip() for v in given.split(",") if v.strip()]
     if not name or not values or len(values) > MOST_VALUES:
         raise ConfigError(f"--sweep {sweep}: write a knob and 1 to {MOST_VALUES} values, as --sweep staleness=0,1,2,4")
+    # Once without the knob: it refuses wrong words, and says to which stage the knob belongs.
     first = planned(recipe, words, options)
     if not first.work.samples:
         raise ConfigError(
@@ -71,6 +72,7 @@ def loop_of(t: Throughput, update: Update = "inflight") -> SimulatedLoop:
     """A planned stage as a loop. Of more than `MOST_ANSWERS` answers a step an even part is played, by as large a part
     of the slots: so the longest answer is that of the part."""
     w, a = t.work, t.assumed
+    # A part of 1 / n: of prompts, slots and judges, with the costs of n times as many sequences.
     part = max(1, min(w.prompts, w.sequences // MOST_ANSWERS))
     judges = max(1, a.judges // part)
     together = w.slots * max(1, w.engines)
@@ -85,6 +87,7 @@ def loop_of(t: Throughput, update: Update = "inflight") -> SimulatedLoop:
         prefill=t.prefill / w.prompts * part,
         learn=(t.reference + t.learn,),
         sync=t.sync,
+        # Fewer judges than the part would have are made up for by slower ones, so that their throughput is right.
         reward=a.reward * part * judges / a.judges,
         judges=judges,
         kept=a.kept,

@@ -41,6 +41,8 @@ def ladder() -> Run:
                 eval_every=20,
             ),
             Supervised(
+                # The control: imitation alone from where DPO began, for as long as RL took. `time_of` ends it, and not
+                # its steps.
                 name="sft_continued",
                 style="cot",
                 start="cot",

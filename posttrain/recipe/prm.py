@@ -69,6 +69,7 @@ def prm() -> Run:
             ),
             Reinforce(
                 name="rl",
+                # The stages in between label answers and train a reward model: the policy is that of the imitation.
                 start="sft",
                 algorithm=patch(GRPO, "grpo", "2402.03300", pull=KL(coef=0.5)),
                 sampling=SAMPLING,

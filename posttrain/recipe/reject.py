@@ -25,6 +25,7 @@ def reject() -> Run:
         batch=64,
         epochs=2,
         rounds=4,
+        # `rounds` ends it; the steps are only a bound.
         steps=400,
         eval_every=16,
     )

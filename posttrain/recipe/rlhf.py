@@ -37,6 +37,7 @@ def rlhf() -> Run:
             ),
             RewardModel(
                 name="reward_model",
+                # RL goes on with the policy that imitated, not with the reward model's weights.
                 hands_on=False,
                 steps=250,
                 batch=64,

@@ -161,8 +161,7 @@ class Driver(ABC, Generic[S, T, A]):
 
     async def _run(self) -> None:
         # The order of what follows: weights, optimizer, observers, then the kind's own parts, each of which reads what
-        # stands before it. A stage that was cut finds its weights in the learner (`Stages.left`), one that begins puts
-        # them there.
+        # stands before it. A stage that was cut finds its weights loaded already, one that begins puts them there.
         checkpoint = self.checkpoint
         if checkpoint is None:
             await self._start()

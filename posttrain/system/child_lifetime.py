@@ -66,6 +66,8 @@ def end_with(name: str, parent: int) -> threading.Event:
                         " ends. A run goes on from its last checkpoint with --resume",
                         file=sys.stderr,
                     )
+                # Not `sys.exit`, which would end this thread alone; and there is nobody for whom anything could be
+                # finished.
                 os._exit(1)
 
     threading.Thread(target=look, name="looks for its parent", daemon=True).start()
@@ -79,6 +81,7 @@ def begun(program: str, **how: Any) -> subprocess.Popen[bytes]:
         program: Python statements. They find the modules that this process finds.
         how: what `subprocess.Popen` is to know besides.
     """
+    # The modules of this process may lie where only its own `sys.path` finds them.
     code = COMMAND.format(path=sys.path, parent=os.getpid(), program=program)
     return _starter().start([sys.executable, "-c", code], how)
 
@@ -101,6 +104,8 @@ class _Starter:
             started, command, how = self._asked.get()
             try:
                 started.set_result(subprocess.Popen(command, **how))
+            # Into the caller's future, whatever it is: this thread must live as long as the process, or all children
+            # would be killed.
             except BaseException as error:
                 started.set_exception(error)
 

@@ -16,6 +16,7 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(w) for w in work]
+    # Only errors are unpacked. An interrupt or a cancellation keeps its own way out of the group.
     except* Exception as many:
         raise _first(many) from None
     return [t.result() for t in tasks]
@@ -35,7 +36,10 @@ async def settled(work: Sequence[Coroutine[Any, Any, T]], count: int) -> list[T]
             running = [t for i, t in enumerate(tasks) if i not in ended]
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for t in done:
+                # Only to raise what the task raised.
                 t.result()
+            # By place and not in the order of the set `done`, so that the same tasks are taken where several end at
+            # once.
             ended += [i for i, t in enumerate(tasks) if t.done() and i not in ended]
         return [tasks[i].result() for i in sorted(ended[:count])]
     finally:
@@ -90,5 +94,6 @@ class LoopThread:
                 await last()
 
         done = asyncio.run_coroutine_threadsafe(ended(), loop)
+        # The loop stops itself when all has ended, also where that takes longer than is waited for.
         done.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
         wait([done], ENDING)

@@ -148,10 +148,12 @@ def _plain(value: Any, declared: Any, path: str) -> Any:
     if value is None or isinstance(value, bool | str | int):
         return value
     if isinstance(value, float):
+        # `float(...)` makes plain numbers of NumPy's, which `json` would not write.
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, tuple | list):
         item = tuple_item(declared)
         elements = cast("tuple[Any, ...] | list[Any]", value)
+        # A tuple of fixed places has a type for each of them, a list one for all.
         items = fixed_items(declared) or (Any if item is None else item,) * len(elements)
         return [_plain(v, x, f"{path}.{i}") for i, (v, x) in enumerate(zip(elements, items, strict=True))]
     if isinstance(value, Mapping):
@@ -184,6 +186,7 @@ def build(declared: Any, data: Any, path: str) -> Any:
         return _anything(data)
     if isinstance(data, dict):
         table = cast("dict[str, Any]", data)
+        # A number that JSON does not have, written as an object.
         if table.keys() == {"float"} and float in members(declared):
             return float(table["float"])
         if pieces(declared):
@@ -215,8 +218,10 @@ def _scalar(declared: Any, data: Any, path: str) -> Any:
     for m in options:
         if isinstance(m, type) and issubclass(m, Enum) and data in [e.value for e in m]:
             return m(data)
+        # By type too: in Python 1 == True, and 1 is not the choice `true`.
         if typing.get_origin(m) is Literal and any(data == v and type(data) is type(v) for v in typing.get_args(m)):
             return data
+    # `type` and not `isinstance`, for the same reason: a bool is an int.
     if type(data) in options:
         return data
     if type(data) is int and float in options:
@@ -251,4 +256,5 @@ def _dataclass(cls: type, data: dict[str, Any], path: str) -> Any:
     for f in dataclasses.fields(cls):
         if f.name not in data and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{path}.{f.name} is missing: {cls.__name__} needs {describe(known[f.name])}")
+    # The class's own checks run here, so a tree that was read is as valid as one that a program made.
     return cls(**{name: build(known[name], value, f"{path}.{name}") for name, value in data.items()})

@@ -88,6 +88,7 @@ the characters of both. `dapoo` is taken for `dapo` (0.89); `nope` is not taken 
 
 def closest(name: str, valid: Iterable[str]) -> str | None:
     """The valid name that `name` is probably a misspelling of, whatever its case; None where none is close."""
+    # Backwards, so that of names that differ in case the first one stays.
     by_word = {option.lower(): option for option in reversed([*valid])}
     found = difflib.get_close_matches(name.lower(), by_word, n=1, cutoff=CLOSE)
     return by_word[found[0]] if found else None

@@ -50,16 +50,20 @@ def sync(path: Path) -> None:
 
 def write_file(path: Path, data: bytes, durable: bool = True) -> None:
     """The whole file or none of it. `durable`: also after a power cut."""
+    # Beside the target and not in a temporary folder: a rename is atomic only within one file system.
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_bytes(data)
         if durable:
+            # Before the rename: after a power cut the new name must not stand for a file whose content was not written
+            # yet.
             sync(part)
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
     if durable:
+        # The rename itself is durable only when its folder is.
         sync(path.parent)
 
 
@@ -79,6 +83,7 @@ def full(error: BaseException) -> tuple[str, str] | None:
     in other languages are recognised by their message."""
     if isinstance(error, OSError) and error.errno in FULL:
         return FULL[error.errno]
+    # Rust's libraries, such as safetensors, have the number only in their text.
     told = re.search(r"\bos error (\d+)\b", str(error))
     if told and int(told[1]) in FULL:
         return FULL[int(told[1])]
@@ -114,6 +119,7 @@ def digest(path: Path) -> str:
 def share(folder: Path) -> None:
     """Give every file under a folder the mode of a new file (by the user's umask), because libraries
     write theirs as 0600."""
+    # The umask can be read only by setting it, for all threads: a new file shows what it gives.
     probe = folder / ".mode.part"
     probe.touch()
     mode = probe.stat().st_mode
@@ -135,6 +141,7 @@ def write_directory(target: Path, write: Callable[[Path], object]) -> None:
     try:
         write(staged)
         share(staged)
+        # Digests are taken of what lies on the disk, after `write` is through and before anything is renamed.
         files = sorted(p for p in staged.rglob("*") if p.is_file())
         (staged / DIGESTS).write_text(
             json.dumps({p.relative_to(staged).as_posix(): digest(p) for p in files}, indent=1)
@@ -201,6 +208,7 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # A link in a foreign folder could lead out of it, and opening a pipe would wait for its other end.
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         read_untrusted.require_regular(path, os.fstat(self._fd), RunFolderError)
         self.position = os.fstat(self._fd).st_size
@@ -210,8 +218,10 @@ class Lines:
         rest = memoryview(line)
         try:
             while rest:
+                # A write may take only a part, on a full disk or after a signal.
                 rest = rest[os.write(self._fd, rest) :]
         except OSError:
+            # The part that was written is taken back, so that the next line does not stand behind half a line.
             os.ftruncate(self._fd, self.position)
             raise
         self.position += len(line)
@@ -254,11 +264,13 @@ class Lock:
         except OSError as error:
             raise RunFolderError(f"cannot write {self.path}: {error.strerror}") from error
         try:
+            # flock ends with the process, however it ends, so no lock of a dead one stays.
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             owner = os.pread(self._fd, 1000, 0).decode(errors="replace").strip()
             os.close(self._fd)
             raise RunFolderError(f"{folder} is in use by another process ({owner}). Wait for it, or stop it") from error
+        # Who holds it, for the message of the next one that wants it.
         text = f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
         os.ftruncate(self._fd, 0)
         with contextlib.suppress(OSError):  # on a full disk the lock holds without the owner's name

@@ -32,6 +32,7 @@ class LogRateLimit(logging.Filter):
                 )
             self._since, self._said, self._left_out = now, 0, 0
         self._said += 1
+        # Counted also beyond the limit, for the first line after it.
         self._left_out += self._said > self.lines
         return self._said <= self.lines
 
@@ -65,7 +66,10 @@ def in_the_clear(url: str) -> bool:
 def network(address: str) -> str:
     """The owner of an address: the address itself, or the 64-bit network of an IPv6 caller."""
     with suppress(ValueError):
+        # A link-local address names its interface behind a percent sign.
         ip = ipaddress.ip_address(address.partition("%")[0])
         if isinstance(ip, ipaddress.IPv6Address) and not ip.is_loopback:
+            # One IPv6 caller has a whole network of 2^64 addresses, and would be a new one each time. An IPv4 caller on
+            # an IPv6 socket is that IPv4 address.
             return str(ip.ipv4_mapped or ipaddress.ip_network((ip, 64), strict=False))
     return address

@@ -54,6 +54,7 @@ def free_memory() -> int | None:
     """Bytes of main memory that a program may still take: what the machine has, and what its control group allows.
     None where the system does not tell."""
     found: list[int] = []
+    # In a container this file is the whole machine's, so the limits of the control group count too.
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -110,6 +111,7 @@ def _limits(mapped: int, trimmed: int) -> Generator[None]:
         choose(M_MMAP_THRESHOLD, limits[0])
         choose(M_TRIM_THRESHOLD, limits[1])
 
+    # glibc cannot be asked for its limits. So those that are in force are remembered here, for nested uses.
     before = _LIMITS[-1] if _LIMITS else _usual()
     _LIMITS.append((mapped, trimmed))
     use(_LIMITS[-1])
@@ -117,6 +119,7 @@ def _limits(mapped: int, trimmed: int) -> Generator[None]:
         yield
     finally:
         _LIMITS.pop()
+        # What the block freed and kept goes back now.
         trim(0)
         use(before)
 
@@ -126,6 +129,7 @@ def frozen_objects() -> Generator[None]:
     """Inside, the collector no longer looks at what exists now: libraries, the model, its parts. That is some hundred
     thousand objects, and to look at them cost 30 ms of every step of a small model. Cycles made inside are collected as
     always. Cycles made before are collected at the beginning, and from the end on again."""
+    # Collected first: garbage that is frozen would stay until the end.
     gc.collect()
     gc.freeze()
     try:

@@ -23,6 +23,8 @@ MiB = 1 << 20
 def opened(path: Path, error: type[PosttrainError]) -> Generator[BinaryIO]:
     """A regular file, open for reading; `error` for anything else, without waiting for a pipe's other end."""
     try:
+        # Twice: before opening, since to open a device can already act on it; and of the open file, since another one
+        # may have come in its place.
         require_regular(path, os.stat(path), error)
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
@@ -48,9 +50,11 @@ def private(path: Path, kind: Callable[[int], bool]) -> bool:
 def read_bytes(path: Path, most: int, error: type[PosttrainError]) -> bytes:
     """The whole file; `error` where it has more than `most` bytes, which are then not read."""
     with opened(path, error) as file:
+        # The size is only a hint: files of /proc have 0, and a file may grow while it is read.
         size = os.fstat(file.fileno()).st_size
         data = bytearray()
         while size <= most and len(data) <= most:  # `read` allocates at once what is asked for
+            # One byte more than is allowed is enough to know that there are too many.
             if not (piece := file.read(min(max(size - len(data), 1 << 16), most - len(data)) + 1)):
                 break
             data += piece
@@ -64,6 +68,7 @@ def read_lines(path: Path, most: int, error: type[PosttrainError]) -> Iterator[t
     more than `most` bytes."""
     with opened(path, error) as file:
         number = 0
+        # A line is never read further than to its limit, however long it is.
         while line := file.readline(most + 1):
             number += 1
             if len(line) > most:

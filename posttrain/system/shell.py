@@ -28,6 +28,7 @@ def _quoted(word: str) -> str:
     """A word as a shell reads it. What cannot be printed is written out, so that it is never a line of its own."""
     if word.isprintable():
         return shlex.quote(word)
+    # The form $'...' of bash and zsh, in which escapes are read.
     plain = word.replace("\\", "\\\\").replace("'", "\\'")
     return f"$'{visible(plain)}'"
 
@@ -72,6 +73,7 @@ def wrapped(text: str, width: int) -> list[str]:
 def program() -> str:
     """Returns the command that calls this program from here: `posttrain` where that is found on the PATH and is of this
     environment, else the path of its script (`.venv/bin/posttrain`), else `python -m posttrain`."""
+    # `python -m` puts the path of a `__main__.py` there, an installed command that of its script.
     started = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path()
     if started.name == "__main__.py" and started.parent.name in (NAME, "cli"):
         return f"{python()} -m {NAME}"
@@ -102,4 +104,5 @@ def _near(file: Path) -> str:
     """The path from the current folder where the file lies in it, else the whole path."""
     whole = os.path.abspath(file)
     near = os.path.relpath(whole)
+    # A bare name would be looked for on the PATH, so a file in the current folder gets `./`.
     return whole if near.startswith(os.pardir) else near if os.sep in near else os.path.join(os.curdir, near)

@@ -23,6 +23,7 @@ class Open:
 
     def __init_subclass__(cls, *, begin: bool = False, **more: Any) -> None:
         super().__init_subclass__(**more)
+        # The base has the table, and is no alternative of itself.
         if begin:
             cls._alternatives = {}
         elif hasattr(cls, "_alternatives"):
@@ -33,6 +34,7 @@ class Open:
         """Make this class an alternative of its choice again, after `withdraw`. Defining it does so the first time."""
         name = cls.__name__.lower()
         there = cls._alternatives.get(name)
+        # The same place twice is a cell of a notebook that was run again, or a file that was imported again.
         if there is not None and (there.__module__, there.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ConfigError(
                 f"{cls.__module__}.{cls.__qualname__}: overrides would not tell it from"
@@ -50,6 +52,7 @@ class Open:
 
 def is_open(declared: Any) -> bool:
     """Returns whether a declared type stands for alternatives that derive from it."""
+    # In the class itself and not by inheritance: an alternative is no choice.
     return isinstance(declared, type) and "_alternatives" in vars(declared)
 
 

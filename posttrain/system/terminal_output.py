@@ -44,6 +44,7 @@ def visible_lines(text: str) -> str:
 
 def coloured_lines(text: str) -> str:
     """The same, the colours of `show` left as they are; foreign text in it must have gone through `visible` before."""
+    # Between the known sequences everything is written out; they are put back in their places.
     plain, colours = COLOURS.split(text), COLOURS.findall(text)
     return "".join(visible_lines(part) + code for part, code in zip(plain, [*colours, ""], strict=True))
 
@@ -65,6 +66,7 @@ def leave_lost_terminal() -> None:
         try:
             termios.tcgetattr(descriptor)
         except termios.error as error:
+            # EIO: a terminal that is gone. Files and pipes give ENOTTY, and stay.
             if error.args[0] == errno.EIO:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
@@ -76,6 +78,7 @@ def guard_logs() -> None:
     """From here on, messages and tracebacks of every logger of this process are visible text,
     whatever handler writes them."""
     before = logging.getLogRecordFactory()
+    # Guarded before: a second layer would only cost time.
     if getattr(before, "visible", False):
         return
 
@@ -86,8 +89,10 @@ def guard_logs() -> None:
         except Exception:  # a call that does not fit its own form is reported by logging itself
             return record
         if not message.isprintable():
+            # The message is put together here, since the arguments would bring foreign text in later.
             record.msg, record.args = visible_lines(message), ()
         if record.exc_info and record.exc_info[0] is not None:
+            # Formatters take this text where it is set and make none of their own.
             record.exc_text = visible_lines("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))
         return record
 

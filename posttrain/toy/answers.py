@@ -59,6 +59,8 @@ def ask(policy: ToyPolicy, prompt_E: Tensor, made: torch.Generator, disturb: Dis
     for t in range(policy.length):
         logits_EV = policy.at(prompt_E, tokens_ET, t)
         logp_EV = torch.log_softmax(logits_EV if disturb is None else disturb(logits_EV), -1)
+        # The inverse of the cumulative distribution: as many tokens lie below the uniform number as the index of the
+        # drawn one. The clamp is for a sum that rounds to less than 1.
         below_EV = torch.cumsum(logp_EV.exp(), -1) < torch.rand(len(prompt_E), 1, generator=made, dtype=torch.float64)
         tokens_ET[:, t] = below_EV.sum(-1).clamp_(max=logp_EV.shape[-1] - 1)
         mu_ET[:, t] = logp_EV.gather(1, tokens_ET[:, t : t + 1])[:, 0]
@@ -103,6 +105,7 @@ def groups_of(
         reference_ET: log-probs of the reference, where credit reads them.
         values_ET: values, where credit reads them.
     """
+    # Answer e = i * G + j is sibling j of prompt i.
     p, g = rewards_PG.shape[:2]
     rewards_EK = rewards_PG.reshape(p * g, -1)
     mu_ET, t = answers.mu_ET.numpy(), answers.tokens_ET.shape[1]
@@ -139,6 +142,7 @@ def batch_of_answers(
     return Batch(
         ids_N=ids.ravel(),
         lengths_S=np.full(e, t + 1, np.int32),
+        # Each answer has 1 + T tokens, and its token t is predicted at position t of them.
         source_M=(np.arange(e)[:, None] * (t + 1) + np.arange(t)).ravel().astype(np.int64),
         target_M=ids[:, 1:].ravel(),
         segment_M=np.repeat(np.arange(e, dtype=np.int32), t),

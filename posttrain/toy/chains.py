@@ -42,6 +42,7 @@ class Chain:
     def digits_PL(self) -> Tensor:
         """int64 [P, depth]: the numbers of each problem, all different."""
         made = torch.Generator().manual_seed(self.seed)
+        # A problem is a number in base 7, and its digits are the summands: different numbers are different problems.
         drawn = torch.randperm(MODULUS**self.depth, generator=made)[: self.trained + HELD_OUT]
         return torch.stack([drawn // MODULUS**place % MODULUS for place in range(self.depth)], 1)
 

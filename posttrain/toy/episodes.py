@@ -75,6 +75,7 @@ class PlainEpisode:
 def segments_of(plain: PlainEpisode) -> tuple[Segment, ...]:
     """Its segments: two prompt tokens each, then its turns with observations between them."""
     out: list[Segment] = []
+    # `here` are the entries of this segment in the arrays, which go over all segments.
     at = 0
     for turns in plain.turns:
         mask: list[bool] = [False, False]
@@ -84,6 +85,7 @@ def segments_of(plain: PlainEpisode) -> tuple[Segment, ...]:
         here = slice(at, at + int(m.sum()))
         logp, ids = np.full(len(m), np.nan, np.float32), np.full(len(m), 7, np.int32)
         version = np.full(len(m), -1, np.int32)
+        # A log-prob is never above 0, where rounding may put it.
         logp[m] = 0.0 if plain.shown else np.minimum(plain.mu[here], 0)
         version[m] = SHOWN if plain.shown else plain.version[here] if len(plain.version) else 0
         if len(plain.ids):
@@ -123,6 +125,7 @@ def scored_group(
     """
     task = Task(name, "?", info=info or {})
     episodes = [episode_of(task, i, p) for i, p in enumerate(plain)]
+    # The argmax answer is judged beside the siblings and is none of them.
     best = None if greedy is None else episode_of(task, len(plain), PlainEpisode(greedy, [[1]], np.full(1, -1.0)))
     scored = [_scored(e, p) for e, p in zip(episodes, plain, strict=True) if e.reward is not None]
     return ScoredGroup(Group(task, 0, tuple(episodes), best), tuple(scored))

@@ -27,6 +27,7 @@ def sum_policy(answer: int, skill: float) -> TabularPolicy:
     table = torch.full((1, 3, len(SIGNS)), -12.0, dtype=torch.float64)
     for place, right in enumerate(digits):
         away = torch.tensor([abs(d - right) for d in range(10)], dtype=torch.float64)
+        # What is left of the probability falls with the distance, and the right digit itself has none of it.
         share = torch.exp(-1.6 * (away - 1)) * (away > 0)
         table[0, place, :10] = torch.log((1 - skill) * share / share.sum() + skill * (away == 0) + 1e-9)
     table[0, 2, END] = 0.0

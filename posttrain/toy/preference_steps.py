@@ -38,6 +38,7 @@ def descend(
     lr: float,
 ) -> list[float]:
     """Train on all pairs at once; returns the gap of the first pair before each step and at the end."""
+    # Once, since all pairs are in every step and the reference does not move.
     batch, _ = prepared(a, batch_of_pairs(reference, pairs))
     seen = [gap(policy, reference, pairs[0])]
     for _ in range(steps):

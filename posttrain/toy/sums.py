@@ -56,7 +56,9 @@ class Sums:
         tokens_ET = torch.multinomial(choices, len(prompt_E) * self.length, replacement=True, generator=made).reshape(
             -1, self.length
         )
+        # Choices count on from the sum, so the last and least common choice is the sum itself.
         tokens_ET[:, -1] = (self.truth_P[prompt_E] + 1 + tokens_ET[:, -1]) % self.m
+        # Two shares: prompts of even and of odd number.
         good_E = torch.rand(len(prompt_E), generator=made) < torch.tensor(right)[prompt_E % 2]
         tokens_ET[good_E, -1] = self.truth_P[prompt_E[good_E]]
         imitate(policy, prompt_E, tokens_ET, steps, 5e-3, made)

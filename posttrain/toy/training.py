@@ -52,6 +52,7 @@ def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     `credit_step` is asked once for every pattern of sorted siblings and remembered, since permuting siblings permutes
     credit (law 4); whitening over the step is the library's own, afterwards.
     """
+    # These read more than one group, or more than rewards: a pattern of siblings does not decide their credit.
     assert (
         not isinstance(a.baseline, Ema | Value)
         and a.kl_in_credit is None
@@ -60,8 +61,11 @@ def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     plain = a if a.whiten is None else replace(a, whiten=None)
     p, g = rewards_PG.shape[:2]
     rewards_PGK = rewards_PG.reshape(p, g, -1)
+    # Siblings are sorted by their rewards, credit is asked of the sorted ones, and goes back to the places they came
+    # from.
     order_PG = np.lexsort(np.moveaxis(rewards_PGK, 2, 0), axis=1)
     sorted_PGK = np.take_along_axis(rewards_PGK, order_PG[..., None], 1)
+    # Few patterns are different: with rewards 0 and 1 a group of G has G + 1.
     patterns, which_P = np.unique(sorted_PGK.reshape(p, -1), axis=0, return_inverse=True)
     table = np.array([_of_pattern(plain, tuple(map(tuple, x.reshape(g, -1).tolist()))) for x in patterns])
     out_PG = np.zeros((p, g))
@@ -156,6 +160,7 @@ class ToyTrainer:
         for epoch in range(self.epochs):
             order = np.arange(groups) if epoch == 0 else self.rng.permutation(groups)
             for part in np.array_split(order, self.minibatches):
+                # The answers of whole groups, sibling after sibling.
                 at = torch.as_tensor((part[:, None] * self.g + np.arange(self.g)).ravel())
                 mine = answers.subset(at)
                 ref = None if reference_ET is None else reference_ET[at]

@@ -200,6 +200,7 @@ class Choices:
             return out
         context = self.run.model.context or longest or min(self.size.positions or USUAL, USUAL)
         free = self.free
+        # Powers of two, so that small changes of the estimate choose the same number.
         micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(False))
         # Not even one of the longest sequences fits into a pass.
         if micro < context and self.where.accelerated:

@@ -134,6 +134,7 @@ def _whose(found: RunFile) -> str:
 def _wanted(found: RunFile, run: Run, parts: Sequence[str]) -> Iterator[Ask]:
     """Yields the requests of the folder: values that come from the folder and not from an override, and are not in the
     user's note."""
+    # Without a note nothing was ever allowed, so everything is asked.
     note = provenance.recall(found.identity) or provenance.Note()
     stored, now = values(found.run), values(run)
     stages = {s.name for s in run.stages}

@@ -120,8 +120,7 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         name = rows_name(self.stage.name)
         before = [] if work.index == 1 else [r for r in rows_of(self.parts.book.kept(name)) if r["step"] < work.index]
         rows = [*before, *(a.row(work.index) for a in work.answers)]
-        # The file is written whole each time: `keep` replaces its folder at once, so an interrupted step leaves no part
-        # of a row.
+        # The file is written whole each time, in a folder that takes the old one's place: no row is ever cut.
         text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
         self.parts.book.keep(name, lambda folder: _text(folder / ROWS, text))
 
