@@ -178,7 +178,7 @@ class EmbeddedEngine:
         heard: called with the new ids and log-probs as soon as they are drawn.
         """
         # The order matters. A refused request changes nothing. In another event loop `_go_on` replaces the scheduler,
-        # and the request belongs into the new one. The cache has to be there before a step admits the request.
+        # and the request belongs to the new one. The cache has to be there before a step admits the request.
         request = self._admission.request(ids, sampling, place, heard)
         self._go_on()
         self.wake()

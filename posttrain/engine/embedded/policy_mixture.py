@@ -101,6 +101,7 @@ class MixedModel(CachedModel):
         rows: int | None = None,
         kernels: KernelChoice = "auto",
     ) -> None:
+        # `CachedModel.__init__` is not called: this model has two of them, and no cache of its own.
         self._own, self._other = (
             served_model(m, context, device=device, rows=rows, kernels=kernels) for m in (module, other.module)
         )

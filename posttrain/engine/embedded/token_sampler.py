@@ -96,7 +96,7 @@ class Contracts:
         self.beta[row], self.top_k[row], self.top_p[row], self.min_p[row] = 1 / s.temperature, s.top_k, s.top_p, s.min_p
         self.greedy[row], self.truncated[row], self.top[row] = s.greedy, s.truncated, s.top
         if self.special is not None:
-            # Most runs sample all slots at temperature 1. Then no step reads a column of this table (`easy`).
+            # Where all slots sample at temperature 1, no step reads a column of this table (`easy`).
             plain = s.temperature == 1 and not (s.rules or s.truncated or s.greedy or s.top)
             (self.special.discard if plain else self.special.add)(row)
         if s.rules and self.rules is None:
@@ -326,7 +326,7 @@ def kept_mask(z: Tensor, c: Contracts) -> Tensor:
     these reach .8, so the result keeps ids 0 and 1.
     """
     size = z.shape[-1]
-    # Of a small vocabulary sorting all is quicker than choosing what to sort.
+    # A small vocabulary is sorted whole: then no row can be unsure, and none is sorted twice.
     if size <= 4 * HEAD:
         return _prefix(z, c, size)[0]
     mask, sure = _prefix(z, c, HEAD)

@@ -36,9 +36,9 @@ class Ragged:
     """
 
     def __init__(self, ids: np.ndarray, start_M: np.ndarray, count_M: np.ndarray, device: torch.device) -> None:
-        # All runs laid end to end have sum(count) entries. Entry e belongs to the
-        # token m with before[m] <= e < before[m + 1], and it reads ids[e - before[m]
-        # + start[m]]. So one number a token, the shift, leads from e to its id.
+        # All runs laid end to end have sum(count) entries. Entry e belongs to the token m with
+        # before[m] <= e < before[m + 1], and it reads ids[e - before[m] + start[m]].
+        # So one number a token, the shift, leads from e to its id.
         self._before = np.append(0, np.cumsum(count_M, dtype=np.int64))
         self._ids, self._count = _to(ids, device), _to(count_M, device)
         self._shift = _to(start_M - self._before[:-1], device)

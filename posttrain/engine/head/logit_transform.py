@@ -129,6 +129,8 @@ def logits(
     """[..., H] -> [..., V] logits in `logit_dtype`. Sampler and learner both call this function."""
     dtype = logit_dtype(weight.dtype)
     h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    # `linear` has no derivative. The tiled head and samplers call this without one; the reference form is
+    # differentiated by autograd, and takes torch's.
     out = (linear if fits(h, w, b) else torch.nn.functional.linear)(h, w, b)
     if scale != 1:
         out = out * scale

@@ -152,8 +152,8 @@ class RunningSoftmax:
 
     def add(self, rows: slice, most: Tensor, mass: Tensor, spread: Tensor | None) -> None:
         """Join what `TileForm.fold` found of a block, for the tokens `rows`."""
-        # With m' = max of both: exp(z - m') = exp(z - m) exp(m - m'), and z - m' = (z - m) + (m - m'). So S' = exp(m -
-        # m') S, and U' = exp(m - m') (U + (m - m') S). U comes first, because it reads the old S.
+        # With m' = max of both: exp(z - m') = exp(z - m) exp(m - m'), and z - m' = (z - m) + (m - m').
+        # So S' = exp(m - m') S, and U' = exp(m - m') (U + (m - m') S). U comes first, because it reads the old S.
         old, new = self.most[rows], torch.maximum(self.most[rows], most)
         was, now = torch.exp(old - new), torch.exp(most - new)
         if self.spread is not None and spread is not None:

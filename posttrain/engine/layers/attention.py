@@ -121,6 +121,7 @@ def register() -> None:
 
 def stay_outside_graphs() -> None:
     """From now on torch.compile traces nothing of `attend`: its layout is another one in each pass."""
+    # Kept in the list, so that a later `register` does not bring the traced form back.
     _registered[0] = torch.compiler.disable(attend)
     register()
 
@@ -295,6 +296,7 @@ class PackedLayout(RunsLayout):
         """(B, L) of each bucket."""
         self.computed = sum(count * longest for count, longest in self.shapes)
         """Positions a layer's attention computes by buckets, padding included."""
+        # Both are made by the first layer that asks for them. Compiled code reads runs and asks for neither.
         self._placed: dict[torch.device, tuple[Tensor, Tensor] | None] = {}
         self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
 

@@ -323,6 +323,7 @@ def sample_states(read: ReadOut) -> Tensor:
 def _sample(read: ReadOut) -> list[Tensor]:
     """`sample_states`, and the gradients of the first layer's weights that train."""
     decoder: Any = read.decoder
+    # The gradient of the first layer has come through the backward pass of all the others.
     trained = [p for p in decoder.layers[0].parameters() if p.requires_grad]
     with torch.enable_grad():
         hidden = sample_states(read)

@@ -191,7 +191,7 @@ class StageOptimizer:
             self._publish_masters()
             self._follow_average()
             if self._home is not None:
-                # Copies to the CPU do not wait for each other's end, and a checkpoint may read them next.
+                # Copies to pinned memory return before they are done, and a checkpoint may read it next.
                 self._home.wait(norm.device)
         if self._scale is not None:
             self._scale.after(size)

@@ -105,7 +105,7 @@ class UpdateRule(ABC):
     def load(self, name: str, parts: Mapping[str, Tensor]) -> None:
         """Replace a tensor's state by copies of what `state` gave."""
         tensor = self.tensors[name]
-        # A step count keeps its own dtype: in that of a weight a large count could not be counted up.
+        # A step count keeps its own dtype, as torch makes it: float32 also beside float64 weights.
         self.inner.state[tensor] = {
             word: part.to(tensor.device, copy=True)
             if word == "step"

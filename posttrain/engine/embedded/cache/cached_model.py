@@ -61,6 +61,7 @@ class CachedModel:
         self.kernels: KernelChoice = kernels
         mixture = routers_of(module) is not None
         self.pool = (RoutedPool if mixture else CachePool)(shapes, module.dtype, where, kernels)
+        # A model of another family runs its own decoder, which is the reference form here.
         form = kernel("decoder", where, module.dtype, kernels if fusable(module) else "reference")
         self._decoder = decoder = form.function(module, self.read_out, context)
         self.hidden = decoder.hidden
@@ -113,6 +114,7 @@ class CachedModel:
     @torch.inference_mode()
     def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: log-probs of ids[1:], each given all tokens before it."""
+        # By a packed layout and not by the cache, so the turns that are being said are left alone.
         whole = self._to(np.asarray(ids, np.int64))
         hidden = self.hidden(
             whole, torch.arange(len(whole), device=whole.device), PackedLayout([len(whole)], kernels=self.kernels)

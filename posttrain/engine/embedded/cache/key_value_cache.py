@@ -206,8 +206,8 @@ class CachedLayout:
         [1, B, H, D]. The result is overwritten when the next layer attends."""
         layer, query, dtype = _layer(call), self._ragged(call), call.query.dtype
         query, key, value = (
-            # C reads float32 with adjacent last elements. Strides of
-            # positions and heads are passed on, so most layers copy nothing.
+            # C reads float32 with adjacent last elements. The strides of positions
+            # and heads are passed on, so a transposed tensor is not copied.
             x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous()
             for x in (query, call.key[0], call.value[0])
         )

@@ -29,6 +29,8 @@ class Timeline:
         now, row = (time.perf_counter() - self._zero) * 1e6, 0 if request.slot is None else request.slot + 1
         before = self._open.pop(request.number, None)
         if before is not None:
+            # "X" is a complete event: its begin and its duration in one record, which is written when the phase ends.
+            # In process 0 every slot is a thread, and process 1 has the steps.
             label, begun, at = before
             self._add(
                 {
