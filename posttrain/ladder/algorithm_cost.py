@@ -49,8 +49,11 @@ def reads(a: Algorithm) -> tuple[str, ...]:
 def cost(a: Algorithm) -> Cost:
     passes: list[str] = []
     own = _own(a)
+    # Where the policy runs over its tokens anyway, START comes with that
+    # pass. Else it is needed only from the second optimizer step on.
     late = int("start" in a.reads and not own)
     if own:
+        # One pass of the layers gives all of the policy's own numbers, so they are counted as one.
         passes.append(" with ".join(own))
     if "reference" in a.reads:
         passes.append("the reference")
@@ -86,6 +89,7 @@ def _generation(a: Algorithm) -> list[str]:
 
 def _memory(a: Algorithm) -> list[str]:
     out: list[str] = []
+    # A teacher with the policy's weights of now, or with averages that the optimizer keeps anyway, is no further copy.
     if a.reads & {"reference", "teacher"} and not a.own_teacher:
         out.append("a copy of the weights")
     if "values" in a.reads:

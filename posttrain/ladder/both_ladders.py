@@ -31,6 +31,7 @@ class NamedStage(Protocol):
 
 def algorithm_type(kind: type[Any]) -> type[Any] | None:
     """The type of the algorithm of a kind of stage; None where it has none."""
+    # By the declared type of the field: a kind of stage is asked before there is a stage.
     declared = dataclass_json.hints(kind).get("algorithm")
     return declared if declared in LADDERS else None
 
@@ -60,6 +61,8 @@ def named_algorithm(kind: type[Any], name: str) -> Any:
     """
     if name in LADDERS[kind]:
         return LADDERS[kind][name]
+    # The usual mistake is dpo in a stage that learns from reward: to
+    # name the other ladder helps more than the nearest name on this one.
     other = next((k for k, rows in LADDERS.items() if name in rows), None)
     if other is not None:
         raise ConfigError(

@@ -102,6 +102,7 @@ XPO          = _patch(DPO,    "xpo",          "2405.21046",    draw=AgainstRefer
 NASH_MD      = _patch(DPO,    "nash_md",      "2312.00886",    draw=AgainstMixture(coef=0.5), link=Nash())
 
 # fmt: on
+# By type and in the order of definition, as on the other ladder.
 PREFERENCES: dict[str, PreferenceAlgorithm] = {
     a.name: a for a in list(globals().values()) if isinstance(a, PreferenceAlgorithm)
 }

@@ -72,4 +72,6 @@ class PassRate:
 
         32 missing, 20 of 50 passed -> 80. None of 50 passed counts as half a group: -> 3200.
         """
+        # missing / rate, rounded up. None passed counts as half a group,
+        # so that the wave is large and not infinite; the caller bounds it.
         return missing if not self.played else max(missing, math.ceil(missing * self.played / max(self.passed, 0.5)))

@@ -16,6 +16,7 @@ def word(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
+    # An algorithm is a dataclass as well, so it is asked for before pieces are.
     if isinstance(value, AnyAlgorithm):
         return value.name
     if isinstance(value, tuple):
@@ -40,6 +41,8 @@ def compact(value: Any) -> str:
 def _set_fields(piece: Any) -> dict[str, Any]:
     """The fields of a piece that are not off."""
     values = {f.name: getattr(piece, f.name) for f in dataclasses.fields(piece)}
+    # Off: a default of none, 0 or false that was left. Horizon and delta say
+    # how an adaptive coefficient moves, and without a target it does not.
     off = {f.name for f in dataclasses.fields(piece) if not f.default and values[f.name] == f.default}
     idle = {"horizon", "delta"} if "target" in off else set[str]()
     return {name: x for name, x in values.items() if name not in off | idle}
@@ -54,6 +57,7 @@ def patches(a: AnyAlgorithm) -> list[str]:
         old, new = getattr(a.parent, f), getattr(a, f)
         if old == new:
             continue
+        # The same kind of piece with other numbers is told by its numbers; another kind as a whole.
         inside = list(dataclasses.fields(new)) if dataclasses.is_dataclass(new) and type(old) is type(new) else []
         changed = [x.name for x in inside if getattr(old, x.name) != getattr(new, x.name)]
         if changed:

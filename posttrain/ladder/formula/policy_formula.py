@@ -39,10 +39,12 @@ def credit(a: Algorithm) -> str:
     """A, whitening and a KL charged to its token included."""
     b, by = a.baseline.words(), SCALE[a.scale].replace("r of the group", a.baseline.of)
     white = "" if a.whiten is None else f"; then A <- {WHITEN[a.whiten]}"
+    # Turns and states have deviations of their own, which no single divisor at the end could show.
     if a.baseline.scaled_apart and a.scale == "group_std":
         return f"{b}; each difference / std of what it compares{white}"
     kl = a.kl_in_credit
     if kl is not None and a.baseline.to_go and not a.baseline.per_token:
+        # To go: the credit shows what a token pays, and the scale the whole KL that rewards were compared with.
         b = f"{b} - {kl.coef:g} sum_(k>=t) {kl.estimator}_k"
         by = by.replace("(r of", f"(r - {kl.coef:g} sum_k {kl.estimator}_k of")
     whole = b if a.scale == "one" else f"({b}) / {by}" if " " in b else f"{b} / {by}"

@@ -19,6 +19,8 @@ def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> 
     line, empty = lead, True
     for text in words:
         whole = len(below) + len(text) <= width
+        # Non-greedy up to each ", " cuts a long word at its commas. Parts of
+        # one word are joined again without the space that stands between words.
         for n, part in enumerate([text] if whole else re.findall(r".*?, |.+$", text)):
             between = "  " if n == 0 else ""
             if not empty and len((line + between + part).rstrip()) > width:
@@ -35,6 +37,7 @@ def picture(width: int = WIDTH, ladder: Mapping[str, Any] = LADDER) -> list[str]
     children: dict[str, list[AnyAlgorithm]] = {}
     for a in ladder.values():
         children.setdefault(a.parent.name if a.parent else "", []).append(a)
+    # Each level is indented by 4: the widest branch with its name sets the column where sources begin.
     wide = max(4 * len(a.lineage()) - 4 + len(a.name) for a in ladder.values())
 
     def draw(a: AnyAlgorithm, lead: str, below: str) -> Iterator[str]:

@@ -50,6 +50,7 @@ class Baseline(Piece, begin=True):
 
 def _of_turns(b: Baseline, a: Algorithm) -> Iterator[str]:
     """Refusals of baselines that compare turns."""
+    # Other scales, and a KL in the reward, are one number for an answer, which has no turn to belong to.
     if a.scale not in ("one", "group_std") or a.charges_answers:
         yield (
             f"baseline={named(b)} compares turns, not answers. Set scale=one or group_std, and pull=none or one in the"
@@ -156,6 +157,8 @@ class EnergyMean(Baseline):
         return f"r - sum(W_t r) / sum(W_t) over the siblings that still speak at t, {weight}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
+        # At each token other siblings are left, so one deviation of whole
+        # answers would scale differences that it is not the deviation of.
         if a.scale != "one":
             whole = f"scale={a.scale} is one number for an answer"
             yield f"{whole}, and baseline=energymean compares token by token. Set scale=one, or whiten=token"
@@ -326,7 +329,7 @@ class AnchorMean(Baseline):
 class Value(Baseline):
     """A learned value per token, GAE over spoken tokens only (A05; Schulman et al. 1506.02438)."""
 
-    reads_silent = True
+    reads_silent = True  # A token without credit still has an error of its value.
     per_token = True
     to_go = True
 
@@ -383,6 +386,7 @@ class Value(Baseline):
         return f"{self.coef:g} * 1/2 (V - target)^2{near}; target = V + GAE of lambda {self.gae_lambda:g}{warm}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
+        # GAE is a sum to go over rewards, and a KL that enters as a reward is spread with it.
         if a.charges_tokens:
             yield (
                 "placement=token charges a token alone, while GAE hands its charge to the tokens before it. Set"

@@ -22,6 +22,7 @@ class Correction(Piece, begin=True):
     """Whether it multiplies by start/mu, and does not only keep or drop."""
 
     def reads(self, a: Algorithm) -> Iterable[str]:
+        # The proximal anchor is an estimate of start without its forward pass, and serves corrections too.
         return () if a.anchor == "proximal" else ("start",)
 
     def of_episodes(self) -> bool:
@@ -94,6 +95,7 @@ class BinaryKL(Correction):
         )
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
+        # Interpolated from mu, start cannot show how far learner and sampler are apart.
         if a.anchor == "proximal":
             yield (
                 "BinaryKL compares sampler and learner, and anchor=proximal skips the learner's forward. Set"

@@ -41,6 +41,8 @@ class ImplicitOthers(Baseline):
         return f"r - mean(r of the other siblings) + sum_(k>=t) (p_k - mean(mean p of the other siblings)), {process}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
+        # Outcome and process rewards are in different units: dividing
+        # their sum by the deviation of outcomes would mix both.
         if a.scale != "one" or a.charges_answers or a.rewards != "sum":
             yield (
                 "baseline=implicitothers adds rewards of tokens to outcomes, so one number for an answer cannot scale"

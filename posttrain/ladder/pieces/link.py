@@ -58,6 +58,8 @@ class Link(PreferencePiece, begin=True):
     the policy itself said."""
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
+        # A difference of two rewards of one prompt cancels what belongs to the prompt alone.
+        # Links of sides have no such difference, so all that relies on it is refused.
         if self.of == "difference":
             return
         name = type(self).__name__.lower()

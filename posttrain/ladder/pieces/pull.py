@@ -18,20 +18,28 @@ Placement = Literal["reward", "loss", "both", "token"]
 differentiated at the token. both: reward and loss. token: subtracted from the credit of the token alone."""
 
 _KL_TRUTH: dict[tuple[Estimator, Placement], str] = {
+    # Credit turns a number c into the gradient c * grad log pi; the loss differentiates c itself. With d =
+    # log pi - log ref, the gradient of KL(pi || ref) is E_pi[d grad log pi], since E_pi[grad log pi] = 0.
     ("k1", "reward"): "exact",
     ("k1", "token"): "exact at each token; no token is charged for the KL of the tokens after it",
+    # grad(d^2 / 2) = d grad log pi: what k1 gives as credit, of this token alone.
     ("k2", "loss"): "exact on policy at each token; no token is charged for the KL of the tokens after it",
     (
+        # grad k3 = (1 - e^{-d}) grad log pi. Its mean is -sum_v ref_v grad log pi_v, the gradient of KL(ref || pi).
         "k3",
         "loss",
     ): "biased: on policy its gradient is that of the forward KL(ref || pi) at each token, off policy of neither",
+    # k3 as credit and k3 in the loss add up to (k3 + 1 - e^{-d}) grad log pi = d grad log pi.
     ("k3", "both"): "exact on policy",
+    # grad(rho k3) = rho (k3 + 1 - e^{-d}) grad log pi = rho d grad log pi, which rho weighs from the anchor to pi.
     ("rk3", "loss"): "exact at each token, also off policy; no token is charged for the KL of the tokens after it",
 }
 _KL_REFUSED: dict[tuple[Estimator, Placement], str] = {
+    # grad d = grad log pi, of which the mean is 0.
     ("k1", "loss"): "k1 as a loss has zero expected gradient on policy: it regularises nothing",
     ("k1", "both"): "k1 as a loss has zero expected gradient on policy: beside k1/reward it only adds noise",
     ("k2", "reward"): "k2 in the reward alone misses the path term and does not estimate the KL",
+    # (d^2 / 2 + d) grad log pi.
     ("k2", "both"): "its gradient is that of E[k2], which is not the KL",
     ("k3", "reward"): "k3 in the reward alone misses the path term: its gradient can point the wrong way",
     ("rk3", "reward"): "rk3 in the reward alone misses the path term, like k3",
@@ -87,6 +95,8 @@ class KL(Pull):
     one more copy of the weights, so that any checkpoint can be resumed. 0: never."""
 
     def __post_init__(self) -> None:
+        # The legal pairs are listed with their meaning, and so is why
+        # each other one is refused: most libraries take any pair.
         pair = (self.estimator, self.placement)
         if pair not in _KL_TRUTH:
             why = _KL_REFUSED.get(pair, "there is no such pair")
@@ -121,6 +131,7 @@ class KL(Pull):
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if self.estimator == "rk3" and a.ratio == "one":
             yield "rk3 weights k3 by the ratio, and ratio='one' has none. Set ratio=token, or use k3/both"
+        # A teacher that becomes the policy teaches nothing.
         if self.refresh and a.distill is not None:
             yield (
                 "distill's teacher is the reference, and pull.refresh would replace it. Set pull.refresh=0, or"

@@ -40,6 +40,7 @@ class Overlong(Shaping):
     """Share of max_tokens over which the penalty grows to 1."""
 
     def __post_init__(self) -> None:
+        # At 0 the slope would be a division by 0.
         if not 0 < self.cache <= 1:
             raise ConfigError(f"shape.overlong.cache={self.cache}: a share of max_tokens in (0, 1]")
 
@@ -84,6 +85,8 @@ class BestOf(Shaping):
         return f"{self.k} mean({best}) over the subsets of {self.k} siblings that hold this one"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
+        # The rewards of the others contain this sample's reward, so a
+        # mean over them depends on it, and the baseline would add a bias.
         if self.gain and not isinstance(a.baseline, Zero):
             yield "shape.bestof.gain already compares a sample with its siblings. Set baseline=zero, or gain=false"
 

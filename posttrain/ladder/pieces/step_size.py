@@ -42,6 +42,7 @@ class EffectiveSize(StepScale):
         return f"{share} of the learning rate; ESS = (sum w)^2 / (n sum w^2) over n responses, w = pi(y)/mu(y)"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
+        # w = pi(y)/mu(y), and a demonstration has no mu.
         if a.shown is not None:
             yield (
                 "step_scale=effectivesize compares responses with their sampler, and shown ones have none. Set"

@@ -213,11 +213,14 @@ class Shown(Piece):
         return f"{self.siblings} of the siblings written by demonstration{style}; their tokens have {gradient}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
+        # Every token of a batch has the same K candidates' columns,
+        # and there is nobody who could fill them for a demonstration.
         if a.stores_top:
             yield (
                 "clip.top reads the sampler's most probable tokens, and a demonstration has no sampler. Set clip.top=0,"
                 " or shown=none"
             )
+        # The stored log-prob of a shown token is 0, which would read as a KL of -log ref.
         if a.kl_in_credit is not None and a.anchor != "start":
             yield (
                 "a KL in the credit is taken under the sampler, which a demonstration does not have. Set anchor=start,"
@@ -259,6 +262,7 @@ class Distill(Piece):
         return f"{times(self.coef)}JSD_{self.beta:g}(teacher || pi) over {over}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
+        # Both travel in the same streams, TOP_IDS and TOP_LOGP.
         if a.stores_top:
             yield (
                 "distill and clip.top would each name the candidate tokens of a position. Set clip.top=0, or"

@@ -27,6 +27,7 @@ class TrustRegion(Piece, begin=True):
     mask tokens at random."""
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
+        # With the ratio 1 no bound is ever reached.
         if a.ratio == "one":
             yield "clip needs a ratio to bound, and ratio='one' has none. Set ratio=token, or clip=none"
         if self.per_token and a.ratio not in ("token", "one"):
@@ -57,6 +58,7 @@ class Clip(TrustRegion):
     def __post_init__(self) -> None:
         if not (0 <= self.low <= 1 and self.high >= 0):
             raise ConfigError(f"clip.low={self.low} must lie in [0, 1] and clip.high={self.high} must be >= 0")
+        # Below the clip's own bound it would mask punished tokens that the policy has hardly moved.
         if self.cap is not None and not self.cap > 1 + self.high:
             raise ConfigError(
                 f"clip.cap={self.cap} must lie above 1 + clip.high={1 + self.high:g}; to switch it off set cap=none"
@@ -188,6 +190,7 @@ class Divergence(TrustRegion):
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         yield from super().refuses(a)
+        # TOP_LOGP holds the sampler's log-probs, so a distance over them is one to the sampler.
         if self.top and a.anchor != "behaviour":
             yield (
                 "clip.top reads the sampler's most probable tokens, so it compares with the sampler. Set"
@@ -277,5 +280,6 @@ class Hump(TrustRegion):
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         yield from super().refuses(a)
+        # k and lambda are chosen for W of a whole episode, which spreads far more than a token's ratio.
         if not a.ratio.startswith("sequence"):
             yield "clip=hump bounds the ratio of whole episodes. Set ratio=sequence_product"

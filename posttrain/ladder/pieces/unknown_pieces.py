@@ -54,10 +54,13 @@ def read_without(run: Any, names: Collection[str]) -> Generator[None]:
     Raises:
         RunFolderError: what is recorded of one cannot be a piece.
     """
+    # Stand-ins are alternatives of their choices only inside the
+    # block: outside, an override with such a name must stay an error.
     made: dict[tuple[type[Any], str], type[Any]] = {}
     try:
         for base, data in _recorded(run) if names else ():
             name = str(data.get(dataclass_json.TAG))
+            # Names that the caller knows to be absent, each once. What has a class here is read by that class.
             if name in names and (base, name) not in made:
                 made[base, name] = _offered(base, name, tuple(f for f in data if f != dataclass_json.TAG))
         yield
@@ -71,9 +74,12 @@ def _recorded(run: Any) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
     stages: Any = cast("dict[str, Any]", run).get("stages") if isinstance(run, dict) else None
     for stage in cast("list[Any]", stages) if isinstance(stages, list) else []:
         a: Any = cast("dict[str, Any]", stage).get("algorithm") if isinstance(stage, dict) else None
+        # An algorithm's parents are recorded inside it, and may hold other pieces.
+        # A record is foreign data, so everything is looked at before it is used.
         while isinstance(a, dict):
             plain = cast("dict[str, Any]", a)
             for field, hint in _fields().items():
+                # The open choice inside the declared type: `Pull | None` or `tuple[Correction, ...]`.
                 base, value = next((c for c in _inner(hint) if is_open(c)), None), plain.get(field)
                 items: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
                 if base is not None:
@@ -95,6 +101,8 @@ def _offered(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
 def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
     """A class with the recorded fields and no mathematics, in no choice yet. The same record gives the same class, so
     that the pieces of two readings can be equal."""
+    # The names become a class and its fields, so their size and form are
+    # bounded: nothing dunder, nothing that would hide a method of the base.
     if len(name) > LONGEST or len(fields) > MOST:
         raise ConfigError(
             f"it has {len(fields)} fields and a name of {len(name)} letters; the most are {MOST}, {LONGEST}"
@@ -110,6 +118,8 @@ def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
     def nothing(self: Any, *given: Any, **named: Any) -> Any:
         raise InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
 
+    # Abstract methods must exist, or no instance could be made.
+    # They raise, except for `words`, which prints the record.
     methods: dict[str, Any] = dict.fromkeys(base.__abstractmethods__, nothing)
     space = {**methods, "words": words, "absent": True, "__module__": __name__}
     typed = [(f, Any) for f in fields]
