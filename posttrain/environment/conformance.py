@@ -34,6 +34,7 @@ async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     credit. No constant answer may earn more than the share of the most common answer plus 0.02. All `claims` must hold.
     The user's rewards are left out.
     """
+    # A copy without the user's rewards: what they pay is no promise of the environment.
     env = replace(env, rewards=())
     held, train = (_known(env, tasks) for tasks in (env.heldout, _train(env, 200)))
     most = 1.0 if env.pays_parts else 0.0
@@ -117,6 +118,8 @@ def _distinct(env: SingleTurn, held: Sequence[Task]) -> Check:
 
 def _disjoint(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
     keys, asked = {env.key(t) for t in held}, {as_asked(t) for t in held}
+    # By the environment's own key, and by all that a policy or a reward can see of a task, in case `key` tells
+    # apart what is the same.
     both = [t for t in train if env.key(t) in keys or (t.answer is not None and as_asked(t) in asked)]
     return Check(
         "held-out is disjoint from train",
@@ -133,9 +136,11 @@ def as_asked(task: Task) -> str:
 
 
 def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
+    # New objects, so that nothing comes from a cache.
     again, other = replace(env), replace(env, seed=env.seed + 1)
     mine, others = ([e.train.task(i) for i in range(len(train))] for e in (again, other))
     same = list(again.heldout) == list(held) == list(other.heldout) and mine == list(train)
+    # A finite list is the same under every seed.
     moved = env.train.count is not None or others != list(train)
     return Check(
         "tasks are a function of the seed",

@@ -159,7 +159,7 @@ class Namespaces:
         told = settings("namespaces", control, uid, self.packages, limits.processes)
         told |= {"home": "/inside", "package_path": "/packages", "scratch": "/tmp", "readable": ["/"]}
         # The bound counts every task of the sandbox's user: beside the program's children its own process, the
-        # zygote, and the namespace's first process. Without children it only bounds threads.
+        # zygote, and for an ordinary user the namespace's first process. Without children it only bounds threads.
         told["tasks"] = limits.processes + 3 if limits.processes else 64
         # The environment of bwrap itself is empty: --clearenv is for what it starts, and what bwrap got could
         # be read in its own /proc entry.

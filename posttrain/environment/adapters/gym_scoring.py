@@ -60,6 +60,7 @@ class ScoringRequest(NamedTuple):
 def scored(data: Any, asked: ScoringRequest) -> Verdict:
     """The verdict of a data set's scorer. If the scorer raises, it is tried on the gold answer. If it raises there too,
     the verdict is `failed`."""
+    # Before the scorer sees it: its parser would evaluate the text.
     if asked.task in FORMULAS and (why := _no_formula(asked.answer)):
         return Verdict.value(0.0, "unparsable", why)
     try:
@@ -68,6 +69,8 @@ def scored(data: Any, asked: ScoringRequest) -> Verdict:
         raise
     except Exception as error:
         try:
+            # The same scorer on an answer that is known to be right: if it raises there as well, the answer is
+            # not to blame.
             data.score_answer(asked.gold, asked.entry)
         except Exception as ours:
             return Verdict.failed(
@@ -79,8 +82,10 @@ def scored(data: Any, asked: ScoringRequest) -> Verdict:
 
 def _no_formula(answer: str) -> str:
     """The reason why an answer may not go to a parser that evaluates; '' if it may."""
+    # No attribute (a point before a letter), no quote, no bracket of an index: nothing but a formula is left.
     if not _FORMULA.fullmatch(answer):
         return "no formula: it has characters that numbers, operators and functions do not need"
+    # Single letters are variables; longer names have to be known functions.
     foreign = next((n for n in _NAME.findall(answer) if len(n) > 1 and not _FUNCTIONS.fullmatch(n)), None)
     return "" if foreign is None else f"no formula: {foreign[:40]!r} is no elementary function"
 
@@ -105,6 +110,8 @@ async def verdict(pool: WorkerPool, asked: ScoringRequest) -> Verdict:
     try:
         found = await pool.ask(asked)
         if found.kind in ("timeout", "memory", "crash") and found.score is not None:
+            # If the right answer ends the process too, the scorer is broken, and that says nothing about this
+            # answer.
             known = await pool.ask(asked._replace(answer=asked.gold))
             if known.state is State.FAILED or known.kind == found.kind:
                 return Verdict.failed(
@@ -136,4 +143,5 @@ def evaluate_literals_only() -> None:
     """In the scorers that evaluate the answer, replace `eval` by `ast.literal_eval`."""
     for name in _LITERALS:
         with contextlib.suppress(ImportError):  # another version of the package
+            # A module's own name is found before the builtin one.
             vars(importlib.import_module(f"reasoning_gym.{name}"))["eval"] = ast.literal_eval

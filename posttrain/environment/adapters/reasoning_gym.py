@@ -65,6 +65,7 @@ class Gym(SingleTurn):
         _check_args(task, args)
         env = Gym(task=task, args=dict(args), **common)
         try:
+            # The package checks settings when it makes a data set, so the first one is made at once.
             env._data("train", 0)
         except (AssertionError, ValueError, TypeError) as error:
             raise ConfigError(f"gym:{task} refuses env.args {dict(args)}: {error}") from error
@@ -81,6 +82,8 @@ class Gym(SingleTurn):
     def _train(self, index: int) -> Task:
         chunk, item = divmod(index, CHUNK)
         for attempt in range(RETRIES):
+            # A held-out question is drawn again from a data set of another seed, at the same place. So no other
+            # training task changes.
             side = "train" if attempt == 0 else f"again {attempt}"
             task = self._task(f"{self.name}-{index}", side, chunk, item)
             if task.prompt not in self._held:
@@ -92,6 +95,8 @@ class Gym(SingleTurn):
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
         tasks: dict[Any, Task] = {}
+        # Twenty draws for each: fewer distinct questions than a twentieth means that the task has too few for a
+        # split.
         for draw in range(20 * self.heldout_count):
             if len(tasks) == self.heldout_count:
                 break
@@ -134,6 +139,7 @@ class Gym(SingleTurn):
         return data
 
     def _seed(self, side: str, chunk: int) -> int:
+        # reasoning-gym takes seeds of 31 bits.
         return seed_key(HELDOUT_SEED if side == "heldout" else self.seed, "gym", self.task, side, chunk) % 2**31
 
     @cached_property

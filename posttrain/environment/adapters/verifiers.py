@@ -68,6 +68,7 @@ class Verifiers(SingleTurn):
             raise ConfigError(
                 f"{PREFIX}{env_id}: its rubric has no reward function with a weight; add one, or give env.rewards"
             )
+        # Bounded once, when it is loaded: the package calls tools by this table.
         for name, tool in getattr(inner, "tool_map", {}).items():
             inner.tool_map[name] = bounded(tool, name, env.limits.tool_seconds)
         return env
@@ -105,6 +106,7 @@ class Verifiers(SingleTurn):
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
         if "eval" in self._tasks:
+            # Reversed twice: of equal tasks the first one is kept, and the order stays.
             distinct = {self.key(t): t for t in reversed(self._tasks["eval"])}
             return tuple(reversed(distinct.values()))[: self.heldout_count]
         by_digest = {self.key(t): t for t in reversed(self._tasks["train"])}
@@ -142,6 +144,8 @@ class Verifiers(SingleTurn):
         try:
             state = await self.inner.rollout(self._row(task), policy.client(), "policy", {})
             error = state.get("error")
+            # The package stores errors in its state and goes on. One of a tool is a result of what the policy
+            # did; any other means that the episode says nothing about it.
             if error is not None and not isinstance(error, package().ToolError):
                 raise error
         except BaseException:
@@ -150,6 +154,7 @@ class Verifiers(SingleTurn):
             raise
         left = plain(state)
         talk.leave(left)
+        # The recorded state is kept with its id, so the id cannot be given to another object meanwhile.
         self._ended[id(left)] = (left, state)
         while len(self._ended) > WAITING:
             del self._ended[next(iter(self._ended))]
@@ -158,6 +163,8 @@ class Verifiers(SingleTurn):
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         """The verdicts of the rubric's functions with their weights, and its metrics with weight 0. A function that
         raises gives `failed` and not 0."""
+        # A second judging, or one from a record, has no live state: it is rebuilt, where nothing of it was
+        # lost.
         left, state = self._ended.pop(id(attempt.state), (None, None))
         if state is None:
             if missing := lost(attempt.state):

@@ -39,6 +39,7 @@ def plain(state: Mapping[str, Any]) -> dict[str, Any]:
         if name in OWN:
             continue
         try:
+            # Through JSON and back: the record keeps exactly what a later judging gets.
             text = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
             text = ""
@@ -62,6 +63,8 @@ async def live(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
     said = left.get("completion") or [{"role": "assistant", "content": t} for t in attempt.turns]
     normalize: Any = importlib.import_module("verifiers.utils.message_utils").normalize_messages
     messages = normalize([_to_package(m) for m in said])
+    # First the environment's own set-up, then what its entries were at the end, then the conversation that
+    # rubrics read.
     state.update(left.get("state", {}))
     state["completion"] = messages
     prompt = list(state["prompt"])
@@ -119,12 +122,15 @@ async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
             return await call(function, SECONDS, *args, **kwargs)
         except Exception as error:
             raised.append(error)
+            # The package turns an exception into 0. Ours is kept aside, and NaN stands for it in what the
+            # package computes.
             return float("nan")
 
     watched.__name__ = name
     watched.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     given = await rubric._call_individual_reward_func(watched, state)
     verdict = _failed(raised[0], function) if raised else _numbered(given)
+    # A metric pays nothing, so its failure must not leave the episode without a reward.
     if weight == 0 and verdict.state is State.FAILED:
         verdict = Verdict.abstain(f"{verdict.kind}: {verdict.why}")
     return Judged(name, float(weight), redacted(verdict))

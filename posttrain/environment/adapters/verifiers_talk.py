@@ -50,6 +50,7 @@ class PolicyClient:
     async def answer(self, prompt: Sequence[Any], tools: Sequence[Any], state: Any, most: int | None) -> Any:
         """One turn, as a `Response`."""
         self.state = state
+        # The package's loop goes on after a turn that was cut off; here such an episode has ended.
         if self._last is not None and not self._last.finished:
             raise self._full(f"the turn before ended with {self._last.value}")
         if self.timeouts >= self._limits.tool_timeouts:
@@ -61,6 +62,7 @@ class PolicyClient:
                 f"task {self._task!r}: the environment has tools, and this model's chat template writes no tool calls"
                 " that are read here. Use a model whose template does (docs/guides/templates.md)"
             )
+        # Tools belong to the prompt; a conversation has them once.
         self._talk.see([self._told(m) for m in new], schemas if not self._turns else ())
         said = await self._talk.say(most)
         self._last = said.stop
@@ -83,6 +85,7 @@ class PolicyClient:
     def _new(self, prompt: list[Message]) -> list[Message]:
         """The new messages of the conversation. DataError if it does not continue what was shown and said."""
         n = len(self._known)
+        # The policy's tokens so far stay as they are, so the new request must begin with the same messages.
         if prompt[:n] != self._known:
             at = next((i for i in range(n) if i >= len(prompt) or prompt[i] != self._known[i]), n)
             raise DataError(
@@ -110,6 +113,8 @@ class PolicyClient:
         message: dict[str, Any] = {"content": parts.content, "tool_calls": calls or None}
         message["reasoning_content"] = parts.reasoning or None
         self._turns += 1
+        # Through the package's own type and back, as the next request will bring it; fields that it drops would
+        # not compare equal.
         self._known = [*self._known, from_package(types.AssistantMessage(**message))]
         reason = "tool_calls" if calls else "stop" if said.stop.finished else "length"
         n = said.tokens
@@ -128,6 +133,8 @@ class PolicyClient:
             why = f"there is no tool {call.name!r}; there are: {', '.join(sorted(tools))}"
         if why:
             self._refused[name] = why
+            # Arguments that are no JSON: the package answers them by an error, whatever the tool, and `_told`
+            # shows the reason in its place.
             return types.ToolCall(id=name, name="none", arguments=f"refused: {why}")
         assert isinstance(call, ToolCall)
         self._names[name] = call.name
@@ -151,6 +158,7 @@ def bounded(tool: Callable[..., Any], name: str, seconds: float) -> Callable[...
         try:
             return await call(tool, seconds, *args, **kwargs)
         except TimedOut:
+            # Tools are wrapped once for all episodes; the context variable says whose call this is.
             _asking.get().timeouts += 1
             raise ToolTimeout(f"error: {name} took longer than {seconds:g} s and was stopped") from None
 

@@ -57,8 +57,11 @@ async def unread(s: Subject) -> Answer:
         whose, best_of = "the data's answers, in the form that earns most,", "the best"
     if not real:
         return Mark.WARN, f"{words}; no real answer is known to hold this against"
+    # Measured from the least that anything was paid, since rewards may begin anywhere.
     mean, least = sum(real) / len(real), min(*means.values(), *real)
     words = f"{words}; {whose} {mean:.3g} on average, {best_of} {max(real):.3g}"
+    # Where real answers are only known in a form that was chosen to earn most, the comparison is too kind to
+    # warn by.
     close = (written or not s.gold) and means[best] >= least + CLOSE * (mean - least)
     return (Mark.WARN if close else Mark.OK), words
 
@@ -76,6 +79,7 @@ async def paid_and_measured(s: Subject) -> Answer:
         paid, measured = answer.outcome, truth(answer.judged)
         if paid is not None and measured is not None:
             figures.setdefault(task.id, []).append((paid, measured, kind))
+    # Sorted by what was paid, so `a` is the one that was paid more; ties say nothing.
     pairs = [(a, b) for each in figures.values() for a, b in combinations(sorted(each, reverse=True), 2) if a[0] > b[0]]
     if not pairs:
         return Mark.SKIP, "no two answers to one task were judged by both and paid differently"
@@ -134,6 +138,7 @@ async def surface(s: Subject) -> Answer:
     if (utility := offered.utility) is not None:
         truth = Score.of([float(utility(p.task, p.chosen) > utility(p.task, p.rejected)) for p in held])
         detail += f"; the true utility tells {truth}"
+        # No feature can be blamed for telling as much as the truth does where judgements have noise.
         limit = min(limit, truth.low)
     return Mark.WARN if best.accuracy.high > limit else Mark.OK, detail
 

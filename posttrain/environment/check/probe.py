@@ -141,6 +141,7 @@ def dependences(
     """By source, from the verdicts of the three rounds. Empty where nothing could be exchanged."""
     out: dict[str, Dependence] = {}
     for name in dict.fromkeys(name for told in one for name in told.scores):
+        # By text: its score for the task, for another task, and for the task with the other's answer.
         rows = [[x.scores.get(name) for x in same] for same in zip(one, other, changed, strict=True)]
         seen = [x for row in rows for x in row if x is not None]
         on_task, on_answer = any(a != b for a, b, _ in rows), any(a != c for a, _, c in rows)

@@ -53,6 +53,8 @@ async def gold(s: Subject) -> Answer:
             f"no source pays a right answer more than a wrong one; {told.said} to {prompt_words(told.task.prompt)}"
             f" earned {dict(told.scores)}"
         )
+    # Only an environment that promises full reward is held to exactly 1; the user's rewards may be on any
+    # scale.
     if s.env.vouches_for_gold and (less := [t for t in s.gold.values() if t.scores.get(s.env.name) != 1.0]):
         told = less[0]
         return Mark.FAIL, (
@@ -105,6 +107,8 @@ async def distractor(s: Subject) -> Answer:
         return NOTHING_KNOWN
     if not s.known:
         return _nothing_paid(s)
+    # A wrong answer fails if it earns as much as the right one to its task, or as much as the best right one
+    # anywhere.
     best = {source: max(t.scores.get(source, 0.0) for t in s.gold.values()) for source in s.sources}
     for told in s.wrong.values():
         for source in s.sources:
@@ -148,6 +152,8 @@ async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tup
     for (task, kind, _), answer in zip(asked, told, strict=True):
         count = found.setdefault(kind, VariantCount())
         count.tried += 1
+        # Three outcomes: paid in full, in part, or as a wrong answer. A reward by degrees may pay a form less,
+        # which is no loss.
         if set(s.paid(answer)) == set(s.deciding(task)):
             continue
         if set(s.part_paid(answer)) == set(s.deciding(task)):
@@ -208,6 +214,7 @@ async def declared(s: Subject) -> Answer:
 
 def _found(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
     """Fails if a text that does not depend on the question is rewarded more often than chance allows."""
+    # One text for all tasks is right where the answer happens to be that text, so a share is allowed.
     over = [a for a in attacks if a.hits and a.share > s.chance(a.tried)]
     if over:
         return Mark.FAIL, over[0].shown + (f"; so do {', '.join(a.kind for a in over[1:4])}" if over[1:] else "")
@@ -266,6 +273,7 @@ async def several(s: Subject) -> Answer:
     found = await s.attack(lambda t: lists(answers, s.core(t), rng), s.known)
     if (answer := _found(s, found, "lists of all answers"))[0] is not Mark.OK:
         return answer
+    # Where one of the two holds the other (12 and 2), the pair says nothing.
     tasks = [t for t in s.known if s.near(t)[-1] not in s.right(t)[-1] and s.right(t)[-1] not in s.near(t)[-1]]
     pairs = [(t, (s.right(t)[-1], s.near(t)[-1])) for t in tasks]
     first, last = [
@@ -288,6 +296,7 @@ async def demonstrations(s: Subject) -> Answer:
         return Mark.SKIP, "it needs rows with an answer that a reward reads, and a completion beside it"
     own, before, after = [await _share_paid(s, rows, by) for by in (0, -1, 1)]
     detail = f"{own:.0%} of {min(len(rows), TASKS_EACH)} completions of the data are paid"
+    # A column that was moved by one row: then the completions fit the answers of their neighbours.
     if (other := max(before, after)) > max(0.5, 2 * own):
         return Mark.FAIL, f"{detail}, and {other:.0%} with the answer of the row before or after: a column is shifted"
     return (Mark.OK if own >= 0.5 else Mark.WARN), detail
@@ -303,6 +312,7 @@ async def _share_paid(s: Subject, rows: Sequence[Task], by: int) -> float:
 async def told(s: Subject) -> Answer:
     """Looks for the answers in the prompts, and for those of other tasks to see how much is chance."""
     tasks = [t for t in s.tasks if t.answer is not None and s.core(t).strip()]
+    # How often the answer of the next task stands in a prompt is how often it stands there by chance.
     held = [
         [bool(contains(replace(t, answer=s.core(b)), conversation(t.prompt)).score) for b in (t, o)]
         for t, o in zip(tasks, tasks[1:] + tasks[:1], strict=True)

@@ -71,6 +71,7 @@ class Subject:
             EndpointError: a judge gives no answer at all, so no probe could tell anything.
         """
         subject = Subject(env, tuple(tasks), rate, counted=counted, earned=tuple(earned))
+        # One answer first: with a judge that is out of reach every probe would wait for its time-outs.
         for task in tasks[:1]:
             outages = [j for j in (await subject.judge(task, ("?",))).judged if j.verdict.kind == "outage"]
             if outages:
@@ -139,6 +140,7 @@ class Subject:
             return self.env.distractor(task)
         own = self.core(task)
         others = [t for t in self.tasks if self.knows(t) and self.core(t) != own]
+        # Of another task, and as long as the right one: neither form nor length gives it away.
         alike = min(others, key=lambda t: abs(len(self.core(t)) - len(own)), default=None)
         return (f"{own}?",) if alike is None else self.right(alike)
 
@@ -188,6 +190,8 @@ class Subject:
     def sources(self) -> tuple[str, ...]:
         """Sources that tell right from wrong: they score the right answer higher on at least a tenth of the tasks, and
         the wrong one higher on fewer than half as many. One that reads the text alone is none of them."""
+        # A tenth is little, because a source may judge some kinds of tasks only. The comparison with the
+        # reverse excludes sources that differ by chance, as one of length does.
         every = [s for s in self._scored if s not in self.depends or self.depends[s].on_task]
         wins = [(s, self._wins(s, 1), self._wins(s, -1)) for s in every]
         return tuple(s for s, won, lost in wins if won >= 0.1 * len(self.gold) and won > 2 * lost)
@@ -227,6 +231,8 @@ class Subject:
         answer, plus three standard deviations and 0.02."""
         core = Counter(self.core(t) for t in self.known)
         share = core.most_common(1)[0][1] / core.total() if core else 0.0
+        # `count` tries with the chance `share`: three standard deviations above the mean are reached once in
+        # some 700.
         return share + 3 * math.sqrt(share * (1 - share) / max(1, count)) + 0.02
 
     async def attack(self, say: Callable[[Task], Mapping[str, str]], tasks: Sequence[Task]) -> list[Attack]:

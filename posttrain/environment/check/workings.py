@@ -78,6 +78,7 @@ async def pool(s: Subject) -> Answer:
     asked = _mixed(s)
     alone = [await s.judge(*x) for x in asked[:24]]
     asked = asked[:24]
+    # A verifier that differs by itself would differ here too, and the crowd would be blamed for it.
     if _differ(alone, [await s.judge(*x) for x in asked]):
         return Mark.SKIP, "the verdicts differ even one at a time"
     crowd = [i % len(asked) for i in range(CONCURRENT)]
@@ -123,6 +124,7 @@ async def episodes(s: Subject) -> Answer:
         for told in rounds[1:]:
             if (was := rounds[0][task.id]) != (now := told[task.id]):
                 return Mark.FAIL, f"to {prompt_words(task.prompt)} the world answers {was!r:.80}, and then {now!r:.80}"
+    # Different turns and always the same answer: the tools may not have been reached at all.
     if len(tasks) > 2 and all(x == rounds[0][tasks[0].id] for x in rounds[0].values()):
         return Mark.WARN, f"in {len(tasks)} tasks the world answers the same to different turns"
     return Mark.OK if tasks else Mark.SKIP, f"{len(tasks)} right answers with several turns, in any order and at once"
@@ -175,6 +177,8 @@ async def sandbox(s: Subject) -> Answer:
 def sandboxes(s: Subject) -> list[Sandbox]:
     """The sandboxes in the attributes of the environment, its tools and its sources."""
     found: dict[int, Sandbox] = {}
+    # A walk over attributes by identity: objects refer to each other in circles, and equal ones need not be the
+    # same.
     seen: set[int] = set()
     waiting: list[tuple[object, int]] = [(s.env, 0)]
     while waiting:
@@ -189,6 +193,7 @@ def sandboxes(s: Subject) -> list[Sandbox]:
         elif not isinstance(holder, type):
             if isinstance(holder, OfferedTools) and "python" in holder.names:
                 waiting.append((holder.interpreters, depth + 1))  # opens the sandbox, because the probe needs it
+            # `__dict__` and not `dir`: properties are not called, so looking changes nothing.
             waiting += [(x, depth + 1) for x in getattr(holder, "__dict__", {}).values()]
     return list(found.values())
 

@@ -63,6 +63,9 @@ class Arithmetic(SingleTurn):
 
     def _room(self, length: int) -> int:
         """The most multisets of this length that may be held out: half of all there are."""
+        # Multisets of `length` out of max_operand + 1 numbers are C(max_operand + length, length). With signs
+        # there are 2 * (max_operand + 1) terms to choose from, and the first term is positive, so those of
+        # minus signs alone do not occur.
         plain = math.comb(self.max_operand + length, length)
         signed = math.comb(2 * self.max_operand + 1 + length, length) - plain  # any signs but all minus
         return (plain if self.ops == "+" else signed) // 2
@@ -94,6 +97,8 @@ class Arithmetic(SingleTurn):
         seen: set[Signed] = set()
         tasks: list[Task] = []
         while len(tasks) < self.heldout_count:
+            # A length whose half is held out is drawn no more: the loop below would look for ever for a new sum
+            # of it.
             open_lengths = [n for n, left in room.items() if left]
             length = open_lengths[int(rng.integers(len(open_lengths)))]
             terms = self._draw(rng, length)
@@ -126,6 +131,8 @@ class Arithmetic(SingleTurn):
         terms = _terms(attempt.task)
         right = _chain(terms)
         said = attempt.text.removesuffix(";").split(";")
+        # `Judged.end` is given in tokens by `spoken_upto`, here from characters: each step up to and with its
+        # `;`.
         ends = [*accumulate(len(step) + 1 for step in said[:-1]), len(attempt.text) + 1]
         return tuple(
             Judged("step", 1.0, Verdict.value(i < len(right) and step == right[i]), attempt.spoken_upto(end))
@@ -167,6 +174,8 @@ class Arithmetic(SingleTurn):
             return "", self._document(terms, false, rng)
         if style == "answer":
             return str(task.prompt), str(sums[-1] + (self._error(rng, sums[-1]) if false else 0))
+        # Not 0: the first term alone is no sum that could be wrong. The right and the false text of a pair are
+        # equal up to this step.
         slip = int(rng.integers(1, len(terms)))
         error = self._error(rng, sums[slip]) if false else 0
         sums = [value + (error if step >= slip else 0) for step, value in enumerate(sums)]

@@ -47,6 +47,7 @@ class CalculatorEnv(GeneratedTasks):
         require(2 <= self.turns <= 16, self.name, f"turns={self.turns}: must lie in 2..16")
         require(0 <= self.tape <= 1000, self.name, f"tape={self.tape}: must lie in 0..1000")
         n = self.max_operand + 1
+        # Ordered pairs where the order of operands matters, else unordered ones. At most half may be held out.
         room = sum(n * n if op == "-" else n * (n + 1) // 2 for op in set(self.ops)) // 2
         require(
             self.heldout_count <= room,
@@ -82,6 +83,7 @@ class CalculatorEnv(GeneratedTasks):
         return Stop.TURNS
 
     def _printed(self, task: Task, request: str) -> str:
+        # A function of task and request: siblings that ask the same are shown the same.
         rng = generator(HELDOUT_SEED, "calculator/tape", task.id, request)
         return "".join(f"{a}{op}{b}={value};" for a, op, b, value in (self._sum(rng) for _ in range(self.tape)))
 
@@ -121,6 +123,7 @@ class CalculatorEnv(GeneratedTasks):
         right, value = b, int(task.answer)
         while value == int(task.answer):
             right = int(rng.integers(0, self.max_operand + 1))
+            # 0 times anything is 0, so with a factor 0 no other number would give a wrong result.
             a = a if a or op != "*" else 1 + int(rng.integers(self.max_operand))
             value = {"+": a + right, "-": a - right, "*": a * right}[op]
         return str(task.prompt), (f"{REQUEST}{a}{op}{right}", str(value))

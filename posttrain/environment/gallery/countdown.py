@@ -55,6 +55,7 @@ class Countdown(GeneratedTasks):
         """A task with its solution. None if the value of the drawn expression cannot be a target."""
         numbers = [int(n) for n in rng.integers(1, self.max_number + 1, size=self.numbers)]
         target, solution = self._combine(rng, numbers)
+        # A target among the numbers would be answered by copying it.
         if not 0 < target <= self.max_target or target in numbers:
             return None
         prompt = f"<{','.join(map(str, numbers))}:{target}>"
@@ -67,6 +68,7 @@ class Countdown(GeneratedTasks):
         while len(parts) > 1:
             i, j = (int(k) for k in rng.permutation(len(parts))[:2])
             (a, left), (b, right) = parts[i], parts[j]
+            # -1 stands for a division with a rest, and is refused with the negative results below.
             values = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b and a % b == 0 else -1}
             op = self.ops[int(rng.integers(len(self.ops)))]
             if values[op] < 0:
@@ -85,6 +87,7 @@ class Countdown(GeneratedTasks):
                 return Verdict.value(0.0, "wrong", f"{right!r} is not the target {target}")
         except ExpressionError as error:
             return Verdict.value(0.0, "unparsable", f"{said[:80]!r}: {error}")
+        # Difference of multisets: a number that is given twice may be used twice.
         if extra := Counter(expression.numbers) - Counter(numbers):
             why = f"uses {sorted(extra.elements())}, which are not (or not so often) in {numbers}"
             return Verdict.value(0.0, "numbers", why)

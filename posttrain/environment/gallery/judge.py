@@ -123,8 +123,11 @@ class Judge(GeneratedTasks):
     # --- tasks -------------------------------------------------------------------------------------------------------
 
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
+        # The place of a task in the endless source of the world. It is all that a task has to store of it.
         index = int(rng.integers(2**40))
         inner = self._inner(index)
+        # `wanted` is drawn first and what does not fit is drawn again, so half of the completions are good
+        # whatever the world writes.
         if self.form.sides == 1:
             wanted = bool(rng.random() < 0.5)
             label = self._offered.draw(inner, "label", rng)
@@ -137,6 +140,7 @@ class Judge(GeneratedTasks):
         if abs(value) < self.gap:
             return None
         texts, gold = self._ordered(pair, rng)
+        # The judge of the world may err: then the side that was judged better is not the one that truly is.
         return self._task(name, index, texts, gold, gold if value > 0 else 1 - gold)
 
     def _ordered(self, pair: Pair, rng: np.random.Generator) -> tuple[tuple[str, str], int]:
@@ -188,6 +192,7 @@ class Judge(GeneratedTasks):
 
     @cached_property
     def _held(self) -> frozenset[Hashable]:
+        # Exchanged again, because an odd number of held-out tasks cuts the last pair's other order off.
         both = [self.exchanged(t, t.id) for t in self.heldout] if self.form.sides == 2 else []
         return frozenset(self.key(t) for t in (*self.heldout, *both))
 

@@ -77,6 +77,8 @@ class Programs(GeneratedTasks):
     def draw(self, rng: np.random.Generator, name: str) -> Task:
         steps = self._drawn(rng)
         prompt = "<" + "".join(f"{op}{n}" for op, n in steps) + ">"
+        # All steps are linear in x, so two numbers say what they compute. Two inputs would tell such functions
+        # apart; the others catch answers that are not linear.
         a, b = line(steps)
         test = {"function": "f", "args": [list(INPUTS)], "expected": [a * x + b for x in INPUTS]}
         info = {"steps": [list(s) for s in steps], "tests": [test]}
@@ -91,6 +93,7 @@ class Programs(GeneratedTasks):
         return redacted(await self.code.verdict(attempt.task, program(attempt.text)))
 
     def gauges(self) -> Gauges:
+        # Looked up without making it: a run that judged nothing has opened no sandbox.
         return merge(super().gauges(), self.code.gauges()) if "code" in self.__dict__ else super().gauges()
 
     def close(self) -> None:
@@ -138,6 +141,7 @@ class Programs(GeneratedTasks):
                 other[i] = (steps[i][0], int(rng.integers(1, 10)))
             else:
                 other[i], other[i - 1] = other[i - 1], other[i]
+            # Some changes compute the same function, such as the order of two sums; then another one is drawn.
             if line(tuple(other)) != line(steps):
                 return written(tuple(other))
 
@@ -167,6 +171,7 @@ def written(steps: Steps) -> str:
     """
     out, sum_last = "x", False
     for op, n in steps:
+        # Only a product behind a sum needs parentheses; sums and products from left to right need none.
         out = f"({out})" if op == "*" and sum_last else out
         out, sum_last = f"{out}{op}{n}", op != "*"
     return out

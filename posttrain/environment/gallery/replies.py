@@ -119,6 +119,7 @@ class Replies(GeneratedTasks):
         """The score rises with the true utility: 0 for a wrong reply, 1 for the best one."""
         found = features(attempt.task, attempt.text)
         utility = self.taste.utility(attempt.task, attempt.text)
+        # The sum of the weights may differ from 1 in its last bit, and the best reply has to score exactly 1.
         score = 1.0 if all(f == 1.0 for f in found.values()) else max(0.0, (utility - WORST_RIGHT) / (1 - WORST_RIGHT))
         kind = "" if score == 1.0 else "manner" if found["correctness"] else "wrong"
         why = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
@@ -143,6 +144,7 @@ class Replies(GeneratedTasks):
         """A reply of any quality: half of them are right, polite and long to different degrees."""
         numbers: list[int] = task.info["numbers"]
         ordered = sorted(numbers)
+        # Half of the replies are right; a wrong one ends in another number of the task.
         last = ordered[-1] if rng.random() < 0.5 else ordered[int(rng.integers(len(ordered) - 1))]
         order = rng.random() < 0.5
         core = "<".join(map(str, [*(n for n in ordered if n != last), last])) if order else str(last)

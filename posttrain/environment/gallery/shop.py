@@ -95,6 +95,7 @@ class Shop(GeneratedTasks, ToolWorld):
         require(2 <= self.turns <= 16, self.name, f"turns={self.turns}: must lie in 2..16")
         rooms = {"buy": len(ITEMS) * MOST, "book": len(ERRANDS) * len(DAYS)}
         rooms["both"] = rooms["buy"] * rooms["book"]
+        # Kinds are drawn alike, so the smallest one is exhausted first and decides for all.
         room = min(rooms[k] for k in self._kinds) // 3 * len(self._kinds)
         require(
             self.heldout_count <= room,
@@ -131,6 +132,7 @@ class Shop(GeneratedTasks, ToolWorld):
         if kind != "buy":
             info |= {"errand": ERRANDS[int(rng.integers(len(ERRANDS)))], "day": DAYS[int(rng.integers(len(DAYS)))]}
             parts.append(f"{info['errand']} {info['day']}")
+            # The hours are sorted, so the first is the earliest.
             calendar[f"{info['day']} {free[info['day']][0]}"] = info["errand"]
         return Task(id=name, prompt=f"<{','.join(parts)}>", answer={"cart": cart, "calendar": calendar}, info=info)
 

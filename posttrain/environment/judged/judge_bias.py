@@ -38,6 +38,7 @@ def biases(groups: Sequence[Group], read: Callable[[str], Scores | None]) -> Gau
             first.append(float(side == 0))
             if lengths[0] != lengths[1]:
                 most = int(lengths[1] > lengths[0])
+                # The difference, because the longer side may truly be the better one more often.
                 longer.append(float(side == most) - float(best == most))
     both = [a and b for each in orders.values() if len(each) == 2 for a, b in zip(*each, strict=False)]
     gauges = {
@@ -91,6 +92,8 @@ def surface_baselines(known: Sequence[Pair], held: Sequence[Pair]) -> list[Surfa
     A value of a feature is worth the share of comparisons that it won in `known`. The side of a held-out pair with the
     better value is then said to be the chosen one. So a baseline can learn that a middle length is best, too.
     """
+    # Each value begins with one win in two comparisons, so a value that was never met is worth 1/2, and one
+    # that was met once is no certainty.
     wins: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [1.0, 2.0]))
     seen: dict[str, int] = defaultdict(int)
     sides = [_sides(p) for p in known]
@@ -98,6 +101,8 @@ def surface_baselines(known: Sequence[Pair], held: Sequence[Pair]) -> list[Surfa
         for name in {*a, *b}:
             seen[name] += 1
     always = dict(surface_features(""))
+    # Counts and presences have a name for each word, so without a bound a large data set would have as many
+    # features as words. Both features of a word count, hence the factor 2.
     frequent = sorted((n for n in seen if n not in always), key=lambda n: (-seen[n], n))[: 2 * FREQUENT]
     names = [*always, *frequent]
     for a, b in sides:
@@ -110,6 +115,8 @@ def surface_baselines(known: Sequence[Pair], held: Sequence[Pair]) -> list[Surfa
                     tally[1] += 1.0
     tested = [_sides(p) for p in held]
     fit = {n: _right(wins[n], n, sides) for n in names}
+    # Ordered by what they tell of the known pairs. Chosen by the held-out pairs, the best of hundreds would
+    # look good by chance.
     order = sorted(names, key=lambda n: -sum(fit[n]))
     return [SurfaceFeature(n, Score.of(_right(wins[n], n, tested))) for n in order]
 

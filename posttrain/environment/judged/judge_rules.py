@@ -51,6 +51,7 @@ def read_last_characters(text: str) -> Scores | None:
     >>> read_last_characters("<answer>[[B]]</answer>"), read_last_characters("<answer>[[B]]</answer>" + 80 * ".")
     ((0.0, 1.0), None)
     """
+    # A set: the same verdict twice is one verdict; both verdicts are none.
     return _side(sorted(set(_ANSWER.findall(spoken(text)[-LAST:]))))
 
 

@@ -40,6 +40,8 @@ class JudgedData:
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of judgement that every row can give; first the rows' own kind."""
+        # All rows are of one kind (`data_rows`), so the first one tells it. A pair is also a ranking of two and
+        # two labels; a ranking or rating is no label, since nothing says from where on it is good.
         own = self._judged[0].kind
         out: dict[Kind, bool] = {own: own != "ranking" or self._ordered}
         out["pair"] = own != "steps" and not self.unpaired
@@ -97,6 +99,8 @@ class JudgedData:
             return Pair(task=row.task, place=row.place, chosen=chosen, rejected=rejected, **own)
         group = self._groups[self._group_of(row)]
         values = [w.value for w in group]
+        # Indices of possible chosen and rejected completions. Only pairs in which one was judged better are
+        # kept; `unpaired` made sure that there is one.
         over = range(len(group)) if self.columns.pairs == "any" else _at(values, max(values))
         under = _at(values, min(values)) if self.columns.pairs == "ends" else range(len(group))
         pairs = [(i, j) for i in over for j in under if values[i] > values[j]]
@@ -146,6 +150,7 @@ class JudgedData:
         best = max(w.value for w in group)
         if found.kind == "label" and not best:
             return None
+        # The row's own text if it is as good as the best of its prompt, else the first best one of another row.
         own = dict(zip(found.completions, found.values, strict=True))
         return next((t for t, v in own.items() if v == best), next(w.completion for w in group if w.value == best))
 

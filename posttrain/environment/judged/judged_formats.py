@@ -75,6 +75,7 @@ def _prm800k(place: Place, data: Mapping[str, Any]) -> Steps:
             raise DataError(f"{place}: the rating of {name} is {rating!r:.40}, wanted -1, 0 or 1")
         steps.append(_text(place, f"{name}.text", taken.get("text")))
         labels.append(rating)
+        # Nothing was taken up here, so what follows continues another path.
         if chosen is None and human is None:
             break
     if not steps:
@@ -92,6 +93,7 @@ def _shepherd(place: Place, data: Mapping[str, Any]) -> Steps:
     at = 0
     for i, piece in enumerate(pieces):
         end = at + len(piece)
+        # `label` has one sign where `input` has a tag of two letters, so places in it are counted apart.
         sign = label[end : end + 1]
         if label[at:end] != piece or sign not in ("+", "-"):
             raise DataError(

@@ -43,6 +43,7 @@ def read_row(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptR
     Raises:
         DataError: the row is not what its columns say; the message has its place.
     """
+    # First the forms of known data sets, which name their columns otherwise; then the kind by the columns.
     data = c.with_fields(data)
     try:
         if format_of(data, c):
@@ -65,6 +66,8 @@ def kind_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> str:
         return data.get(column) is not None
 
     sides = [c.chosen_column, c.rejected_column]
+    # From the most certain sign to the least: a pair has columns that nothing else has, while a label beside a
+    # completion may be any column of that name.
     if any(has(x) for x in sides):
         if missing := [x for x in sides if not has(x)]:
             other = next(x for x in sides if x not in missing)
@@ -100,6 +103,8 @@ def also_judged(row: PromptRow, c: JudgedColumns) -> str:
     """The other kind as which a row could be read, by its columns; '' where there is none, or the settings say."""
     if row.judged is None or c.judged != "auto":
         return ""
+    # The kind is asked for again without the columns that decided it. A pair may have a demonstration beside
+    # it, which was taken out of `info`, so an empty one stands for it.
     single = row.completion is not None or row.task.info.get(c.completion_column) is not None
     left = {k: v for k, v in row.task.info.items() if k not in (c.chosen_column, c.rejected_column)}
     other = kind_of(row.place, {**left, **({c.completion_column: ""} if single else {})}, c)
@@ -154,10 +159,13 @@ def _ranking(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptR
     columns = [n for n in (c.scores_column, c.ranks_column) if data.get(n) is not None]
     if len(columns) > 1:
         raise DataError(f"{place}: there are {columns[0]!r} and {columns[1]!r}; give one of them")
+    # Without numbers the order of the list is the judgement: the first is worth most. Ranks count the other way
+    # round, so they are negated.
     values = tuple(float(len(given) - i) for i in range(len(given)))
     if columns:
         order = _each(place, data, columns[0], len(given), lambda n, v: number(place, n, v))
         values = tuple(order) if columns[0] == c.scores_column else tuple(-x for x in order)
+    # Equal texts of equal worth say nothing wrong; of different worth they contradict each other.
     worth: dict[str, float] = {}
     for text, value in zip(found.completions, values, strict=True):
         if worth.setdefault(text, value) != value:
@@ -191,6 +199,8 @@ def _rating(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRo
             " numbers (env.args.attributes)"
         )
     ratings = {without_halves(place, c.ratings_column, str(a)): number(place, str(a), v) for a, v in given.items()}
+    # Which attribute makes a completion better is only known where there is one, or where it was named.
+    # Otherwise the row is read, and no pair can be made of it.
     by = c.attribute or (next(iter(ratings)) if len(ratings) == 1 else "")
     if by and by not in ratings:
         raise DataError(f"{place}: env.args.attribute={by!r} is not among the ratings {', '.join(ratings)}")

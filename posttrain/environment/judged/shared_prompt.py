@@ -90,6 +90,7 @@ def _split(place: Place, texts: list[str], names: list[str], column: str) -> tup
     if len(set(texts)) < len(texts):
         same = [n for n, t in zip(names, texts, strict=True) if texts.count(t) > 1]
         raise UnfitRow(place, "identical", f"{same[0]!r} and {same[1]!r} are the same text, and there is no prompt")
+    # The last one: earlier ones belong to turns of the conversation that all completions share.
     cut = shared.rfind(ANSWERS)
     cut = cut + len(ANSWERS) if cut >= 0 else _before_a_word(texts, shared)
     prompt, rests = shared[:cut], [t[cut:] for t in texts]
@@ -130,6 +131,7 @@ def _talks(
                 " prompt, or whole conversations"
             )
         return SharedPrompt(prompt, texts)
+    # All completions have messages before their last one from here on, or the row mixes two forms.
     if len(began) < len(found):
         alone = next(name for name, before, _ in found if not before)
         raise DataError(f"{place}: {alone!r} is one message, and another completion is a whole conversation")
@@ -144,6 +146,8 @@ def _talks(
                 " completion is one message after a conversation that is the same on all sides. If the messages"
                 f" {at} were judged, end the conversations with them",
             )
+    # No conversation begins with these roles, so the messages go on after the row's prompt. Others repeat the
+    # prompt.
     if first[0]["role"] in CONTINUES:
         return SharedPrompt(_continued(place, prompt, first, column, began[0][0]), texts)
     if prompt is not None:

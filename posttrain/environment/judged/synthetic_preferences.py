@@ -90,6 +90,9 @@ class Taste:
         """The weights of each annotator. Each sums to 1, none is negative, and their mean is the truth."""
         truth = np.array(list(self.weights.values()))
         each = (generator(ANNOTATORS_SEED, "taste/annotators", k) for k in range(self.annotators))
+        # `away` [annotators, features] sums to 0 in both directions: each row of `drawn` sums to 1, and the
+        # mean row is taken off. So truth + s * away has rows that sum to 1 and the truth as their mean, for any
+        # s. s is the largest one up to 1 with which no weight falls below `least`.
         drawn = np.array([rng.dirichlet(np.full(len(truth), 2.0)) for rng in each])
         away = drawn - drawn.mean(0)
         least = np.minimum(truth, LEAST)
@@ -155,6 +158,8 @@ class Taste:
 
     def _order(self, values: list[float], rng: np.random.Generator) -> list[int]:
         """Indices of the completions, the preferred one first, after the judge's errors."""
+        # The order of u / temperature + Gumbel noise is distributed as Plackett-Luce; of two it is
+        # Bradley-Terry. Multiplied by the temperature the formula holds for 0 too, where only the values order.
         seen = np.array(values) + self.temperature * rng.gumbel(size=len(values))
         order = [int(i) for i in np.argsort(-seen, kind="stable")]
         if rng.random() < self.noise:
@@ -163,6 +168,8 @@ class Taste:
         return order
 
     def _good(self, value: float, rng: np.random.Generator) -> bool:
+        # P(value + temperature * logistic noise >= good) is sigmoid((value - good) / temperature). Both numbers
+        # are always drawn, so a change of one setting leaves the other's draws as they were.
         drawn, flipped = rng.logistic(), rng.random() < self.noise
         return bool(value + self.temperature * drawn >= self.good) != flipped
 
@@ -191,6 +198,7 @@ def judgements_of(write: Write, style: str) -> Judgements:
     def draw(task: Task, kind: Kind, rng: np.random.Generator) -> Judgement:
         if kind not in DEMONSTRATED:
             raise ConfigError(f"demonstrations give judgements of kind {' and '.join(DEMONSTRATED)}, and not {kind!r}")
+        # One seed for both texts: a pair that also differed in style would teach that style.
         seed = int(rng.integers(1 << 62))
         right, false = (_text(write, task, style, seed, wrong) for wrong in (0.0, 1.0))
         if kind == "label":

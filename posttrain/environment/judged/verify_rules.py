@@ -37,6 +37,7 @@ def chance_of_yes(logp_yes: float, logp_no: float) -> float:
     >>> round(chance_of_yes(math.log(0.6), math.log(0.2)), 12)
     0.75
     """
+    # sigmoid(-gap) in the form whose exponential cannot overflow.
     gap = logp_no - logp_yes
     return 1 / (1 + math.exp(gap)) if gap < 0 else math.exp(-gap) / (1 + math.exp(-gap))
 

@@ -62,14 +62,20 @@ class Database(Toolbox):
         self._reading = 0.0
         """While the tables are read: the processor time of the thread at which reading is stopped. Else 0."""
         self._guard = threading.Lock()
+        # Each statement runs in a thread of its own, one after the other. Autocommit: transactions are the
+        # policy's affair.
         self._connection = c = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         c.executescript(script)
+        # The order matters: the script is trusted and may need more than the policy may do. Pragmas are refused
+        # once the authorizer is set.
         c.execute(f"PRAGMA max_page_count = {max(1, MOST_BYTES // 4096)}")
         c.execute(f"PRAGMA hard_heap_limit = {HEAP}")
         self._state = self._read()
         for limit, value in _LIMITS.items():
             c.setlimit(limit, value)
         c.set_authorizer(_authorize)
+        # Called every 10,000 steps of SQLite's virtual machine: often enough to stop in time, too seldom to
+        # cost much.
         c.set_progress_handler(self._over, 10_000)
 
     @tool
@@ -77,11 +83,13 @@ class Database(Toolbox):
         """Runs one SQL statement. A query shows its columns and rows, a change the number of rows it changed."""
         seconds = min(own_clock(), self._seconds)
         await self._idle()
+        # Interrupting a statement may roll a whole transaction back; the policy is then told so.
         within = self._connection.in_transaction
         self._job = job = QueuedWork(QUEUE, lambda: self._execute(sql), self._interrupt)
         try:
             return await job.run(seconds)
         except (ToolError, InterruptedError):
+            # The error is the statement's own and not of being stopped.
             if not job.stopped:
                 raise
             undone = within and not self._connection.in_transaction
@@ -92,12 +100,17 @@ class Database(Toolbox):
         c, changes = self._connection, self._connection.total_changes
         try:
             cursor = c.execute(sql)
+            # One row more than is shown tells whether there are more. `fetchmany` also bounds the memory of the
+            # answer.
             looked = cursor.description is not None
             rows = cursor.fetchmany(MOST_ROWS + 1) if looked else []
             cursor.close()
         except (sqlite3.Error, sqlite3.Warning, MemoryError, ValueError) as error:
+            # Also after an error: it may have rolled a transaction back, or kept what was changed before it (OR
+            # FAIL).
             self._state = self._read()
             raise ToolError(str(error) or type(error).__name__) from None
+        # A query may change rows as well (RETURNING), and a change of the schema alters no rows.
         if not looked or c.total_changes != changes:
             self._state = self._read()
         if not looked:
@@ -118,6 +131,8 @@ class Database(Toolbox):
     def _interrupt(self) -> None:
         """Stop the policy's statement, from another thread. Reading the tables after it is not stopped."""
         with self._guard:
+            # `_reading` and the interrupt share the lock, so a statement's interrupt never hits the reading of
+            # the tables.
             if not self._reading:
                 self._connection.interrupt()
 
@@ -148,6 +163,7 @@ class Database(Toolbox):
     def _rows(self, table: str) -> list[list[Any]]:
         """The rows of a table; [] if it cannot be read, because the policy dropped it or gave it columns that fail or
         take too long."""
+        # The policy names the tables, so a name may hold a quote.
         quoted = table.replace('"', '""')
         try:
             return [list(row) for row in self._connection.execute(f'SELECT * FROM "{quoted}"').fetchmany(MOST_KEPT)]

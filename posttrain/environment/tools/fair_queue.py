@@ -42,6 +42,7 @@ class FairQueue:
         the caller must call `leave` at the end. A cancelled future never gets a turn."""
         turn: Future[None] = Future()
         with self._lock:
+            # The number breaks ties in order of arrival, and futures cannot be compared.
             heapq.heappush(self._waiting, (used, next(self._number), turn))
         self._next()
         return turn
@@ -59,6 +60,8 @@ class FairQueue:
                 if not self._free or not self._waiting:
                     return
                 _, _, turn = heapq.heappop(self._waiting)
+                # A cancelled turn leaves the heap here. From here on it can no longer be cancelled, so the free
+                # place is surely used.
                 if not turn.set_running_or_notify_cancel():
                     continue
                 self._free -= 1
@@ -86,6 +89,7 @@ class QueuedWork:
         """Whether it was stopped before its end, so that its work is incomplete."""
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         """The result of the work, or its exception."""
+        # Looks at the exception once; asyncio logs those that nobody looked at, and a cancelled `run` does not.
         self.done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     async def run(self, seconds: float) -> Any:
@@ -96,6 +100,8 @@ class QueuedWork:
         await self._begun()
         try:
             while not self.done.done():
+                # Waits for as long as the rest would take on an idle processor, and looks at the clock again: a
+                # job that waited for its turn has used less.
                 if (left := seconds - self.used()) <= 0:
                     self.stop()
                 await asyncio.wait([self.done], timeout=None if left <= 0 else max(left, 0.005))
@@ -137,6 +143,8 @@ class QueuedWork:
             if self._ended:
                 return
             self.stopped = True
+            # `_holds` becomes False under the lock only, and whoever makes it so gives the place back. So no
+            # place is given back twice.
             held, self._holds = self._holds, False
             if self._turn is not None:
                 self._turn.cancel()
@@ -154,8 +162,11 @@ class QueuedWork:
         with self._lock:
             if self.stopped:
                 return True
+            # Asked for before the place is given back: the queue then compares this job with those that wait,
+            # and it may go on at once if it has used least.
             self._turn, self._holds = self._queue.ask(self._used), False
         self._queue.leave()
+        # Cancelled by `stop`: the job has no place, and its next line ends it.
         with contextlib.suppress(CancelledError):
             self._turn.result()
             self._holds = True

@@ -108,6 +108,7 @@ class Files(Toolbox):
         return path
 
     def _put(self, path: str, text: str) -> None:
+        # Folders exist by their files only, so a name could be both, which no file system allows.
         if any(other.startswith(f"{path}/") or path.startswith(f"{other}/") for other in self._files if other != path):
             raise ToolError(f"{path!r} cannot be a file and a folder")
         _room(self._files, path, text)
@@ -120,6 +121,7 @@ class Files(Toolbox):
 def _path(path: str) -> str:
     """The normalised path. ToolError if it is not the path of a file inside the folder."""
     parts = path.split("/")
+    # Absolute paths and ./ mean the same folder here; models write them often.
     while parts and parts[0] in ("", "."):
         parts.pop(0)
     if not parts or not all(parts) or any(p in (".", "..") for p in parts) or "\0" in path or len(path) > LONGEST_NAME:

@@ -45,6 +45,8 @@ class Python(Toolbox):
         self._lost = False
 
     async def open(self) -> None:
+        # Waiting happens here, before the first turn, and not within a call: a call has a time limit, and
+        # waiting for another episode must not use it up.
         free = self._interpreters.free
         await free.acquire()
         self._slots = free
@@ -54,6 +56,8 @@ class Python(Toolbox):
         """Runs Python. Shows what is printed and the value of a last expression; variables stay for the next piece."""
         if self._session is None:
             self._session = self._interpreters.sandbox.session(limits=self._interpreters.limits)
+        # A session that a cancelled call ended is replaced without the policy's doing, so the next answer says
+        # what was lost.
         before, self._lost = self._lost, False
         try:
             ran = await self._session.run(code)
@@ -61,6 +65,8 @@ class Python(Toolbox):
             self._session, self._lost = None, True
             raise
         except SandboxBroken as error:
+            # No ToolError: the policy did nothing wrong, and an episode with a lost interpreter says nothing
+            # about it.
             raise RuntimeError(f"the sandbox of the Python tool was lost: {error}") from error
         said = ran.said.rstrip("\n") + ("\n(output was cut)" if ran.cut else "")
         first = f"{LOST}\n" if before else ""

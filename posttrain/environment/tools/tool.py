@@ -100,6 +100,8 @@ class Toolbox:
     @functools.cached_property
     def tools(self) -> Mapping[str, Tool]:
         """The tools by name, in the order of their definition."""
+        # Base classes first, so a subclass adds its tools behind theirs; `getattr` below takes the overriding
+        # method.
         every = [item for cls in reversed(type(self).__mro__) for item in vars(cls).items()]
         found = [name for name, f in every if getattr(f, "is_tool", False)]
         return {name: _tool(name, getattr(self, name)) for name in dict.fromkeys(found)}
@@ -141,6 +143,8 @@ class Toolbox:
         except ValidationError as error:
             return Observation(call.name, f"error: {_wrong(error)}", "arguments")
         begun = time.monotonic()
+        # What a tool says goes into a prompt and into the record, so known secrets are taken out first; a cut
+        # before that could leave half of one.
         text, kind = await _run(chosen, arguments, limits.tool_seconds)
         return Observation(call.name, _shortened(scrubbed(text), limits.observation), kind, time.monotonic() - begun)
 
@@ -197,6 +201,7 @@ class CallCounts:
 
 async def _run(chosen: Tool, arguments: BaseModel, seconds: float) -> tuple[str, Kind]:
     given = {name: getattr(arguments, name) for name in type(arguments).model_fields}
+    # A context variable: calls of other episodes run at the same time and have clocks of their own.
     before = _clock.set(None)
     try:
         async with asyncio.timeout(seconds) as clock:
@@ -209,6 +214,7 @@ async def _run(chosen: Tool, arguments: BaseModel, seconds: float) -> tuple[str,
         note = f"; {error}" if str(error) else ""
         return f"error: {chosen.name} took longer than {error.seconds:g} s and was stopped{note}", "timeout"
     except TimeoutError:
+        # A TimeoutError of the tool's own is an error of the environment and not our limit.
         if not clock.expired():
             raise
         return f"error: {chosen.name} took longer than {seconds:g} s and was stopped", "timeout"
@@ -230,6 +236,8 @@ def _tool(name: str, method: Callable[..., Any]) -> Tool:
             raise ConfigError(f"{where}: parameter {parameter.name!r} needs a type, and to be given by name")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (_described(hints[parameter.name]), default)
+    # Strict: "3" is no number. A policy is told of it, where a conversion would teach it that types do not
+    # matter.
     arguments = create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
     return Tool(name, description, arguments, method)
 
@@ -253,6 +261,7 @@ def _without_titles(schema: Any) -> Any:
     """The schema without the titles that pydantic adds at every level. They only repeat the names."""
     if isinstance(schema, dict):
         return {
+            # Under `properties` the keys are arguments' names, and one of them may be called title.
             k: {n: _without_titles(s) for n, s in v.items()} if k == "properties" else _without_titles(v)
             for k, v in schema.items()
             if k != "title"
@@ -269,5 +278,6 @@ def _shortened(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     note = f" ...({len(text) - most} characters left out)... "
+    # Two thirds from the beginning, one third from the end, where errors and totals often stand.
     head = max(0, most - len(note)) * 2 // 3
     return text[:head] + note + text[len(text) - max(0, most - len(note) - head) :]

@@ -41,15 +41,19 @@ class Loop:
         """
         chat = not isinstance(prompt, str)
         format = (talk.format if chat else None) or PLAIN
+        # The state before the first turn: an episode that breaks off at once has one too.
         talk.leave(box.state())
         talk.see(prompt, tools=box.schemas if chat else ())
         late = 0
         try:
             for left in reversed(range(self.turns)):
                 said = await talk.say()
+                # What the prompt opened for the policy (a thought) is part of its turn when calls are looked
+                # for. A turn that was cut off may end within a call, which is not run.
                 calls = parse(said.opened + said.text, format).calls if said.stop.finished else ()
                 if not calls:
                     return said.stop
+                # One after the other, in the policy's order: a later call may rely on what an earlier one did.
                 results: list[Observation] = []
                 for call in calls:
                     results.append(await box.call(call, self.limits))
@@ -57,6 +61,7 @@ class Loop:
                     late += results[-1].kind == "timeout"
                     if late >= self.limits.tool_timeouts:
                         return Stop.TOOLS
+                # After the last turn nobody would read the results.
                 if left:
                     talk.see(_messages(results) if chat else self.show(results))
             return Stop.TURNS

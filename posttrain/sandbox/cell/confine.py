@@ -124,7 +124,7 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
         (resource.RLIMIT_FSIZE, limits["file_size"], limits["file_size"]),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_STACK, limits["stack"], limits["stack"]),
-        # Locked memory and message queues are memory of the kernel, which the address space does not count.
+        # None of the last three: a core file, memory that cannot be swapped out, queues in the kernel's memory.
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
