@@ -185,7 +185,6 @@ def _values(run: ComparedRun, what: str) -> Mapping[Hashable, float]:
 
 
 def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
-    # The last stage whose weights the run goes on with, unless one is named.
     found = of.last
     if stage is not None:
         there = {s.name: s for s in of.stages}

@@ -71,11 +71,13 @@ def check(
     for name, value in (("tasks", tasks), ("rate", rate)):
         if not value > 0:
             raise ConfigError(f"--{name} {value}: must be more than 0")
+    # Words about a model are no words of the environment: they say whose chat template is tried.
     model = [w for w in overrides if w.partition("=")[0].split(".")[0] == "model"]
     others = [w for w in overrides if w not in model]
     if isinstance(env, SingleTurn):
         if others:
             raise ConfigError(f"{others[0]}: an environment that is already built takes no overrides")
+        # One that is already built is the caller's, and stays open.
         return _wait(env, tasks, rate, progress, model_findings(env, model) if model else [])
     built = build(env, *others, trust=trust)
     try:
@@ -91,6 +93,7 @@ def expected_rate(env: str | Path | Env | SingleTurn) -> float:
         played = [
             (s.gauges["rollout/tokens"].count, s.clock["rollout"]) for s in steps(env) if "rollout/tokens" in s.gauges
         ]
+        # A run that has just begun has no time yet, and nothing to divide by.
         if seconds := math.fsum(s for _, s in played):
             return math.fsum(n for n, _ in played) / seconds
     return probes.RATE
@@ -106,6 +109,7 @@ def earned(target: str | Path) -> list[float]:
 
 def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> SingleTurn:
     """The environment given by its name, by a run that used it, or by its configuration."""
+    # A shipped run as the frame: a check needs the settings of an environment, and a run to hold them.
     run = shipped("arithmetic")
     if strange := [w for w in overrides if w.partition("=")[0].split(".")[0] not in ("env", "seed")]:
         raise ConfigError(
@@ -113,6 +117,7 @@ def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> Single
             " env.args.NAME, env.rewards, env.prompts, env.heldout, seed and model"
         )
     if not isinstance(env, Env) and is_run(env):
+        # A foreign run is asked about its environment alone, since nothing else of it is used.
         run = admitted(env, *overrides, parts=("env",), allow=trust)
     else:
         if not isinstance(env, Env):
@@ -133,6 +138,7 @@ def model_findings(env: SingleTurn, words: Sequence[str]) -> list[LintFinding]:
     if model.path is None:
         raise ConfigError(f"{' '.join(words)}: name the model whose chat template is checked: model=PATH_OR_HUB_ID")
     saved = saved_adapter(model.path)
+    # A run keeps its tokenizer beside its record; an adapter has that of the model beneath it.
     path = str(Path(model.path, "tokenizer")) if is_run(model.path) else model.path if saved is None else saved.base
     tokenizer, config = read_tokenizer(path, model.trust_remote_code)
     stops = resolve_stops(tokenizer, config)
@@ -141,6 +147,7 @@ def model_findings(env: SingleTurn, words: Sequence[str]) -> list[LintFinding]:
     found = [LintFinding("model: stop tokens", f"a turn ends at {named}")]
     found += [LintFinding("model: stop tokens", n, warns=True, advice=advice) for n in turn_end(tokenizer, stops)]
     plain: Any = tokenizer
+    # An environment with a `play` of its own may answer in later turns, which the template then has to write.
     follows = [] if type(env).play is SingleTurn.play else ["user"]
     looked = template_findings(Renderer(plain, stops), env, [*env.heldout, env.train.task(0)], follows)
     return [*found, *(looked or [LintFinding("template", "prompts are text, so no chat template is used")])]
@@ -153,6 +160,7 @@ def _of_file(target: str) -> Env | None:
     if Path(path).suffix != ".py" or not Path(path).is_file():
         return None
     read = partial(user_module, what="check")
+    # Read once here, to see what the name is, and once more where an Env or a Run is built from it.
     found = getattr(read(Path(path).resolve()), name, None)
     if found is None or isinstance(found, type):
         return None
@@ -196,6 +204,7 @@ def _wait(
             box.append(error)
 
     try:
+        # A running loop cannot wait for another one in its thread.
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(probing())

@@ -67,8 +67,11 @@ async def remote_rollout(
     ) as endpoint:
         found = await discover(endpoint, how.model, how.dialect)
         check(contract, found, chat=how.tokenizer is None and how.api == "chat")
+        # Sent to the server, which truncates by itself.
         cut = contract if contract.truncated else None
+        # A segment under a truncated contract must have its kept sets, which no server tells.
         told = replace(contract, top_p=1.0, top_k=0, min_p=0.0, top=0)
+        # Without a tokenizer the server's template and end of turn decide, so no stop ids are known here.
         if how.tokenizer is None:
             text = TextSampler(endpoint, found, TextVocabulary(), way=how.api, cut=cut)
             yield Rollout(text, environment, text.dialogue, seed), told.resolve(()), found

@@ -66,6 +66,7 @@ class SearchReport:
         from posttrain.search.curves import frontier
         from posttrain.search.search_kinds import ONE
 
+        # Gains are over a single answer, which is always among the points.
         one = next(p for p in self.points if p.kind == ONE)
         front = frontier(self.points)
         rows = list[tuple[str, ...]]()
@@ -116,6 +117,7 @@ def evaluate_searches(
         ConfigError: a wrong word, a search without what it needs, or an environment of several turns.
         InvariantError: a search did not do what it says.
     """
+    # Wrong words are refused before anything is loaded.
     request, rest = search_request(words)
     faults.refuse_silent(request.fault, allow_fault)
     if is_url(target):
@@ -136,6 +138,7 @@ def evaluate_searches(
     run, _, given = asked_run(target, checkpoint, rest, UserObjects(), quiet, trust)
     request = _with_scores(request, run, own, target)
     contract = _contract(run, max_tokens, temperature)
+    # A reward model that guides the search as well would judge its own choice.
     env = replace(run.env, rewards=tuple(r for r in run.env.rewards if not r.by_model), measured=False)
     run = replace(run, env=env, stages=(Reinforce(name=STAGE_NAME, sampling=contract),))
     with ExitStack() as closed:
@@ -231,6 +234,7 @@ def _tools(
     from posttrain.role.judges.step_judge import StepJudge
 
     models = RewardModels(run, policy, own)
+    # The models are closed after the last search, not at the end of this function.
     closed.callback(models.close)
     (judge,) = models.judges(replace(run.env, rewards=(request.by,)), request.by.stages or None)
     line = judge.line.partition(": each step's score")[0].replace(" (weight 1)", "")
@@ -239,6 +243,7 @@ def _tools(
     if isinstance(judge, GenerativeStepJudge):
         return replace(plain, verifier=judge, separator=judge.separator), line
     _refuse_answers(request, request.by.function)
+    # A weighted vote adds the scores of equal answers, which means something for chances alone.
     if isinstance(judge, RewardModelJudge) and (kind := _first(request, weighted=True)):
         raise ConfigError(
             f"search={kind}: {request.by.function} scores are no chances, and a weighted vote adds them up: weigh by a"
@@ -273,8 +278,10 @@ def _with_scores(request: SearchRequest, run: Run, own: Path | None, target: str
         ConfigError: there is none, or it cannot score what a search needs.
     """
     needy = _first(request, reads="steps") or _first(request, reads="answers")
+    # The verifier judges whole answers, so it can guide no search over steps.
     if request.verified:
         _refuse_answers(request, "search.by=verifier")
+    # Nothing reads scores, so what was named to give them is left out.
     if request.verified or not needy:
         return replace(request, by=None)
     by = request.by or _own_scores(run, own)
@@ -302,6 +309,7 @@ def _with_scores(request: SearchRequest, run: Run, own: Path | None, target: str
 def _own_scores(run: Run, own: Path | None) -> Reward | None:
     """The reward model or judge that pays in a run; else the last one that a stage of it trained."""
     if paid := [r for r in run.env.rewards if r.by_model]:
+        # As a bare score: its weight, and that it pays a policy, mean nothing here.
         return replace(paid[0], weight=1.0, measured=False, steps="score", progress=False)
     if own is None:
         return None
@@ -316,6 +324,7 @@ def _weights(folder: Path, checkpoint: str, say: Callable[[str], None]) -> Path:
     trained = trained_at(stages, found.state)
     if trained is None:
         return found.folder
+    # Only stages whose weights go on to the one that trained the reward model, and that leave a policy.
     before = [s for s in stages[: stages.index(trained)] if s.leaves_policy and s.hands_on]
     trainers = [s.name for s in before if not isinstance(s, StepLabeling)]
     left = [name for name in trainers if (folder / KEPT / name).is_dir()]
@@ -331,6 +340,7 @@ def _weights(folder: Path, checkpoint: str, say: Callable[[str], None]) -> Path:
 def _contract(run: Run, max_tokens: int | None, temperature: float | None) -> Sampling:
     """Returns the sampling of answers: as in the run's first stage of RL, else in its first stage that samples."""
     sampling = [s for s in run.stages if s.contract is not None]
+    # RL stages first: the sort is stable, so the order within each kind stays.
     sampling.sort(key=lambda s: not isinstance(s, Reinforce))
     contract = (sampling[0].contract if sampling else None) or Sampling()
     wanted = {"max_tokens": max_tokens, "temperature": temperature}
@@ -346,6 +356,7 @@ def _check_single_turn(environment: Environment) -> None:
     abilities, task = environment.abilities, environment.heldout[0]
     turns = "with tools" if (abilities.tools(task) if abilities.tools else task.tools) else ""
     turns = turns or ("with other seats" if abilities.seats is not None else "")
+    # The right answer, where it is known: a wrong one may end the episode early and hide a second turn.
     known = None if abilities.gold is None else abilities.gold.right(task)
     try:
         several = len(wait(attempt(environment, task, known or ("",))).turns) > 1

@@ -38,13 +38,16 @@ def asked_run(
         return run
 
     if not is_run(target):
+        # An environment that was handed as an object has no name to be given.
         alone = ("env=prompts",) if handed.env is not None else ()
         overrides = with_environment(str(target), (*alone, *overrides))
     if is_url(target):
+        # The words are applied to a run that is made here; what was added for the check above is left out again.
         return dotted.apply(change(remote_run(str(target))), list(overrides[len(alone) :])), None, kept[0]
     say: Callable[[str], None] = (lambda _: None) if quiet else to_stderr
     parts = ("model", "env", "engine", "placement")
     run, weights = target_run(target, checkpoint, *overrides, parts=parts, allow=trust, change=change, say=say)
+    # Rows that the run keeps are found in its folder.
     return run, weights, replace(kept[-1], folder=Path(target)) if is_run(target) else kept[-1]
 
 

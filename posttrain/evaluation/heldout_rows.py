@@ -40,10 +40,12 @@ async def measure_rows(
     stage, learner, render, context = run.stages[-1], roles.learner, roles.renderer, roles.engine.context
     if isinstance(stage, Preference):
         judged, reference = heldout_judgements(environment), ReferenceScores("")
+        # The reference scores first, with the weights that the stage began with; then those that are evaluated.
         if stage.algorithm.reads_reference:
             if (began := starts(run.stages, stage)) != START:
                 load_weights(kept_folder(own, began), learner)
             scorer = learner if stage.reference is None else make_teacher(run, stage.reference, policy)
+            # Computed once and kept, because the learner will hold other weights by the time they are read.
             reference.add(scorer, [s for j in judged for s in segments(j, render, context)])
         load()
         ordered = heldout_order(judged, stage.algorithm, learner, render, context, reference.of)
@@ -51,6 +53,7 @@ async def measure_rows(
             said = f"orders {ordered.accuracy} of {ordered.accuracy.prompts} held-out judgements as they were judged"
             say(f"{own}: {said}; mean margin {ordered.margin:.4g}")
             return replace(report((), None), measures=ordered.gauges())
+    # Nothing ordered, or a stage that imitates: the loss of held-out demonstrations is what is left.
     load()
     held = HeldoutDemonstrations.of(stage, environment, render, roles.rollout)
     loss = held and await held.loss(learner, stage.micro_tokens)

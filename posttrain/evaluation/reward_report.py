@@ -69,6 +69,7 @@ def is_reward_model(target: str | Path, checkpoint: str = "last") -> bool:
     if not Path(target).is_dir():
         return False
     try:
+        # The files decide what a directory is: only a form that is known makes it a reward model.
         form_of(Path(target))
     except ConfigError:
         return False
@@ -85,7 +86,9 @@ def evaluate_reward_model(
         ConfigError: there are no judged completions, or none that orders anything.
     """
     run = asked_run(target, overrides, trust)
+    # A file of its own is no part of the split of a run, so all of its rows are measured.
     whole = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
+    # The rewards of the environment are left out: the judgements are what counts.
     with closing(environment(replace(run.env, rewards=(), measured=False), run.seed)) as world:
         kinds = abilities.judgements(world).kinds
         kind: Kind | None = next((k for k in KINDS if k in kinds), None)
@@ -122,6 +125,7 @@ def asked_run(target: str | Path, overrides: tuple[str, ...], trust: bool) -> Ru
     """The run whose environment has the judgements."""
     prompts = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
     named = any(word.partition("=")[0].strip() in ("env", "env.name") for word in overrides)
+    # The settings of prompts make an environment of prompts, unless another one is named.
     words = ("env=prompts", *overrides) if prompts and not named else overrides
     if is_run(target):
         if prompts or named:  # the settings of the run's own environment mean nothing there
@@ -142,6 +146,7 @@ def loaded_policy(target: str | Path, run: Run, checkpoint: str, trust: bool, em
     from posttrain.engine.files.reward_folder import read_reward_model
 
     if is_run(target):
+        # Asked for its errors, which name the checkpoint, before anything is loaded.
         trained_model(Path(target), checkpoint)
         return reward_policy(Path(target), checkpoint, trust, ema)
     if ema:

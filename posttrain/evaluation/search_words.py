@@ -52,6 +52,7 @@ def search_request(words: Sequence[str]) -> tuple[SearchRequest, tuple[str, ...]
     Raises:
         ConfigError: there is no such search or setting, or a value is wrong.
     """
+    # The single answer comes with every request: all gains are over it.
     kinds, given, rest = [ONE], dict[str, str](), list[str]()
     for text in words:
         key, word = _key(text), text.partition("=")[2].strip()
@@ -74,6 +75,7 @@ def search_request(words: Sequence[str]) -> tuple[SearchRequest, tuple[str, ...]
         raise ConfigError(f"{about} is about searches, and none is named: add one, such as search=best_of")
     return (
         SearchRequest(
+            # Two words may name the same search, which is measured once.
             kinds=tuple(dict.fromkeys(kinds)),
             by=_by(given.get("search.by")),
             verified=given.get("search.by") == VERIFIER,
@@ -97,6 +99,7 @@ def kinds_of(word: str) -> list[SearchKind]:
     for part in text.split(",") if dot else ():
         key, equals, value = (x.strip() for x in part.partition("="))
         if not equals:
+            # A value without a name belongs to the name before it: width=2,4.
             key, value = last, part.strip()
         if not key or not value:
             raise ConfigError(f"search={word}: write settings behind the name, such as search={name}.{_example(name)}")

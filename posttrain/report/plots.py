@@ -40,6 +40,7 @@ MOST_RUNS = 12
 MOST_STAGES = 6
 """Columns of a plot; of more stages the last ones are drawn."""
 COLOURS = ("#1f6fb4", "#d1622b", "#2d8a4e", "#a03c78", "#6b5b95", "#8c6d1f")
+# A fixed salt: else the ids in an SVG change from one drawing to the next.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "posttrain", "font.size": 9, "text.usetex": False}
 
 
@@ -75,6 +76,7 @@ def plot(
         drawn = drawn or _drawn(runs, JUDGED)
     missing = [g for g in gauges if g not in drawn and not (usual and drawn)]
     if missing:
+        # Named only where an error is said: reading all steps again is slow.
         known = sorted(
             {n for of in runs for s in run_reader.steps(of.folder) for n in s.gauges} | {*_drawn(runs, HELD_OUT)}
         )
@@ -103,6 +105,7 @@ def _figure(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[R
     stages = _drawn_stages(drawn, runs)
     wide = max(7.2, 0.6 + 3.3 * len(stages))
     figure = Figure(figsize=(wide, 0.6 + 2.4 * len(drawn)), layout="constrained")
+    # One axis of steps for each stage and one of values for each gauge, so that panels can be compared.
     axes = figure.subplots(len(drawn), len(stages), squeeze=False, sharex="col", sharey="row")
     for row, (gauge, curves) in zip(axes, drawn.items(), strict=True):
         row[0].set_ylabel(_text(gauge))
@@ -159,6 +162,7 @@ def _held_out(axis: Axes, s: StageOutcome) -> None:
         if not points:
             continue
         axis.plot(*_xy(points), color=colour, marker="o", markersize=3.5, linewidth=1, label=f"held-out {what}")
+        # Only the first and the last measurement have an interval: between them the curve holds means.
         for m, x in ((s.start, 0), (s.end, s.end.step if s.end is not None else 0)):
             score = getattr(m, what) if m is not None else None
             if score is not None and score.prompts > 1:
@@ -201,6 +205,7 @@ def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> F
         for i, (family, own) in enumerate(families.items()):
             xs, ys = [p.tokens for p in own], [p.score.mean for p in own]
             colour, line = COLOURS[i % len(COLOURS)], "-" if i < len(COLOURS) else "--"
+            # Cut to the scale, since an interval beyond it reads as a possible score.
             low = [p.score.mean - max(p.score.low, p.grades.scale[0]) for p in own]
             high = [min(p.score.high, p.grades.scale[1]) - p.score.mean for p in own]
             axis.errorbar(
@@ -273,6 +278,7 @@ def _curves(of: RunOutcome, gauge: str) -> dict[str, Curve]:
         else:
             own = (x for x in steps if x.stage == s.name and gauge in x.gauges and x.gauges[gauge].count)
             curve = tuple((x.index, x.gauges[gauge].mean) for x in own)
+        # What was not measured in a step, or is no number, is left out.
         if curve := tuple((i, y) for i, y in curve if math.isfinite(y)):
             out[s.name] = curve
     return out
@@ -285,6 +291,7 @@ def _drawn_stages(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequ
     for by_stage in (one for curves in drawn.values() for one in curves):
         for name, curve in by_stage.items():
             found[name] = max(found[name], len(curve))
+    # A single point is no curve, so its stage gets a column only where no stage has more.
     lines = [name for name, points in found.items() if points > 1]
     return (lines or [name for name, points in found.items() if points])[-MOST_STAGES:]
 

@@ -61,6 +61,7 @@ def score_rows(of: RunOutcome, what: str, word: str) -> list[list[str]]:
                 "-" if s.seconds is None else f"{s.seconds:.1f}",
             ]
         )
+    # Where no stage has a greedy figure the column goes.
     at = HEADER.index("greedy")
     return [row[:at] + row[at + 1 :] for row in out] if all(row[at] == "-" for row in out[1:]) else out
 
@@ -184,6 +185,7 @@ def memory_lines(of: RunOutcome) -> list[str]:
     machine: Any = of.file.facts.get("machine")
     what = machine.get("memory") if isinstance(machine, dict) else None
     title = f"peak MiB by role ({what or 'resident'})"
+    # What a role's parts used (ROLE/PART) is in its own peak already.
     whole = {s.name: {role: x for role, x in s.peaks.items() if "/" not in role} for s in of.stages}
     return _by_role(title, whole, lambda x: f"{x / 2**20:,.0f}")
 
@@ -222,6 +224,7 @@ def planted_lines(run: Run) -> list[str]:
 def answer_lines(of: RunOutcome, said: Learning) -> list[str]:
     """The sentence, and what to try: a command stays on one line, so that it can be copied."""
     last, state = of.last, ""
+    # The sentence may have said it already.
     if last is not None and not of.finished and f"it took {last.steps} of" not in said.text:
         state = f" (not finished: {last.name} took {last.steps} of {last.stage.steps} steps)"
     out = textwrap.wrap(f"Did it learn? {said.text}{state}.", WIDTH, break_on_hyphens=False)
@@ -357,6 +360,7 @@ def conclude(folder: Path, console: PlainConsole | None) -> None:
 
     A summary that cannot be made is said and never hides how the run ended.
     """
+    # Each part is written on its own: one that cannot be must not take the other with it.
     try:
         write_lineage(folder)
     except (PosttrainError, OSError) as error:

@@ -86,10 +86,12 @@ def _columns(line: CurveLine, last: int, width: int) -> list[tuple[int, float]]:
 
 def _ends(low: float, high: float) -> tuple[float, float]:
     """The scale: [0, 1] where the values are in it and use a good part of it, else a little wider than the values."""
+    # On the scale of all shares, so that two runs compare by eye; not where that would press the curve flat.
     if low >= 0 and high <= 1 and (high - low > 0.2 or high == low):
         return 0.0, 1.0
     if low >= 0 and low < (high - low):
         low = 0.0
+    # A flat curve has no scale of its own: the space on either side makes one.
     if high - low < 1e-9 * max(1.0, abs(high)):
         pad = max(0.5, abs(high) / 2)
         return low - pad, high + pad
@@ -99,4 +101,5 @@ def _ends(low: float, high: float) -> tuple[float, float]:
 def _number(x: float, span: float) -> str:
     """A label of the axis, exact enough to differ from the others."""
     usual = f"{x:.2f}" if abs(x) < 100 else f"{x:.3g}"
+    # Close labels need more digits, or two of them would read alike.
     return number_text(x, "z.2f", span / 4) if span < 0.02 * max(1.0, abs(x)) else usual

@@ -56,7 +56,6 @@ def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
             seen, said = _anew(cast("Renderer", member.renderer), episode)
         except DataError:
             return None
-        # The prompt is context, and the answer counts as spoken.
         ids, mask = np.append(seen, said).astype(np.int32), np.arange(len(seen) + len(said)) >= len(seen)
         packed = _packed(ids, mask)
     # A text that was cut to the context would be another one, so there is no score.
@@ -83,7 +82,6 @@ def scored_again(judge: RewardModelJudge, episode: Episode) -> float | None:
     if len(each) < len(read) or not np.all(np.isfinite(each)):
         return None
     spread = float(np.std(each))
-    # The worst of several models, or their mean less a multiple of how far they disagree.
     return min(each) if judge.combine == "worst" else float(np.mean(each)) - judge.pessimism * spread
 
 

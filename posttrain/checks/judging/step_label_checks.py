@@ -220,7 +220,6 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
     apart = before = 0.0
     for j, end in zip(given, ends, strict=True):
         now = float(tokens[end - 1])
-        # Progress is the difference to the step before; the first step counts from 0.
         want = now - before if judge.reward.progress else now
         before = now
         apart = max(apart, abs((j.verdict.score or 0.0) - want))
@@ -282,7 +281,6 @@ class StepJudgeCheck(Observer):
         match event:
             case PlayedEvent(e) if _judges(roles):
                 group = e.played[e.index % len(e.played)]
-                # Episodes without a figure have no score to compare.
                 judged = [x for x in group.episodes if x.figure is not None]
                 if judged:
                     asked = judged[e.index % len(judged)]

@@ -108,7 +108,6 @@ class StepCreditAudit:
         ]
         if agreeing:
             return agreeing
-        # None fits. The message tells of the first.
         o = options[0]
         t = int(np.argmax(np.abs(got - o.credit)))
         e = o.scored.episode

@@ -203,7 +203,6 @@ def _smallest(grads: Mapping[str, Any]) -> list[str]:
     """Names of the smallest parameters that have `IN_FULL` elements together."""
     names = sorted(grads, key=lambda n: grads[n].numel())
     ends = np.cumsum([grads[n].numel() for n in names])
-    # The longest run of the smallest parameters that fits.
     return names[: int((ends <= IN_FULL).sum())]
 
 
@@ -422,7 +421,6 @@ class FrozenCheck(Observer):
     def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
         if not self._digests or not isinstance(event, LearnedEvent) or not due(event.packed.index):
             return None
-        # Each rank compares the rows that it has.
         of_every(roles.trainer.ranks, lambda: frozen_stays(self._digests, self._now(roles)))
         return ObserverReport({"canary/frozen": Gauge(len(self._digests), 1)})
 

@@ -46,7 +46,6 @@ def agrees_on_synthetic_batch(a: Algorithm) -> None:
     # Entropies are made up: only the gradient by them is read.
     logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M, np.ones_like(logp_M)))
     PolicyLoss(a).terms(batch, TokenScores(logp, entropy, value)).loss.backward()
-    # One micro-batch with every episode.
     everything = [np.arange(batch.episodes)]
     passes = Passes(Needs(), episodes=everything, logp=[_numbers(logp)], logp_grad=[_gradient(logp)])
     if entropy.grad is not None:

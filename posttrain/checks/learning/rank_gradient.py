@@ -210,7 +210,6 @@ def products_agree(learner: ShardedLearner, found: Mapping[str, Tensor], wanted:
             f"no gradient of a linear layer of {type(learner.policy.module).__name__} could be compared over ranks, and"
             " below float32 nothing else shows whether ranks sum it. Set model.dtype=float32"
         )
-    # The layer that is furthest off, by name.
     name = max(shares, key=lambda n: abs(shares[n] - 1))
     if not abs(shares[name] - 1) <= BOUND:
         raise InvariantError(WRONG.format(learner.ranks.world, f"{name} has {shares[name]:.3g} times of it"))

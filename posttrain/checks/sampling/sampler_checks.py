@@ -121,7 +121,6 @@ def sampler_agrees(
         m = int(np.argmax(np.where(np.isfinite(apart), apart, np.inf)))
         at = int(batch.source_M[m]) + 1
         position = int(batch.positions_N[at])
-        # A few tokens before it, for people to find the place.
         before = text(batch.ids_N[at - min(position, 12) : at])
         raise InvariantError(
             f"sampler and learner disagree about the same weights. Worst token: {text(batch.target_M[m : m + 1])!r}"

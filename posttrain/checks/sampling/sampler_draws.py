@@ -94,7 +94,6 @@ def beginning(s: Segment, spoken: int) -> Segment:
     """A segment up to its `spoken`-th spoken token."""
     if s.spoken <= spoken:
         return s
-    # The place behind the last spoken token that is kept.
     end = int(np.flatnonzero(s.mask)[spoken - 1]) + 1
     kept = None if s.kept is None else TruncationSets.of(s.kept.sets()[:spoken])
     top = None if s.top is None else Top(s.top.ids[:spoken], s.top.logp[:spoken])

@@ -165,7 +165,6 @@ def ages_as_stamped(told: Mapping[str, Gauge], versions: np.ndarray, promised: S
     total = sum(age * n for age, n in zip(ages, tokens.tolist(), strict=True))
     want = {"rollout/versions_behind": float(total), "rollout/most_behind": float(max(ages, default=0))}
     for name, value in want.items():
-        # Gauges that the record lacks are not compared.
         if name in told and ages and told[name].sum != value:
             raise InvariantError(
                 f"{name} is recorded as {told[name].sum:g}, and the tokens' versions say {value:g}: ages are not"

@@ -53,7 +53,6 @@ def _read(tasks: Iterable[Task]) -> Iterator[str]:
 def repeated(prompts: Sequence[str]) -> list[str]:
     """A note where many training prompts are repeats of others."""
     counts = Counter(prompts)
-    # Rows beyond the first of each prompt.
     extra = len(prompts) - len(counts)
     if not extra or extra < REPEATED * len(prompts):
         return []

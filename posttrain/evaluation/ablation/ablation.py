@@ -134,6 +134,7 @@ def ablate(
         to_stderr(line)
     run = run if device is None else replace(run, model=replace(run.model, device=device))
     reinforce = choose_stage(folder, run, stage)
+    # All steps are read before a model is built, so that a wrong number costs nothing.
     recorded = [recorded_step(folder, run, reinforce, i, checkpoint) for i in dict.fromkeys(steps or (None,))]
     frozen = FrozenLearner(folder, run, found.facts, say)
     return tuple(_Step(folder, frozen, r, say).all(chosen, named=bool(against)) for r in recorded)
@@ -147,9 +148,12 @@ class _Step:
         self.stage = recorded.stage
         memory = recorded.weights.memory
         self.memory = AdaptiveState(**memory) if memory else AdaptiveState()
+        # The checkpoint's adaptive state is that before the step only where the checkpoint is of the step before it.
         self.remembered = memory is not None and recorded.behind == 0
+        # Coefficients that are steered stand where they stood, and not at the configured value.
         own = steered(self.stage.algorithm, self.memory)
         self.warming = own.learns_values is not None and recorded.index <= own.learns_values.warmup
+        # In a value warm-up the run's own gradient moved values alone.
         self.own = standing(own) if self.warming else own
         self.facts = RecordedFacts.of(recorded, self.own, self.remembered)
 
@@ -163,11 +167,14 @@ class _Step:
             )
         mine, gradient, credit, seen = self._evaluate(own, None)
         rows, refused = [replace(mine, cosine=1.0 if mine.norm else math.nan, ratio=1.0)], list[tuple[str, str]]()
+        # Of the ladder the run's own algorithm is left out, which is the first row; of algorithms that were named it is
+        # kept.
         others = [a for a in chosen if named or not _same(a, self.stage.algorithm)]
         for i, a in enumerate(others):
             self.say(f"{r.stage.name} step {r.index}: {a.name} ({i + 1} of {len(others)})")
             reason = self.facts.lacks(a)
             if not reason:
+                # A record that lacks something of one algorithm says nothing about the others.
                 try:
                     rows.append(self._evaluate(a, (gradient, mine.norm))[0])
                 except PosttrainError as error:
@@ -181,6 +188,7 @@ class _Step:
     ) -> Ablation:
         r = self.recorded
         line = r.line.gauges if r.line is not None else {}
+        # Only with a single optimizer step is the recorded norm that of this gradient.
         once = "optim/grad_norm" in line and self.stage.optimizer_steps == 1
         episodes = [e.episode for g in credit.groups for e in g.episodes]
         gap = seen.get("mismatch/logp_gap")
@@ -211,6 +219,7 @@ class _Step:
         credit, total = self._credit(a)
         warming = self._warming(a)
         gradient, parts = Gradient({}, {}, 0.0, 0), list[Gauges]()
+        # One minibatch of all groups: how the run cut them does not enter.
         for minibatch in self._pack(credit, a, minibatches=1):
             gradient, gauges = self._differentiate(minibatch, a, warming)
             parts.append(gauges)
@@ -244,6 +253,7 @@ class _Step:
         from all earlier recorded steps."""
         if not a.baseline.moving or (a is self.own and self.remembered):
             return self.memory.ema, self.memory.emas
+        # A moving baseline is replayed from the first step on, because each step moved it.
         ema, emas = 0.0, dict[str, float]()
         for i in range(1, self.recorded.index):
             groups = rebuild(run_reader.episodes(self.folder, self.stage.name, i), shown=a.shown is not None, top=0)
@@ -264,6 +274,7 @@ class _Step:
 
     def _halves(self, credit: Credit) -> float:
         """Cosine of the own algorithm's gradients on two halves of the groups; NaN where one of them is zero."""
+        # A split of the groups: what differs is the sample, and not the algorithm.
         parts = [
             self._differentiate(m, self.own, self._warming(self.own))[0]
             for m in self._pack(credit, self.own, minibatches=2)
@@ -291,12 +302,14 @@ def _row(
     kept = [e for g in credit.groups for e in g.episodes if not e.dropped]
     each = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.solved) for e in kept]
     by = {yes: [x for x, right in each if right == yes] for yes in (True, False)}
+    # A group is silent where no episode of it has credit, as in the run's own gauge.
     loud = sum(any(np.any(x != 0) for e in g.episodes if not e.dropped for x in e.advantage) for g in credit.groups)
     return AblationRow(
         name=a.name,
         cosine=turned,
         norm=gradient.norm,
         ratio=longer,
+        # Groups that the algorithm's filter would turn away are silent too.
         silent=1 - loud / total if total else math.nan,
         clipped=sum(seen[n].sum for n in _CLIPS) / seen[_CLIPS[0]].count if seen else math.nan,
         effective=_effective(a, seen),
@@ -313,6 +326,7 @@ _CLIPS = ("policy/clip_low", "policy/clip_high")
 
 def _effective(a: Algorithm, seen: Gauges) -> float:
     """Effective share of the correction, or else of the ratio; NaN where neither is formed."""
+    # A correction is what multiplies the gradient; without one the ratio does.
     names = ("correction/used", "correction/used_square") if a.correction else ("policy/ratio", "policy/ratio_square")
     if not seen or (not a.correction and a.ratio == "one"):
         return math.nan
@@ -335,6 +349,7 @@ def _credit_gap(credit: Credit, recorded: RecordedStep) -> float:
         float(np.max(np.abs(now - then), initial=0.0))
         for g in credit.groups
         for e in g.episodes
+        # Episodes that the record has no credit for are compared with nothing.
         for now, then in zip(
             e.advantage, wrote.get((e.episode.task.id, e.episode.visit, e.episode.sibling), ()), strict=False
         )

@@ -50,6 +50,7 @@ class Gradient:
 def cosine(a: Gradient, b: Gradient) -> float:
     """Cosine of two gradients over the policy's parameters, in float64; NaN where one of them is zero."""
     sizes = [sum(float(x.double().square().sum()) for x in g.policy.values()) for g in (a, b)]
+    # A parameter that has no gradient in one of the two adds nothing.
     both = sum(float((a.policy[n].double() * b.policy[n].double()).sum()) for n in a.policy.keys() & b.policy.keys())
     return both / math.sqrt(sizes[0] * sizes[1]) if min(sizes) > 0 else math.nan
 
@@ -62,6 +63,7 @@ class FrozenLearner:
         self.folder, self.run = folder, run
         say("building the model")
         self.policy = built_policy(folder, run)
+        # Token ids of the record would be those of other words.
         if (then := facts.get("tokenizer_digest")) not in (None, self.policy.tokenizer_digest):
             raise RunFolderError(
                 f"{folder} was written with another tokenizer ({then}; now {self.policy.tokenizer_digest}): its token"
@@ -86,6 +88,7 @@ class FrozenLearner:
         if self._loaded != folder:
             load_weights(folder, self._learner.inner)
             self._loaded = folder
+            # New weights give other scores, so the cache is dropped with them.
             self.learner = cast("Learner", _CachedScorer(cast("Examiner", self._learner)))
 
     def reference(self, recorded: RecordedStep, a: Algorithm) -> Examiner | None:
@@ -95,11 +98,13 @@ class FrozenLearner:
             return None
         name = self._reference_name(recorded)
         if name not in self._references:
+            # Only one is held at a time, since each is a copy of weights.
             self._references = {name: self._freeze(recorded, name)}
         return self._references[name]
 
     def _reference_name(self, recorded: RecordedStep) -> str:
         every = recorded.stage.algorithm.refresh
+        # Refreshed references are kept by their step. The last one before this step is the one that it used.
         if every and recorded.index > every:
             return f"{recorded.stage.name}{KEPT_REFERENCE}{(recorded.index - 1) // every * every:06d}"
         return recorded.stage.reference or starts(recorded.run.stages, recorded.stage)
@@ -112,6 +117,7 @@ class FrozenLearner:
             raise RunFolderError(
                 f"{self.folder} keeps nothing called {name!r}, which stage {recorded.stage.name} took as its reference"
             )
+        # The copy is made of the learner's own model, which gets its weights back.
         load_weights(kept, self._learner.inner)
         frozen = FrozenScorer(self.policy)
         load_weights(recorded.weights.folder, self._learner.inner)
@@ -119,6 +125,7 @@ class FrozenLearner:
 
     def gradient(self, batch: Batch, a: Algorithm, micro_tokens: int, warming: bool) -> tuple[Gradient, Gauges]:
         """The gradient that the optimizer would have received for this minibatch, and the step's gauges."""
+        # A float16 model needs a scale of the loss, or small gradients vanish. It is taken out again in `gather`.
         probe = _GradientTaker(self._learner.parameters(), FIRST if self.policy.dtype == torch.float16 else 1.0)
         self._learner.touched = 0
         seen = Trainer(cast("Learner", self._learner), probe, micro_tokens).step(batch, PolicyLoss(a, warming))
@@ -141,6 +148,7 @@ class _GradientTaker:
             if p.grad is not None:
                 found = whole(p.grad).float() / self.loss_scale
                 self.taken[name] = self.taken[name] + found if name in self.taken else found
+                # Cleared as an optimizer would, or the next micro-batch would add to it.
                 p.grad = None
 
     def step(self, share: float = 1.0) -> float:
@@ -185,6 +193,7 @@ class _CountingLearner:
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
         scores = self.inner.forward(packed, reads)
+        # Counted at the log-prob, before it is mixed with others: silenced tokens have exactly 0 there.
         scores.logp.register_hook(self._count)
         return scores
 
@@ -203,6 +212,7 @@ class _CachedScorer:
         return getattr(self.inner, name)
 
     def _cached(self, verb: str, packed: Packed) -> np.ndarray:
+        # The tokens and the places of their labels: two batches with the same ones have the same scores.
         key = (verb, packed.ids_N.tobytes() + packed.source_M.tobytes())
         if key not in self._known:
             self._known[key] = getattr(self.inner, verb)(packed)

@@ -61,6 +61,7 @@ class RecordedStep:
     @property
     def version(self) -> int:
         """Version of the weights the step began with; where it was not recorded, that of the newest token."""
+        # A line has the version at the end of its step. Less the updates that it took, it is that at the beginning.
         if self.line is not None and "optim/steps" in self.line.gauges:
             return self.line.version - int(self.line.gauges["optim/steps"].sum)
         said = [int(s.version.max(initial=0)) for r in self.records for s in r.episode.segments]
@@ -69,6 +70,7 @@ class RecordedStep:
     @property
     def top(self) -> int:
         """Number of the most probable tokens that the sampler stored with every token."""
+        # The least of all, so that every episode has so many.
         return min(
             (s.sampling.top for r in self.records for s in r.episode.segments if not s.sampling.greedy), default=0
         )
@@ -116,6 +118,7 @@ def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, c
         )
     known = candidates(folder, run, stage)
     if index is None:
+        # Exact: the weights that this step began with are in the folder, so nothing is approximated.
         exact = [i for i in there if any(w.step == i - 1 for w in known)]
         index = exact[-1] if exact and checkpoint is None else there[-1]
     weights = _named(folder, known, checkpoint) if checkpoint is not None else _nearest(folder, known, index)
@@ -129,6 +132,7 @@ def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, c
 def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
     """All weights of a stage in the folder, oldest first: its start, checkpoints, refreshed references, its end."""
     place = run.stages.index(stage)
+    # Checkpoints of a running stage, which have its step and its adaptive state.
     own = [(c, s) for c in scan(folder) if (s := _running(c)) and c.state["stage"] == place]
     found = [Weights(c.name, c.folder, int(s["step"]), int(c.state["version"]), s.get("memory")) for c, s in own]
     kept = folder / "kept"
@@ -139,6 +143,7 @@ def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
             (f.index for f in run_reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"),
             default=0,
         )
+        # Weights under a stage's name are those of its end, and the first checkpoint behind it has their version.
         ended = next(
             (c for c in scan(folder) if stage.hands_on and c.state.get("stage") == place + 1 and not _running(c)), None
         )
@@ -146,6 +151,7 @@ def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
         found += [Weights(ended.name, ended.folder, end, int(ended.state["version"]))] if ended else []
     if (first := kept / starts(run.stages, stage)).is_dir():
         found.append(Weights(f"kept/{first.name}", first, 0, None, {}))
+    # Of two from the same step the one with a known version comes last, and `_nearest` takes the last.
     return sorted(found, key=lambda w: (w.step or 0, w.version is not None))
 
 
@@ -156,6 +162,7 @@ def _running(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 def _nearest(folder: Path, known: Sequence[Weights], index: int) -> Weights:
     """The newest weights that are no newer than those the step began with."""
+    # Newer weights have learned from this very step.
     old = [w for w in known if w.step is not None and w.step <= index - 1]
     if not old:
         raise RunFolderError(
@@ -185,7 +192,9 @@ def rebuild(records: Sequence[Recorded], *, shown: bool, top: int) -> tuple[Grou
     groups: list[Group] = []
     for _, part in groupby((r.episode for r in records), key=lambda e: (e.task.id, e.visit)):
         episodes = list(part)
+        # The greedy answer is no sibling: it is what a baseline compares with.
         greedy = next((e for e in episodes if any(s.sampling.greedy for s in e.segments)), None)
+        # Demonstrations are left out where an algorithm reads none: they would change baseline and batch.
         siblings = tuple(_cut(e, top) for e in episodes if e is not greedy and (shown or not e.shown))
         if siblings:
             groups.append(Group(siblings[0].task, siblings[0].visit, siblings, greedy))

@@ -45,6 +45,7 @@ class RecordedFacts:
             sources=len({j.source for j in verdicts if j.counts}),
             steps=any(j.end is not None and not j.paid for j in verdicts),
             paid=any(j.paid for j in verdicts),
+            # A turn shows in the mask as a rise and a fall. More than two changes mean more than one turn.
             turns=any(np.count_nonzero(np.diff(s.mask.astype(np.int8))) > 2 for e in episodes for s in e.segments),
             remembered=remembered,
         )

@@ -80,11 +80,13 @@ class Terminal:
         if "eval/reward" in step.gauges and (rewards := step.gauges["eval/reward"]).count:
             accuracy = step.gauges["eval/accuracy"]
             said = [f"accuracy {accuracy.mean:.3f}"] if accuracy.count else []
+            # Where rewards are 0 and 1 both are the same number.
             if not said or abs(accuracy.mean - rewards.mean) > 1e-9:
                 said = [f"mean reward {number_text(rewards.mean, '.4g')}", *said]
             self._measured, self._measured_at = f"held-out {', '.join(said)}", step.index
         for name, words in (("heldout/loss", loss_words), ("heldout/agreement", agreement_words)):
             if name in step.gauges:
+                # Both of the same step stand together; one of an earlier step is told with its step.
                 known_too = f"{self._measured}, " if self._measured and self._measured_at == step.index else ""
                 self._measured, self._measured_at = known_too + words(step.gauges[name].mean), step.index
         known = None if self._open_ended(step) else total
@@ -93,6 +95,7 @@ class Terminal:
         elif self._bar is not None and self._task is not None:
             count = _count(step.index, known)
             self._bar.update(self._task, completed=step.index, total=known, count=count, facts=self._facts(step))
+        # In a log the last step, a measured one, or one every few seconds, whichever comes first.
         elif (
             step.index == total
             or {"eval/reward", "heldout/loss", "heldout/agreement"} & step.gauges.keys()
@@ -109,6 +112,7 @@ class Terminal:
 
     def say(self, line: str) -> None:
         """Print a line, wrapped in a terminal. In a log it stays whole, so that it can be searched."""
+        # The bar is closed before a line is printed, or the two would write into each other.
         self._close()
         for part in wrapped(line, self.console.width) if self.console.is_terminal else (line,):
             self.console.print(part)
@@ -149,6 +153,7 @@ class Terminal:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+            # The next step counts as the first of its stage, so that the bar is drawn again.
             self._stage = ""
 
     def _open_ended(self, step: Step) -> bool:

@@ -30,6 +30,7 @@ class NotebookLine:
     _handle: Any = None
     _shown: float = 0.0
     _text: str = ""
+    # What is shown now: an equal text is not sent again.
     _last: str = field(default="", repr=False)
 
     def update(self, name: str, done: int, total: int | None, facts: str) -> None:
@@ -47,6 +48,7 @@ class NotebookLine:
             return
         display: Any = sys.modules["IPython"].display
         shown = {"text/plain": self._text, "text/html": f"<pre style='margin:0'>{html.escape(self._text)}</pre>"}
+        # The first call makes the output and keeps its place; the others change it in place.
         if self._handle is None:
             self._handle = display.display(shown, raw=True, display_id=True)
         else:

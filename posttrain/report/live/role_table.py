@@ -35,6 +35,7 @@ class RoleWatch:
     _waited: float = field(init=False)
 
     def __post_init__(self) -> None:
+        # Read now and subtracted later, so that the shares are of this stage alone.
         self._meters = tuple(e.meter.read() for e in self.pool.engines)
         self._begun, self._waited = time.monotonic(), self._waits()
 
@@ -43,6 +44,7 @@ class RoleWatch:
         learner."""
         engines = self.pool.rows()
         since = [e.meter.read() - before for e, before in zip(self.pool.engines, self._meters, strict=True)]
+        # The pool lists its engines first. What it lists behind them has no meter.
         out = [replace(row, idle=busy.idle_share) for row, busy in zip(engines, since, strict=False)]
         queue = self.parts.queue
         plays = self.parts.rollout.plays
@@ -51,6 +53,7 @@ class RoleWatch:
 
     def line(self) -> str:
         """The same in a few words, for a line that is printed between two steps."""
+        # The learner is the last of those that have a share.
         idle, queue = [r.idle for r in self.rows() if r.idle is not None], self.parts.queue
         return (
             f"{self.pool.line()}, idle {sum(idle[:-1]) / len(idle[:-1]):.0%}"
