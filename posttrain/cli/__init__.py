@@ -47,6 +47,7 @@ def _terminated() -> Iterator[None]:
 def _full(error: OSError, why: str, helps: str) -> int:
     """Report a full disk outside a run folder: of a file, or of redirected standard output."""
     if not error.filename:
+        # Python flushes standard output once more at its end, and would fail in the same way with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     with contextlib.suppress(OSError):
         tell(f"posttrain: {why}: {error.filename or 'the output'} was not written. {helps}", file=sys.stderr)
@@ -61,6 +62,8 @@ def _shown(message: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
+        # Around everything, so that a signal during the imports also ends with a word and the exit code of a shell,
+        # 128 and the signal's number.
         with _terminated():
             return _main(list(sys.argv[1:] if argv is None else argv))
     except Terminated as error:
@@ -69,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
+    # Before a command imports anything: from here on no message or traceback can control the terminal.
     guard_logs()
     guard_errors()
     quiet_libraries()
@@ -77,6 +81,8 @@ def _main(words: list[str]) -> int:
 
         options = read_words(words)
         code = options.command(options)
+        # A full disk or a closed pipe behind a redirection shows only when the buffer is written, and here
+        # it still becomes a message.
         sys.stdout.flush()
         return code
     except PosttrainError as error:

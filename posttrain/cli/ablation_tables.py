@@ -193,6 +193,7 @@ def table(rows: Sequence[AblationRow]) -> Iterator[str]:
     cells = [_cells(r) for r in rows]
     merged: list[tuple[AblationRow, tuple[str, ...], list[str]]] = []
     for i, (r, line) in enumerate(zip(rows, cells, strict=True)):
+        # The first row is the run's own and stays alone. Norms are compared beyond the digits that are printed.
         if i > 1 and line == merged[-1][1] and math.isclose(merged[-1][0].norm, r.norm, rel_tol=EQUAL):
             merged[-1][2].append(r.name)
         else:
@@ -227,6 +228,7 @@ def _number(x: float, how: str) -> str:
 def means(found: Sequence[Ablation]) -> Iterator[str]:
     """Cosine and ratio over several steps, for the algorithms that were evaluated on all steps."""
     by = [{r.name: r for r in a.rows} for a in found]
+    # A mean over other steps than those of the other rows would not be comparable.
     common = [n for n in by[0] if all(n in rows for rows in by)]
     yield f"over {len(found)} steps: mean (least to most)"
     wide = max(map(len, common)) + 2

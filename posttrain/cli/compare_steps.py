@@ -80,6 +80,8 @@ def _files(
     """The two files: held-out evaluations, or training steps where these share prompts. ConfigError says what there
     is."""
     kinds = {f.kind for f in files if wanted.stage in (None, f.stage)}
+    # Held-out prompts are the same at every evaluation. Training steps share prompts only where the data comes again,
+    # so they are tried after it.
     if "eval" in kinds:
         there = _evaluations(run, files, wanted)
         if all(s in there for s in steps):

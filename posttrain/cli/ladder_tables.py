@@ -75,6 +75,8 @@ def table() -> str:
     head = ("name", "A", "region", "weight", "anchor", "fwd", "memory")
     rows = [head, *(_row(a) for a in LADDER.values())]
     wide = [max(len(r[i]) for r in rows) for i in range(len(head))]
+    # Columns give way until the table fits: first the gaps, then the credit down to its own limit, then whichever
+    # column beside the name is widest, one character at a time, and never below the narrowest cell.
     gap = 2 if sum(wide) + 2 * len(wide) - 2 <= screen_width() else 1
     while (over := sum(wide) + gap * (len(wide) - 1) - screen_width()) > 0:
         widest = 1 if wide[1] > CREDIT else max(range(1, len(wide)), key=wide.__getitem__)
@@ -137,6 +139,7 @@ def one(name: str) -> str:
     out = [f"{a.name}   ({source(a)})", "", *told]
     out += ["", *_prose("note     ", a.note)] if a.note else []
     out += ["", "choices, as an override spells them:"]
+    # Longer choices stand on a line of their own, so they do not push all meanings to the right.
     wide = max(len(f"{f}={compact(getattr(a, f))}") for f in choices if len(f"{f}={compact(getattr(a, f))}") <= 40)
     for f in choices:
         typed = f"  {f}={compact(getattr(a, f))}"

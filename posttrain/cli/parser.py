@@ -56,6 +56,7 @@ class _CommandParser(ArgumentParser):
     """A parser whose errors escape unknown words, because a shell may have expanded file names into them."""
 
     def error(self, message: str) -> NoReturn:
+        # argparse lists all commands in the order of the program; the nearest one is what helps.
         if found := _NO_COMMAND.match(message):
             names = re.findall(r"'([^']*)'", message[found.end() :])
             message = f"there is no command {found[1]}; {nearest(found[1], names)}"
@@ -69,10 +70,12 @@ def parser() -> ArgumentParser:
 
 def read_words(words: list[str]) -> Namespace:
     """The options of one command line, with its `key=value` words as `overrides`. Ends with 2 where a word is wrong."""
+    # Overrides may stand anywhere, and argparse would take them for positional arguments.
     rest, overrides = split_overrides(words)
     top, sub = _parsers()
     options, unknown = top.parse_known_args(rest)
     if unknown:
+        # The usage line that is shown is that of the command and not of the whole program.
         command = next((sub.choices[w] for w in rest[:1] if w in sub.choices), top)
         command.error(_unknown(unknown, command, takes_settings=rest[0] in _OVERRIDABLE))
     options.overrides = overrides
@@ -95,6 +98,7 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     """(other words, overrides). For the commands of `_OVERRIDABLE`, `key=value` words may be anywhere."""
     if not words or words[0] not in _OVERRIDABLE:
         return words, []
+    # A word behind an option that takes a value is that value, although it may look like an override: `--limit NAME=4`.
     valued = {w for a in _parsers()[1].choices[words[0]]._actions if a.nargs != 0 for w in a.option_strings}
     rest, overrides = [words[0]], list[str]()
     for before, word in pairwise(words):

@@ -117,6 +117,7 @@ def _memory(place: Place, found: Planned) -> Iterable[str]:
     fits = "fits" if place.most <= found.memory else "DOES NOT FIT"
     yield f"memory of {place.name}: {size(place.most)} of {size(found.memory)}, {fits}; highest at: {place.peak}"
     held = [t for t in place.held(place.peak) if t.bytes > SMALLEST * place.most]
+    # The slack has a line of its own, so what is left are the terms that are too small to be named.
     rest = place.most - sum(t.bytes for t in held) - max(0.0, place.slack(place.peak))
     width = max(len(t.name) for t in held)
     for t in held:
@@ -200,6 +201,7 @@ def _machines(o: Namespace) -> None:
         return
     days, most = steps * best.step / DAY, int(o.days * DAY / best.step)
     chosen = {word.partition("=")[0] for word in best.words.split()}
+    # The layout decides these settings, and the command that is printed has to be one that runs.
     kept = [word for word in o.overrides if word.partition("=")[0] not in chosen]
     told = (
         *found.notes,

@@ -23,6 +23,7 @@ def screen_width() -> int:
 
 def cells(text: str) -> int:
     """Columns that a text takes."""
+    # Nearly all text is, and needs no table of widths.
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -36,10 +37,14 @@ def fold(text: str, width: int) -> Iterator[str]:
     >>> list(fold("one two three", 8))
     ['one two', 'three']
     """
+    # A character takes at most two columns, so of a longer text it is clear without measuring it again for each line.
     while len(text) > 2 * width or cells(text) > width:
         fits = _fitting(text, width)
+        # Characters without a width, such as combining marks, may make a long text narrow.
         if fits == len(text):
             break
+        # Parted at the last space that still fits; a lone word that is longer, or spaces alone before it,
+        # are cut where the line ends.
         at = text.rfind(" ", 1, fits + 1)
         at = at if text[:at].strip() and at > 0 else fits
         yield text[:at].rstrip()

@@ -46,6 +46,8 @@ def settings_text(run: Run, topic: str, columns: int) -> str:
         return "\n".join([*_title(run, columns), *(line for g in found for line in _group(g, columns))])
     if chosen := [g for g in found if name in g.names]:
         return "\n".join(line for g in chosen for line in _group(g, columns))
+    # From the widest to the narrowest: a group, one setting, settings below a name, and then
+    # pieces that are not in use.
     exact = [s for g in found for s in g.settings if name in _names(run, s)]
     below = [s for g in found for s in g.settings if any(p.startswith(f"{name}.") for p in _names(run, s))]
     if len(exact) == 1 and not below:
@@ -61,6 +63,7 @@ def settings_text(run: Run, topic: str, columns: int) -> str:
 def _unknown(run: Run, found: tuple[SettingGroup, ...], name: str) -> str:
     """Returns advice on the name to ask for instead."""
     paths = {p for g in found for s in g.settings for p in _names(run, s)}
+    # In reverse order, so that of paths with one last word the first in the alphabet stays.
     tails = {p.rpartition(".")[2]: p for p in sorted(paths, reverse=True)}
     tops = ", ".join(dict.fromkeys(n for g in found for n in g.names if "." not in n))
     close = closest(name, paths) or tails.get(closest(name.rpartition(".")[2], tails) or "")
@@ -135,6 +138,7 @@ def _group(g: SettingGroup, columns: int) -> Iterator[str]:
 def _alternative(o: Alternative, columns: int, long: bool) -> Iterator[str]:
     """A piece that is not in use, with its numbers."""
     yield from _wrapped(f"{o.path}={o.name}: {o.text}", columns, "  ", "      ")
+    # These two are lists of pieces, whose elements are addressed by their names.
     base = f"{o.path}.{o.name}" if o.path.rpartition(".")[2] in ("shape", "correction") else o.path
     if long:
         yield from _lines([Setting(f"{base}.{n.path}", n.values, n.text, n.valid) for n in o.numbers], columns)
@@ -175,6 +179,7 @@ def _wrapped(text: str, columns: int, first: str, then: str | None = None) -> li
     then = first if then is None else then
     lines, line, empty = list[str](), first, True
     for word in text.split():
+        # Only a word that fills a line alone is parted, and its pieces follow each other without a space.
         parts = [word] if len(then) + len(word) <= columns else re.findall(r"[^,]*,|[^,]+", word)
         for i, part in enumerate(parts):
             gap = "" if i or empty else " "

@@ -48,6 +48,7 @@ def fitted(line: str, width: int) -> list[str]:
             break_long_words=False,
             break_on_hyphens=False,
         )
+    # A comment behind a `\` would end the command, so it stands on a line before it.
     command, comment = re.fullmatch(r"(.*?)( +#.*)?", line.strip()).groups(default="")  # type: ignore[union-attr]
     said = [f"{lead}# {comment.strip(' #')}"] if comment else []
     if len(lead + command) <= width:
@@ -71,6 +72,7 @@ def add_command(
     example: str,
     add_help: bool = True,
 ) -> ArgumentParser:
+    # `allow_abbrev=False`: a new option would change the meaning of an old command that abbreviates another one.
     p = sub.add_parser(
         name,
         help=text,

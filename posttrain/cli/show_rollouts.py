@@ -65,6 +65,8 @@ def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -
 
 def _tally(records: Sequence[Recorded], heldout: bool) -> str:
     """The figures of a step; of an evaluation over distinct prompts, as in every table of it."""
+    # A held-out prompt is one prompt however often it is sampled. In training each visit of a
+    # task is a group of its own.
     by_prompt: dict[tuple[str, int], list[Episode]] = {}
     for e in (r.episode for r in records):
         by_prompt.setdefault((e.task.asked, 0) if heldout else (e.task.id, e.visit), []).append(e)
@@ -136,10 +138,12 @@ def _groups(rows: Sequence[Numbered], mixed_first: bool) -> list[list[list[Numbe
         alike: dict[tuple[object, ...], list[Numbered]] = {}
         for i, r in siblings:
             e = r.episode
+            # Alike is what would be printed the same, so advantages are compared by the digits that are shown.
             key = (e.text, e.reward, e.truth, r.shaped, number(_advantage(r)), e.spoken, e.stop, *_notes(r))
             alike.setdefault(key, []).append((i, r))
         out.append(list(alike.values()))
     if mixed_first:
+        # The sort is stable: within both halves the order of the file stays.
         out.sort(key=lambda g: len({same[0][1].episode.reward for same in g} - {None}) < 2)
     return out
 

@@ -114,5 +114,7 @@ def _main_score(r: Recorded) -> tuple[float, Right] | None:
     if e.right.named:
         return None if e.figure is None else (e.figure, e.right)
     scored = [j for j in e.verdicts if j.verdict.score is not None]
+    # The score is asked by itself, as if it alone were paid: a weight or a mark that it is only measured does
+    # not change what right is.
     main = max(scored, key=lambda j: j.weight, default=None)
     return main and (main.verdict.score or 0.0, right_of([replace(main, weight=1.0, measured=False)], None))

@@ -43,6 +43,7 @@ def bar(idle: float) -> str:
 
 def _notes(rows: Sequence[SweptValue]) -> Iterator[str]:
     rates = [said(r) / r.loop.step for r in rows]
+    # The first that is nearly as good as the best: a larger staleness, for example, also costs older samples.
     best = next(r for r, rate in zip(rows, rates, strict=True) if rate >= NEAR * max(rates))
     yield (
         f"{best.value} is the first within {1 - NEAR:.0%} of the most tokens a second. Simulated:"

@@ -64,6 +64,7 @@ def episode_lines(i: int, r: Recorded, decode: Decode | None, on: bool) -> Itera
     if decode is None:
         yield paint("no tokenizer.json in the run folder: token ids are shown", "yellow", on)
     for n, segment in enumerate(e.segments):
+        # Advantages are recorded for spoken tokens alone, in their order; the world's tokens have none.
         advantage = np.full(len(segment.ids), np.nan)
         if r.advantage is not None:
             advantage[segment.mask] = r.advantage[n]
@@ -88,6 +89,7 @@ def _tokens(s: Segment, advantage: np.ndarray, decode: Decode, on: bool, width: 
             yield LEAD.format(place=t, who="said", version=s.version[t], chance=chance, credit=credit) + token
             t += 1
             continue
+        # Tokens of the world have no log-prob and no advantage, so a stretch of them is one piece of text.
         end = t
         while end < len(s.ids) and not s.mask[end]:
             end += 1

@@ -44,6 +44,7 @@ def versions() -> list[str]:
 
 def _installed(name: str) -> str:
     try:
+        # The metadata of a package is read without importing it.
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "is not installed"

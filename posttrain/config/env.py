@@ -272,6 +272,8 @@ class Env:
     def named_right(self, vouched: bool) -> float | None:
         """The smallest outcome of a right answer, where it is named: by `right`; or as 1 where the outcome is the
         environment's own verdict alone, and it is `vouched`: the environment promises that right answers score 1."""
+        # The outcome is what is measured, where anything is, and else what is paid. It is the environment's own verdict
+        # alone where no other source counts for it.
         measured = self.measured or any(r.measured for r in self.rewards)
         alone = not any(r.measured == measured and (r.weight or measured) for r in self.rewards)
         promised = vouched and alone and measured == self.measured

@@ -29,6 +29,7 @@ def _texts(module: str) -> dict[str, dict[str, str]]:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or not Path(file).is_file():
         return {}
+    # Python keeps no text below a field, so it is read from the source.
     source = ast.parse(Path(file).read_text(encoding="utf-8"))
     classes = {node.name: _below(node.body) for node in ast.walk(source) if isinstance(node, ast.ClassDef)}
     return {**classes, "": _below(source.body)}

@@ -66,6 +66,8 @@ def apply(run: Run, overrides: Sequence[str]) -> Run:
         if node.word is not None and node.word != word:
             raise ConfigError(f"{'.'.join(path)} is given twice, as {node.word!r} and as {word!r}; keep one")
         node.word = word
+    # A path names a stage by its name and not as an element of `stages`, so what is said of stages is taken out first,
+    # and the rest is a change of the run's other fields.
     asked = [(s, root.parts.pop(s.name, Node())) for s in run.stages]
     stages = tuple(_rebuild(type(s), s, node, s.name) for s, node in asked if not _left_out(node, s.name))
     right = root.parts.get("env", Node()).parts.get("right", Node()).word
@@ -90,6 +92,7 @@ def address(run: Run, key: str, word: str = "...") -> tuple[str, ...]:
     """The full path of a shortened key: `clip.high` -> (rl, algorithm, clip, high)."""
     parts = tuple(key.split("."))
     stages = {s.name: s for s in run.stages}
+    # A stage's name goes before a field of the run, and that before a setting which a single stage has.
     if parts[0] in stages:
         return (parts[0], *_inside(stages[parts[0]], parts[1:]))
     if parts[0] in dataclass_json.hints(Run):
@@ -108,6 +111,8 @@ def _meant(run: Run, parts: tuple[str, ...], word: str) -> tuple[Stage, ...]:
     learn from reward, `algorithm=simpo` those that learn from preferences."""
     if parts[0] != "algorithm":
         return run.stages
+    # Stages of two ladders may be in one run. The ladder is told from the algorithm's name, or from the choice: `clip`
+    # is of reward, `link` of preference. Where it is not told, those of reward are meant.
     kinds = {s.name: algorithm_type(type(s)) for s in run.stages}
     if len(parts) == 1:
         fits = [k for k, rows in LADDERS.items() if word in rows]
@@ -135,6 +140,7 @@ def _suggest(run: Run, key: str) -> str:
     ends: dict[str, list[str]] = {}
     for path in sorted(full, key=lambda p: p.count(".")):
         ends.setdefault(path.rpartition(".")[2], []).append(path)
+    # Most wrong keys have the right last word and a wrong path before it.
     last = key.rpartition(".")[2]
     if last not in ends and "." in key and (close := closest(key, full)):
         return f"did you mean {close}?"
@@ -194,8 +200,10 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
         current = _whole(declared, current, node.word, path)
     if not node.parts:
         return current
+    # `model.path=X` does what `model=X` does, so the recipe's context goes too.
     if isinstance(current, Model) and (path_word := node.parts.get("path", Node()).word) is not None:
         current = _model(current, path_word)
+    # Before the case of a dataclass, which an algorithm is too: a change of it becomes a patch with a lineage.
     if isinstance(current, AnyAlgorithm):
         return _patched(current, node, path)
     if dataclasses.is_dataclass(current) and not isinstance(current, type):
@@ -206,6 +214,7 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
         return _elements(declared, cast("tuple[Any, ...]", current), node, path)
     part = next(iter(node.parts))
     begun = next((BEGUN[m] for m in dataclass_json.members(declared) if m in BEGUN), None)
+    # `model.lora.rank=8` begins the group from its defaults.
     if current is None and begun is not None:
         return _fields(declared, begun, node, path)
     if current is None and Env in dataclass_json.members(declared):
@@ -222,6 +231,7 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
 
 def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
     cls = cast("type[Any]", type(current))
+    # Where a group may be none, the word `none` says so and is no name.
     short = next((SHORT[m] for m in dataclass_json.members(declared) if m in SHORT), None)
     if short is not None and not (word.lower() == "none" and type(None) in dataclass_json.members(declared)):
         return short(current, word)
@@ -269,6 +279,7 @@ def _mapping(declared: Any, current: Mapping[str, Any], node: Node, path: str) -
 def _elements(declared: Any, current: tuple[Any, ...], node: Node, path: str) -> tuple[Any, ...]:
     """Elements by position (`rewards.0.weight`) or by the name of their type (`shape.overlong.cache`)."""
     item = dataclass_json.tuple_item(declared)
+    # Reversed, so that of two elements of one type the first has the name.
     names = {type(v).__name__.lower(): i for i, v in reversed(list(enumerate(current)))}
     names |= {str(i): i for i in range(len(current))}
     out = list(current)
@@ -292,6 +303,8 @@ def _patched(base: Any, node: Node, path: str) -> Any:
         if name not in known:
             raise ConfigError(f"{path}.{name}: an algorithm has no such choice; {nearest(name, known)}")
         wanted[name] = _rebuild(known[name], getattr(base, name), part, f"{path}.{name}")
+    # A second call of `apply` must not stack a patch on the user's own: its changes are read again and made together
+    # with the new ones, which win. An override back to the published value takes the patch away.
     parent = base
     if base.paper == USER_PATCH and base.parent is not None:
         parent = base.parent
@@ -335,6 +348,7 @@ def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
             yield here, dataclass_json.describe(dataclass_json.hints(Optimizer)["kind"])
             yield from _surface(Optimizer, here)
             continue
+        # A group that can only be opened has no line of its own; one that a word can set, or choose, has.
         short = any(m in SHORT for m in dataclass_json.members(declared))
         item = dataclass_json.tuple_item(declared)
         found = dataclass_json.pieces(declared if item is None else item)
@@ -344,6 +358,7 @@ def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
         if dataclass_json.mapping_item(declared) is not None:
             yield f"{here}.NAME", dataclass_json.describe(dataclass_json.mapping_item(declared))
         for piece, sub in found.items():
+            # Elements of a list are written by the name of their type where there are several types, else by position.
             by_name = item is not None and dataclass_json.is_union(item)
             middle = f".{piece.lower()}" if by_name else ".0" if item is not None else ""
             yield from _surface(sub, here + middle)

@@ -124,6 +124,7 @@ def _whole_passes(run: Run, parallel: Parallel, world: int) -> Iterator[str]:
         yield f"{how} trains all weights, and model.lora is set. Leave one of them out"
     if model.path is None and parallel == "experts" and model.arch not in MIXTURES:
         yield f"{how} shares whole experts, and model.arch={model.arch} has none. Leave it out"
+    # Tensor parallelism cuts a layer between its heads, so each rank needs as many as any other.
     parts = ("experts",) if parallel == "experts" else ("heads", "kv_heads")
     for name in parts if model.path is None else ():
         if (count := getattr(model, name)) % world:

@@ -119,6 +119,8 @@ class Model:
     def __post_init__(self) -> None:
         check_device(self.device, self.offload_activations, self.offload_optimizer)
         refuse_dora(self.lora, self.quantize)
+        # Both spellings become the word, so that runs which are the same are equal. The class is
+        # frozen, hence the detour.
         if isinstance(self.gradient_checkpointing, bool):
             object.__setattr__(self, "gradient_checkpointing", "full" if self.gradient_checkpointing else "none")
         if self.compile and (self.gradient_checkpointing != "none" or self.offload_activations):
@@ -277,6 +279,7 @@ class Run:
             raise ConfigError(why)
         if not isinstance(self.engine, Embedded):
             check_served_elsewhere(self.model.lora, self.model.quantize)
+        # A model that is loaded may come with an adapter, which only its folder tells; it is checked where it is read.
         if self.model.path is None:
             check_frozen(self.model.lora, self.model.quantize)
         names = [s.name for s in self.stages]

@@ -29,6 +29,8 @@ def read(declared: Any, word: str, path: str) -> Any:
     (('a, b',), ((17, -2.5),))
     """
     options = dataclass_json.members(declared)
+    # The order of the cases: `none` is valid for any optional type, lists and pairs are read item by item, a piece by
+    # its name, and only then are the alternatives of a scalar tried.
     if type(None) in options and word.lower() == "none":
         return None
     item = dataclass_json.tuple_item(declared)
@@ -77,12 +79,15 @@ def _scalar(kind: Any, word: str) -> Any:
     if kind in (int, float):
         try:
             number = float(word)
+            # `1e3` is a whole number, and `1000.0` is none. A long row of digits is not taken through a
+            # float, which would round it.
             written = int(number) if number.is_integer() and "e" in word.lower() else None
             whole = int(word) if word.lstrip("+-").isdigit() else written
         except (ValueError, OverflowError):
             return _NotAValue()
         if kind is int:
             return _NotAValue() if whole is None else whole
+        # NaN is not equal to itself, so a run that has one could not be compared with what was recorded.
         return _NotAValue() if math.isnan(number) else number
     return _NotAValue()
 

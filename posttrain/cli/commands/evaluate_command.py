@@ -108,6 +108,8 @@ def _search(o: Namespace) -> int:
 
 
 def evaluate(o: Namespace) -> int:
+    # Four kinds of target, told apart from the cheapest question to the dearest: searches by the words alone, an
+    # address by its form, a reward model by its files, and else a policy.
     from posttrain.evaluation.search_words import asks_search
 
     if asks_search(o.overrides):

@@ -113,6 +113,7 @@ def run(o: Namespace) -> int:
     from posttrain.build.request.run_request import RunOptions, requested
 
     ranks = RankOptions(nproc=o.nproc, seconds=o.rank_timeout, replicas=o.replicas, parallel=o.parallel)
+    # Rank 0 alone reads the words and writes the run folder. The other processes of torchrun wait for its orders.
     if under_torchrun() and torchrun_rank() > 0:
         from posttrain.build.distributed_run import follow
 
@@ -148,6 +149,7 @@ def _help(o: Namespace) -> str:
     from posttrain.recipe.recipes import RECIPES, listed
 
     recipe, topic, overrides = o.recipe, o.help, list(o.overrides)
+    # `--help grpo` may be meant as `grpo --help`, and `--help rl.staleness=1` as an override whose help is asked.
     if recipe is None and topic in RECIPES:
         recipe, topic = topic, ""
     if "=" in topic:

@@ -78,6 +78,7 @@ def _write(
         )
     if name.startswith("test_"):
         raise ConfigError(f"{name!r} would be taken for a test: leave out test_")
+    # All files are looked for before the first is written, so that a refusal leaves nothing behind.
     if there := [str(p) for f in (*templates, *(texts or {})) if (p := Path(folder) / f).exists()]:
         raise ConfigError(
             f"{' and '.join(there)} exist{'s' if len(there) == 1 else ''}: nothing is overwritten. Choose another name"

@@ -103,6 +103,7 @@ class Best(Keep):
     def chosen(self, rewards: Sequence[float], improvement: int = 0) -> list[int]:
         if not rewards:
             return []
+        # `-i`: of equal rewards the first, whatever `max` does with ties.
         best = max(range(len(rewards)), key=lambda i: (rewards[i], -i))
         return [best] if self.above is None or rewards[best] > self.above else []
 
@@ -127,6 +128,7 @@ class TopShare(Keep):
 
     def chosen(self, rewards: Sequence[float], improvement: int = 0) -> list[int]:
         order = sorted(range(len(rewards)), key=lambda i: (-rewards[i], i))
+        # The slack keeps a product such as .29 * 100 from being rounded down to 28.
         top = order[: max(1, int(self.share * len(order) + SLACK))]
         return [i for i in top if self.above is None or rewards[i] > self.above]
 

@@ -149,6 +149,8 @@ class Reinforce(Stage):
     def _check_pieces(self) -> None:
         """Checks what the algorithm needs of the stage."""
         a = self.algorithm
+        # A run of somebody else may have pieces whose code is not here. It can be read and shown, but what
+        # the pieces need is unknown.
         if a.absent:
             return
         if a.shown is not None and a.shown.siblings >= self.siblings:

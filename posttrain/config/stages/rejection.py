@@ -97,6 +97,7 @@ class RejectionMethod:
         published = METHODS.get(self.name)
         if published is None or type(self.keep) is not type(published.keep):
             return f"{self.name}+user"
+        # Compared with its own `keep` put in, so that numbers of the rule do not count.
         return self.name if replace(published, keep=self.keep) == self else f"{self.name}+user"
 
 
@@ -188,6 +189,7 @@ class Rejection(Stage):
 
     def shown_beside(self, kept: int) -> int:
         """Demonstrations in a batch with so many kept completions. The last batch of a round may be smaller."""
+        # In proportion to a full batch, rounded up, so that a small last batch also has some.
         return math.ceil((self.batch - self.own) * kept / self.own)
 
     @property

@@ -95,6 +95,7 @@ class Optimizer:
             )
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ConfigError(f"optimizer.momentum={self.momentum:g}: must be in [0, 1)")
+        # Only a value that differs from the default was given by somebody; of the default nothing can be said.
         if self.kind == "sgd" and (given := [n for n in OF_ADAM if getattr(self, n) != getattr(Optimizer, n)]):
             raise ConfigError(f"optimizer.{given[0]}={getattr(self, given[0]):g}: sgd does not read it; leave it out")
         self._check_schedule()
@@ -131,6 +132,7 @@ class Optimizer:
             return step / self.warmup
         if self.schedule == "constant" or self.horizon is None:
             return 1.0
+        # The first step after the warm-up has the whole lr, and lr * floor is reached at step horizon + 1.
         gone = min(1.0, max(0.0, (step - 1 - self.warmup) / (self.horizon - self.warmup)))
         left = 1 - gone if self.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2
         return self.floor + (1 - self.floor) * left
@@ -242,6 +244,7 @@ class Stage(Open, begin=True):
                 f"{self.name}.patience={self.patience}: counts held-out evaluations, so it must be >= 0 and needs"
                 f" {self.name}.eval_every, such as {max(1, self.steps // 10)}"
             )
+        # With epochs the steps are known once the rows are read; whoever reads them checks the horizon then.
         if not self.counts_passes:
             self.check_horizon()
 
@@ -339,6 +342,7 @@ class LearnsRows(Stage):
         return self.epochs is not None
 
 
+# A base of kinds and no kind: no run may name it.
 LearnsRows.withdraw()
 
 
@@ -351,6 +355,7 @@ def refusals(stages: tuple[Stage, ...]) -> Iterator[str]:
     """Yields a message about each fault of these stages in this order. Each message says what to change."""
     names = [s.name for s in stages]
     for i, s in enumerate(stages):
+        # Only stages before it can be started from or timed by, because a run plays its stages once and in order.
         before = [START, *names[:i]]
         if s.name == START:
             yield f"a stage cannot be called {START!r}, which stands for the model as loaded; give it another name"
