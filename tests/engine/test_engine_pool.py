@@ -285,10 +285,11 @@ def test_a_turn_that_is_given_up_frees_its_engine() -> None:
     asyncio.run(play())
 
 
-def test_engines_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weight", [5.0, float("nan")])
+def test_engines_that_differ_are_refused(weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = scripted_pool(Script(), 2)
     odd: Any = pool.engines[1].host
-    odd._engine._engine.weight = 5.0
+    odd._engine._engine.weight = weight
     with pytest.raises(InvariantError, match="engine 1 gives other log-probs than engine 0"):
         asyncio.run(pool.score(prompt()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -29,6 +30,7 @@ from posttrain.engine.parallel.ranks.rank_processes import RankProcesses
 from posttrain.engine.parallel.ranks.signed_messages import users_key
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.engine.parallel.sharded_reference import ShardedReference
+from posttrain.engine.parallel.tensor_parallel import TensorLearner
 from posttrain.role.weights.saved_weights import SavedTensors, part_files, write_part
 from posttrain.stages.ranks.lead_learner import OrderedLearner
 from posttrain.stages.ranks.rank_lead import LeadReference
@@ -183,6 +185,16 @@ def test_rank_0_orders_whatever_reads_whole_weights() -> None:
     assert read | {"shards", "fingerprint", "forward", "adapter"} <= vars(OrderedLearner).keys()
     kept = {n for n in dir(FrozenScorer) if not n.startswith("_")}
     assert {"score", "fingerprint"} <= kept <= {*dir(LeadReference)} & {*dir(ShardedReference)}
+
+
+@pytest.mark.parametrize("apart", [[0.0, 1.0], [0.0, math.nan], [0.0, math.inf, 0.0]])
+def test_gradients_that_differ_over_ranks_stop_the_run(apart: list[float]) -> None:
+    """Also where one rank's is no number; where the first one's is not, the optimizer tells of it."""
+    told: Any = TensorLearner._of_one_way
+    told(None, 1.0, [0.0, 1e-9])
+    told(None, math.nan, apart)
+    with pytest.raises(InvariantError, match="that of rank 1 is"):
+        told(None, 1.0, apart)
 
 
 # --- ranks meet -------------------------------------------------------------------------------------------------------

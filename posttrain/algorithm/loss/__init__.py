@@ -1,4 +1,4 @@
 """The loss of a minibatch: weights, push, trust region, correction, regularisers. torch.
 
-Begin with `objective`; `losses` is what the trainer uses of it.
+Begin with `policy_loss`; `losses` is what the trainer uses of it.
 """

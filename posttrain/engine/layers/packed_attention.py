@@ -2,7 +2,7 @@
 
 What a layout says of its positions is a list of runs. Each run is some positions that lie side by side; they see the
 positions above the run, and themselves causally. A segment alone is a run below nothing. Runs that share positions
-above them form a tree with these (`tree.py`).
+above them form a tree with these (`prefix_tree_attention`).
 
 The first use for a shape of heads compares outputs and gradients with the plain definition in float64.
 

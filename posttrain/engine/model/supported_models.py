@@ -1,5 +1,5 @@
 """Checks that a model can be used: a decoder-only one, in which each layer's past is the keys and values of one causal
-attention, or one whose recurrent state `stateful` keeps apart.
+attention, or one whose recurrent state `recurrent_state` keeps apart.
 
 Other state (a recurrent state, a rope that depends on the longest sequence of the batch, masks of the model's own)
 would silently make a token depend on other sequences, or on how it was cached. So a model is tested at load. A sequence
@@ -30,8 +30,8 @@ from posttrain.engine.model.recurrent_state import RowLayout, is_stateful, rows_
 from posttrain.system.errors import EngineError
 
 TRIES = 3
-"""Sequences tried before a model is refused. In a mixture of experts whose routers are not understood (`routing`),
-rounding alone may sometimes route a token to another expert."""
+"""Sequences tried before a model is refused. In a mixture of experts whose routers are not understood
+(`expert_routing`), rounding alone may sometimes route a token to another expert."""
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest |difference| / |hidden state| of the median position that counts as rounding; 0.1 in narrower types."""
 

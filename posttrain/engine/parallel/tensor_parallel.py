@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -153,9 +154,9 @@ class TensorLearner(HFLearner):
     def _of_one_way(self, size: float, apart: Sequence[float]) -> None:
         """InvariantError where what every rank has whole got other gradients on some rank: `size` of the first rank's,
         and how far that of each rank is from it."""
-        far = max(range(len(apart)), key=lambda r: apart[r])
-        # A gradient that is not finite is no sign that the ranks went apart; the optimizer's own check tells of it.
-        if math.isfinite(size + apart[far]) and apart[far] > ROUNDING * size + NOISE:
+        far = int(np.argmax(apart))  # one that is no number, where there is one
+        # Where the first rank's is not finite, the optimizer's own check tells of it.
+        if math.isfinite(size) and not apart[far] <= ROUNDING * size + NOISE:
             raise InvariantError(
                 f"ranks have gone different ways: the gradient of what each has whole has the norm {size:.6g} on rank"
                 f" 0, and that of rank {far} is {apart[far]:.3g} from it. Give every rank the same minibatches, and go"

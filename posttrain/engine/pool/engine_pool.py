@@ -139,8 +139,8 @@ class EnginePool:
         asked = iter(await asyncio.gather(*coming))
         found = [next(asked) if there is None else there for there in known]
         gaps = [float(np.abs(x.astype(np.float64) - found[0]).max(initial=0.0)) for x in found]
-        if not max(gaps) <= self._tolerance:
-            at = int(np.argmax(gaps))
+        at = int(np.argmax(gaps))  # of a log-prob that is no number, where there is one: `max` may pass over it
+        if not gaps[at] <= self._tolerance:
             raise InvariantError(
                 f"{self._engines[at].name} gives other log-probs than {self._engines[0].name} for the same tokens (by"
                 f" {gaps[at]:.3g} nats) although both serve version {self._version}: one of them computes with stale"

@@ -1,4 +1,5 @@
-"""vLLM as a sampler: in this process (`inprocess`), or as a server (`server`) that is spawned or given by its address.
+"""vLLM as a sampler: in this process (`inprocess`), or as a server (`vllm_server`) that is spawned or given by its
+address.
 
 No module imports vllm before an engine is built. `installed` raises an error that explains how to install it.
 """

@@ -1,8 +1,8 @@
 """Tells the other ranks what rank 0 wants them to compute next, and finds out which rank failed.
 
 A store of keys, a file of the run's own or in the process of torchrun, says that there is a next order; its content
-goes to all ranks by broadcast, signed (`signed.py`). So a rank can wait for an order as long as rollouts take, and only
-exchanges have a time-out. Each rank notes in the store which order it began and ended, and why it failed.
+goes to all ranks by broadcast, signed (`signed_messages`). So a rank can wait for an order as long as rollouts take,
+and only exchanges have a time-out. Each rank notes in the store which order it began and ended, and why it failed.
 """
 
 from __future__ import annotations
