@@ -1,5 +1,5 @@
 """Built-in rewards that need no process. `exact`, `last_integer` and `contains` compare with the answer; those of
-`formats` judge the form. `math` and `code` are packages of their own."""
+`format_rewards` judge the form. `math` and `code` are packages of their own."""
 
 from __future__ import annotations
 

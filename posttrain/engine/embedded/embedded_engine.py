@@ -61,8 +61,8 @@ class EmbeddedEngine:
         timeline: record when each request was queued, admitted and finished (`EmbeddedEngine.timeline`).
         kernels: the choice of kernels (`Model.kernels`).
         text: decodes token ids, special tokens included. Without it, contracts with stop strings are refused.
-        speculate: draft several tokens per pass (module `speculate`); None: one token per pass.
-        mixture: a second model; tokens are drawn from the mixture of the two (module `mixture`). None: from `module`.
+        speculate: draft several tokens per pass (module `speculation`); None: one token per pass.
+        mixture: a second model; tokens are drawn from the mixture of the two (`policy_mixture`). None: from `module`.
         version: of the weights that the module holds.
 
     Raises:
@@ -279,7 +279,7 @@ class EmbeddedEngine:
             self._go_on()
 
     def gauges(self) -> Gauges:
-        """Gauges since the last call; `counters` lists their names and meaning."""
+        """Gauges since the last call; `schedule.engine_counters` lists their names and meaning."""
         return self._counters.take(self._scheduler)
 
     def clock(self) -> dict[str, float]:

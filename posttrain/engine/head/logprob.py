@@ -113,8 +113,8 @@ def candidates(
     ids_MK: Tensor,
     **contract: Unpack[HeadContract],
 ) -> Tensor:
-    """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable. The backward computes each tile's
-    logits again. A token of probability 0 gets the lowest finite number of the dtype."""
+    """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable. The backward of a large pass
+    computes each tile's logits again. A token of probability 0 gets the lowest finite number of the dtype."""
     transform = _transform(hidden.device, **contract)
     tile = _tile(hidden, weight, transform)
     logp, _ = TiledHead.apply(hidden, weight, bias, ids_MK.long(), transform, False, tile, TORCH)

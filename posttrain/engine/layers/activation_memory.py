@@ -5,7 +5,7 @@ selective    results of matrix products and of torch's attention are kept too; o
              compiled attention is
 
 Figures: docs/help/out-of-memory.md. On a processor in float32 layers that are not computed again are faster and keep
-less (`training_layers`); layers that are computed again are the plain ones.
+less (`fused_layers`); layers that are computed again are the plain ones.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ def _is_another(layer: Any) -> bool:
 
 def training_read_out(module: PreTrainedModel, kernels: KernelChoice) -> ReadOut:
     """The read-out of a model that a learner runs, with the layers that its kernels choose. Those of a model without
-    memory are compared by who reads its weights (`sharded_layers`)."""
+    memory are compared by who reads its weights (`engine.parallel.sharded_proofs`)."""
     plain = read_out(module)
     device = torch.device("cpu") if plain.weight.is_meta else plain.weight.device
     return kernel("layers", device, module.dtype, kernels).function(module, plain)

@@ -55,10 +55,10 @@ class HFLearner:
     optimizer step changes both.
 
     Args:
-        gradient_checkpointing: which activations the backward computes again instead of keeping them (`activations`).
+        gradient_checkpointing: which activations the backward computes again, and does not keep (`activation_memory`).
         offload_activations: keep activations in the memory of the CPU until the backward.
         sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
-            (`embedded.replay`). Log-probs get these values then, and keep their own gradients.
+            (`embedded.exact_replay`). Log-probs get these values then, and keep their own gradients.
         replays: the experts of a token are those that its sampler chose, where they are known
         (`core.exchange.expert_choices`).
 
@@ -183,7 +183,7 @@ class HFLearner:
         return seconds[1] / seconds[0]
 
     def compile(self, packed: Packed) -> str:
-        """Compile the layers, compare them on these tokens, and return a line for people; see `compiled`."""
+        """Compile the layers, compare them on these tokens, and return a line for people; see `compiled_layers`."""
         if is_stateful(self.policy.module):
             raise ConfigError("model.compile=true is not offered for models with a recurrent state. Set it to false")
 
@@ -293,7 +293,7 @@ class HFLearner:
 
     def train_mode(self, on: bool) -> None:
         """Switch training mode. Activations are checkpointed only while it is on. It adds no noise, because noise was
-        switched off at load (`silence`)."""
+        switched off at load (`model.disable_dropout`)."""
         self.policy.module.train(on)
 
     def _values(self, hidden: Tensor) -> Tensor:

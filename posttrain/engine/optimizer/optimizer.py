@@ -3,7 +3,7 @@
 Weights below float32 have float32 master copies, so that updates smaller than a weight's rounding add up. In a float16
 run the loss is scaled (`loss_scale`), and all parameters have copies, in which the unscaled gradient is summed. The
 whole state of an optimizer is a set of named tensors. What the rules keep of each parameter, and averages, can be in
-the memory of the CPU between steps (`offload`); copies, in which gradients are summed, stay on the device.
+the memory of the CPU between steps (`optimizer_offload`); copies, in which gradients are summed, stay on the device.
 """
 
 from __future__ import annotations

@@ -300,8 +300,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def said_of(where: str, message: Message) -> str:
-    """The text of a message that is learned from; with calls as objects in the form of `said_calls`, which the chat
-    template of the model writes."""
+    """The text of a message that is learned from; with calls as objects in the form that the chat template of the
+    model writes."""
     with placed(where):
         content = text_of(message["content"])
         return kept(content, message["tool_calls"]) if "tool_calls" in message else content

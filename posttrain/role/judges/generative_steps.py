@@ -39,7 +39,7 @@ class StepVotes:
 class GenerativeStepJudge:
     """`core.ports.EpisodeJudge` of a verifier that writes.
 
-    Every beginning of an answer that ends with a step is verified `verifier.votes` times. Equal beginnings of siblings
+    Every beginning of an answer that ends with a step is verified `votes` times. Equal beginnings of siblings
     are verified once. What the scores become is a choice of the reward, as for every process reward model.
     """
 

@@ -1,6 +1,6 @@
 /* What a decode step computes, on CPUs, in float32: all of a decoder layer of the Llama family but the choice of who sees whom.
 
-   Compiled by `native.py` with the machine's own C compiler (gcc >= 12 or clang). Activations are feature-major [F][ld]:
+   Compiled by `compile_native.py` with the machine's own C compiler (gcc >= 12 or clang). Activations are feature-major [F][ld]:
    a row is one feature of all N positions, ld >= N floats apart, a multiple of LANES, so that a lane is a position and
    W @ x reads every weight once, in the order it lies in memory. Heads are position-major [N][heads][D].
 

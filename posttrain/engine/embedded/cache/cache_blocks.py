@@ -1,4 +1,4 @@
-"""Ownership of the blocks of the key-value cache. numpy only; the rows themselves are in `cache`.
+"""Ownership of the blocks of the key-value cache. numpy only; the rows themselves are in `key_value_cache`.
 
 A block is `BLOCK` consecutive rows. A row holds the keys and values of one token. Blocks are shared by reference count.
 A block that only the prefix tree owns is spare: a later request may use its content, and it may be evicted at any time.

@@ -6,7 +6,7 @@ its last turn. A sequence that leaves a cached one inside a block copies the row
 versions, so keys and values of other weights are never found.
 
 The least recently used blocks are evicted first, and a leaf before its parent. numpy and dictionaries;
-the rows are in `cache`.
+the rows are in `key_value_cache`.
 """
 
 from __future__ import annotations
