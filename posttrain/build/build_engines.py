@@ -132,8 +132,8 @@ def keeping_contracts(run: Run, serving: ServedSampler) -> ServedSampler:
         for stage in run.stages:
             if stage.contract is not None:
                 stage.contract.for_training(serving.sampler.keeps_sets)
-    # Whatever it is: an engine holds processes, threads and memory, and nobody else knows of it yet.
     except BaseException:
+        # Whatever it is: an engine holds processes, threads and memory, and nobody else knows of it yet.
         serving.close()
         raise
     return serving

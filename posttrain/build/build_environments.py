@@ -85,7 +85,7 @@ def make_environment(run: Run, objects: RuntimeObjects = RuntimeObjects()) -> En
 def own_environments(run: Run, env: Environment, objects: RuntimeObjects = RuntimeObjects()) -> dict[str, Environment]:
     """The environments of stages that have their own, by the stage's name. Equal configurations share one object,
     also with `env`."""
-    # Two stages with equal settings must have the same object: tasks, held-out split and caches are then the same too.
+    # Equal settings share one object: whether two stages have the same environment is asked by identity.
     built: list[tuple[Env, Environment]] = [(run.env, env)]
     out: dict[str, Environment] = {}
     try:

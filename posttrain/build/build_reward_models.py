@@ -227,7 +227,7 @@ def stage_policy(folder: Path, stage: str, trust: bool = False, beside: Policy |
             weights, which are in memory once.
     """
     run = run_file(folder).run
-    # The weights beneath the adapter are those of the policy: a second copy of a large model would not fit.
+    # The weights beneath the adapter are those of the policy: a second copy of a large model might not fit.
     if beside is not None and beside.lora is not None:
         found = beside.beside(beside.lora, run.seed)
     else:

@@ -198,8 +198,7 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
     with ExitStack() as closing:
         if under_torchrun():
             closing.enter_context(ending_with_parent(LAUNCHER))
-            # torchrun has started all ranks already; the key that signs their messages is one that each finds by its
-            # user.
+            # torchrun has started all ranks already, so none can be handed a key: each finds that of its user.
             world, processes, key, store = torchrun_world(), None, users_key(), torchrun_store(options)
             # The others wait for this word as long as rank 0 checks the run (`follow`), and only then begin to meet.
             store.set(HERE.format(0), "1")

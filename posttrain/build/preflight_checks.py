@@ -127,7 +127,7 @@ def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Ta
         got = np.asarray(setting.rollout.dialogue(task.id).see(task.prompt)).tolist()
         if isinstance(task.prompt, str):
             # What the tokenizer writes, without special tokens at its end: a prompt may begin with some, and must not
-            # end. Where the text itself begins with a special token, none needs to be added.
+            # end in one. Where the text itself begins with a special token, none needs to be added.
             full, bare = (
                 tokenizer(task.prompt)["input_ids"],
                 tokenizer(task.prompt, add_special_tokens=False)["input_ids"],
@@ -287,8 +287,8 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
     try:
         async with asyncio.timeout(PLAYED):
             await env.play(task, talk)
-    # What was played so far has shown what the template does.
     except (_ScriptEnded, TimeoutError):
+        # What was played so far has shown what the template does.
         pass
     except PosttrainError:
         raise

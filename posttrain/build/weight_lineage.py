@@ -281,8 +281,9 @@ def _parent_is_there(folder: Path, found: RunFile) -> None:
     try:
         there = run_file(where)
         held = next((c for c in scan(where) if c.name == origin.get("checkpoint")), None)
-    # The other run is damaged or cannot be read: then nothing can be compared, and this folder has all that it needs.
     except (PosttrainError, OSError):
+        # The other run is damaged or cannot be read: then nothing can be compared, and this folder has all that it
+        # needs.
         return
     if there.identity != origin.get("identity") or held is None:
         return

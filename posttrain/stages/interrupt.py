@@ -51,8 +51,8 @@ class Stopper:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                     kept[number] = signal.signal(number, self._on_signal)
-        # Not the main thread, and only there may handlers be set. A program in another thread uses `stop`.
         except ValueError:
+            # Not the main thread, and only there may handlers be set. A program in another thread uses `stop`.
             kept = {}
         try:
             yield
@@ -107,8 +107,8 @@ class Stopper:
             task.result()
             return True
         finally:
-            # Also where this method itself is cancelled or raises. Closing engines and queues takes time, which is
-            # bounded here.
+            # Also where this method itself is cancelled or raises. What the work closes when it is cancelled takes time,
+            # which is bounded here.
             task.cancel()
             await asyncio.wait({task}, timeout=GRACE)
 

@@ -38,8 +38,8 @@ def wait(work: Coroutine[Any, Any, T], stopper: Stopper | None = None) -> T:
     def body() -> None:
         try:
             box.append((True, asyncio.run(main())))
-        # All of them, KeyboardInterrupt and SystemExit too: they are raised again in the thread that waits.
         except BaseException as error:
+            # All of them, KeyboardInterrupt and SystemExit too: they are raised again in the thread that waits.
             box.append((False, error))
         finally:
             done.set()

@@ -165,7 +165,7 @@ class RunParts:
         stages = self.run.stages
         later = [self.setting(s).environment for s in stages[stages.index(stage) + 1 :]]
         own = self.setting(stage).environment
-        # By identity: several stages may share an environment, which is to be told once.
+        # By identity: several stages may share an environment, which counts once.
         return tuple({id(e): e for e in (self.environment, *later) if e is not own}.values())
 
     async def publish(self) -> None:
@@ -206,7 +206,7 @@ def keep(parts: RunParts, progress: Progress, name: str) -> None:
         InvariantError: other weights have this name already.
     """
     now = parts.learner.fingerprint()
-    # A resumed run keeps the same weights under the same name once more. Other weights under it are a broken run.
+    # The same weights may be kept twice. Others would change what a later stage starts from or is compared with.
     if (then := progress.kept.get(name, now)) != now:
         raise InvariantError(
             f"the weights kept as {name!r} have fingerprint {then}, and others ({now}) would take their place: what is"

@@ -124,7 +124,7 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
             # log-probs of the moment asks `now` for them.
             cut = pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version, now=roles.learner.score)
             for minibatch in cut:
-                # None: no episode of the minibatch has a gradient, so there is no step to take.
+                # None: no episode of the minibatch has credit, so no step is taken.
                 if (batch := minibatch.batch) is not None:
                     try:
                         with named(batch, credit, f"{stage.name} step {e.index}"):

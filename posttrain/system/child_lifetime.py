@@ -104,9 +104,9 @@ class _Starter:
             started, command, how = self._asked.get()
             try:
                 started.set_result(subprocess.Popen(command, **how))
-            # Into the caller's future, whatever it is: this thread must live as long as the process, or all children
-            # would be killed.
             except BaseException as error:
+                # Into the caller's future, whatever it is: this thread must live as long as the process, or all
+                # children would be killed.
                 started.set_exception(error)
 
 

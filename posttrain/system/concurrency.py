@@ -16,8 +16,8 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(w) for w in work]
-    # Only errors are unpacked. An interrupt or a cancellation keeps its own way out of the group.
     except* Exception as many:
+        # Only errors are unpacked. An interrupt or a cancellation keeps its own way out of the group.
         raise _first(many) from None
     return [t.result() for t in tasks]
 

@@ -148,7 +148,7 @@ def _plain(value: Any, declared: Any, path: str) -> Any:
     if value is None or isinstance(value, bool | str | int):
         return value
     if isinstance(value, float):
-        # `float(...)` makes plain numbers of NumPy's, which `json` would not write.
+        # `float(...)` makes a plain number of a subclass, such as NumPy's float64.
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, tuple | list):
         item = tuple_item(declared)

@@ -210,8 +210,8 @@ def mixture_logp(policy: Examiner, reference: Examiner, packed: Packed, share: f
     """float64 [M]: log of pi^(1 - share) ref^share at each spoken token, from the two whole distributions."""
     mixed_MV = 0.0
     for model, weight in ((policy, 1 - share), (reference, share)):
-        # 0: the whole vocabulary, sorted by log-prob. It goes back to the order of the ids, so that two models can be
-        # added.
+        # 0: the whole vocabulary, in an order of each model's own. By `top.ids` it goes back to that of the vocabulary,
+        # so that two models can be added.
         top = model.top(packed, 0)
         logp_MV = np.full((len(top), int(top.ids.max()) + 1), -np.inf)
         np.put_along_axis(logp_MV, top.ids.astype(np.int64), top.logp.astype(np.float64), 1)

@@ -248,7 +248,7 @@ def read_weights(state: RankState, folder: str) -> None:
 def _read_weights(state: RankState, path: Path) -> None:
     saved, own = SavedTensors(path), state.learner.parameters()
     names = set(saved.shapes)
-    # A learner without a reward head reads the saved weights of a reward model, and leaves its head where it is.
+    # A learner without a reward head reads the saved weights of a reward model, and leaves the head in the file.
     if not any(n.startswith(REWARD_HEAD) for n in own):
         names = {n for n in names if not n.startswith(REWARD_HEAD)}
     places = {name: part_of(state.learner, name, p.detach()) for name, p in own.items()}

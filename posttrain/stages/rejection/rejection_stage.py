@@ -113,7 +113,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         self._kept: tuple[Candidate, ...] = ()
         await parts.publish()
         await self.watch.begin(self.roles)
-        # Resumed inside a round: its candidates are read and selected again, which is a function of them alone. The
+        # Resumed inside a round: its candidates are read and selected again, which depends on nothing else. The
         # weights have moved since the round began, so the event says that nothing is selected now.
         if s.asked:
             self._asked = read(parts.book.kept(self._file))
