@@ -107,8 +107,8 @@ class Stopper:
             task.result()
             return True
         finally:
-            # Also where this method itself is cancelled or raises. What the work closes when it is cancelled takes time,
-            # which is bounded here.
+            # Also where this method itself is cancelled or raises. What the work closes when it is cancelled takes
+            # time, which is bounded here.
             task.cancel()
             await asyncio.wait({task}, timeout=GRACE)
 
