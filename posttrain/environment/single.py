@@ -208,8 +208,7 @@ class SingleTurn(ABC):
     @property
     def abilities(self) -> Abilities:
         """The methods above in the form that the rest of the library reads."""
-        # A property over a cached one: subclasses override either, and `_abilities` can be thrown away in
-        # `close`.
+        # A property over a cached one: subclasses override either, and `_abilities` can be thrown away in `close`.
         return self._abilities
 
     @cached_property

@@ -48,9 +48,8 @@ class Interpreter:
 @functools.cache
 def python(path: str | None = None) -> Interpreter:
     """The paths of an interpreter (None: this process's own, without its virtual environment)."""
-    # The `python` of a virtual environment is a link to the interpreter behind it, and only that one has the
-    # standard library beside it. -I and -S: no variable of the user and no `site` may change the paths that are
-    # reported.
+    # The `python` of a virtual environment is a link to the interpreter behind it, and only that one has the standard
+    # library beside it. -I and -S: no variable of the user and no `site` may change the paths that are reported.
     executable = os.path.realpath(path or sys.executable)
     done = subprocess.run([executable, "-I", "-S", "-c", ASK], capture_output=True, text=True, timeout=30)
     if done.returncode:
@@ -169,8 +168,7 @@ class Namespaces:
 def spaces(unprivileged: bool) -> list[str]:
     """Options that isolate the zygote: every namespace, and only the capabilities root needs to change its user."""
     out = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    # --new-session takes the controlling terminal away, through which a program could type into the user's
-    # shell.
+    # --new-session takes the controlling terminal away, through which a program could type into the user's shell.
     out += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     if unprivileged:
         return [*out, "--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]

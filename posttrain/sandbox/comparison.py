@@ -129,8 +129,7 @@ def _integer(said: Any, digits: int = 200) -> int | None:
         number = int(text, 16)
     except ValueError:
         return None
-    # `int` reads more than `hex` writes (underscores, spaces, capitals); only what `encode` could have written
-    # counts.
+    # `int` reads more than `hex` writes (underscores, spaces, capitals); only what `encode` could have written counts.
     return number if hex(number) == text else None
 
 

@@ -81,7 +81,7 @@ class Callers:
     def _displace(self, address: str | None) -> bool:
         own = ((since, w, phase) for w, (a, phase, since) in self._held.items() if address in (None, a))
         # Only a connection that owes us a request: one whose body arrives or whose answer is computed is never
-        # sacrificed.
+        # closed for another one.
         silent = ((since, w) for since, w, phase in own if phase in ("headers", "idle"))
         since, wire = min(silent, key=lambda found: found[0], default=(0.0, None))
         if wire is None or time.monotonic() - since < YOUNG:

@@ -170,7 +170,7 @@ class _SharedSession:
             refused = list(self.pieces)
             self.pieces.clear()
             worker = self.worker
-            # No thread has it, so none will call `leave`, and `close` would wait for ever.
+            # Where no thread has it, none calls `leave`, and `close` would wait for ever: then it is called here.
             alone = not self.taken
             if worker is not None:
                 worker.stop()  # under the lock: afterwards the sandbox may belong to another session

@@ -211,9 +211,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _length(self) -> int:
         """Length of the request body, which counts as held from now on."""
-        # Exactly one plain length. Two of them, a sign, or a transfer encoding are read differently by
-        # different servers, which lets a request hide behind a proxy; and a length that is not known cannot be
-        # held to a bound.
+        # Exactly one plain length. Two of them, a sign, or a transfer encoding are read differently by different
+        # servers, which lets a request hide behind a proxy; and a length that is not known cannot be held to a bound.
         given = self.headers.get_all("Content-Length", ["0"])
         length = given[0] if len(given) == 1 else ""
         if (
@@ -366,8 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if o.certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(o.certificate, o.key)
-        # The handshake is left to the connection's thread. In the accepting loop one silent caller would hold
-        # up all.
+        # The handshake is left to the connection's thread. In the accepting loop one silent caller would hold up all.
         executor.socket = context.wrap_socket(executor.socket, server_side=True, do_handshake_on_connect=False)
     for number in (signal.SIGINT, signal.SIGTERM):  # also where the parent process ignored them
         signal.signal(number, _end)

@@ -80,8 +80,7 @@ class RemoteWorker(SandboxWorker):
         self.busy = False
         self._open = True
         self._sock: socket.socket | None = None
-        # The settings hold the variable's name only: they are written down with the run, and a token must not
-        # be.
+        # The settings hold the variable's name only: they are written down with the run, and a token must not be.
         token = os.environ.get(backend.token, "")
         if not token:
             raise SandboxUnavailableError(
@@ -126,8 +125,7 @@ class RemoteWorker(SandboxWorker):
                 method, f"{self._path}/v{VERSION}{path}", None if body is None else json.dumps(body), self._headers
             )
             reply = self._wire.getresponse()
-            # One byte more than is allowed, so an answer that is too large is noticed and not cut to a valid
-            # one.
+            # One byte more than is allowed, so an answer that is too large is noticed and not cut to a valid one.
             status, said = reply.status, reply.read(MOST_BYTES + 1)
             told = json.loads(said) if len(said) <= MOST_BYTES else None
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:

@@ -242,9 +242,8 @@ class _Loop:
             try:
                 used = asked.worker = self._start(asked.job.limits) if alone else worker or self._start(None)
                 ran = used.run(replace(asked.job, followed=not self.asked.empty()))
-            # ValueError and KeyError: the sandbox answered with something that is no report. All of these are
-            # its fault, so the job is tried in another one. What the program did is in `ran` and never comes
-            # here.
+            # ValueError and KeyError: the sandbox answered with something that is no report. All of these are its
+            # fault, so the job is tried in another one. What the program did is in `ran` and never comes here.
             except (SandboxBroken, SandboxUnavailableError, OSError, ValueError, KeyError) as error:
                 lost = error
                 with self.lock:

@@ -146,9 +146,8 @@ class SandboxWorker:
         except TimeoutError:
             raise SandboxUnavailableError(f"{self.backend.name}: did not start within {START_SECONDS:g} s") from None
         if not said:
-            # The zygote ended without a word. Killed in silence means the machine, for example its want of
-            # memory, and another try may work. Words or another status mean that this sandbox does not work
-            # here.
+            # The zygote ended without a word. Killed in silence means the machine, for example its want of memory, and
+            # another try may work. Words or another status mean that this sandbox does not work here.
             status = self._process.wait(GRACE)
             why = os.pread(complaints, 4096, 0).decode(errors="replace").strip()
             if not why and status in KILLED:
@@ -249,8 +248,7 @@ class SandboxWorker:
                 late = limits.wall + (GRACE if stopped else 0.0)
                 ready = selector.select(max(0.0, start + late - time.monotonic()))
                 for key, _ in ready:
-                    # The zygote's report ends the wait, not the end of the streams: a grandchild may hold those
-                    # open.
+                    # The zygote's report ends the wait, not the end of the streams: a grandchild may hold those open.
                     if key.fileobj is self.control:
                         return self.reply(), stopped
                     reader = readers[key.fd]
@@ -315,8 +313,7 @@ class SandboxWorker:
         self.control.close()
         if self._init >= 0:
             with contextlib.suppress(ProcessLookupError):
-                # The kernel kills every process of the namespace with its first one, detached children
-                # included.
+                # The kernel kills every process of the namespace with its first one, detached children included.
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
             os.close(self._init)
             self._init = -1
@@ -376,8 +373,7 @@ def sealed(data: bytes, held: contextlib.ExitStack) -> int:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
-    # Standard input is read from the file's own position. The seals come last; after them not even we can
-    # write.
+    # Standard input is read from the file's own position. The seals come last; after them not even we can write.
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return fd
@@ -387,8 +383,7 @@ def how_it_ended(status: int, stopped: Why | None, spent: bool) -> Why:
     """Returns how a program ended. `stopped`: why we ended it; `spent`: whether its processor time was over."""
     if stopped:
         return stopped
-    # SIGKILL without an order of ours: by the limit on processor time where that is spent, else by somebody
-    # else.
+    # SIGKILL without an order of ours: by the limit on processor time where that is spent, else by somebody else.
     if -status == signal.SIGXCPU or (-status == signal.SIGKILL and spent):
         return "timeout"
     if status < 0:

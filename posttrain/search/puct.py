@@ -90,8 +90,7 @@ async def tree_search(
         grown = await search.grown(task, [node.beginning], expand, f"tree/{number}")
         node.children = [TreeNode(b, node) for b in grown]
         for child in node.children:
-            # Every new child is a visit of its own to all nodes above it, so one expansion makes several
-            # visits.
+            # Every new child is a visit of its own to all nodes above it, so one expansion makes several visits.
             child.back_up(search.worth(child.beginning))
     tree_adds_up(root, task.id)
     return await search.ended(task, [x.beginning for x in root.leaves()])

@@ -54,8 +54,7 @@ def tree_adds_up(node: TreeNode, task: str) -> tuple[int, float]:
     Raises:
         InvariantError: what was found somewhere did not reach a node above it.
     """
-    # From the leaves up, while `back_up` goes from a node to the root: both ways have to come to the same
-    # numbers.
+    # From the leaves up, while `back_up` goes from a node to the root: both ways have to come to the same numbers.
     below = [tree_adds_up(c, task) for c in node.children]
     visits = len(node.found) + sum(n for n, _ in below)
     total = math.fsum([*node.found, *(t for _, t in below)])

@@ -30,8 +30,7 @@ class SearchKind:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            # Every number of a search is a count, but exploration, which may be 0: only what was found counts
-            # then.
+            # Every number of a search is a count, but exploration, which may be 0: only what was found counts then.
             value, least = getattr(self, f.name), 0.0 if f.name == "exploration" else 1
             if isinstance(value, int | float) and not isinstance(value, bool) and value < least:
                 raise ConfigError(f"search={self.word}.{f.name}={value:g}: must be at least {least:g}")

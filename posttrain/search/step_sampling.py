@@ -163,8 +163,7 @@ class StepSearch:
         scores or what scores failed."""
         if not ones:
             return []
-        # The order is the rank of the sources: a score of steps before one of whole answers, and the
-        # environment's own verdict last, since it may know the right answer.
+        # One source is asked: a score of steps before one of whole answers, the environment's own verdict last.
         if self.scorer is not None:
             return self._by_steps(self.scorer, task, ones)
         if self.verifier is not None:

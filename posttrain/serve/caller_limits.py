@@ -90,8 +90,7 @@ def most_connections(limits: CallerLimits) -> int:
     """Number of connections that can be open at once: the limit, or fewer if the limit on files is lower."""
     import resource  # not on every system that has a command line
 
-    # What is open already (weights, logs) and a reserve are taken off: an accept without a free descriptor
-    # fails.
+    # What is open already (weights, logs) and a reserve are taken off: an accept without a free descriptor fails.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return limits.connections

@@ -124,8 +124,7 @@ def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
         ConfigError: an override names another engine, or a setting that a server does not use.
     """
     if isinstance(run.engine, Embedded):
-        # What the run itself had is set aside without a word; what the user asks for here and cannot have is
-        # refused.
+        # What the run itself had is set aside without a word; what the user asks for here and cannot have is refused.
         if run.engine.timeline and any(text.strip().startswith("engine.timeline") for text in overrides):
             raise ConfigError(
                 "engine.timeline=true writes a file into a run folder, and a server has none. Leave it out"

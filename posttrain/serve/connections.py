@@ -63,8 +63,7 @@ class Connection(web.RequestHandler):
     def unread(self) -> bool:
         """True where data has arrived on the connection that has not been read yet."""
         try:
-            # MSG_PEEK leaves the byte where it is. Data that we have not come to read means that the caller did
-            # ask.
+            # MSG_PEEK leaves the byte where it is. Data that we have not come to read means that the caller did ask.
             return bool(self._sock.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
@@ -78,8 +77,7 @@ class Connection(web.RequestHandler):
         """True where the phase has taken too long, or the connection sent so much ahead of our answer that reading was
         paused."""
         now, limits, wire = self._clock(), self._listener.limits, self._wire
-        # A caller that reads slowly makes progress in blocks of WRITTEN; one that takes less in its time is cut
-        # off.
+        # A caller that reads slowly makes progress in blocks of WRITTEN; one that takes less in its time is cut off.
         if self._stuck is not None and wire is not None:
             when, size = self._stuck
             left = wire.get_write_buffer_size()
@@ -239,7 +237,7 @@ class Listener:
 
     def _accept(self, sock: socket.socket) -> None:
         """Accept waiting connections, as far as the limits allow."""
-        # A bounded number: during a flood of connections the open ones have their turn as well.
+        # A bounded number: when very many connect at once, the open ones have their turn as well.
         for _ in range(AT_ONCE):
             if len(self._held) >= self.most and not self._make_room():
                 self._pause(SWEEP / 10)
@@ -288,8 +286,7 @@ class Listener:
 
     def _make_room(self, address: str | None = None) -> bool:
         """Close the longest silent connection: of `address`, or else of the address with the most."""
-        # At the limit of all, the address with the most connections gives one up, so one caller cannot push out
-        # many.
+        # At the limit of all, the address with the most connections gives one up, so one caller cannot push out many.
         if address is None:
             address = max(self._silent, key=lambda a: self._count[a], default=None)
         # The first is silent the longest, but it may have sent something that has not been read yet; a few are

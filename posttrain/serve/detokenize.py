@@ -123,8 +123,7 @@ class Stops:
         if self.found or not self._stops:
             return "" if self.found else piece
         text, held = self._held + piece, len(self._held)
-        # Only a stop string that ends in the new piece is new: it begins at most len(s) - 1 characters before
-        # that.
+        # Only a stop string that ends in the new piece is new: it begins at most len(s) - 1 characters before that.
         found = (text.find(s, max(0, held - len(s) + 1)) for s in self._stops) if armed else ()
         at = min((i for i in found if i >= 0), default=-1)
         if at >= 0:

@@ -122,8 +122,7 @@ class Intake:
 
     def parse_request(self, body: bytes, kind: type[GenerationRequest]) -> Understood:
         """The checked fields and prompt ids of a body; runs in a thread."""
-        # Cheap checks before costly ones: fields, the model's name and ids first, then templates and
-        # tokenizers.
+        # Cheap checks before costly ones: fields, the model's name and ids first, then templates and tokenizers.
         asked: Any = read(kind, parse(body))
         self.known(asked.model)
         self._in_vocabulary(asked)
@@ -147,7 +146,7 @@ class Intake:
                     self._held += len(chunk)
                     if len(kept) > self.limits.body:
                         self._too_long()
-                    # Of all callers together, counted while it arrives: nobody announces how much will come.
+                    # Of all callers together, by what has arrived: a body may come without a length.
                     if self._held > self.limits.bodies:
                         raise Refusal("too much is being sent at once; try again", status=503)
         except BaseException as error:

@@ -56,8 +56,7 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
     def hang_up() -> None:
         loop.call_later(FLUSH, listener.cut)
 
-    # After `server.cut` the answers say why they ended; a caller that does not read that is cut off after
-    # FLUSH.
+    # After `server.cut` the answers say why they ended; a caller that does not read that is cut off after FLUSH.
     server.hang_up = hang_up
     with quiet():
         listener.open(sockets)

@@ -39,8 +39,7 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
     >>> [conforms(x, score) for x in ({"score": 9}, {"score": 10}, {"score": True}, {}, 9)]
     [True, False, False, False, False]
     """
-    # Every keyword that is there must hold. Those of another type of value limit nothing, as the standard has
-    # it.
+    # Every keyword that is there must hold. Those of another type of value limit nothing, as the standard has it.
     kinds = schema.get("type", list(TYPES))
     if not any(_is(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)):
         return False

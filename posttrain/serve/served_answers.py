@@ -98,8 +98,7 @@ class Choice:
     def _take(self, ids: np.ndarray, logp: np.ndarray, top: Top | None) -> None:
         """Add tokens one by one, so that the text does not depend on how many arrived together."""
         for i, (token, p) in enumerate(zip(ids.tolist(), logp.tolist(), strict=True)):
-            # The engine may be some tokens ahead of us. What it said behind the stop string is not part of the
-            # answer.
+            # The engine may be some tokens ahead of us. What it said behind the stop string is not part of the answer.
             if self._stops.found:
                 return
             self._waiting.ids.append(token)

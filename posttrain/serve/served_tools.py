@@ -178,9 +178,8 @@ class ToolAnswer:
 
     def _certain(self) -> int:
         """Number of characters that are text, whatever follows."""
-        # Some formats write a call as a whole turn that begins with a mark such as `{`. While the text may
-        # still become such a mark, and once it has, nothing is sent: `finish` decides. Thoughts may stand
-        # before the mark.
+        # Some formats write a call as a whole turn that begins with a mark such as `{`. While the text may still
+        # become such a mark, and once it has, nothing is sent: `finish` decides. Thoughts may stand before the mark.
         begins = self.text.lstrip()
         for mark in (*AT_BEGIN.get(self.format, ()), *(dict(THOUGHTS) if self.format in AT_BEGIN else ())):
             if begins.startswith(mark) or mark.startswith(begins):

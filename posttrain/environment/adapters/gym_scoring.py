@@ -110,8 +110,7 @@ async def verdict(pool: WorkerPool, asked: ScoringRequest) -> Verdict:
     try:
         found = await pool.ask(asked)
         if found.kind in ("timeout", "memory", "crash") and found.score is not None:
-            # If the right answer ends the process too, the scorer is broken, and that says nothing about this
-            # answer.
+            # If the right answer ends the process too, the scorer is broken, and that says nothing about this answer.
             known = await pool.ask(asked._replace(answer=asked.gold))
             if known.state is State.FAILED or known.kind == found.kind:
                 return Verdict.failed(

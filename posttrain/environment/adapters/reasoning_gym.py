@@ -95,8 +95,7 @@ class Gym(SingleTurn):
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
         tasks: dict[Any, Task] = {}
-        # Twenty draws for each: fewer distinct questions than a twentieth means that the task has too few for a
-        # split.
+        # Twenty draws for each: fewer distinct questions than a twentieth means that the task has too few for a split.
         for draw in range(20 * self.heldout_count):
             if len(tasks) == self.heldout_count:
                 break

@@ -163,8 +163,7 @@ class Verifiers(SingleTurn):
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         """The verdicts of the rubric's functions with their weights, and its metrics with weight 0. A function that
         raises gives `failed` and not 0."""
-        # A second judging, or one from a record, has no live state: it is rebuilt, where nothing of it was
-        # lost.
+        # A second judging, or one from a record, has no live state: it is rebuilt, where nothing of it was lost.
         left, state = self._ended.pop(id(attempt.state), (None, None))
         if state is None:
             if missing := lost(attempt.state):

@@ -60,8 +60,7 @@ async def unread(s: Subject) -> Answer:
     # Measured from the least that anything was paid, since rewards may begin anywhere.
     mean, least = sum(real) / len(real), min(*means.values(), *real)
     words = f"{words}; {whose} {mean:.3g} on average, {best_of} {max(real):.3g}"
-    # Where real answers are only known in a form that was chosen to earn most, the comparison is too kind to
-    # warn by.
+    # Where real answers are only known in a form that was chosen to earn most, the comparison is too kind to warn by.
     close = (written or not s.gold) and means[best] >= least + CLOSE * (mean - least)
     return (Mark.WARN if close else Mark.OK), words
 

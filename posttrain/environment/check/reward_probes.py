@@ -53,8 +53,7 @@ async def gold(s: Subject) -> Answer:
             f"no source pays a right answer more than a wrong one; {told.said} to {prompt_words(told.task.prompt)}"
             f" earned {dict(told.scores)}"
         )
-    # Only an environment that promises full reward is held to exactly 1; the user's rewards may be on any
-    # scale.
+    # Only an environment that promises full reward is held to exactly 1; the user's rewards may be on any scale.
     if s.env.vouches_for_gold and (less := [t for t in s.gold.values() if t.scores.get(s.env.name) != 1.0]):
         told = less[0]
         return Mark.FAIL, (
@@ -107,8 +106,7 @@ async def distractor(s: Subject) -> Answer:
         return NOTHING_KNOWN
     if not s.known:
         return _nothing_paid(s)
-    # A wrong answer fails if it earns as much as the right one to its task, or as much as the best right one
-    # anywhere.
+    # A wrong answer fails if it earns as much as the right one to its task, or as much as the best right one anywhere.
     best = {source: max(t.scores.get(source, 0.0) for t in s.gold.values()) for source in s.sources}
     for told in s.wrong.values():
         for source in s.sources:

@@ -231,8 +231,7 @@ class Subject:
         answer, plus three standard deviations and 0.02."""
         core = Counter(self.core(t) for t in self.known)
         share = core.most_common(1)[0][1] / core.total() if core else 0.0
-        # `count` tries with the chance `share`: three standard deviations above the mean are reached once in
-        # some 700.
+        # `count` tries with the chance `share`: three standard deviations above the mean are reached once in some 700.
         return share + 3 * math.sqrt(share * (1 - share) / max(1, count)) + 0.02
 
     async def attack(self, say: Callable[[Task], Mapping[str, str]], tasks: Sequence[Task]) -> list[Attack]:

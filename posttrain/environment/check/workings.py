@@ -177,8 +177,7 @@ async def sandbox(s: Subject) -> Answer:
 def sandboxes(s: Subject) -> list[Sandbox]:
     """The sandboxes in the attributes of the environment, its tools and its sources."""
     found: dict[int, Sandbox] = {}
-    # A walk over attributes by identity: objects refer to each other in circles, and equal ones need not be the
-    # same.
+    # A walk over attributes by identity: objects refer to each other in circles, and equal ones need not be the same.
     seen: set[int] = set()
     waiting: list[tuple[object, int]] = [(s.env, 0)]
     while waiting:

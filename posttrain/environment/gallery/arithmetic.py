@@ -97,8 +97,7 @@ class Arithmetic(SingleTurn):
         seen: set[Signed] = set()
         tasks: list[Task] = []
         while len(tasks) < self.heldout_count:
-            # A length whose half is held out is drawn no more: the loop below would look for ever for a new sum
-            # of it.
+            # A length whose half is held out is drawn no more: the loop below would look for ever for a new sum of it.
             open_lengths = [n for n, left in room.items() if left]
             length = open_lengths[int(rng.integers(len(open_lengths)))]
             terms = self._draw(rng, length)
@@ -131,8 +130,7 @@ class Arithmetic(SingleTurn):
         terms = _terms(attempt.task)
         right = _chain(terms)
         said = attempt.text.removesuffix(";").split(";")
-        # `Judged.end` is given in tokens by `spoken_upto`, here from characters: each step up to and with its
-        # `;`.
+        # `Judged.end` is given in tokens by `spoken_upto`, here from characters: each step up to and with its `;`.
         ends = [*accumulate(len(step) + 1 for step in said[:-1]), len(attempt.text) + 1]
         return tuple(
             Judged("step", 1.0, Verdict.value(i < len(right) and step == right[i]), attempt.spoken_upto(end))

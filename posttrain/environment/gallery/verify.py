@@ -118,8 +118,7 @@ class VerifySteps(GeneratedTasks):
         text = str(world.demonstrate(inner, world.judged_style, rng, self.wrong)[1])
         steps, right = steps_of_text(text, self.separator), self._steps(inner, text)
         upto = 1 + int(rng.integers(len(steps)))
-        # The world may judge other steps than were cut here; then it is not known which verdict belongs to
-        # which.
+        # The world may judge other steps than were cut here; then it is not known which verdict belongs to which.
         if len(right) != len(steps) or all(right[:upto]) != wanted:
             return None
         # This form takes the steps before the last one as right, so they have to be.

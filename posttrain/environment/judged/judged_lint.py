@@ -57,8 +57,7 @@ def length_bias(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
     shares: dict[str, list[float]] = {}
     for row, chosen, rejected in pairs:
         longer = 0.5 if len(chosen) == len(rejected) else float(len(chosen) > len(rejected))
-        # By prompt first: pairs of one prompt are not independent, and the interval would be too narrow over
-        # pairs.
+        # By prompt first: pairs of one prompt are not independent, and the interval would be too narrow over pairs.
         shares.setdefault(row.key, []).append(longer)
     score = Score.of([sum(x) / len(x) for x in shares.values()])
     warns = len(shares) >= FEW and not score.low <= 0.5 <= score.high

@@ -146,8 +146,7 @@ def _talks(
                 " completion is one message after a conversation that is the same on all sides. If the messages"
                 f" {at} were judged, end the conversations with them",
             )
-    # No conversation begins with these roles, so the messages go on after the row's prompt. Others repeat the
-    # prompt.
+    # No conversation begins with these roles, so the messages go on after the row's prompt. Others repeat the prompt.
     if first[0]["role"] in CONTINUES:
         return SharedPrompt(_continued(place, prompt, first, column, began[0][0]), texts)
     if prompt is not None:

@@ -50,8 +50,7 @@ class Columns:
         out: dict[str, Any] = {}
         for setting in fields(self):
             name = getattr(self, setting.name) if setting.name.endswith("_column") else ""
-            # None where a part is missing: the reader then says that the column is not there, as of any other
-            # name.
+            # None where a part is missing: the reader then says that the column is not there, as of any other name.
             if "." in name and name not in row:
                 value: Any = row
                 for part in name.split("."):

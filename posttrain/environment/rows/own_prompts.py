@@ -117,8 +117,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         """Every character of prompts, answers and completions. Empty where a row is a chat: its template adds more."""
         if any(r.conversation is not None or not isinstance(r.task.prompt, str) for r in self.rows):
             return ""
-        # A character tokenizer is built from this, and it cannot write what it has not seen: the hint counts
-        # too.
+        # A character tokenizer is built from this, and it cannot write what it has not seen: the hint counts too.
         texts = self.hint.split("{answer}")
         for r in self.rows:
             texts += [*texts_of(r.task.prompt), str(r.task.answer or ""), r.completion or ""]

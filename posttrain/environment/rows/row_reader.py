@@ -96,8 +96,7 @@ def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] =
 def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
     """One row of data, checked. What was judged in it is read by `judged_rows.read_row`."""
     column = _asking(data, c)
-    # A prompt is stronger than messages, and both are stronger than a text: a row may have the other columns as
-    # well.
+    # A prompt is stronger than messages, and both are stronger than a text: a row may have the other columns as well.
     if column is None and isinstance(text := data.get(c.text_column), str) and text.strip():
         text = without_halves(place, c.text_column, text)
         task = task_of(place, data, c, "", {c.text_column})
@@ -232,8 +231,7 @@ def prompt_of(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | 
         raise DataError(f"{place}: {column!r} is {kind_words(value)}, wanted text or a list of messages")
     messages = [message_of(place, column, i, m, weighs=True) for i, m in enumerate(value)]
     completion = None
-    # An assistant's message at the end is not asked for but shown how to answer; earlier ones are part of the
-    # prompt.
+    # An assistant's message at the end is not asked for but shown how to answer; earlier ones are part of the prompt.
     if messages and messages[-1]["role"] == "assistant":
         completion = said_of(f"{place}: the last message of {column!r}", messages.pop())
     if not messages:

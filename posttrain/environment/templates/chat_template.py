@@ -260,8 +260,7 @@ class Chat:
         differ. In a turn with calls only the reasoning is compared, because the template writes the calls itself."""
         if not whole.startswith(before):
             raise DataError(differs(before, whole))
-        # Without white space, because templates trim turns, and the tokens of the turn stay the policy's in any
-        # case.
+        # Without white space, because templates trim turns, and the tokens of the turn stay the policy's in any case.
         rest = squeezed(whole[len(before) :])
         thought = not self._reasoned or squeezed(self._parsed(said).reasoning) in rest
         if not (thought if calls else rest.startswith(squeezed(said))):
@@ -305,8 +304,7 @@ class Chat:
         tools = tools or ([WEATHER] if follow == "tool" else [])
         start = [Message(role="user", content="hi")]
         try:
-            # Where the prompt opens a thought, every turn has one, so a plain turn cannot occur and is not
-            # tried.
+            # Where the prompt opens a thought, every turn has one, so a plain turn cannot occur and is not tried.
             opened = opening(self.render(start, generate=True, tools=tools))
             plain = self._canonical(start, tools)
             for said in [THOUGHT_ON] if opened else [plain, plain.replace(PROBE, MARKS), *self._reasoned]:

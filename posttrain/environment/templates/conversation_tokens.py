@@ -62,8 +62,7 @@ def weighed(render: Renderer, c: LearnedConversation, tools: Tools, arguments: b
     chat, messages = render.template, [_readable(render.template, m) for m in c.messages]
     if not c.learned:
         raise DataError("no message of the assistant counts: give one a weight above 0, or leave the row out")
-    # Up to the last learned message: what follows it changes nothing, but may make a template rewrite earlier
-    # turns.
+    # Up to the last learned message: what follows it changes nothing, but may make a template rewrite earlier turns.
     whole = chat.render(messages[: c.learned[-1] + 1], generate=False, tools=tools)
     together: list[tuple[int, WrittenTurn]] = []
     apart: list[tuple[int, WrittenTurn]] = []
@@ -119,8 +118,7 @@ def _written(chat: Chat, whole: str, before: str, message: Message, last: bool) 
         )
     if not whole.startswith(before):
         return f"{differs(before, whole)}. Or learn the last turn alone: turns=last"
-    # The turn ends at the first stop token behind it. Where there is none, only the last turn has an end: the
-    # text's.
+    # The turn ends at the first stop token behind it. Where there is none, only the last turn has an end: the text's.
     body = whole[len(before) :]
     at, stop = min(((body.find(s), s) for s in chat.stops if s and s in body), default=(len(body), ""))
     if not stop and not last:
@@ -148,8 +146,7 @@ def _sequence(render: Renderer, whole: str, turns: Sequence[tuple[int, WrittenTu
     weight: list[np.ndarray] = []
     at = 0
     for i, turn in turns:
-        # Encoded apart, as a rollout does: no token may reach over the border between what is seen and what is
-        # said.
+        # Encoded apart, as a rollout does: no token may reach over the border between what is seen and what is said.
         seen = render.encode(whole[at : len(turn.before)])
         said = render.completion_ids(turn.said, chat=True)
         # The stop token that the template wrote here, in place of the usual one.
@@ -197,8 +194,7 @@ def _argument_spans(chat: Chat, messages: Sequence[Message], turn: WrittenTurn, 
         start = len(common(own, other))
         rest = min(len(common(own[::-1], other[::-1])), len(own) - start, len(other) - start)
         spans.append((start, len(own) - rest))
-    # Spans are in the rendered turn; the learned text may begin later in it, so they are moved by the
-    # difference.
+    # Spans are in the rendered turn; the learned text may begin later in it, so they are moved by the difference.
     shift = len(own) - len(turn.said)
     if not own.endswith(turn.said):
         raise DataError("the chat template writes this turn otherwise where it is the last: set tool_arguments=true")

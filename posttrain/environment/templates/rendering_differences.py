@@ -78,7 +78,6 @@ def closing(chat: Chat, opened: str) -> tuple[str, bool]:
         whole = chat.render([*history, Message(role="assistant", content=SAID)], generate=False)
     except DataError:
         return f"\n{end}\n\n", False
-    # What stands between the opened thought and the turn: the template's own way to close it, if it has the
-    # tag.
+    # What stands between the opened thought and the turn: the template's own way to close it, if it has the tag.
     gap = whole[len(before) :].partition(SAID)[0] if common(before, whole) == before else ""
     return (gap, True) if end in gap else (f"\n{end}\n\n", False)

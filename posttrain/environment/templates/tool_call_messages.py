@@ -83,8 +83,7 @@ def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools
         )
     said, stop = _ended(chat, prompt, turn, whole[len(before) :], tools)
     wanted = tuple(ToolCall(c["name"], c["arguments"]) for c in plain)
-    # A round trip: what is learned must read back as the calls that were given, or the policy would learn other
-    # ones.
+    # A round trip: what is learned must read back as the calls that were given, or the policy would learn other ones.
     parsed = parse(said, chat.format)
     if parsed.calls != wanted or content.strip() not in said:
         raise DataError(

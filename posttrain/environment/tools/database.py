@@ -74,8 +74,7 @@ class Database(Toolbox):
         for limit, value in _LIMITS.items():
             c.setlimit(limit, value)
         c.set_authorizer(_authorize)
-        # Called every 10,000 steps of SQLite's virtual machine: often enough to stop in time, too seldom to
-        # cost much.
+        # Called every 10,000 steps of SQLite's virtual machine: often enough to stop in time, too seldom to cost much.
         c.set_progress_handler(self._over, 10_000)
 
     @tool
@@ -106,8 +105,7 @@ class Database(Toolbox):
             rows = cursor.fetchmany(MOST_ROWS + 1) if looked else []
             cursor.close()
         except (sqlite3.Error, sqlite3.Warning, MemoryError, ValueError) as error:
-            # Also after an error: it may have rolled a transaction back, or kept what was changed before it (OR
-            # FAIL).
+            # Also after an error: it may have rolled a transaction back, or kept what was changed before it (OR FAIL).
             self._state = self._read()
             raise ToolError(str(error) or type(error).__name__) from None
         # A query may change rows as well (RETURNING), and a change of the schema alters no rows.

@@ -63,8 +63,7 @@ class OfferedTools:
 
     def check(self, task: Task) -> None:
         """DataError if a tool cannot start from the task's column of its name."""
-        # Python starts empty and has no column; the others are made once here, so a bad row is found before
-        # training.
+        # Python starts empty and has no column; the others are made once here, so a bad row is found before training.
         for name in self.names:
             if name != "python":
                 self._one(name, task)

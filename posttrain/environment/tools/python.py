@@ -65,8 +65,7 @@ class Python(Toolbox):
             self._session, self._lost = None, True
             raise
         except SandboxBroken as error:
-            # No ToolError: the policy did nothing wrong, and an episode with a lost interpreter says nothing
-            # about it.
+            # No ToolError: the policy did nothing wrong, and an episode with a lost interpreter says nothing about it.
             raise RuntimeError(f"the sandbox of the Python tool was lost: {error}") from error
         said = ran.said.rstrip("\n") + ("\n(output was cut)" if ran.cut else "")
         first = f"{LOST}\n" if before else ""

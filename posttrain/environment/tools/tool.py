@@ -100,8 +100,7 @@ class Toolbox:
     @functools.cached_property
     def tools(self) -> Mapping[str, Tool]:
         """The tools by name, in the order of their definition."""
-        # Base classes first, so a subclass adds its tools behind theirs; `getattr` below takes the overriding
-        # method.
+        # Base classes first, so a subclass adds its tools behind theirs; `getattr` below takes the overriding method.
         every = [item for cls in reversed(type(self).__mro__) for item in vars(cls).items()]
         found = [name for name, f in every if getattr(f, "is_tool", False)]
         return {name: _tool(name, getattr(self, name)) for name in dict.fromkeys(found)}
@@ -236,8 +235,7 @@ def _tool(name: str, method: Callable[..., Any]) -> Tool:
             raise ConfigError(f"{where}: parameter {parameter.name!r} needs a type, and to be given by name")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (_described(hints[parameter.name]), default)
-    # Strict: "3" is no number. A policy is told of it, where a conversion would teach it that types do not
-    # matter.
+    # Strict: "3" is no number. A policy is told of it, where a conversion would teach it that types do not matter.
     arguments = create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
     return Tool(name, description, arguments, method)
 

@@ -55,8 +55,7 @@ def _exactly(wire: int, count: int) -> bytes | None:
 def _cell(piece: bytes, name: str, space: dict[str, Any]) -> int:
     """Run one piece; 0, 1 for an exception (SystemExit too: it ends the piece, not the session), or MEMORY_ERROR."""
     try:
-        # As in a notebook: the last statement, if it is an expression, is taken off and evaluated apart for its
-        # value.
+        # As in a notebook: the last statement, if it is an expression, is taken off and evaluated apart for its value.
         tree = ast.parse(piece, name)
         _remember(piece, name)
         last = tree.body[-1] if tree.body else None

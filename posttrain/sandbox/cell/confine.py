@@ -56,13 +56,11 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
 
     TCP is shut from version 4, abstract sockets and signals to other processes from version 6.
     """
-    # A right that the rule set handles is refused everywhere but under a path with a rule for it. So `every`
-    # names all rights that this kernel knows: one that is left out stays allowed. Asking for more than it knows
-    # is an error.
+    # A right that the rule set handles is refused everywhere but under a path with a rule for it. So `every` names all
+    # rights that this kernel knows: one that is left out stays allowed. Asking for more than it knows is an error.
     version = landlock_version()
     every = (1 << RIGHTS.get(version, 16)) - 1
-    # struct landlock_ruleset_attr: rights of files; bind and connect of TCP; scopes (abstract sockets,
-    # signals).
+    # struct landlock_ruleset_attr: rights of files; bind and connect of TCP; scopes (abstract sockets, signals).
     attributes = struct.pack("QQQ", every, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     fd = checked(

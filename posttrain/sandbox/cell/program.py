@@ -65,8 +65,7 @@ def _of_numpy(value: Any) -> Any:
     kind = type(value)
     if numpy is None or not (kind is numpy.ndarray or kind in numpy.sctypeDict.values()):
         return value
-    # A longdouble has more digits than a float, so it is not one. Arrays of objects are read element by
-    # element.
+    # A longdouble has more digits than a float, so it is not one. Arrays of objects are read element by element.
     known = value.dtype.kind in "biufUO" and not (value.dtype.kind == "f" and value.dtype.itemsize > 8)
     return value.tolist() if known and value.size <= NODES else value
 
@@ -92,8 +91,7 @@ def decode(said: Any) -> Any:
 def run(source: bytes, call: bytes, result: int) -> int:
     """Run the program as `__main__`; with a `call`, import it and write the value of that call to `result`. The exit
     status."""
-    # A function is called in a module of another name, so what stands under `if __name__ == "__main__"` does
-    # not run.
+    # A function is called in a module of another name, so what stands under `if __name__ == "__main__"` does not run.
     module = ModuleType("solution" if call else "__main__")
     begin(module)
     try:

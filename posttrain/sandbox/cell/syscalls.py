@@ -13,9 +13,8 @@ AUDIT_ARCH_X86_64 = 0xC000003E
 ALLOW, ERRNO, KILL, TELL, TRACE = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000, 0x7FF00000
 EPERM, ENOSYS, ENOTSUP = 1, 38, 95
 
-# Classic BPF: load a word of struct seccomp_data, jump if equal, if a bit is set, if not below, return a
-# verdict. The structure: number of the call at 0, architecture at 4, arguments of 8 bytes from 16 on, low half
-# first.
+# Classic BPF: load a word of struct seccomp_data, jump if equal, if a bit is set, if not below, return a verdict. The
+# structure: number of the call at 0, architecture at 4, arguments of 8 bytes from 16 on, low half first.
 LOAD, EQUAL, SET, AT_LEAST, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 
 CLONE, KILL_CALL, FCNTL, IOCTL, PRCTL = 56, 62, 72, 16, 157
@@ -195,7 +194,6 @@ def template(host_files: bool, processes: bool, told: bool) -> bytes:
     body += when(CLONE, without(0, NEW_NAMESPACE) if processes else threads_only())
     whom = other_than(0, (KEEPER, -KEEPERS, -1, 1)) if processes else among(0, (PID,))
     body += when(KILL_CALL, whom) + when(TGKILL, whom)
-    # The flags of clone3 are in memory, which a filter cannot read. "No such call" makes the C library use
-    # clone.
+    # The flags of clone3 are in memory, which a filter cannot read. "No such call" makes the C library use clone.
     body += op(EQUAL, CLONE3, 0, 1) + op(RETURN, ERRNO | ENOSYS)
     return start + body + search(stretches(plain))

@@ -147,8 +147,7 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None, a
             os.close(confined)
             used = {"cpu": usage.ru_utime + usage.ru_stime, "peak": usage.ru_maxrss * 1024, "network": taken(attempts)}
             reply = {"ran": ran, "status": status, "seconds": took, "spent": spent}
-            # The answer goes out before the scratch directory is emptied; CLEAN says when the next job may
-            # come.
+            # The answer goes out before the scratch directory is emptied; CLEAN says when the next job may come.
             control.send(json.dumps(reply | used).encode())
             if settings["scratch"]:
                 clean(settings["scratch"])
@@ -230,8 +229,7 @@ def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple
 
     The clock is the kernel's and read here, so a program can neither move it nor ignore its alarm.
     """
-    # The second is the id of another process's CPU-time clock as the kernel makes it: (~pid << 3) |
-    # CPUCLOCK_SCHED.
+    # The second is the id of another process's CPU-time clock as the kernel makes it: (~pid << 3) | CPUCLOCK_SCHED.
     watch, clock = os.pidfd_open(pid), ~pid << 3 | 2
     poll = watched(attempts, watch, control.fileno())
     cores, begun, end, spent = os.cpu_count() or 1, 0.0, None, False
