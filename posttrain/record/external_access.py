@@ -252,7 +252,7 @@ def key(cls: type, name: str) -> str:
 
 def decided(cls: type, name: str) -> Decision | None:
     """The function that gives what a text or switch of this class asks for; None where it has no classification."""
-    # By the class that declares the field: a subclass cannot give an inherited field another classification.
+    # By the class that declares the field, so that what a subclass inherits keeps its classification.
     named = key(cls, name)
     if named in DECIDED:
         return DECIDED[named]

@@ -80,7 +80,6 @@ def of_groups(groups: Iterable[Group]) -> list[Recorded]:
 def _number(x: float) -> float | str:
     """A number for JSON. JSON has no infinities and NaN, so these are written as text, which `float` reads."""
     x = float(x)
-    # As text, since a file with NaN as a bare word is no JSON to most other readers.
     return x if np.isfinite(x) else repr(x)
 
 

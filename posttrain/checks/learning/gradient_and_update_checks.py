@@ -109,7 +109,7 @@ def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) 
     # The scoring is an exchange of all ranks, so a rank without rows takes part in it all the same.
     if not kept.numel():  # a rank without rows of this weight: the others move theirs
         return float(np.abs(learner.score(packed) - before).max()) > FELT
-    # A tensor that is all one number has no spread: it is moved by its size, and by 0.01 where that is 0.
+    # A tensor that is all one number has no spread: its size stands for it, and 0.01 where that is smaller.
     size = float(kept.float().std()) if kept.numel() > 1 else 0.0
     # Signs alternate, since adding one number to all elements may leave softmax and norms as they were.
     signs = torch.arange(kept.numel(), device=kept.device).remainder(2).mul(2).sub(1).view_as(kept)

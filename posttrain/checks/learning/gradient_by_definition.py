@@ -71,7 +71,7 @@ def _smooth(push: np.ndarray) -> Factor:
 def _clip(c: Any, t: PushInputs, cap: float | None) -> Factor:
     """Eq. 7 of 1707.06347: min(r A, clip(r) A) has the gradient r A, or none where the clipped branch is smaller."""
     top = math.inf if cap is None else cap
-    # Between the bounds, and where clipping would help, the gradient is r. Without credit nothing is clipped.
+    # The gradient is r wherever the clipped branch is not the smaller one. Without credit nothing is clipped.
     kept = np.where(t.up, t.r <= 1 + c.high, np.where(t.down, (t.r >= 1 - c.low) & (t.r <= top), True))
     # The nearest of all bounds, even one that this sign of credit does not read: to leave out a token more does no
     # harm.
