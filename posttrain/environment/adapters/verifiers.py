@@ -144,8 +144,8 @@ class Verifiers(SingleTurn):
         try:
             state = await self.inner.rollout(self._row(task), policy.client(), "policy", {})
             error = state.get("error")
-            # The package stores errors in its state and goes on. One of a tool is a result of what the policy
-            # did; any other means that the episode says nothing about it.
+            # The package keeps the error that ended its loop in the state. One of a tool is a result of what the
+            # policy did; any other means that the episode says nothing about the policy.
             if error is not None and not isinstance(error, package().ToolError):
                 raise error
         except BaseException:

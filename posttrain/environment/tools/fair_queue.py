@@ -166,7 +166,7 @@ class QueuedWork:
             # and it may go on at once if it has used least.
             self._turn, self._holds = self._queue.ask(self._used), False
         self._queue.leave()
-        # Cancelled by `stop`: the job has no place, and its next line ends it.
+        # Cancelled by `stop`: the job has no place to give back, and this `tick` tells it to end.
         with contextlib.suppress(CancelledError):
             self._turn.result()
             self._holds = True
