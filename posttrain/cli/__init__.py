@@ -62,8 +62,7 @@ def _shown(message: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
-        # Around everything, so that a signal during the imports also ends with a word and the exit code of a shell,
-        # 128 and the signal's number.
+        # Around the imports too, so that every signal ends with a word and a shell's exit code for it.
         with _terminated():
             return _main(list(sys.argv[1:] if argv is None else argv))
     except Terminated as error:
@@ -81,8 +80,7 @@ def _main(words: list[str]) -> int:
 
         options = read_words(words)
         code = options.command(options)
-        # A full disk or a closed pipe behind a redirection shows only when the buffer is written, and here
-        # it still becomes a message.
+        # A full disk or a closed pipe shows only when the buffer is written; here it still becomes a message.
         sys.stdout.flush()
         return code
     except PosttrainError as error:
