@@ -117,6 +117,8 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own
         EngineError: it does not start.
     """
     if isinstance(run.engine, Embedded):
+        # A twin, since the learner changes the policy's weights in place while the engine must sample with those of the
+        # last push.
         served = policy if own else policy.twin()
         return keeping_contracts(run, served_here(embedded_engine(run, run.engine, served, text), run.engine))
     return keeping_contracts(run, _vllm(run, run.engine, policy))

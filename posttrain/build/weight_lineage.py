@@ -223,6 +223,7 @@ def _about(folder: Path, found: RunFile, facts: Mapping[str, Any], checkpoint: C
     last, step = (run.stages[-1], None) if checkpoint is None else stage_of(run, checkpoint)
     taken = {s.name: max((x.index for x in record if x.stage == s.name), default=0) for s in run.stages}
     if step is not None:
+        # The record may have steps that were taken after this checkpoint.
         taken[last.name] = min(taken[last.name], step)
     rows = [_stage(run, s, taken[s.name], facts) for s in stages_to(run, last)]
     history: Any = found.facts.get("history")
@@ -314,6 +315,7 @@ def write_lineage(folder: Path, begun_from: str | None = None) -> None:
     """
     known = sessions(folder)
     if begun_from is not None:
+        # The newest ones: a run that is resumed without end must not make the file grow without end.
         known = [*known, {"from": begun_from, "posttrain": VERSION}][-MOST_SESSIONS:]
     whole = scan(folder)
     links = lineage_of(folder, whole[-1] if whole else None)

@@ -62,6 +62,7 @@ def pair_logp(policy: TablePolicy, pairs: Sequence[AnswerPair]) -> Tensor:
 
 def batch_of_pairs(reference: TablePolicy, pairs: Sequence[AnswerPair]) -> Batch:
     """One minibatch of these pairs, each a unit, with the log-probs of this policy as the reference."""
+    # Chosen, rejected, chosen, rejected: the order of the tokens in `pair_logp` too.
     lengths = [len(y) for pair in pairs for y in pair]
     sides = np.tile(np.array([1, 0], np.int32), len(pairs))
     streams = {SIDE: np.repeat(sides, lengths), REFERENCE: pair_logp(reference, pairs).detach().numpy()}

@@ -166,6 +166,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         own = replace(stage.optimizer, lr=stage.optimizer.lr * baseline.lr_factor)
         learner, optimizer = self.parts.beside(own)
         model = ImplicitModel(Trainer(learner, optimizer, stage.micro_tokens), baseline.beta)
+        # `beside` has copied the policy as it is now. Since the stage began this model has learned by itself.
         if checkpoint is not None:
             load_weights(checkpoint / IMPLICIT, learner)
             load_optimizer(checkpoint / IMPLICIT, optimizer)

@@ -46,6 +46,7 @@ class SupervisedDriver(Driver[Supervised, SupervisedState, DataBatch], stage=Sup
     async def _ask(self, index: int) -> DataBatch:
         h = self.roles
         with self.clock.of("learn"):
+            # Steps count from 1, and the data from 0: a minibatch is a function of how many came before it.
             seed, before = h.run.seed, index - 1
             batch = await demonstrations(
                 h.environment, h.renderer, h.dialogue, self.stage, seed=seed, step=before, context=h.context
