@@ -38,7 +38,7 @@ def tag(name: str, *inside: str, **attributes: str | float | bool | None) -> Mar
 
 def join(*parts: str) -> Markup:
     """Parts after each other, escaped where they are not HTML."""
-    # The one place where text enters a page: only the type says that it is HTML already.
+    # Text between tags enters a page here alone, and only the type says that it is HTML already.
     return Markup("".join(p if isinstance(p, Markup) else html.escape(p) for p in parts))
 
 
