@@ -190,6 +190,8 @@ class Sampling:
     def in_turn(self) -> bool:
         """True where the distribution depends on a token's position in its turn, so that the position must be
         stored."""
+        # A bad sequence of one token is banned everywhere. A longer one may
+        # not begin before the turn, so it matters how far the turn has come.
         return self.min_tokens > 0 or bool(self.bad_words) or any(len(s) > 1 for s in self.bad_ids)
 
     @property
@@ -225,6 +227,7 @@ class Sampling:
 
     def check_vocabulary(self, size: int) -> None:
         """Raises ConfigError where a token id lies outside a vocabulary of `size` tokens."""
+        # -1 where no id is named: then every vocabulary is large enough.
         most = max([i for ids in self._named_ids().values() for i in ids], default=-1)
         if most >= size:
             raise ConfigError(

@@ -99,6 +99,7 @@ class PreferenceAlgorithm:
         positive("coef", self.coef)
         positive("good", self.good)
         positive("bad", self.bad)
+        # As in `ladder.algorithm`: what a piece refuses is in its class, and an absent one has none.
         for reason in () if self.absent else _meaningless(self):
             raise ConfigError(f"preference algorithm {self.name!r}: {reason}")
 

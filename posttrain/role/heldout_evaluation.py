@@ -29,8 +29,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
-    # Of all k-subsets of the n samples C(n - c, k) hold no right one. 1
-    # - (1 - c/n)^k would be too low in the mean, since x^k is convex.
+    # Of all k-subsets of the n samples C(n - c, k) hold no right one. The share of
+    # wrong samples to the power k would be too high in the mean, since x^k is convex.
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 

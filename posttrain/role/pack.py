@@ -69,8 +69,8 @@ def pack(
             order = seeds.generator(seed, "minibatch-order", step, epoch).permutation(len(groups))
         parts = [p for p in np.array_split(order, min(stage.minibatches, len(groups))) if len(p)]
         for i, part in enumerate(parts):
-            # Within a minibatch the order has no meaning; ascending, the
-            # batch is the same however its members were found.
+            # Within a minibatch the groups keep the order of the step, whatever
+            # the shuffle was: the batch is a function of its members alone.
             chosen = [groups[j] for j in sorted(part)]
             rng = seeds.generator(seed, "tokens", step, epoch, i)
             # Number of the optimizer step. The weights after it have the version at the start plus that, plus 1.

@@ -52,7 +52,7 @@ class Prompts:
             raise DataError(
                 "there are no training tasks: every prompt went to the held-out split, or the source is empty"
             )
-        # Tasks without end never come again, so no task has a pass rate to go by.
+        # A curriculum goes through a list of tasks, or draws from it. A source without end has no such list.
         if self.curriculum is not None and self.source.count is None:
             self.curriculum = None
         self._epoch = -1

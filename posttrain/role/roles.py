@@ -94,6 +94,8 @@ class RoleCosts:
         """A phase of the innermost role ends now. What it took at most is noted as `ROLE/name`; '' notes nothing."""
         if not self._open:
             return
+        # The counter forgets with the reset below. The role's own peak
+        # is the largest of its phases, so it is kept on the stack.
         used = self.peak.read()
         self._open[-1] = max(self._open[-1], used)
         if name:

@@ -189,11 +189,10 @@ def _(b: Value, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
     """(advantage [T], return [T]). A turn's reward is at the end of the turn, the rest of the shaped reward at the last
     spoken token, and the KL at the token that it is of (A05)."""
-    # `shaped` holds what turns were paid as well. It is taken out
-    # of the last token's reward, where it would count twice.
     values_T = joined(s.scored[VALUE])
     rewards_T = s.paid_T - s.penalty_T
     if len(rewards_T):
+        # `shaped` holds what turns were paid as well, and that stands at their own ends already.
         rewards_T[-1] += s.shaped - math.fsum(s.paid_T)
     # The targets correct for the sampler by themselves, so this credit has one lambda for both.
     if value.trace is not None:

@@ -114,8 +114,8 @@ def _(piece: DropTruncated, episode: Episode) -> str:
 
 @shape.register
 def _(piece: BestOf, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
-    # A sample is in k / G of all k-subsets. With the factor k the group's mean of credit
-    # * grad log pi is the gradient of the mean, over all k-subsets, of the best reward.
+    # A sample is in k / G of all k-subsets. With the factor k the group's mean of
+    # credit * grad log pi is the gradient of the mean, over all k-subsets, of the best reward.
     return min(piece.k, len(rewards)) * (best_gain(rewards, piece.k) if piece.gain else best_of(rewards, piece.k))
 
 

@@ -107,8 +107,8 @@ def _start(a: Algorithm, now_M: Tensor, batch: Streams) -> Tensor:
     # log prox = (1 - alpha) log mu + alpha log pi. pi enters as a number: the anchor has no gradient.
     if a.anchor == "proximal":
         return batch[MU] + batch[MIX] * (now_M - batch[MU])
-    # Without START this is the first optimizer step, and pi is its own start: log
-    # pi - sg[log pi] is 0 with the gradient of log pi, so the ratio is exactly 1.
+    # Without START this is the first optimizer step, and pi is its own start:
+    # log pi - sg[log pi] is 0 with the gradient of log pi, so the ratio is exactly 1.
     known_M = batch.find(START)
     return now_M if known_M is None else known_M
 
@@ -219,7 +219,7 @@ class _GaugeSums:
         now_M, b = logp_M.detach(), self._batch
         # A stored log-prob of 0 stands for a demonstration's unknown one, and would be a large mismatch.
         mu_M = torch.where(b[WAS_SHOWN], start_M, b[MU]) if WAS_SHOWN in b else b[MU]
-        # k3(gap) = exp(-gap) - 1 + gap estimates KL(p || q) with gap = log p - log q,
+        # k3(gap) = exp(-gap) - 1 + gap with gap = log p - log q estimates KL(p || q)
         # from tokens drawn from p. So the policy that drew, or stands nearest to the one
         # that did, comes first: start, anchor, mu; the reference is compared with pi.
         if knows_start:

@@ -44,8 +44,8 @@ def estimate(estimator: Estimator, gap: Tensor, log_ratio: Tensor | None = None)
         case "rk3":
             if log_ratio is None:
                 raise InvariantError("rk3 weights k3 by a ratio, and none was given")
-            # The ratio is not detached. d(rho k3) has the path term k3 *
-            # grad rho, which makes the gradient exact also off policy.
+            # The ratio is not detached. The gradient of rho k3 has the path
+            # term k3 * grad rho, which makes it exact also off policy.
             return bounded_exp(log_ratio) * estimate("k3", gap)
 
 

@@ -316,7 +316,7 @@ def _(noise: Conservative, kind: Link, of: Margins) -> Tensor:
 
 @noisy.register
 def _(noise: Robust, kind: Link, of: Margins) -> Tensor:
-    # With e the rate: (1 - e) [(1 - e) f(x) - e f(-x)] + e [(1 - e) f(-x) - e f(x)] = (1 - 2 e)
-    # f(x). So the mean over wrong labels, divided by 1 - 2 e, is the loss of the right ones.
+    # With e the rate: (1 - e) [(1 - e) f(x) - e f(-x)] + e [(1 - e) f(-x) - e f(x)] = (1 - 2 e) f(x).
+    # So the mean over wrong labels, divided by 1 - 2 e, is the loss of the right ones.
     right = (1 - noise.rate) * link(kind, of) - noise.rate * link(kind, of.swapped())
     return right / (1 - 2 * noise.rate)

@@ -190,7 +190,7 @@ class _Judged:
         else:
             ahead = u_E[self.side_E == 1] - u_E[self.side_E == 0]
             out["preference/margin"] = Gauge.of(ahead)
-        # At the start of a stage all rewards are 0, and a tie counts one half: neither right nor wrong.
+        # A tie counts one half. Where the policy begins as its own reference, all rewards are 0 at first.
         out["preference/accuracy"] = Gauge.of(np.where(ahead == 0, 0.5, (ahead > 0).astype(np.float64)))
         return out
 

@@ -49,6 +49,7 @@ class Desensitized(Statistic):
 
     def __post_init__(self) -> None:
         share("statistic.alpha", self.alpha)
+        # Two names for one algorithm would make equal runs look different in a comparison.
         if self.alpha == 1:
             raise ConfigError("statistic.alpha=1.0: every token counts the same, which is statistic=total. Say that")
 

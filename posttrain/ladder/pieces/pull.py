@@ -18,8 +18,8 @@ Placement = Literal["reward", "loss", "both", "token"]
 differentiated at the token. both: reward and loss. token: subtracted from the credit of the token alone."""
 
 _KL_TRUTH: dict[tuple[Estimator, Placement], str] = {
-    # Credit turns a number c into the gradient c * grad log pi; the loss differentiates c itself. With d =
-    # log pi - log ref, the gradient of KL(pi || ref) is E_pi[d grad log pi], since E_pi[grad log pi] = 0.
+    # Credit turns a number c into the gradient c * grad log pi; the loss differentiates c itself.
+    # With d = log pi - log ref the gradient of KL(pi || ref) is E_pi[d grad log pi], since E_pi[grad log pi] = 0.
     ("k1", "reward"): "exact",
     ("k1", "token"): "exact at each token; no token is charged for the KL of the tokens after it",
     # grad(d^2 / 2) = d grad log pi: what k1 gives as credit, of this token alone.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Tokens(Piece, begin=True):
     """A choice of tokens of the minibatch. Its mathematics is in `algorithm.loss.token_selection`."""
 
+    # A choice is one over the whole minibatch: left out of the batch, silent tokens would shift its means and shares.
     reads_silent: ClassVar[bool] = True
     silences: ClassVar[bool] = True
     """Whether the tokens that it does not choose are masked: they have no policy gradient."""

@@ -209,6 +209,7 @@ class StepLabeler:
         # No token ends at this character, so no sequence of tokens is this text.
         if self.ends.text(self.said(e)[:upto]) != text:
             return None
+        # The environment is played with the shortened answer, so that it is judged, and stopped, as any answer.
         ends = replace(
             self.rollout, sampler=RecitedSampler(self.rollout.sampler, ended(e, upto, self.sampling)), judges=()
         )
@@ -216,6 +217,8 @@ class StepLabeler:
         own = await ends.episode(e.task, e.visit, e.sibling, self.sampling, stream, judging=judging)
         if own.figure is None or own.stop not in ENDED:
             return None
+        # The steps before the last one keep their labels: their completions go on from
+        # places before the new end. The last step is judged by this answer itself, once.
         tokens, before = self.cut(own), slice(number - 1)
         values = StepValues(
             right=(*answer.values.right[before], int(own.right.of(own.figure))), asked=(*answer.values.asked[before], 1)

@@ -42,6 +42,7 @@ def part_files(path: Path) -> list[Path]:
     Raises:
         RunFolderError: some parts are missing, or parts of two writers lie beside each other.
     """
+    # Five digits with zeros: the order of names is that of ranks.
     found = sorted(p for p in path.parent.glob(f"{path.stem}-*{path.suffix}") if PART.search(p.stem))
     if path.exists() or not found:
         return [path] if path.exists() else []
