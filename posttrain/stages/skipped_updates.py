@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from posttrain.system import dataclass_json, read_untrusted
 from posttrain.system.errors import InvariantError, PosttrainError, RunFolderError
 
 BATCH = "batch.safetensors"
-ARRAYS = ("ids_N", "lengths_S", "source_M", "target_M", "segment_M", "sequence_S", "in_turn_M", "unit_E")
+ARRAYS = tuple(f.name for f in fields(Batch) if f.name[-2:] in ("_N", "_S", "_M", "_E"))
 STREAM = "stream."
 
 

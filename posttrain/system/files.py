@@ -133,9 +133,10 @@ def write_directory(target: Path, write: Callable[[Path], object]) -> None:
     """Call `write` on a hidden folder beside `target`, add a digest per file, make it durable, and rename it to
     `target`.
 
-    An existing `target` is replaced: it is moved out of the way just before.
+    An existing `target` is replaced. A kill between its two renames leaves it under a hidden name, from which `sweep`
+    brings it back.
     """
-    staged = target.with_name(f".staged-{target.name}-{os.getpid()}")
+    staged, old = target.with_name(f".staged-{target.name}-{os.getpid()}"), target.with_name(f".old-{target.name}")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
@@ -149,12 +150,16 @@ def write_directory(target: Path, write: Callable[[Path], object]) -> None:
         for path in (*files, staged / DIGESTS, *(p for p in staged.rglob("*") if p.is_dir()), staged):
             sync(path)
         if target.exists():
-            remove_directory(target)
+            os.replace(target, old)
         os.replace(staged, target)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
+        if old.exists() and not target.exists():
+            os.replace(old, target)
         raise
     sync(target.parent)
+    # Only now: until the new one has the name, the old one is the state to go on from.
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def remove_directory(path: Path) -> None:
@@ -166,15 +171,18 @@ def remove_directory(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove temporary files of killed processes."""
+    """Remove temporary files of killed processes; a folder that was about to be replaced has its name again."""
     for path in folder.glob(".*"):
-        if is_temporary(path):
+        name = path.name.removeprefix(".old-")
+        if name != path.name and path.is_dir() and not path.is_symlink() and not (folder / name).exists():
+            os.replace(path, folder / name)
+        elif is_temporary(path):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def is_temporary(path: Path) -> bool:
     """Returns whether a killed process may have left this file or directory, which `sweep` removes."""
-    begun = path.name.startswith((".staged-", ".trash-"))
+    begun = path.name.startswith((".staged-", ".trash-", ".old-"))
     return begun or (path.name.startswith(".") and path.name.endswith(".part") and not path.is_dir())
 
 

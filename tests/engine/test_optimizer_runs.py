@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,13 +15,15 @@ from safetensors.torch import load_file
 import posttrain
 from posttrain.cli import main
 from posttrain.config.run import Run
+from posttrain.core.batch import Batch
 from posttrain.recipe.recipes import recipe
 from posttrain.record import run_reader
 from posttrain.record.checkpoint import find, scan
 from posttrain.role.weights.saved_weights import AVERAGE, OPTIMIZER, WEIGHTS
-from posttrain.stages.skipped_updates import load_batch
+from posttrain.stages.skipped_updates import load_batch, save_batch
 from posttrain.system.dataclass_json import from_plain, to_plain
 from posttrain.system.errors import RunFolderError
+from tests.engine.engine_parts import segments
 from tests.engine.run_parts import RL, SMALL, mine
 
 WORDS = ("grpo", "env=arithmetic", "env.args.max_terms=2", "env.heldout=6", "model.layers=2", *SMALL, *RL)
@@ -154,6 +158,17 @@ def test_a_step_that_is_not_finite_is_left_out_counted_and_kept(tmp_path: Path) 
     assert len(folders) == len(out)
     batch = load_batch(folders[0])
     assert batch.spoken and any(s.name == "advantage" and abs(x).max() > 1e40 for s, x in batch.streams.items())
+
+
+def test_a_batch_of_a_mixture_is_kept_whole(tmp_path: Path) -> None:
+    batch = Batch.of(segments(3), [0, 1, 2])
+    n = len(batch.ids_N)
+    batch = replace(batch, routed_N=np.arange(4 * n, dtype=np.int16).reshape(n, 2, 2), balance_E=np.arange(4.0))
+    save_batch(batch, tmp_path)
+    again = load_batch(tmp_path)
+    names = [f.name for f in fields(Batch) if f.name not in ("streams", "sampling", "kept")]
+    assert {"routed_N", "balance_E"} <= {*names} and again.sampling == batch.sampling
+    assert all(np.array_equal(getattr(again, n), getattr(batch, n)) for n in names)
 
 
 def test_too_many_steps_in_a_row_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

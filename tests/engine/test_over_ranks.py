@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -185,6 +185,24 @@ def test_rank_0_orders_whatever_reads_whole_weights() -> None:
     assert read | {"shards", "fingerprint", "forward", "adapter"} <= vars(OrderedLearner).keys()
     kept = {n for n in dir(FrozenScorer) if not n.startswith("_")}
     assert {"score", "fingerprint"} <= kept <= {*dir(LeadReference)} & {*dir(ShardedReference)}
+
+
+class Two:
+    """Two ranks, of which the other one has found no error."""
+
+    world = 2
+
+    def every(self, own: Any) -> list[Any]:
+        return [(None, 0, ""), own]
+
+
+@pytest.mark.parametrize("kind", [InvariantError, RunFolderError])
+def test_an_error_of_one_rank_is_raised_on_every_one(kind: type[Exception]) -> None:
+    def fails() -> None:
+        raise kind("of another model")
+
+    with pytest.raises(kind, match="rank 1: of another model"):
+        of_every(cast("Any", Two()), fails)
 
 
 @pytest.mark.parametrize("apart", [[0.0, 1.0], [0.0, math.nan], [0.0, math.inf, 0.0]])

@@ -888,3 +888,26 @@ def test_a_line_without_end_is_refused_by_number(tmp_path: Path, monkeypatch: py
     )
     with pytest.raises(RunFolderError, match=r"steps\.jsonl:2: the line has more than 1,000 bytes"):
         run_reader.steps(tmp_path)
+
+
+def test_a_folder_that_is_replaced_is_the_old_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, real = tmp_path / "rows", os.replace
+
+    def written(text: str) -> None:
+        files.write_directory(target, lambda place: (place / "a").write_text(text))
+
+    def fails(source: Path, into: Path) -> None:
+        if "staged" in str(source) and target.with_name(".old-rows").exists():
+            raise OSError("no")
+        real(source, into)
+
+    written("old")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no"):
+        patched.setattr(os, "replace", fails)
+        written("new")
+    assert (target / "a").read_text() == "old" and not files.damage(target)
+    os.replace(target, tmp_path / ".old-rows")  # as a kill between the two renames leaves it
+    files.sweep(tmp_path)
+    assert (target / "a").read_text() == "old"
+    written("new")
+    assert (target / "a").read_text() == "new" and [p.name for p in tmp_path.iterdir()] == ["rows"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from posttrain.system.errors import InvariantError
+from posttrain.system.errors import InvariantError, RunFolderError
 
 T = TypeVar("T")
 
@@ -58,27 +58,31 @@ def check_same(ranks: Ranks, value: Any, what: str, advice: str) -> None:
         )
 
 
+SHARED = (InvariantError, RunFolderError)
+"""Errors that every rank raises where one does."""
+
+
 def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
     """Returns the results of `function` on each rank, in the order of the ranks.
 
     Raises:
-        InvariantError: on every rank, where it was raised on one; the first such rank is named.
+        InvariantError, RunFolderError: on every rank, where it was raised on one; the first such rank is named.
     """
     if ranks.world == 1:
         return [function()]
     # An error is exchanged like a value. A rank that raised at
     # once would leave the others waiting in the exchange for ever.
-    value, wrong = None, ""
+    value, kind, wrong = None, 0, ""
     try:
         value = function()
     # Other exceptions are faults of the program, and end the process.
-    except InvariantError as error:
-        wrong = str(error)
-    found: list[tuple[T, str]] = ranks.every((value, wrong))
-    for rank, (_, text) in enumerate(found):
+    except SHARED as error:
+        kind, wrong = next(i for i, c in enumerate(SHARED) if isinstance(error, c)), str(error)
+    found: list[tuple[T, int, str]] = ranks.every((value, kind, wrong))
+    for rank, (_, which, text) in enumerate(found):
         if text:
-            raise InvariantError(f"rank {rank}: {text}")
-    return [x for x, _ in found]
+            raise SHARED[which](f"rank {rank}: {text}")
+    return [x for x, _, _ in found]
 
 
 def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
