@@ -97,15 +97,18 @@ class RunSession:
         notes = await prove_start(self.parts, self.policy.tokenizer)
         for note in notes if not self.quiet else ():
             self.terminal.say(f"note: {note}")
-        with self.stopper.listening():
-            for stage in Stages(self.parts, self.progress, self.stopper).left(self.checkpoint):
-                if isinstance(pool := self.parts.sampler, EnginePool):
-                    self.terminal.roles = RoleWatch(pool, self.parts, stage.clock)
-                await stage.run()
-                if self.stopper.asked:
-                    break
-        for tracker in self.parts.trackers:
-            tracker.close(final_scalars(self.results))
+        try:
+            with self.stopper.listening():
+                for stage in Stages(self.parts, self.progress, self.stopper).left(self.checkpoint):
+                    if isinstance(pool := self.parts.sampler, EnginePool):
+                        self.terminal.roles = RoleWatch(pool, self.parts, stage.clock)
+                    await stage.run()
+                    if self.stopper.asked:
+                        break
+        finally:
+            # Also where a stage stops the run: a program may begin another run, and what was logged is not lost.
+            for tracker in self.parts.trackers:
+                tracker.close(final_scalars(self.results))
 
     def close(self) -> None:
         """Close the parts that the session made. The environments and a resumed book belong to the request."""

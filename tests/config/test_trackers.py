@@ -25,6 +25,7 @@ def run_with(*names: str) -> Run:
     return Run(recipe="r", stages=(Reinforce(name="rl"),), trackers=names)  # pyright: ignore[reportArgumentType]
 
 
+SHORT = ("sft=none", "rl.steps=2", "rl.prompts=2", "rl.siblings=2", "rl.eval_every=0", "env.heldout=4", "threads=1")
 STEPS = [
     Step("rl", i, i, {"rollout/reward": Gauge(i, 4), "bad": Gauge(math.nan, 1)}, {"learn": 0.5}, ()) for i in (1, 2)
 ]
@@ -79,8 +80,7 @@ def test_completions_go_to_trackers_only_where_asked(
     pytest.importorskip(name)
     for variable, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("TRACKIO_DIR", str(tmp_path / "t"))):
         monkeypatch.setenv(variable, value)
-    few = ("sft=none", "rl.steps=2", "rl.prompts=2", "rl.siblings=2", "rl.eval_every=0", "env.heldout=4", "threads=1")
-    words = (*few, f"trackers={name}", "log_completions=3")
+    words = (*SHORT, f"trackers={name}", "log_completions=3")
     posttrain.run("arithmetic", *words, out=tmp_path / "run", quiet=True)
     assert "failed" not in capsys.readouterr().err
     assert "sends settings, numbers, prompts and completions" in asked_of("wandb", 3)
@@ -168,3 +168,16 @@ def test_a_failing_tracker_is_reported_once_and_left_out(capsys: pytest.CaptureF
         capsys.readouterr().err
         == "tracker wandb failed and is left out from here on (steps.jsonl has everything): ConnectionError('gone')\n"
     )
+
+
+def test_trackers_are_closed_where_a_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was logged is lost, and another run of the program may begin."""
+    closed = list[dict[str, float]]()
+    monkeypatch.setattr(GuardedTracker, "close", lambda self, summary: closed.append(dict(summary)))
+
+    def stops(step: Step) -> None:
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        posttrain.run("arithmetic", *SHORT, "trackers=tensorboard", on_step=stops, out=tmp_path / "run", quiet=True)
+    assert closed == [{}]
