@@ -130,7 +130,10 @@ def evaluate(
             last two need an override: `env=arithmetic`, or `env.prompts=` and `env.rewards=`.
         overrides: dotted changes of `env.*`, `seed`, `slots` (of an endpoint: requests at once), `threads`.
         samples: samples per prompt; by default the run's own number.
-        checkpoint: of a run folder: `last`, `best` or a checkpoint's name. remote: how to reach and ask an endpoint.
+        checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
+        max_tokens, temperature: in place of those of the run's sampling contract.
+        remote: how to reach and ask an endpoint.
+        quiet: print nothing.
         trust: allow what a run folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
         env, rewards: as in `run`. A run that was handed objects needs its functions again.
         ema: evaluate the moving average of a run's weights (`optimizer.ema`) in place of the weights.
@@ -142,13 +145,14 @@ def evaluate(
     run, weights, given = asked_run(target, checkpoint, overrides, objects, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = _contract(run, max_tokens, temperature)
-    own = None if weights is None else Path(target)
-    # A tokenizer that was built has the characters of all environments of the run, and here only one is made.
-    written = own / TOKENIZER if own is not None and any(s.env for s in run.stages) else None
+    folder = None if weights is None else Path(target)
+    # A tokenizer that was built has the characters of all environments of the run. Here only one is made, so where
+    # stages have environments of their own the tokenizer comes from the folder.
+    written = folder / TOKENIZER if folder is not None and any(s.env for s in run.stages) else None
     run = _evaluated(run, contract)
     with closing(make_environment(run, given)) as environment:
         judges = declared(environment).judges or run.env.has_reward_models
-        _check_measurable(environment, run.env, is_url(target), judges or own is not None)
+        _check_measurable(environment, run.env, is_url(target), judges or folder is not None)
         from posttrain.build.build_reward_models import judges_of
         from posttrain.build.build_run import make_policy, make_roles  # imports torch: a wrong setting is told before
         from posttrain.engine.learner.torch_settings import use_threads
@@ -161,11 +165,12 @@ def evaluate(
             report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))
         else:
             # A run's weights come later, by a push whose checks show that the engine serves them.
-            policy = make_policy(run, environment, written=written, own=own)
-            with closing(make_roles(run, policy, environment, judges_of(run, policy, own))) as roles:
+            policy = make_policy(run, environment, written=written, own=folder)
+            with closing(make_roles(run, policy, environment, judges_of(run, policy, folder))) as roles:
                 load = partial(_load, weights, ema, roles.learner)
-                if own is not None and not judges:
-                    return wait(measure_rows(run, own, policy, roles, environment, load, console.print))
+                if folder is not None and not judges:
+                    # Without rewards nothing is sampled: held-out rows are measured, and that prints its own table.
+                    return wait(measure_rows(run, folder, policy, roles, environment, load, console.print))
                 report = wait(_measured(roles, environment, contract, policy.stop_ids, how, load))
         show_report(console, str(target), environment.name, report)
         return report
@@ -208,13 +213,15 @@ async def _measured(
     load: Callable[[], None],
 ) -> EvaluationReport:
     load()
-    await roles.sync.push(roles.engine.version + 2)  # an adapter is tried with the number between
+    # A push of an adapter tries it first, under the version before.
+    await roles.sync.push(roles.engine.version + 2)
     sampling = contract.resolve(stop_ids, roles.renderer.spell)
     return await measure(roles.rollout, environment.heldout, sampling, how)
 
 
 def _evaluated(run: Run, contract: Sampling) -> Run:
     """The run with only its RL stages, made independent of the stages that were removed."""
+    # Nothing of another stage is named: its weights, its time (`time_of`), and whether one follows (`hands_on`).
     alone = {"start": None, "time_of": None, "hands_on": True, "sampling": contract}
     asked = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
     return replace(run, stages=asked or run.stages)

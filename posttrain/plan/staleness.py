@@ -12,9 +12,9 @@ from posttrain.system.errors import ConfigError
 def capacity(*, staleness: int, prompts: int, left: int, taken: int, waiting: int) -> int:
     """Returns the number of further groups that may be asked now.
 
-    A step learns from `prompts` groups, in the order of asking. A group asked while `staleness + 1` steps or fewer are
-    on their way is learned from at most `staleness` steps later than the first one that could have used it. So the
-    bound holds by admission, and nothing that was played is ever thrown away for its age.
+    A step learns from `prompts` groups, in the order of asking. Groups of the present step and of the `staleness` steps
+    after it may be on their way at once, and no more. So a group that is asked now is learned from at most `staleness`
+    updates later, and nothing that was played is ever thrown away for its age.
 
     Args:
         staleness: by how many steps a sample may be older than the weights that learn from it.
@@ -40,7 +40,8 @@ class CoupledStages:
     """Engines that need `rollout` seconds for the groups of a step, and a learner that needs `learn`, sync included.
 
     The engines work at one step's groups after the other. Where they are `even` both always take as long. Else both
-    times are exponential, and a step that has its groups waits in a queue of at most `staleness` others (M/M/1/K+1).
+    times are exponential, and a step that has its groups waits in a queue of at most `staleness` others (the queue
+    M/M/1/K+1 with K = staleness).
     With other spreads, or engines that work at several steps at once, `plan.simulation.simulator` says what comes.
 
     >>> CoupledStages(2.0, 1.0, 4, even=True).behind
@@ -60,7 +61,8 @@ class CoupledStages:
 
     @property
     def _waiting(self) -> list[float]:
-        """The chance that so many steps have their groups, the one that is learned included."""
+        """Entry n is the probability that n steps have all their groups and are not learned yet, the one that the
+        learner works at included; n = 0 to staleness + 1."""
         # p_n is proportional to (learn / rollout)^n, as in every M/M/1 queue. All powers are divided by the largest one
         # where the ratio is above 1, so that none overflows.
         ratio = self.learn / self.rollout
@@ -69,7 +71,7 @@ class CoupledStages:
 
     @property
     def step(self) -> float:
-        """Mean seconds."""
+        """Mean seconds from one update to the next."""
         # The learner works unless no step has its groups, and each step takes it `learn` seconds, so
         # 1 / step = (1 - p_0) / learn.
         if not self.even:
@@ -83,7 +85,7 @@ class CoupledStages:
 
     @property
     def behind(self) -> float:
-        """Mean age of a token in steps: so many have their groups, and are not learned, while it is said."""
+        """Mean age of a token: the updates between its sampling and its own step's."""
         # While the queue is full the engines wait and say nothing, so that state is left out. A token that is said with
         # n steps before it is learned n steps later.
         if not self.even:

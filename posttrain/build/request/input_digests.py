@@ -1,4 +1,4 @@
-"""Inputs that a run reads by path: their digests in run.json, and what of them is another one when it goes on.
+"""Digests of the inputs that a run reads by path, and which of them changed before a resume.
 
 Every setting that names a file, a folder or a model counts (`Ask.reads`), with the modules beside a Python file that it
 imports, and so do the tasks that the environments give. A hub id counts by its revision in the cache. What a user's
@@ -34,6 +34,7 @@ from posttrain.system.errors import ConfigError, RunFolderError
 INPUTS = "inputs"
 """The entry of run.json about what the run began with, and of its history where a change was accepted."""
 DATA = (*READ, ".arrow", ".parquet", ".jsonl", ".csv")
+"""Endings of the files that count in a folder: those of a model and its tokenizer (`READ`), and those of data."""
 REVISION = "revision "
 """Prefix that stands, with the revision, in place of a digest for a hub id that is in the cache."""
 Digests = dict[str, dict[str, str]]
@@ -42,8 +43,12 @@ Digests = dict[str, dict[str, str]]
 
 def input_digests(run: Run) -> Digests:
     """Digest of every file that a run reads from outside its folder. A branch has a copy of its model in the folder."""
-    read = [a for a in asks(run) if a.reads and not (a.path == "model.path" and run_source(a.reads[0]))]
-    return {a.path: found for a in read if (found := {k: d for n in a.reads for k, d in _files(n, a.kind)})}
+    out: Digests = {}
+    for ask in asks(run):
+        if ask.reads and not (ask.path == "model.path" and run_source(ask.reads[0])):
+            named = {file: digest for name in ask.reads for file, digest in _files(name, ask.kind)}
+            out |= {ask.path: named} if named else {}
+    return out
 
 
 def task_digests(run: Run, environments: Mapping[str, Environment]) -> Digests:
@@ -57,7 +62,8 @@ def _files(name: str, kind: Kind) -> Iterator[tuple[str, str]]:
     path = Path(name).expanduser()
     if (source := run_source(name)) is not None:
         # A run folder has lists of digests beside its files, so a digest of these is enough.
-        used = (find(*source).folder, source[0] / MODEL, source[0] / TOKENIZER)
+        folder, checkpoint = source
+        used = (find(folder, checkpoint).folder, folder / MODEL, folder / TOKENIZER)
         lists = [p / files.DIGESTS for p in used if (p / files.DIGESTS).is_file()]
         yield name, hashlib.blake2b(b"".join(p.read_bytes() for p in lists), digest_size=32).hexdigest()
         return
@@ -82,6 +88,8 @@ def _files(name: str, kind: Kind) -> Iterator[tuple[str, str]]:
 
 
 def _counts(path: Path) -> bool:
+    """Returns whether a file of a folder is an input: `model.safetensors` and `rows.parquet` are; a certificate, a
+    lineage, hidden files, and the `cache-*.arrow` that the package datasets writes there are not."""
     kept = path.suffix in DATA and path.name not in (*FREE, LINEAGE) and not path.name.startswith((".", "cache-"))
     return kept and path.is_file()
 

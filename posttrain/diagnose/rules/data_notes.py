@@ -1,4 +1,5 @@
-"""Notes from the data alone before the first step: repeated prompts, and held-out prompts that are trained on."""
+"""Notes without a model: before the first step, on repeated prompts and held-out prompts that are trained on; and on a
+step that was played, about groups and rewards that teach nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from posttrain.core.types import Task
 from posttrain.core.verdict import resolution, size
 
 REPEATED = 0.05
-"""Share of training prompts that repeat another one, from which on it is said."""
+"""Least share of training prompts that repeat another one, for a note."""
 READ, SECONDS = 200_000, 2.0
 """Most training tasks that are compared, and most seconds spent on it."""
 
@@ -65,8 +66,8 @@ def repeated(prompts: Sequence[str]) -> list[str]:
 
 
 def leaked(prompts: Sequence[str], heldout: Sequence[Task]) -> list[str]:
-    """A note where held-out prompts are also trained on, up to case and white space. Equal ones stop the run."""
-    # Prompts that are equal to the letter stop the run elsewhere. Here are those that differ in case or blanks.
+    """A note where held-out prompts are also trained on, up to case and white space."""
+    # Of prompts that are equal to the letter, the check before the run looks at the first ones and stops it there.
     train = set(prompts)
     twins = [t for t in heldout if written(t) in train]
     if not twins:
@@ -79,7 +80,8 @@ def leaked(prompts: Sequence[str], heldout: Sequence[Task]) -> list[str]:
 
 
 def notes(asked: Experience, credit: Credit, wanted: int) -> tuple[str, ...]:
-    """The notes on a step that wanted `wanted` groups."""
+    """The notes on a step that wanted `wanted` groups. A dead letter is an episode that killed each engine which was
+    given it."""
     out = [f"dead letter: {why}" for why in _deadly(asked)]
     if len(asked.groups) < wanted:
         out.append(
@@ -90,12 +92,13 @@ def notes(asked: Experience, credit: Credit, wanted: int) -> tuple[str, ...]:
     rewards = sorted(
         {f"{r:g}": float(r) for g in credit.groups for r in g.group.rewards}.items(), key=lambda row: row[1]
     )
-    shown = ", ".join(text for text, _ in rewards[:4])
-    # No spread in any group is worse than one reward for all, so it is told first.
+    seen = ", ".join(text for text, _ in rewards[:4])
+    # A group is silent where its baseline leaves no credit. With a baseline that is not of the group, equal rewards are
+    # not silent, and the second note says it.
     if credit.groups and all(g.silent for g in credit.groups):
-        out.append(f"no group has spread (all siblings agree; rewards seen: {shown}), so this step carries no credit")
+        out.append(f"no group has spread (all siblings agree; rewards seen: {seen}), so this step carries no credit")
     elif credit.groups and _one_reward(credit):
-        out.append(f"every sample got the same reward ({shown}), so nothing in this step tells good from bad")
+        out.append(f"every sample got the same reward ({seen}), so nothing in this step tells good from bad")
     return tuple(out)
 
 

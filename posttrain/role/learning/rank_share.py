@@ -1,6 +1,6 @@
 """The part of a minibatch that this rank computes: what all ranks must have together, and how their results join.
 
-With one rank nothing here computes anything.
+With one rank these checks and joins do nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ if TYPE_CHECKING:
     from posttrain.role.trainer import Packing
 
 ROUNDING = 1e-9
-"""How far the weights of all ranks may sum to another number than those of the minibatch, of the sum of their sizes."""
+"""Largest gap between the sum of the weights on all ranks and that of the minibatch, relative to the sum of the
+absolute weights."""
 
 
 def check_shares(ranks: Ranks, batch: Batch, mine: np.ndarray, micros: Sequence[Batch]) -> None:
     """Check that all ranks have the same minibatch, and that their micro-batches are all of it, each episode once, with
     the weights that it has there.
+
+    Args:
+        mine: numbers of the episodes of the minibatch that this rank computes.
+        micros: its micro-batches, which hold these episodes.
 
     Raises:
         InvariantError: on every rank, where that is not so.
@@ -77,15 +82,16 @@ def digest(batch: Batch) -> str:
 
 
 def smallest_unit(batch: Batch) -> Batch:
-    """The unit with the fewest packed tokens, alone."""
+    """The unit with the fewest packed tokens, alone. A rank with fewer micro-batches than others computes it with the
+    loss times 0, so that all ranks make as many passes."""
     sizes = np.bincount(batch.sequence_S, weights=batch.lengths_S, minlength=batch.episodes)
     least = min(range(batch.units), key=lambda u: float(sizes[batch.members(u)].sum()))
     return batch.select(batch.members(least))
 
 
 def of_all_ranks(ranks: Ranks, parts: list[Terms], passes: Passes, packing: Packing) -> list[Terms]:
-    """The terms of the micro-batches of all ranks, in order of the ranks. Adds what the other ranks kept to `passes`
-    and `packing`, so that gauges and observers see the whole minibatch on every rank."""
+    """The terms of the micro-batches of all ranks, in order of the ranks. `passes` and `packing` get the entries of the
+    other ranks too, so that gauges and observers see the whole minibatch on every rank."""
     if ranks.world == 1:
         return parts
     # Exchanged as plain objects between processes; the losses are read as numbers from here on.

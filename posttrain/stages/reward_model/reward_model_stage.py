@@ -63,6 +63,8 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
         head = f"a reward model from {learns}; its head reads '{stage.pool}'{several}"
         say_passes(self, source, f"{head}; {stage.batch} a step, {stage.steps} steps")
         self.loss = ranking_loss(stage)
+        # With `regularise=dpo` the language head learns DPO too (2406.10216), which needs a reference.
+        # `ends` finds the token at which each judged step ends. It only decodes, so its dialogue has no task.
         self.roles = RewardRoles(
             **data_parts(self),
             source=source,
@@ -89,6 +91,7 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
         return await learn_from(self.roles, work, self.loss, "completion")
 
     def reads(self, packed: Packed) -> Reads:
+        # The language head is read only where it learns too.
         return Reads(rewards=True, logp=self.stage.regularise != "none")
 
     async def evaluate(self) -> EvaluationReport | None:
@@ -96,6 +99,7 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
         return None
 
     def agree(self) -> AgreementReport | None:
+        """How often the scores order held-out completions as they were judged."""
         h = self.roles
         with self.clock.of("evaluate"):
             return heldout_agreement(self._heldout, self.stage, h.learner, h.renderer, h.context, h.ends)

@@ -40,31 +40,46 @@ MOST_ITEMS = 64
 DEPTH = 4
 """The deepest nesting of lists."""
 
+# Behind or above each pattern stands an answer that it matches.
+# A name: `x`, `x_1`, `\theta`, `(x,y)`, `f(2)`, `AB`, `m\angle ABC`.
 _SIMPLE = re.compile(
     r"[A-Za-z](?:_(?:\w|\{\w+\}))?'?|\\[A-Za-z]+(?:_\w)?|\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z]{1,3}\([^()=]{0,30}\)"
     r"|[A-Za-z]_\{?\\text\{[^{}=]*\}\}?|\\text\{[^{}=]*\}(?:_\w)?|[A-Z]{2,3}|(?:m ?)?\\(?:angle|triangle)"
     r" ?[A-Z]{1,3}|\\binom\{\d+\}\{\d+\}"
 )
+# A phrase: `isosceles`, `red and blue`, `yes`.
 _WORDS = re.compile(r"[^\W\d_]{4,}|(?:[^\W\d_]+[ '-]){1,8}[^\W\d_]{2,}|yes|no|odd|one|two|six|ten|all", re.IGNORECASE)
+# An inequality in one letter: `x<3`, `1<x\le 2`.
 _RELATION = re.compile(r"(?:([^<>=]+?)(<|>|\\le|\\ge) ?)?(?<![A-Za-z\\])([A-Za-z])(?: ?(<|>|\\le|\\ge) ?([^<>=]+))?")
+# A set by a rule: `\{x \in \mathbb{R} \mid x>1\}`.
 _SUCH_THAT = re.compile(r"\\\{[A-Za-z](?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid ?|\||:)(.+)\\\}")
+# A choice in words: `option C`, `answer: (B)`.
 _OPTION = re.compile(r"(?:option|choice|answer)(?:[: ]{1,2}\(?|\()([A-Ja-j])\)?\.?", re.IGNORECASE)
+# A choice alone: `(B)`, `\text{(B)}`, `B.`.
 _CHOICE = re.compile(r"\(?(?:\\text\{ ?\(?)?([A-Za-z])(?:\)? ?\})?[).]?")
+# What makes an equals sign part of another relation: the text before it ends in `<`, `>`, `:` or `!`, but not in `5!`.
 _RELATING = re.compile(r"(?:[<>:]|(?<![\d)])!)\Z")
+# A further relation inside one side of an inequality: `x<1\le y`.
 _RELATED = re.compile(r"\\[lgn]e(?![A-Za-z])")
 _INFINITE = (Other("-\\infty"), Other("\\infty"))
 _OR = r"\\text\{ ?,? ?or ?\} ?| ?(?<![A-Za-z\\{])or(?![A-Za-z}]) ?| ?\\(?:lor|vee)(?![A-Za-z]) ?"
+# What joins two answers that both hold: `1 and 2`, `x>1 \land x<2`; an `or` counts as one too.
 _AND = re.compile(
     _OR + r"|\\text\{ ?,? ?and ?\} ?| ?(?<![A-Za-z\\{])and(?![A-Za-z}]) ?| ?\\(?:land|wedge)(?![A-Za-z]) ?"
 )
+# What joins answers of which one holds: `x<1 or x>2`, `x<1 \cup x>2`.
 _EITHER = re.compile(_OR + r"| ?\\cup(?![A-Za-z]) ?")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
+# A value and its unit in a text command: `12\text{ cm}^2`.
 _WRITTEN_UNIT = re.compile(r"(.+?) ?(\\text\{[^{}]*\}(?:\\text\{[^{}]*\}|\^\{?-?\d\}?|/)*)")
+# A value of numbers and operations alone, and its unit: `2\pi cm`, `3/4 hours`.
 _BARE_UNIT = re.compile(
     r"((?:[-+*/^(){}\[\]\d.,!: ]|\\(?:times|cdot|frac|sqrt|div|pi|ln|log)(?![A-Za-z]))+)"
     r"((?:cm|mm|km|kg|ft|yd|in|mi|hr|[A-Za-z]{3,}).*)"
 )
+# A choice in brackets with its value: `(C) 12`, `\text{(C)} 12`.
 _LETTER = re.compile(r"(?:\\text\{ ?\(([A-J])\)[.:]? ?\}|\(([A-J])\)|\(\\text\{([A-J])\}\))[.:]? ?(.+)")
+# A choice without an opening bracket: `C) 12`, `C. 12`, `\text{C} 12`.
 _BARE_LETTER = re.compile(
     r"(?:\\text\{ ?([A-J])\)?[.:]? ?\}[).:]? ?(?=[-$\d\\])|([A-J])(?:\)|\. |:(?=[-$\d\\]|[A-Za-z]{3}))) ?(.+)"
 )
@@ -72,7 +87,9 @@ _PRODUCT_OR_UNIT = re.compile(
     r"([-+\d./]+|[-+]?\\frac\{\d+\}\{\d+\}) ?(?:\\text\{)?([A-Za-z](?:[-+]\d+|\^\d|/[A-Za-z](?:\^\d)?)?)\}?"
 )
 """`2 h` is 2 hours or a product, and `2e-1` is 0.2 or Euler's number twice without 1."""
+# Arithmetic with a letter: `-x`, `2a`.
 _PRODUCT = re.compile(r"^-|(?<![\\A-Za-z])[a-z](?![A-Za-z])")
+# What cannot begin a value, so that the letter before it is a variable: `(A)+1`, `(A) and (B)`.
 _OPERATION = re.compile(
     r"[+*/^_=<>!|,;:)\]}&']|\\(?:times|cdot|div|cup|cap|in|le|ge|ne|lor|land|to|sim|cong)(?![A-Za-z])|(?:\\text\{"
     r" ?)?(?:and|or)\b"
@@ -173,6 +190,7 @@ def _choice(text: str, depth: int) -> tuple[Value, ...] | None:
     if any(_LETTER.fullmatch(p) or _BARE_LETTER.fullmatch(p) for p in _parts(said)[1:]):
         return None
     values = read(said.strip("$"), depth + 1)
+    # `(A)(x+1)` is a product, and `(A) B` or `(A)(B)` are two letters; `(A) (1,2)` is a choice of a pair.
     if (
         not values
         or (said.startswith("(") and not isinstance(values[0], Items))
@@ -204,9 +222,15 @@ def _measured(text: str, depth: int) -> tuple[Value, ...]:
     ):
         return ()
     factor, name = told
-    if factor == 1 and not name and not (written and _BARE_UNIT.fullmatch(f"{match[1]}cm")):
+    # Words that are neither a unit nor change the value (`12 apples`) count only in a text command behind numbers.
+    if factor == 1 and not name and not (written and _of_numbers(match[1])):
         return ()
     return tuple(_with(v, factor, name) for v in read(match[1], depth + 1))
+
+
+def _of_numbers(text: str) -> bool:
+    """Returns whether a text holds numbers and operations alone, as `2\\pi` and `3/4` do: a unit could follow it."""
+    return _BARE_UNIT.fullmatch(f"{text}cm") is not None
 
 
 def _with(value: Value, factor: Fraction, name: str) -> Value:
@@ -250,6 +274,7 @@ def _between(text: str, depth: int) -> tuple[Named, ...]:
         return (one,) if one else ()
     named = [_relation(p, depth) or _point(p, depth) for p in pieces]
     known = [n for n in named if n is not None]
+    # `x=1 or x=2` holds points alone: that is a list, and no union of intervals.
     if len(known) < len(pieces) or len({n.name for n in known}) > 1 or all(len(parts(n.value)) == 1 for n in known):
         return ()
     joined = [
@@ -265,6 +290,7 @@ def _relation(text: str, depth: int) -> Named | None:
     low, below, name, above, high = match.groups()
     # `3>x>1` is turned round to `1<x<3`. A relation that points both ways (`1<x>2`) bounds one side
     # twice and is no interval.
+    # `x<1\le y` has a relation more than can be read.
     down = {below, above} & {">", "\\ge"}
     if _RELATED.search(f"{low} {high}") or (down and {below, above} & {"<", "\\le"}):
         return None
