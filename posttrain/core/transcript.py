@@ -77,8 +77,8 @@ class Transcript:
         self._in_turn.append(np.arange(n, dtype=np.int32))
 
     def _route(self, routed: np.ndarray, computed: int) -> None:
-        """Add the experts of the tokens that this turn computed first. Those of earlier turns stay: by them their
-        tokens were drawn, whatever weights computed the same tokens again later."""
+        """Add the experts of the tokens that this turn computed for the first time. Those of earlier turns stay: by
+        them their tokens were drawn, whatever weights computed the same tokens again later."""
         if len(routed) != computed:
             raise InvariantError(
                 f"a turn computed {computed} tokens, with its prompt, and has router choices of {len(routed)}"

@@ -1,6 +1,7 @@
 """The conversation of one episode: observations of the environment and turns of the seats, within limits.
 
-One seat is trained. The others may be played by the policy or by any other model.
+One seat is trained. The others may be played by the policy or by any other model. A `DemonstrationTalk` plays a
+demonstration through the same interface: its turns are written, and nothing is sampled.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class SeatConversation:
         self.lengths: list[int] = []
         """Tokens of each turn."""
         self.cut = False
-        """Whether a turn was cancelled while it was sampled, by the time limit or the environment. Its tokens are
-        unknown."""
+        """Whether a turn ended by an exception while it was sampled: the time limit, the environment, or an error of
+        the engine. Its tokens are unknown."""
 
     @property
     def format(self) -> str | None:
@@ -131,7 +132,8 @@ class SeatConversation:
         return said
 
     def _room(self, most: int | None) -> tuple[int, Stop]:
-        """(tokens the next turn may have, the stop reason if it would need more), by the narrowest limit."""
+        """(tokens the next turn may have, the stop reason if it would need more), by the narrowest limit
+        of the episode. The engine keeps the context's own."""
         # Turns first, since they need no count of tokens. The context is no part of
         # `allowed`: the engine itself ends a turn there, with a reason of its own.
         spent, limits = self._spent, self._spent.limits
@@ -161,14 +163,14 @@ class OtherSeat(SeatConversation):
         self, name: str, player: Player, task: str, spent: SeatUsage, place: Callable[..., int], *, policy: bool
     ) -> None:
         super().__init__(player, task, spent, place)
-        self._name, self._policy = name, policy
+        self._name, self._by_policy = name, policy
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Without secrets from the first word on: its prompt is written during the episode."""
         super().see(without_secrets(content), tools)
 
     def _said(self, text: str, tokens: int) -> None:
-        self._spent.others.append(SeatTurn(self._name, scrubbed(text), tokens, self._spent.trained, self._policy))
+        self._spent.others.append(SeatTurn(self._name, scrubbed(text), tokens, self._spent.trained, self._by_policy))
 
 
 class Conversation(SeatConversation):
@@ -263,7 +265,7 @@ class DemonstrationTalk:
         chat: bool,
         task: str,
     ) -> None:
-        self._renderer, self._dialogue, self._turns = renderer, dialogue, tuple(turns)
+        self._renderer, self._dialogue, self._script = renderer, dialogue, tuple(turns)
         self._chat, self._task = chat, task
         self.transcript = Transcript(sampling)
         self.turns: list[str] = []
@@ -285,13 +287,13 @@ class DemonstrationTalk:
         self.transcript.see(ids)
 
     async def say(self, most: int | None = None) -> Utterance:
-        if len(self.turns) == len(self._turns):
+        if len(self.turns) == len(self._script):
             raise DataError(
-                f"task {self._task!r}: the demonstration has {len(self._turns)} turns, and the episode goes on: correct"
-                " the environment's demonstrate()"
+                f"task {self._task!r}: the demonstration has {len(self._script)} turns, and the episode goes on:"
+                " correct the environment's demonstrate()"
             )
         ids = self._renderer.completion_ids(
-            self._turns[len(self.turns)], chat=self._chat, task=self._task, behind=self.transcript.ids
+            self._script[len(self.turns)], chat=self._chat, task=self._task, behind=self.transcript.ids
         )
         opened = opening(self._dialogue.text(self.transcript.ids[-TAIL:]))
         self.transcript.show(ids)

@@ -66,6 +66,7 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
             # No new connections; open requests go on until they end or GRACE is over, while `cleanup` waits for
             # them. Then the connections, and last the threads that read requests.
             listener.close()
+            # After GRACE the answers are ended by the server, so that each says why; the runner would only drop them.
             end = loop.call_later(GRACE, server.cut)
             await runner.cleanup()
             end.cancel()
@@ -140,9 +141,10 @@ async def serve(
 def capacity(limits: CallerLimits, files: int) -> str:
     """The banner's line about how many callers are served at once."""
     most = most_connections(limits)
-    few = f"; fewer than --limit connections={limits.connections}, as this process may open {files:,} files"
-    said = f"callers: {most:,} connections at once, {min(most, limits.per_address):,} from one address"
-    return said + few * (most < limits.connections)
+    line = f"callers: {most:,} connections at once, {min(most, limits.per_address):,} from one address"
+    if most < limits.connections:
+        line += f"; fewer than --limit connections={limits.connections}, as this process may open {files:,} files"
+    return line
 
 
 def banner(

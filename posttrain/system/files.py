@@ -119,7 +119,7 @@ def digest(path: Path) -> str:
 def share(folder: Path) -> None:
     """Give every file under a folder the mode of a new file (by the user's umask), because libraries
     write theirs as 0600."""
-    # The umask can be read only by setting it, for all threads: a new file shows what it gives.
+    # Reading the umask means setting it, for all threads of the process. So a new file is made, and its mode is read.
     probe = folder / ".mode.part"
     probe.touch()
     mode = probe.stat().st_mode

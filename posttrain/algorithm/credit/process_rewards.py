@@ -26,7 +26,8 @@ from posttrain.core.streams import IMPLICIT, OUTCOME, REFERENCE, WEIGHT
 
 
 def process_rewards(beta: float, samples: Sequence[Sample]) -> list[Array]:
-    """[T] of each of at least two siblings: its process rewards, less the mean over the others of their mean one."""
+    """[T] of each of at least two siblings: the process reward of each token, minus the average over the other siblings
+    of their mean process reward (leave one out)."""
     rewards = [beta * (joined(s.scored[IMPLICIT]) - joined(s.scored[REFERENCE])) for s in samples]
     # A mean of means: every answer counts once among the others, however long it is.
     means = [math.fsum(r_T) / len(r_T) if len(r_T) else 0.0 for r_T in rewards]

@@ -87,9 +87,9 @@ def _whitened(whiten: Whiten, credit: Sequence[Array], noise: float) -> list[Arr
     # [all tokens]. `sample`: the tokens of an episode share a weight of 1, so the count is that of the episodes.
     weight = np.concatenate([np.full(len(x), 1.0 if whiten == "token" else 1 / len(x)) for x in spoken])
     count = float(len(flat) if whiten == "token" else len(spoken))
-    mean = math.fsum(weight * flat) / count
+    middle = math.fsum(weight * flat) / count
     # One sample has no deviation to be divided by: its credit is only centred.
     if count < 2:
-        return [(x - low) - mean * width for x in credit]
-    std = math.sqrt(math.fsum(weight * (flat - mean) ** 2) / (count - 1))
-    return [((x - low) / width - mean) / std for x in credit]
+        return [(x - low) - middle * width for x in credit]
+    deviation = math.sqrt(math.fsum(weight * (flat - middle) ** 2) / (count - 1))
+    return [((x - low) / width - middle) / deviation for x in credit]

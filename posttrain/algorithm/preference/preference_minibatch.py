@@ -75,8 +75,8 @@ def sides_of(a: PreferenceAlgorithm, batch: Batch) -> np.ndarray:
     Raises:
         InvariantError: the sides are not those of units of `a.rows`, in their order.
     """
-    # Streams that belong to a completion stand on each of its
-    # tokens. The first is read, and here also that all are equal.
+    # A stream that belongs to a completion has its value on each of the completion's tokens. The value of the first
+    # token is read, and then all others are compared with it.
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
     side_M = batch[SIDE]
     side_E = side_M[first_E]

@@ -68,7 +68,8 @@ def before(roles: ReinforceRoles, e: Experience) -> PolicyBefore:
 def log_probs(roles: ReinforceRoles, segments: Sequence[Segment], packed: Packed) -> np.ndarray:
     """[M]: of the learner before the step. In float32 the sampler's own are these but for rounding, where it had the
     same weights (`SamplerCheck` compares them in every step), and save a forward pass."""
-    # The versions must be the learner's: other weights have other log-probs.
+    # The versions must be the learner's: other weights have other log-probs. In a mixture of experts two passes may
+    # choose other experts for a token, so there the learner's own are computed.
     own = all(bool((s.version[s.mask] == roles.trainer.version).all()) for s in segments)
     if own and roles.run.model.dtype == "float32" and roles.learner.routers() is None:
         return np.concatenate([s.logp[s.mask] for s in segments])

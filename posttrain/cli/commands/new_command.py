@@ -60,7 +60,7 @@ def new(o: Namespace) -> int:
     )
 
     if o.what == "reward":
-        for given in (word for word in ("tools", "judged", "dialog", "rubric") if getattr(o, word)):
+        if given := next((word for word in ("tools", "judged", "dialog", "rubric") if getattr(o, word)), ""):
             raise ConfigError(f"--{given} belongs to an environment: posttrain new env NAME --{given}")
         reward, test, rows = new_reward(o.name, o.folder)
         tell(f"wrote {reward}, {test} and {rows}: a working reward function to change")

@@ -130,10 +130,11 @@ def _sums(words: Tensor, weights: Tensor) -> Tensor:
     rows, n = words.shape
     # The compiled function reads each word once for both sums. int64 wraps around in both forms, so the bits are the
     # same.
+    # `find` returns the kernels, or a text that says why there are none.
     if words.device.type == "cpu" and not isinstance(kernels := compile_native.find(), str):
         words, out = words.contiguous(), torch.empty(2 * rows, dtype=torch.int64)
-        at = weights.data_ptr(), weights[ROW - n :].data_ptr()
-        kernels.digest_rows(words.data_ptr(), *at, out.data_ptr(), rows, n)
+        pointers = weights.data_ptr(), weights[ROW - n :].data_ptr()
+        kernels.digest_rows(words.data_ptr(), *pointers, out.data_ptr(), rows, n)
         return out
     return torch.cat([_weighted(words, weights[:n]), _weighted(words >> 32, weights[ROW - n :])])
 

@@ -63,29 +63,29 @@ class CalculatorEnv(GeneratedTasks):
     def alphabet(self) -> str:
         return "0123456789+-*/()<>[]:?=;cal"
 
-    def _sum(self, rng: np.random.Generator) -> tuple[int, str, int, int]:
+    def _computation(self, rng: np.random.Generator) -> tuple[int, str, int, int]:
         a, b = (int(n) for n in rng.integers(0, self.max_operand + 1, size=2))
         op = self.ops[int(rng.integers(len(self.ops)))]
         return a, op, b, {"+": a + b, "-": a - b, "*": a * b}[op]
 
     def draw(self, rng: np.random.Generator, name: str) -> Task:
-        a, op, b, value = self._sum(rng)
+        a, op, b, value = self._computation(rng)
         return Task(id=name, prompt=f"<{a}{op}{b}>", answer=str(value), info={"op": op, "left": a, "right": b})
 
     async def play(self, task: Task, talk: Talk) -> Stop:
         talk.see(task.prompt)
-        for left in reversed(range(self.turns)):
+        for turns_left in reversed(range(self.turns)):
             said = await talk.say()
             if not said.stop.finished or not is_request(said.text):
                 return said.stop
-            if left:
+            if turns_left:
                 talk.see(self._printed(task, said.text) + result(said.text))
         return Stop.TURNS
 
     def _printed(self, task: Task, request: str) -> str:
         # A function of task and request: siblings that ask the same are shown the same.
         rng = generator(HELDOUT_SEED, "calculator/tape", task.id, request)
-        return "".join(f"{a}{op}{b}={value};" for a, op, b, value in (self._sum(rng) for _ in range(self.tape)))
+        return "".join(f"{a}{op}{b}={value};" for a, op, b, value in (self._computation(rng) for _ in range(self.tape)))
 
     def verify(self, attempt: Attempt) -> Verdict:
         if is_request(attempt.text):

@@ -37,9 +37,9 @@ def standard(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> Mapping
     Raises:
         DataError: the row is not what its format says.
     """
-    reader, read = READERS[format_of(data, c)]
+    reader, consumed = READERS[format_of(data, c)]
     prompt, steps, labels = reader(place, data)
-    rest = {k: v for k, v in data.items() if k not in read}
+    rest = {k: v for k, v in data.items() if k not in consumed}
     return {**rest, c.prompt_column: prompt, c.completions_column: steps, c.labels_column: labels}
 
 
@@ -129,7 +129,7 @@ READERS: dict[str, tuple[Callable[[Place, Mapping[str, Any]], Steps], frozenset[
     "math_shepherd": (_shepherd, frozenset({"input", "label"})),
     "processbench": (_bench, frozenset({"problem", "label"})),
 }
-"""The reader of each format, and the columns that it reads whole."""
+"""The reader of each format, and the columns that are dropped when it has read them."""
 
 
 def _at(place: Place, name: str, value: Any, key: str) -> Any:

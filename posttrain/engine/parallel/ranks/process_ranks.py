@@ -70,7 +70,7 @@ class ProcessRanks:
                 f"replicas={replicas} of {len(members)} ranks: each copy of the weights is cut over the same number of"
                 " ranks, so give a divisor of their number"
             )
-        # [replicas, parts]: a row is one copy of the weights, a column the ranks that hold the same rows of each copy.
+        # [replicas, parts]: a row is one copy of the weights, a column the ranks that hold the same part of it.
         grid = torch.tensor([dist.get_global_rank(self.group, r) for r in members]).view(replicas, -1)
         group = self._own_group([grid.flatten()])
         # Columns first, then rows: the order of the mesh's names, replicate and shard.

@@ -58,12 +58,9 @@ def users_key() -> bytes:
 def _of_file(path: Path) -> bytes:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
-        with (
-            # Written beside under another name and linked when it is whole: several ranks may start at once, and the
-            # first link wins while the others read that file. No rank ever reads half a key.
-            tempfile.NamedTemporaryFile(dir=path.parent) as part,
-            suppress(FileExistsError),
-        ):  # or another is first
+        # Written beside under another name and linked when it is whole: several ranks may start at once, the first link
+        # wins, and the others read that file. No rank ever reads half a key.
+        with tempfile.NamedTemporaryFile(dir=path.parent) as part, suppress(FileExistsError):
             part.write(fresh_key())
             part.flush()
             os.link(part.name, path)
