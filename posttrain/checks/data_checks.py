@@ -17,8 +17,8 @@ from posttrain.role.roles import OnlineRoles, ReinforceRoles
 from posttrain.system.errors import InvariantError
 
 DOCUMENT = 2
-"""The most tokens, less one, that stand before a text that is learned from its beginning: those that the tokenizer
-writes."""
+"""A sequence counts as a document where the hidden state that predicts its first learned token is at most at this
+place, counted from 0. Then at most 3 tokens stand before that token: those that the tokenizer writes itself."""
 
 
 def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> None:
@@ -26,9 +26,9 @@ def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> No
     for groups, wanted in ((kept, True), (refused, False)):
         for g in groups:
             # Demonstrations are no draws of the policy: the filter compares only what was sampled.
-            own = [e for e in g.episodes if not e.shown]
-            if same_outcome(own) is wanted:
-                raw = {outcome(e.verdicts) for e in own}
+            sampled = [e for e in g.episodes if not e.shown]
+            if same_outcome(sampled) is wanted:
+                raw = {outcome(e.verdicts) for e in sampled}
                 raise InvariantError(
                     f"filter=mixed {'kept' if wanted else 'refused'} the group of task {g.task.id!r}, whose raw"
                     f" outcomes are {sorted(r for r in raw if r is not None)}. It must look at outcomes before shaping:"
@@ -72,8 +72,11 @@ def demonstration_ends_once(
     """Every demonstrated turn is imitated up to exactly one stop token, its last. A demonstration ends with a turn.
 
     Args:
+        packed: the demonstrations of a minibatch (`core.batch`).
+        stop_ids: the tokens that end a turn.
+        text: decodes token ids.
         whole_turns: whether turns are learned whole. Else parts of one may be masked, and end in no stop token.
-        documents: whether sequences that are learned from their beginning may have stop tokens inside.
+        documents: whether a sequence that is learned from its beginning (see `DOCUMENT`) may have stop tokens inside.
     """
     # Without stop ids nothing says where a turn ends.
     if not stop_ids:
@@ -82,38 +85,38 @@ def demonstration_ends_once(
     ends = np.cumsum(packed.lengths_S) - 1
     stops_N = np.isin(packed.ids_N, list(stop_ids))
     # A spoken token stands one place behind the hidden state that predicts it.
-    said_N = np.zeros(len(packed.ids_N), bool)
-    said_N[packed.source_M + 1] = True
+    spoken_N = np.zeros(len(packed.ids_N), bool)
+    spoken_N[packed.source_M + 1] = True
     # A turn ends where a spoken token has no spoken one behind it.
-    turn_ends_N = said_N & ~np.append(said_N[1:], False)
-    counts = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
-    turns = np.bincount(packed.segment_M, weights=turn_ends_N[packed.source_M + 1], minlength=len(ends))
+    turn_ends_N = spoken_N & ~np.append(spoken_N[1:], False)
+    stops_S = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
+    turns_S = np.bincount(packed.segment_M, weights=turn_ends_N[packed.source_M + 1], minlength=len(ends))
     # In a whole turn the stop token and the end are at one place. Where a part may be masked, only a stop inside is
     # wrong.
     wrong_N = (stops_N & ~turn_ends_N) | ((turn_ends_N & ~stops_N) if whole_turns else False)
-    misplaced = np.bincount(packed.segment_M, weights=wrong_N[packed.source_M + 1], minlength=len(ends))
+    misplaced_S = np.bincount(packed.segment_M, weights=wrong_N[packed.source_M + 1], minlength=len(ends))
     if documents:
         # [S]: the place of the hidden state that predicts the first learned token, counted in its own segment.
-        first_S = np.full(len(ends), len(said_N))
+        first_S = np.full(len(ends), len(spoken_N))
         np.minimum.at(first_S, packed.segment_M, packed.source_M - (ends + 1 - packed.lengths_S)[packed.segment_M])
-        misplaced[first_S <= DOCUMENT] = 0
+        misplaced_S[first_S <= DOCUMENT] = 0
     # The last token must be a stop token and be learned, whatever `whole_turns` says.
-    wrong = np.flatnonzero(~(stops_N[ends] & said_N[ends]) | (misplaced > 0))
-    if len(wrong):
-        s = int(wrong[0])
-        shown = text(packed.ids_N[ends[s] + 1 - packed.lengths_S[s] : ends[s] + 1])
-        how = (
+    wrong_S = np.flatnonzero(~(stops_N[ends] & spoken_N[ends]) | (misplaced_S > 0))
+    if len(wrong_S):
+        s = int(wrong_S[0])
+        decoded = text(packed.ids_N[ends[s] + 1 - packed.lengths_S[s] : ends[s] + 1])
+        fault = (
             "does not end in a stop token"
             if not stops_N[ends[s]]
             else (
                 "ends in a stop token that is masked"
-                if not said_N[ends[s]]
-                else f"has {int(counts[s])} stop tokens for {int(turns[s])} turn{'s' if turns[s] > 1 else ''}"
+                if not spoken_N[ends[s]]
+                else f"has {int(stops_S[s])} stop tokens for {int(turns_S[s])} turn{'s' if turns_S[s] > 1 else ''}"
             )
         )
         raise InvariantError(
-            f"demonstration {shown!r} {how}, so the policy is taught"
-            f" {'to go on after its end' if counts[s] > turns[s] else 'never to stop'}. A demonstrated turn is imitated"
+            f"demonstration {decoded!r} {fault}, so the policy is taught"
+            f" {'to go on after its end' if stops_S[s] > turns_S[s] else 'never to stop'}. A demonstrated turn is imitated"
             " up to and including exactly one stop token; look for a template that adds its own, or padding that is"
             " masked by its value"
         )

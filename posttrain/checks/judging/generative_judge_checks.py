@@ -26,6 +26,7 @@ ORDERED = 256
 """Training tasks over which the order of the sides is counted."""
 CHANCE = 1e-9
 """How improbable a count must be in fair orders. It is the chance of a false alarm, once a stage."""
+# A comparison in a verdict's `why`, such as "vs 3:1,0,-": the sibling it was compared with, and the marks of its votes.
 VERSUS = re.compile(r"vs (\d+):(\S+)")
 
 
@@ -35,11 +36,11 @@ VERSUS = re.compile(r"vs (\d+):(\S+)")
 async def shows_no_verdict(environment: Environment, judging: Judging, task: Task) -> None:
     """InvariantError where anything that the environment shows of a task depends on which verdict is right."""
     # The same task with the other verdict as the right one: all that is shown must stay the same, letter for letter.
-    one, two = [await _shown(environment, judging, t) for t in (task, judging.regraded(task))]
-    if one == two:
+    as_it_is, regraded = [await _shown(environment, judging, t) for t in (task, judging.regraded(task))]
+    if as_it_is == regraded:
         return
     # The lists may differ in length. The empty words at their ends then make the difference.
-    first, second = next((a, b) for a, b in zip([*one, ""], [*two, ""], strict=False) if a != b)
+    first, second = next((a, b) for a, b in zip([*as_it_is, ""], [*regraded, ""], strict=False) if a != b)
     raise InvariantError(
         f"task {task.id!r}: what the judge is shown depends on the right verdict: {first!r:.120} becomes"
         f" {second!r:.120} when the other one is right. It would learn to read the verdict instead"
@@ -48,7 +49,8 @@ async def shows_no_verdict(environment: Environment, judging: Judging, task: Tas
 
 
 async def _shown(environment: Environment, judging: Judging, task: Task) -> list[str]:
-    """All that is shown to the policy and to the other seats when it says the first verdict."""
+    """All that the environment shows to the policy and to the other seats, in a game where each of them says the first
+    verdict."""
     seats = environment.abilities.seats
     # The other seats answer by script too, so that the game ends without a model.
     others = {} if seats is None else {name: (judging.ends[0],) * len(said) for name, said in seats(task).items()}
@@ -58,7 +60,7 @@ async def _shown(environment: Environment, judging: Judging, task: Task) -> list
 
 
 def tail(count: int, total: int) -> float:
-    """P(at least as far from half), of `total` fair draws: exact.
+    """The exact chance that `total` fair draws give a count at least as far from half of them as `count` is.
 
     >>> tail(2, 2), tail(1, 2)
     (0.5, 1.0)
@@ -70,8 +72,8 @@ def tail(count: int, total: int) -> float:
 
 
 def order_is_random(firsts: Sequence[bool]) -> None:
-    """InvariantError where the better side comes first so often, or so seldom, as in a fair order at most once in a
-    billion stages."""
+    """InvariantError where the better side comes first too often or too seldom: a fair order gives such a count in at
+    most one of a billion stages."""
     count = sum(firsts)
     if tail(count, len(firsts)) < CHANCE:
         raise InvariantError(
@@ -89,8 +91,8 @@ class JudgingCheck(Observer):
         judging = environment.abilities.judging
         if judging is None:
             return
-        most = ORDERED if environment.train.count is None else min(ORDERED, environment.train.count)
-        train = [environment.train.task(i) for i in range(most)]
+        count = ORDERED if environment.train.count is None else min(ORDERED, environment.train.count)
+        train = [environment.train.task(i) for i in range(count)]
         for task in (*train[:SHOWN], *environment.heldout[:SHOWN]):
             await shows_no_verdict(environment, judging, task)
         # An order of sides exists only where two are compared.
@@ -102,8 +104,9 @@ class JudgingCheck(Observer):
 
 
 def votes_are_counted(judge: GenerativeJudge, group: Group, episode: Episode) -> None:
-    """The score of an answer is the mean of the votes that the record has of it. They are about this answer, and an
-    answer that no vote is about has no score.
+    """The score of an answer is the mean of its recorded votes.
+
+    The votes must be about this answer. An answer without votes must have no score.
 
     Raises:
         InvariantError: otherwise.
@@ -112,10 +115,10 @@ def votes_are_counted(judge: GenerativeJudge, group: Group, episode: Episode) ->
     if verdict is None or verdict.state is not State.VALUE or verdict.score is None:
         return
     rivals = VERSUS.findall(verdict.why)
-    read = [e for e in group.episodes if any(j.source == judge.name for j in e.verdicts)]
+    judged = [e for e in group.episodes if any(j.source == judge.name for j in e.verdicts)]
     # Where all siblings say the same, the one answer is compared with itself, and its own number is its rival's.
-    others = {e.text for e in read} - {episode.text}
-    if others and any(int(other) == episode.sibling for other, _ in rivals):
+    other_texts = {e.text for e in judged} - {episode.text}
+    if other_texts and any(int(other) == episode.sibling for other, _ in rivals):
         raise InvariantError(
             f"task {group.task.id!r}: the votes recorded of sibling {episode.sibling} compare it with itself, so they"
             " are about another answer. Return one verdict for each episode, in order"
@@ -132,29 +135,29 @@ def votes_are_counted(judge: GenerativeJudge, group: Group, episode: Episode) ->
 
 
 def _counted(verdict: Verdict, rivals: Sequence[tuple[str, str]]) -> list[float]:
-    """The votes that count, from the record."""
-    words = [w for _, marks in rivals for w in marks.split(",")] or verdict.why.split(",")
+    """The votes that count, from the record: of each comparison in `rivals`, or of the plain list of marks in `why`."""
+    votes = [w for _, marks in rivals for w in marks.split(",")] or verdict.why.split(",")
     # A vote that could not be read, or that was left out, is in the record but not in the mean.
-    return [float(w) for w in words if w and w != UNREAD and not w.endswith(LEFT_OUT)]
+    return [float(w) for w in votes if w and w != UNREAD and not w.endswith(LEFT_OUT)]
 
 
 def step_votes_are_counted(judge: GenerativeStepJudge, episode: Episode) -> None:
-    """Every step of an answer has a score, and it is the mean of the votes that the record has of it.
+    """Every step of an answer has a score, and it is the mean of that step's recorded votes.
 
     Raises:
         InvariantError: otherwise.
     """
-    own = [j for j in episode.verdicts if j.source == judge.name]
-    if not own or own[0].verdict.state is not State.VALUE:
+    of_judge = [j for j in episode.verdicts if j.source == judge.name]
+    if not of_judge or of_judge[0].verdict.state is not State.VALUE:
         return
-    task, r = f"task {episode.task.id!r}, sibling {episode.sibling}", judge.reward
+    task, reward = f"task {episode.task.id!r}, sibling {episode.sibling}", judge.reward
     # Blank pieces are no steps, so there are no votes about them.
     steps = [s for s in episode.text.split(judge.separator) if s.strip()]
     # As one outcome the answer has one verdict, whose record has the votes of its steps one after the other.
-    said = own[0].verdict.why.split(" ") if r.steps == "outcome" else [j.verdict.why for j in own]
-    if len(said) != len(steps):
-        raise InvariantError(f"{task}: {len(said)} steps were verified, and the answer has {len(steps)}: {steps}")
-    counted = [[float(w) for w in s.split(",") if w != UNREAD and not w.endswith(LEFT_OUT)] for s in said]
+    records = of_judge[0].verdict.why.split(" ") if reward.steps == "outcome" else [j.verdict.why for j in of_judge]
+    if len(records) != len(steps):
+        raise InvariantError(f"{task}: {len(records)} steps were verified, and the answer has {len(steps)}: {steps}")
+    counted = [[float(w) for w in s.split(",") if w != UNREAD and not w.endswith(LEFT_OUT)] for s in records]
     if unread := [i + 1 for i, votes in enumerate(counted) if not votes]:
         raise InvariantError(
             f"{task}: no vote about step {unread[0]} of {len(steps)} has a verdict, and it has a score. What could not"
@@ -162,15 +165,15 @@ def step_votes_are_counted(judge: GenerativeStepJudge, episode: Episode) -> None
         )
     means = [math.fsum(votes) / len(votes) for votes in counted]
     want = means
-    if r.steps == "outcome":
-        want = [aggregated(means, r.aggregate)]
-    elif r.progress:
+    if reward.steps == "outcome":
+        want = [aggregated(means, reward.aggregate)]
+    elif reward.progress:
         # Progress pays what a step adds to the score of the step before it; the first one counts from 0.
         want = [after - before for before, after in zip([0.0, *means], means, strict=False)]
-    given = [j.verdict.score or 0.0 for j in own]
-    if any(abs(a - b) > 1e-9 for a, b in zip(given, want, strict=True)):
+    scores = [j.verdict.score or 0.0 for j in of_judge]
+    if any(abs(a - b) > 1e-9 for a, b in zip(scores, want, strict=True)):
         raise InvariantError(
-            f"{task}: verifier {judge.name!r} gave {[round(x, 4) for x in given]}, and its recorded votes make"
+            f"{task}: verifier {judge.name!r} gave {[round(x, 4) for x in scores]}, and its recorded votes make"
             f" {[round(x, 4) for x in want]}: a score of another step, or of other votes"
         )
 

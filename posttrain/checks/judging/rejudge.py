@@ -27,9 +27,9 @@ GOLD = 8
 
 @dataclass
 class RejudgedAnswers:
-    """Answers that are judged again: at every step a right one that was judged at the start, and one of the step.
+    """Answers that are judged again at every step: a right one that was judged at the start, and one of the step.
 
-    If the environment vouches for its right answers, they must score 1 at the start and at every step.
+    A second one of the step is added if an answer was cut off. If the environment vouches for its right answers, they must score 1 at the start and at every step.
     """
 
     text: Callable[[np.ndarray], str] = lambda ids: ""
@@ -39,8 +39,11 @@ class RejudgedAnswers:
     )
     """Turns of a right answer, the episode they make, and its verdicts."""
     _turn: int = 0
+    """Steps before this one."""
     _wavers: bool = False
+    """Whether a source was noted whose verdicts vary."""
     _ordered: bool = False
+    """Whether a reward was noted that reads the order of the answers."""
     _vouched: str | None = None
     """The source for which the environment vouches that right answers score 1; None if it does not."""
 
@@ -72,18 +75,18 @@ class RejudgedAnswers:
         Raises:
             InvariantError: a verdict changed and stayed changed, or a right answer no longer scores 1.
         """
-        out: list[str] = []
+        notes: list[str] = []
         if self._gold:
             # Another right answer at every step, so that all are asked again in turn.
-            out += await self._right_answer(env, *self._gold[self._turn % len(self._gold)])
+            notes += await self._right_answer(env, *self._gold[self._turn % len(self._gold)])
         for e in _sample([e for g in played for e in g.episodes], self._turn):
             ask = partial(_asked_again, env, e, next(g for g in played if e in g.episodes), at, self.text)
-            out += await self._repeats(ask, _again(e, self.text), e.verdicts, "an answer of this step")
+            notes += await self._repeats(ask, _again(e, self.text), e.verdicts, "an answer of this step")
         # `_turn` counts the steps before this one, and `due` counts steps from 1.
         if env.abilities.together is not None and due(self._turn + 1):
-            out += await self._siblings(env.abilities.together, played, at)
+            notes += await self._siblings(env.abilities.together, played, at)
         self._turn += 1
-        return tuple(out)
+        return tuple(notes)
 
     async def _siblings(self, together: Together, played: Sequence[Group], at: StepNumber) -> list[str]:
         """Judge a group in another order. InvariantError if scores go to the wrong siblings."""
@@ -92,11 +95,11 @@ class RejudgedAnswers:
         # Where all siblings have one reward, scores that went to the wrong ones look right.
         groups = [g for g in groups if all(map(_turns, g)) and len({m.reward for m in g}) > 1]
         if not groups or not (
-            why := await misplaced(together, [_again(m, self.text) for m in groups[0]], at, self._turn)
+            fault := await misplaced(together, [_again(m, self.text) for m in groups[0]], at, self._turn)
         ):
             return []
         task = groups[0][0].task.id
-        if why == "siblings":
+        if fault == "siblings":
             raise InvariantError(
                 f"a reward gives scores to the wrong siblings: answers to task {task!r} that are judged alone have the"
                 " scores that others of their group got. Return one score for each completion, in their order"
@@ -110,7 +113,10 @@ class RejudgedAnswers:
         return [] if ordered else [note]
 
     async def _right_answer(self, env: Environment, right: Turns, said: Attempt, before: Sequence[Judged]) -> list[str]:
-        """An answer that is vouched for is played again too, since the environment that plays it may break."""
+        """Judge one right answer again. Returns notes.
+
+        If the environment vouches for it, it is also played again, since the environment that plays it may break.
+        """
         if self._vouched is not None:
             try:
                 said = await attempt(env, said.task, right)
@@ -131,11 +137,12 @@ class RejudgedAnswers:
     def _short(self, judged: Sequence[Judged]) -> bool:
         """Returns whether the source that is vouched for gave a right answer another score than 1. An outage is no
         score."""
-        own = [j.verdict.score for j in judged if j.source == self._vouched and j.end is None]
+        scores = [j.verdict.score for j in judged if j.source == self._vouched and j.end is None]
         # In both directions: the promise is a score of 1, but for rounding.
-        return any(score is not None and not SOLVED <= score <= 2 - SOLVED for score in own)
+        return any(score is not None and not SOLVED <= score <= 2 - SOLVED for score in scores)
 
     def _unpaid(self, env: Environment, said: Attempt, judged: Sequence[Judged], when: str) -> str:
+        """The error message of a right answer that does not score 1."""
         whys = "; ".join(scrubbed(j.verdict.why) for j in judged if j.source == self._vouched and j.verdict.why)
         return (
             f"the right answer {list(said.turns)} to task {said.task.id!r} does not score 1 {when}:"
@@ -151,7 +158,8 @@ class RejudgedAnswers:
         # A source that paid a right answer can pay. One that paid neither these nor the step's answers may be broken.
         paid = {j.source for _, _, verdicts in self._gold for j in verdicts if j.verdict.score not in (0.0, None)}
         given = [j for g in played for e in g.episodes for j in e.verdicts if j.verdict.score is not None]
-        sources = {j.source for j in given if j.weight > 0}  # others take off, and may have nothing to
+        # A source with a negative weight is a penalty, and 0 says that there was nothing to subtract.
+        sources = {j.source for j in given if j.weight > 0}
         return {
             "canary/mute_sources": Gauge(
                 len(sources - paid - {j.source for j in given if j.verdict.score}), len(sources)
@@ -165,6 +173,7 @@ class RejudgedAnswers:
     async def _repeats(
         self, ask: Callable[[], Awaitable[Sequence[Judged]]], said: Attempt, before: Sequence[Judged], what: str
     ) -> list[str]:
+        """`verdicts_repeat` with the question as a function: `ask` judges `said` again."""
         now = await ask()
         if same_scores(before, now):
             return []
@@ -188,8 +197,11 @@ class RejudgedAnswers:
 
 
 def _again(e: Episode, text: Callable[[np.ndarray], str]) -> Attempt:
-    """The attempt of a recorded episode. Verdicts about parts of an answer are not compared, so any token border is
-    fine."""
+    """The attempt of a recorded episode.
+
+    `int` stands for the function that finds the token of a character. Only verdicts about parts of an answer read it,
+    and those are not compared here.
+    """
     return attempt_of(e.task, _turns(e), e.stop, e.segments, text, int, e.state)
 
 
@@ -207,12 +219,12 @@ async def _asked_again(
     if not all(_turns(m) for m in members):
         return alone
     # The group's sources see all siblings again, since their scores may depend on each other.
-    found, _ = await together([_again(m, text) for m in members], at)
-    return (*alone, *found[members.index(e)])
+    by_group, _ = await together([_again(m, text) for m in members], at)
+    return (*alone, *by_group[members.index(e)])
 
 
 def _asked(env: Environment, gold: GoldAnswers | None) -> list[tuple[Task, Turns]]:
-    """The first tasks whose right answers are known, with these answers."""
+    """The known right answers of the first held-out tasks, or of the first training tasks if none are held out."""
     if gold is None:
         return []
     count = env.train.count
@@ -241,6 +253,7 @@ def _turns(e: Episode) -> tuple[str, ...]:
 
 
 def _shown(verdicts: Sequence[Judged]) -> str:
+    """Each verdict for a message: its source, and its score or else its state."""
     return ", ".join(
         f"{j.source} {j.verdict.state.value if j.verdict.score is None else format(j.verdict.score, 'g')}"
         for j in verdicts

@@ -35,6 +35,7 @@ COARSE = 100.0
 
 
 def _packed(ids: np.ndarray, mask: np.ndarray) -> Packed:
+    """One sequence, of which the tokens under `mask` count as spoken."""
     # No log-prob is read of it. The numbers are those that `Segment` demands of spoken and unspoken tokens.
     logp = np.where(mask, 0.0, np.nan).astype(np.float32)
     return Packed.of([Segment(ids, mask, logp, np.where(mask, 0, -1).astype(np.int32), READ)])
@@ -47,8 +48,11 @@ def read_alone(episode: Episode) -> Packed:
 
 
 def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
-    """Returns the sequence that one reward model should read of an episode: its tokens; or, with a tokenizer of its
-    own, the conversation as its own chat template writes it. None if the sequence cannot be told or read."""
+    """Returns the sequence that one reward model should read of an episode.
+
+    It is the episode's own tokens. A model with a tokenizer of its own reads the conversation as its chat template
+    writes it. None if the conversation cannot be written so, or is longer than the model's context.
+    """
     if member.renderer is None:
         packed = read_alone(episode)
     else:
@@ -76,29 +80,31 @@ def _anew(render: Renderer, episode: Episode) -> tuple[Sequence[int] | np.ndarra
 
 def scored_again(judge: RewardModelJudge, episode: Episode) -> float | None:
     """The score of an episode by itself, as each model should read it; None where one cannot read it."""
-    read = [read_by(m, episode) for m in judge.members]
-    each = [float(m.scorer.rewards(r)[0]) for m, r in zip(judge.members, read, strict=True) if r is not None]
+    sequences = [read_by(m, episode) for m in judge.members]
+    scores = [float(m.scorer.rewards(r)[0]) for m, r in zip(judge.members, sequences, strict=True) if r is not None]
     # A mean over fewer members than the judge has would be another score.
-    if len(each) < len(read) or not np.all(np.isfinite(each)):
+    if len(scores) < len(sequences) or not np.all(np.isfinite(scores)):
         return None
-    spread = float(np.std(each))
-    return min(each) if judge.combine == "worst" else float(np.mean(each)) - judge.pessimism * spread
+    spread = float(np.std(scores))
+    return min(scores) if judge.combine == "worst" else float(np.mean(scores)) - judge.pessimism * spread
 
 
 def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: str) -> float:
-    """The recorded score of an episode is that of its own tokens, read alone. Returns the difference, relative to the
-    largest score of the group.
+    """The recorded score of an episode is that of its own tokens, read alone.
+
+    Returns the difference of the two scores, relative to the largest absolute score of the group.
 
     Raises:
-        InvariantError: it is another score; or the difference is rounding, and the judge says that it is finer.
+        InvariantError: it is another score; or the difference is rounding, and is larger than the `resolution` that
+            the judge declares.
     """
     verdict = verdict_of(judge, episode)
     if verdict is None or verdict.state is not State.VALUE or verdict.score is None:
         return 0.0
     again = scored_again(judge, episode)
     # Rounding is relative to the scores that are compared, which are the siblings'.
-    others = [v.score for e in group.episodes if (v := verdict_of(judge, e)) is not None and v.score is not None]
-    largest = max(map(abs, others))
+    group_scores = [v.score for e in group.episodes if (v := verdict_of(judge, e)) is not None and v.score is not None]
+    largest = max(map(abs, group_scores))
     if again is None:
         # A model with a tokenizer of its own may be unable to read what the policy said. Then there is nothing to
         # compare.
@@ -128,6 +134,7 @@ def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: 
 
 
 def verdict_of(judge: RewardModelJudge, episode: Episode) -> Verdict | None:
+    """The judge's verdict about an episode; None if there is none."""
     return next((j.verdict for j in episode.verdicts if j.source == judge.name), None)
 
 
@@ -138,9 +145,9 @@ def reads_the_last_token(member: JudgeMember, probe: np.ndarray) -> None:
         InvariantError: the score does not depend on it.
     """
     blank = member.blank
-    # The blank token must be nowhere in the probe, since the head would be read before it.
+    # The blank token must be nowhere in the probe: transformers reads the head at the token before it.
     ids = probe.astype(np.int32).copy()
-    if blank is not None:  # transformers reads before it
+    if blank is not None:
         ids = np.where(ids == blank, ids[0] if ids[0] != blank else (blank + 1) % (int(ids.max()) + 1), ids)
     changed = ids.copy()
     # Another token of the same text, so that the vocabulary surely has it.
@@ -154,6 +161,7 @@ def reads_the_last_token(member: JudgeMember, probe: np.ndarray) -> None:
 
 
 def _text(ids: np.ndarray) -> Packed:
+    """One sequence of these ids, of which all but the first count as spoken."""
     mask = np.arange(len(ids)) >= 1
     logp = np.where(mask, 0.0, np.nan).astype(np.float32)
     return Packed.of([Segment(ids, mask, logp, np.where(mask, 0, -1).astype(np.int32), READ)])
@@ -167,18 +175,22 @@ def holds_what_was_trained(member: JudgeMember, folder: Path) -> None:
     """
     kept = load_file(kept_folder(folder, member.stage) / WEIGHTS)
     # Only what the stage kept can be compared.
-    own = {n: t for n, t in member.scorer.tensors().items() if n in kept}
-    if not own or not any(n.startswith(REWARD_HEAD) for n in own):
+    loaded = {n: t for n, t in member.scorer.tensors().items() if n in kept}
+    if not loaded or not any(n.startswith(REWARD_HEAD) for n in loaded):
         raise InvariantError(f"reward model {member.name} holds none of the weights that stage {member.stage} kept")
-    if other := [n for n, t in own.items() if not torch.equal(t.detach().cpu(), kept[n])]:
+    if differing := [n for n, t in loaded.items() if not torch.equal(t.detach().cpu(), kept[n])]:
         raise InvariantError(
-            f"{len(other)} of {len(own)} weights of reward model {member.name} are not those that stage {member.stage}"
-            f" trained, such as {other[0]}: it was not loaded, or another checkpoint was"
+            f"{len(differing)} of {len(loaded)} weights of reward model {member.name} are not those that stage {member.stage}"
+            f" trained, such as {differing[0]}: it was not loaded, or another checkpoint was"
         )
 
 
 class RewardModelCheck(Observer):
-    """Before the first step, on one group of every step, and at every `due` step on the weights."""
+    """Reward models that pay a policy score as they were trained.
+
+    Before the first step: each has the weights that were trained. At every step: one answer has the score of its own
+    tokens. At every `due` step: the weights have not changed.
+    """
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
@@ -218,6 +230,7 @@ class RewardModelCheck(Observer):
         return None
 
     def _unmoved(self, roles: ReinforceRoles) -> None:
+        """InvariantError if weights of a reward model changed since the stage began."""
         now = self._now(roles)
         if moved := [n for n, digest in self._digests.items() if now[n] != digest]:
             raise InvariantError(
@@ -226,6 +239,7 @@ class RewardModelCheck(Observer):
             )
 
     def _now(self, roles: ReinforceRoles) -> dict[str, str]:
+        """The digest of each reward model's weights, by its name."""
         return {m.name: fingerprint(m.scorer.tensors().items()) for j in _judges(roles) for m in j.members}
 
 

@@ -34,12 +34,19 @@ Text = Callable[[np.ndarray], str]
 
 
 def said(e: Episode) -> np.ndarray:
+    """The ids of the spoken tokens of an episode's last segment."""
     return e.segments[-1].ids[e.segments[-1].mask]
 
 
 def token_ends(text: Text, ids: np.ndarray, lengths: Sequence[int]) -> list[int]:
-    """The number of tokens up to the end of each step, by decoding every beginning: the first that has so many
-    characters. `lengths`: characters up to the end of each step. The last step ends with the last token."""
+    """The number of tokens up to the end of each step.
+
+    Every beginning of the text is decoded. A step ends with the first token that reaches the step's last character; the
+    last step ends with the last token.
+
+    Args:
+        lengths: characters up to the end of each step.
+    """
     # The border of a step may lie inside a token. The step then ends with the first token that reaches it.
     so_far = [len(text(ids[:n])) for n in range(len(ids) + 1)]
     # The last step takes every token that is left: a stop token may add no characters.
@@ -53,13 +60,13 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
         InvariantError: names the step.
     """
     # The record has the words of the steps, and a label belongs to a token: the tokens are found again from the words.
-    e, own = answer.episode, said(answer.episode)
+    e, spoken = answer.episode, said(answer.episode)
     lengths = np.cumsum([len(s) for s in answer.steps]).tolist()
-    ends = token_ends(text, own, lengths)
-    if "".join(answer.steps) != text(own) or list(answer.tokens) != ends:
+    ends = token_ends(text, spoken, lengths)
+    if "".join(answer.steps) != text(spoken) or list(answer.tokens) != ends:
         raise InvariantError(
             f"the steps of an answer to task {e.task.id!r} are {list(answer.steps)} and end at tokens"
-            f" {list(answer.tokens)}, and it says {text(own)!r}, whose steps end at {ends}: a label would be of another"
+            f" {list(answer.tokens)}, and it says {text(spoken)!r}, whose steps end at {ends}: a label would be of another"
             " step"
         )
     # The walk over steps below reads all of these at one place.
@@ -68,10 +75,10 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
     for k, completions in enumerate(answer.completions):
         for c in completions:
             # A completion repeats the answer's own tokens up to the end of the step, not only its words.
-            if c.task.id != e.task.id or said(c)[: ends[k]].tolist() != own[: ends[k]].tolist():
+            if c.task.id != e.task.id or said(c)[: ends[k]].tolist() != spoken[: ends[k]].tolist():
                 raise InvariantError(
                     f"a completion from step {k + 1} of an answer to task {e.task.id!r} begins with"
-                    f" {text(said(c)[: ends[k]])!r}, and the answer with {text(own[: ends[k]])!r}: it is a completion"
+                    f" {text(said(c)[: ends[k]])!r}, and the answer with {text(spoken[: ends[k]])!r}: it is a completion"
                     " from the end of another step"
                 )
         # Completions that nobody could judge leave the share. Counted as wrong they would lower the label.
@@ -86,7 +93,7 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
 
 
 class StepLabelCheck(Observer):
-    """Every answer of every step of a stage that labels steps, and what is written of it."""
+    """In a stage that labels steps: the labels of every answer, and the rows that are written of them."""
 
     def __init__(self) -> None:
         self._answers: tuple[LabelledAnswer, ...] = ()
@@ -125,8 +132,7 @@ class StepLabelCheck(Observer):
 
 
 def _share(right: Sequence[bool], prover: int) -> float:
-    """The chance that one at least of `prover` completions is right that are drawn from these, one after the other and
-    none twice."""
+    """The chance that at least one of `prover` completions is right, drawn from these without replacement."""
     left, wrong, none = len(right), list(right).count(False), 1.0
     # 1 - prod_i (wrong - i) / (n - i): 1 less the chance that all draws without return are wrong.
     for i in range(min(prover, left)):
@@ -146,23 +152,24 @@ def steps_are_as_judged(roles: RewardRoles, batch: Batch, judged: Sequence[Judge
     stage, label_M = roles.stage, batch[STEP]
     for s, j in enumerate(judged):
         assert isinstance(j, StepLabels)
-        own = batch.segment_M == s
-        ids = batch.target_M[own]
+        of_this = batch.segment_M == s
+        ids = batch.target_M[of_this]
         # NaN marks a token without a label, since 0 is a label.
         want = np.full(len(ids), math.nan)
         for end, value in zip(_ends_of(j, roles.ends.text, ids), _learned(j, stage), strict=True):
             want[end - 1] = value
-        if not np.array_equal(label_M[own], want, equal_nan=True):
+        if not np.array_equal(label_M[of_this], want, equal_nan=True):
             # NaN differs from itself, so two missing labels are compared apart.
-            t = int(np.flatnonzero(~((label_M[own] == want) | (np.isnan(label_M[own]) & np.isnan(want))))[0])
+            t = int(np.flatnonzero(~((label_M[of_this] == want) | (np.isnan(label_M[of_this]) & np.isnan(want))))[0])
             raise InvariantError(
                 f"token {t + 1} of the completion of task {j.task.id!r}, after {roles.ends.text(ids[: t + 1])!r}, has"
-                f" the label {label_M[own][t]:g}, and the steps {list(j.steps)} say {want[t]:g} there (nan: none). A"
+                f" the label {label_M[of_this][t]:g}, and the steps {list(j.steps)} say {want[t]:g} there (nan: none). A"
                 " label belongs to the last token of its step"
             )
 
 
 def _ends_of(j: StepLabels, text: Text, ids: np.ndarray) -> list[int]:
+    """The number of tokens up to the end of each labelled step."""
     lengths, at = list[int](), 0
     for i, step in enumerate(j.steps):
         at += len(step)
@@ -183,13 +190,17 @@ def expected_step_loss(roles: RewardRoles, batch: Batch, judged: Sequence[Judgem
     chance_M, total = step_scores(roles.learner, batch), 0.0
     for s, j in enumerate(judged):
         assert isinstance(j, StepLabels)
-        own = batch.segment_M == s
-        at, ids = chance_M[own], batch.target_M[own]
-        pairs = zip(_ends_of(j, roles.ends.text, ids), _learned(j, roles.stage), strict=True)
+        of_this = batch.segment_M == s
+        chance, ids = chance_M[of_this], batch.target_M[of_this]
+        ends_and_labels = zip(_ends_of(j, roles.ends.text, ids), _learned(j, roles.stage), strict=True)
         # Cross entropy of the chance at the last token of each step. log1p keeps the digits of a chance near 0.
-        each = [-y * math.log(at[n - 1]) - (1 - y) * math.log1p(-at[n - 1]) for n, y in pairs if not math.isnan(y)]
+        losses = [
+            -y * math.log(chance[n - 1]) - (1 - y) * math.log1p(-chance[n - 1])
+            for n, y in ends_and_labels
+            if not math.isnan(y)
+        ]
         # A mean over the steps of an answer, then over answers: an answer of many steps counts no more than one of few.
-        total += sum(each) / len(each)
+        total += sum(losses) / len(losses)
     return total / len(judged)
 
 
@@ -202,9 +213,9 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
     Raises:
         InvariantError: one is another score, or at another token.
     """
-    given = [j for j in e.verdicts if j.source == judge.name]
+    recorded = [j for j in e.verdicts if j.source == judge.name]
     # Where a step has no score the answer failed or was abstained from, so there is nothing to compare.
-    if not given or any(j.verdict.state is not State.VALUE for j in given):
+    if not recorded or any(j.verdict.state is not State.VALUE for j in recorded):
         return 0.0
     ids, text = said(e), judge.ends.text
     ends = token_ends(text, ids, step_lengths(text(ids), judge.separator))
@@ -212,13 +223,13 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
     if judge.reward.steps == "outcome":
         return _outcome_holds(judge, e, [float(tokens[n - 1]) for n in ends], dtype)
     # With steps=pay a score of a step is a reward; else only a baseline that compares steps reads it.
-    if [j.end for j in given] != ends or any(j.paid is not (judge.reward.steps == "pay") for j in given):
+    if [j.end for j in recorded] != ends or any(j.paid is not (judge.reward.steps == "pay") for j in recorded):
         raise InvariantError(
             f"reward model {judge.name} scored steps of an answer to task {e.task.id!r} that end at tokens"
-            f" {[j.end for j in given]}, and its steps end at {ends} ({text(ids)!r})"
+            f" {[j.end for j in recorded]}, and its steps end at {ends} ({text(ids)!r})"
         )
     apart = before = 0.0
-    for j, end in zip(given, ends, strict=True):
+    for j, end in zip(recorded, ends, strict=True):
         now = float(tokens[end - 1])
         want = now - before if judge.reward.progress else now
         before = now
@@ -233,8 +244,8 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
 
 
 def step_lengths(text: str, separator: str) -> list[int]:
-    """Characters up to the end of each step: what is blank belongs to the step before it, at the start to the one
-    after it."""
+    """Characters up to the end of each step. A blank piece belongs to the step before it; at the start of the text it
+    belongs to the first step."""
     out: list[int] = []
     at = 0
     for piece in text.split(separator):
@@ -248,6 +259,11 @@ def step_lengths(text: str, separator: str) -> list[int]:
 
 
 def _outcome_holds(judge: StepJudge, e: Episode, scores: Sequence[float], dtype: str) -> float:
+    """The recorded score of the answer is the aggregate of its steps' `scores`. Returns the difference.
+
+    Raises:
+        InvariantError: it is another score.
+    """
     want = {
         "min": min(scores),
         # The product is a sum of logarithms. A score of 0 has none, so it is raised to the least number that has.
@@ -266,7 +282,8 @@ def _outcome_holds(judge: StepJudge, e: Episode, scores: Sequence[float], dtype:
 
 
 class StepJudgeCheck(Observer):
-    """Process reward models that judge: on one answer of every step, and at every `due` step on the weights."""
+    """Process reward models that judge: the scores of one answer at every step, and at `due` steps that no weight has
+    changed."""
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
@@ -303,4 +320,5 @@ def _judges(roles: ReinforceRoles) -> list[StepJudge]:
 
 
 def _digests(roles: ReinforceRoles) -> dict[str, str]:
+    """The digest of each judge's weights, by its name."""
     return {j.name: fingerprint(j.member.scorer.tensors().items()) for j in _judges(roles)}

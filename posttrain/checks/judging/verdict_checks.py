@@ -44,7 +44,12 @@ def failures_stay_out(groups: Sequence[Group]) -> None:
 def enough_judged(
     what: str, groups: Sequence[Group], run: Run, stage: Any, folder: Path, figure: Literal["reward", "figure"]
 ) -> None:
-    """RewardError where more than `max_failed` of the samples of a stage could not be judged: have no `figure`."""
+    """RewardError where more than the share `max_failed` of the samples could not be judged.
+
+    Args:
+        what: names the samples in the message.
+        figure: the property of an episode that is None where it could not be judged.
+    """
     episodes, rewards = [x for g in groups for x in g.episodes], run.env_of(stage).rewards
     unjudged = sum(getattr(x, figure) is None for x in episodes)
     if unjudged <= stage.max_failed * len(episodes):
@@ -117,12 +122,12 @@ def measured_right(report: EvaluationReport) -> None:
     """Held-out accuracy, mean reward and pass@k, counted a second way from the verdicts themselves."""
     solved: list[tuple[int, int]] = []
     means: list[float] = []
-    told: dict[str, list[tuple[float, Right]]] = {}
+    by_question: dict[str, list[tuple[float, Right]]] = {}
     # Rows that ask the same are one task: their answers are pooled, and the task counts once in the mean.
     for g in report.groups:
         raw = [(r, e.right) for e in g.episodes if (r := _measured(e.verdicts)) is not None]
-        told.setdefault(g.task.asked, []).extend(raw)
-    for raw in told.values():
+        by_question.setdefault(g.task.asked, []).extend(raw)
+    for raw in by_question.values():
         if raw:
             means.append(math.fsum(r for r, _ in raw) / len(raw))
             solved.append((len(raw), sum(right.of(r) for r, right in raw)))
@@ -136,24 +141,24 @@ def measured_right(report: EvaluationReport) -> None:
         # 1 - C(n - c, k) / C(n, k) as a product: the chance that k of n answers, drawn without return, are all wrong.
         missed = [math.prod((n - c - i) / (n - i) for i in range(k)) for n, c in solved]
         wrong[f"pass@{k}"] = (s.mean, 1 - math.fsum(missed) / len(missed))
-    for name, (said, counted) in wrong.items():
+    for name, (reported, counted) in wrong.items():
         # Written so that a NaN fails.
-        if not abs(said - counted) <= 1e-9:
+        if not abs(reported - counted) <= 1e-9:
             raise InvariantError(
-                f"held-out {name} is reported as {said:.6g} and is {counted:.6g} when counted from the"
+                f"held-out {name} is reported as {reported:.6g} and is {counted:.6g} when counted from the"
                 f" {sum(n for n, _ in solved)} verdicts: unjudged samples must not count as wrong, and pass@k must be"
                 " the unbiased estimate"
             )
 
 
 def _measured(verdicts: Sequence[Judged]) -> float | None:
-    """The sum of what is measured and not paid, where anything is; else what is paid."""
-    own = [j for j in verdicts if j.measured]
-    if not own:
+    """The weighted sum of the verdicts that are only measured; if there is none, the reward. None: unjudged."""
+    measured = [j for j in verdicts if j.measured]
+    if not measured:
         return outcome(verdicts)
     # One source without a score leaves the answer unmeasured: a sum of the others would be another number.
-    given = [j.verdict.score for j in own]
-    return None if None in given else math.fsum(j.weight * (j.verdict.score or 0.0) for j in own)
+    scores = [j.verdict.score for j in measured]
+    return None if None in scores else math.fsum(j.weight * (j.verdict.score or 0.0) for j in measured)
 
 
 class EvaluationCheck(Observer):

@@ -1,7 +1,11 @@
 """Credit and weights of a step, computed a second way: slowly, from the definitions, sharing no code with the first.
 
-This covers the pieces listed here, at the settings listed here. For an algorithm with any other piece it returns None.
+`READS` lists the pieces and settings that are covered. For an algorithm with any other piece the functions return None.
 Where both computations exist they must agree up to rounding. So a bug has to be made twice to stay unseen.
+
+`expected_credit` goes in this order: shape each reward, subtract the KL penalty, subtract the baseline, divide by the
+scale, whiten. `weights` gives the weight of each token. Beside each number goes the size of its terms, because rounding
+is relative to that: credit is 0 where rewards differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ READS: dict[str, tuple[str, ...]] = {
 }
 """The pieces covered, each with the settings that are read. Any other setting must have its default."""
 COMPARES = ("GroupMean", "Others", "LengthMean", "SoftMean", "SecondBest", "ImplicitOthers")
-"""The baselines among them under which siblings with equal outcomes have no credit."""
+"""The baselines in `READS` under which siblings with equal outcomes have no credit."""
 NEUTRAL = {
     "credit": {
         "name",
@@ -88,7 +92,8 @@ NEUTRAL = {
         "step_scale",
     },
 }
-"""Choices of an algorithm that do not affect its credit, or the gradient of its loss by a log-prob."""
+"""Choices of an algorithm that do not affect its credit ("credit"), or the gradient of its loss by a log-prob
+("loss")."""
 
 
 SCALES = ("one", "group_std", "batch_std", "group_mean", "mixed_share")
@@ -103,20 +108,20 @@ def kind(piece: object) -> str:
 
 def uncovered_credit(a: Algorithm) -> list[str]:
     """Names of the choices of an algorithm whose part of the credit has no second form here."""
-    read = {"baseline", "scale", "whiten", "shape", "anchor", "pull"}
-    out: list[str] = []
+    covered = {"baseline", "scale", "whiten", "shape", "anchor", "pull"}
+    names: list[str] = []
     for f in fields(a):
         value = getattr(a, f.name)
         # A choice at its default needs no form. Any other must be one that is read here, with all its pieces covered.
         if f.name not in NEUTRAL["credit"] and value != f.default:
-            out += [] if f.name in read and all(plain(p) for p in pieces(value)) else [f.name]
+            names += [] if f.name in covered and all(plain(p) for p in pieces(value)) else [f.name]
     # A pull without a placement (the squared distances) is a term of the loss alone.
     placement = getattr(a.pull, "placement", "loss")
-    if placement == "loss" and "pull" in out:
-        out.remove("pull")  # it is in the loss alone
-    if placement == "token" and "pull" not in out:
-        out.append("pull")
-    return out + [name for name, known in (("scale", SCALES), ("whiten", WHITENED)) if getattr(a, name) not in known]
+    if placement == "loss" and "pull" in names:
+        names.remove("pull")
+    if placement == "token" and "pull" not in names:
+        names.append("pull")
+    return names + [name for name, known in (("scale", SCALES), ("whiten", WHITENED)) if getattr(a, name) not in known]
 
 
 def pieces(value: object) -> tuple[Any, ...]:
@@ -161,40 +166,40 @@ def expected_credit(
     # Groups are kept apart only by this number from here on.
     samples = [(p, s) for p, g in enumerate(groups) for s in g.episodes]
     shaped = [_shaped(a, s.episode, max_tokens) for _, s in samples]
-    # What the KL penalty costs each spoken token; it is subtracted from the reward.
-    paid: list[np.ndarray] = []
+    # For each sample, the KL penalty of each spoken token; it is subtracted from the reward.
+    penalties: list[np.ndarray] = []
     for _, s in samples:
         cost = _paid(a, s) if kl_reward else np.zeros(s.episode.spoken)
         if cost is None:
             return None
-        paid.append(cost)
+        penalties.append(cost)
     # `reward` is what siblings are compared by. `terms` is the sum of absolute values that its rounding is relative to.
-    reward = [r - math.fsum(c) for (r, *_), c in zip(shaped, paid, strict=True)]
-    terms = [size + math.fsum(abs(x) for x in c) for (_, size, _), c in zip(shaped, paid, strict=True)]
-    fine = [_resolution(s.episode) for _, s in samples]
-    each = _centred(a, samples, [r for r, *_ in shaped], reward, paid, ema, groups)
-    if each is None:
+    reward = [r - math.fsum(c) for (r, *_), c in zip(shaped, penalties, strict=True)]
+    terms = [size + math.fsum(abs(x) for x in c) for (_, size, _), c in zip(shaped, penalties, strict=True)]
+    resolutions = [_resolution(s.episode) for _, s in samples]
+    credits = _centred(a, samples, [r for r, *_ in shaped], reward, penalties, ema, groups)
+    if credits is None:
         return None
     members = [[i for i, (p, _) in enumerate(samples) if p == group] for group in range(len(groups))]
-    each = _divided(a, members, each, reward, terms, fine)
+    credits = _divided(a, members, credits, reward, terms, resolutions)
     if a.whiten is not None:
         compares = kind(a.baseline) in COMPARES
         # Siblings that agree have a credit of exact 0 by then. Elsewhere the spread of the credit may be rounding
         # alone.
         doubt = [
             0.0 if compares else f * _summed(a, s, x, t)
-            for (_, s), x, t, f in zip(samples, each, terms, fine, strict=True)
+            for (_, s), x, t, f in zip(samples, credits, terms, resolutions, strict=True)
         ]
-        each = _white(a.whiten, each, max(doubt, default=0.0))
+        credits = _white(a.whiten, credits, max(doubt, default=0.0))
     values = kind(a.baseline) == "Value"
-    goals = [
+    targets = [
         value_targets(a.baseline, s, r, c) if values else None
-        for (_, s), (r, *_), c in zip(samples, shaped, paid, strict=True)
+        for (_, s), (r, *_), c in zip(samples, shaped, penalties, strict=True)
     ]
     return [
         # The discount of groups that are learned from again comes last, so that it changes no baseline and no scale.
         ExpectedCredit(s, p, x * groups[p].group.discount, bool(why), t)
-        for (p, s), x, (*_, why), t in zip(samples, each, shaped, goals, strict=True)
+        for (p, s), x, (*_, why), t in zip(samples, credits, shaped, targets, strict=True)
     ]
 
 
@@ -217,12 +222,15 @@ def same_outcome(episodes: Sequence[Episode]) -> bool:
 
 
 def _resolution(e: Episode) -> float:
+    """The coarsest resolution of the sources that gave the episode's outcome."""
     return max((j.resolution for j in e.verdicts if j.counts and j.verdict.score is not None), default=0.0)
 
 
 def _summed(a: Algorithm, s: Scored, credit: np.ndarray, terms: float) -> float:
-    """Returns the size that the rounding of an episode's credit is relative to if siblings are not compared: the sum of
-    its terms."""
+    """Returns the size that the rounding of an episode's credit is relative to, if siblings are not compared.
+
+    It is the sum of the terms of the reward, the largest credit, and twice the largest value.
+    """
     # Under a value baseline credit is a difference of estimates, and its rounding is relative to them.
     values = [abs(float(v)) for part in s.find(VALUE) or () for v in part] if kind(a.baseline) == "Value" else []
     return terms + max(map(abs, credit.tolist()), default=0.0) + 2 * max(values, default=0.0)
@@ -236,10 +244,17 @@ def _divided(
     terms: Sequence[float],
     fine: Sequence[float],
 ) -> list[np.ndarray]:
-    """Credit divided by its scale. It is 0 if siblings are compared and agree, and if the scale is 0."""
+    """Credit divided by its scale. It is 0 if siblings are compared and agree, and if the scale is 0.
+
+    Args:
+        members: for each group, the places of its episodes in the lists that follow.
+        each: credit of each episode's spoken tokens.
+        terms: for each reward, the sum of its absolute terms.
+        fine: the resolution of each reward, relative to its terms.
+    """
     out = list(each)
     # Over all groups of the step at once, for scale=batch_std.
-    whole = _std(reward, terms, max(fine, default=0.0))
+    batch_std = _std(reward, terms, max(fine, default=0.0))
     groups = [
         ([reward[i] for i in at], [terms[i] for i in at], max((fine[i] for i in at), default=0.0)) for at in members
     ]
@@ -251,7 +266,7 @@ def _divided(
         average = math.fsum(r) / len(r) if r else 0.0
         scales = {
             "one": 1.0,
-            "batch_std": whole,
+            "batch_std": batch_std,
             "group_std": _std(r, t, f),
             # A mean that is rounding alone would blow the credit up, so it counts as 0.
             "group_mean": average if r and average > f * max(t) else 0.0,
@@ -274,8 +289,8 @@ def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, float, st
         elif kind(piece) == "Overlong":
             # No penalty up to the last `cache` share of the token limit, then linear to -1 at the limit.
             over = e.spoken - max_tokens * (1 - piece.cache)
-            fine = min(max(over / (piece.cache * max_tokens), 0.0), 1.0)
-            r, size = r - fine, size + fine
+            penalty = min(max(over / (piece.cache * max_tokens), 0.0), 1.0)
+            r, size = r - penalty, size + penalty
         elif kind(piece) == "DropTruncated" and e.stop in (Stop.LENGTH, Stop.TOKENS, Stop.CONTEXT, Stop.TIME):
             why = "truncated"
     return r, size, why
@@ -284,14 +299,14 @@ def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, float, st
 def _paid(a: Algorithm, s: Scored) -> np.ndarray | None:
     """The KL penalty in the reward of each spoken token; None if a stream it needs is missing."""
     # The log-probs of the anchor: the learner's at the start of the step, or those of the sampler.
-    said = s.find(START) if a.anchor == "start" else tuple(x.logp[x.mask] for x in s.episode.segments)
-    if said is None or REFERENCE not in s:
+    anchor = s.find(START) if a.anchor == "start" else tuple(x.logp[x.mask] for x in s.episode.segments)
+    if anchor is None or REFERENCE not in s:
         return None
-    gap = np.concatenate(said).astype(np.float64) - np.concatenate(s[REFERENCE])
+    gap = np.concatenate(anchor).astype(np.float64) - np.concatenate(s[REFERENCE])
     pull: Any = a.pull
     # With gap = log pi - log reference: k1 = gap, k2 = gap^2 / 2, k3 = e^-gap - 1 + gap.
-    value = {"k1": gap, "k2": gap * gap / 2, "k3": np.exp(-gap) - 1 + gap}.get(pull.estimator)
-    return None if value is None else pull.coef * value
+    estimate = {"k1": gap, "k2": gap * gap / 2, "k3": np.exp(-gap) - 1 + gap}.get(pull.estimator)
+    return None if estimate is None else pull.coef * estimate
 
 
 def _centred(
@@ -303,7 +318,14 @@ def _centred(
     ema: float,
     groups: Sequence[ScoredGroup],
 ) -> list[np.ndarray] | None:
-    """Credit minus its baseline and before any scale, for each episode's spoken tokens."""
+    """The reward minus its baseline and before any scale, for each episode's spoken tokens; None: not covered.
+
+    Args:
+        samples: (number of the group, episode).
+        shaped: the rewards after shaping.
+        reward: the same, less the KL penalty.
+        paid: the KL penalty of each spoken token.
+    """
     again = [g.group.again for g in groups]
     greedy = [0.0 if (best := g.group.greedy) is None else math.fsum(verdict_terms(best)) for g in groups]
     out: list[np.ndarray] = []
@@ -354,7 +376,7 @@ def _centred(
 
 
 def _compared(baseline: Any, i: int, rewards: Sequence[float], lengths: Sequence[int]) -> float:
-    """Reward `i` of siblings minus its baseline, from the differences to the others."""
+    """Reward `i` of siblings minus its baseline, from the differences to the others. `lengths` are in tokens."""
     lead = [rewards[i] - r for j, r in enumerate(rewards) if j != i]
     match kind(baseline):
         case "GroupMean":
@@ -390,14 +412,14 @@ def _std(x: Sequence[float], terms: Sequence[float], resolution: float) -> float
 def _white(over: str, each: list[np.ndarray], doubt: float) -> list[np.ndarray]:
     """Credit whitened over the step's tokens or samples: mean 0, standard deviation 1. Zeros if it spreads by at most
     `doubt`."""
-    loud = [x for x in each if len(x)]
-    if not loud:
+    spoken = [x for x in each if len(x)]
+    if not spoken:
         return each
     # Measured from the first number, so that credit that is equal everywhere becomes an exact 0.
-    first = loud[0][0]
+    first = spoken[0][0]
     each = [x - first for x in each]
-    loud = [x for x in each if len(x)]
-    flat = np.concatenate(loud)
+    spoken = [x for x in each if len(x)]
+    flat = np.concatenate(spoken)
     # Whitening would blow a spread of rounding up to a standard deviation of 1.
     if float(np.ptp(flat)) <= doubt:
         return [x * 0.0 for x in each]
@@ -405,23 +427,23 @@ def _white(over: str, each: list[np.ndarray], doubt: float) -> list[np.ndarray]:
         mean, std = float(flat.mean()), float(flat.std(ddof=1)) if len(flat) > 1 else 0.0
     else:
         # Each sample counts once, however long: its mean in the mean, its mean square in the variance.
-        count, mean = len(loud), math.fsum(float(x.mean()) for x in loud) / len(loud)
-        std = math.sqrt(math.fsum(float(((x - mean) ** 2).mean()) for x in loud) / (count - 1)) if count > 1 else 0.0
+        count, mean = len(spoken), math.fsum(float(x.mean()) for x in spoken) / len(spoken)
+        std = math.sqrt(math.fsum(float(((x - mean) ** 2).mean()) for x in spoken) / (count - 1)) if count > 1 else 0.0
     return [(x - mean) / std if std > 0 else x - mean for x in each]
 
 
 def weights(aggregate: str, tokens: Sequence[int], groups: Sequence[int], max_tokens: int) -> np.ndarray | None:
     """The weight of a token of each episode of a minibatch; None for an aggregation that is not covered."""
     n = len(tokens)
-    whole, in_group = sum(tokens), dict.fromkeys(groups, 0)
+    all_tokens, in_group = sum(tokens), dict.fromkeys(groups, 0)
     for t, g in zip(tokens, groups, strict=True):
         in_group[g] += t
     # The weight of one token in an episode of t tokens and group g.
-    each = {
-        "token_mean": lambda t, g: 1 / whole,
+    weight_of = {
+        "token_mean": lambda t, g: 1 / all_tokens,
         "prompt_mean": lambda t, g: 1 / len(in_group) / in_group[g],
         "sequence_mean": lambda t, g: 1 / n / t,
         "sequence_sum": lambda t, g: 1 / n,
         "constant": lambda t, g: 1 / n / max_tokens,
     }.get(aggregate)
-    return None if each is None else np.array([each(t, g) for t, g in zip(tokens, groups, strict=True)])
+    return None if weight_of is None else np.array([weight_of(t, g) for t, g in zip(tokens, groups, strict=True)])

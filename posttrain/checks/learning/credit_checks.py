@@ -24,8 +24,8 @@ from posttrain.system.errors import InvariantError
 CREDIT_BOUND = 1e-9
 """Largest relative difference of one number computed two ways in float64."""
 STREAM_BOUND = 1e-3
-"""Largest relative difference of a stream. Equal episodes are not told apart here, and their scores differ by rounding,
-which depends on their place in a packed batch."""
+"""Largest relative difference of a stream. The scores of equal episodes differ by rounding, which depends on their place
+in a packed batch, and equal episodes are not told apart here."""
 FAINT = 1e-9
 """Credit below this share of a step's largest may be a rounded 0. Such an episode may be left out of the batch."""
 
@@ -77,7 +77,7 @@ class StepCreditAudit:
         self._rows: list[slice] = []
 
     def check(self, batch: Batch) -> None:
-        """A minibatch holds the streams of its episodes, and the expected credit and weights."""
+        """The minibatch holds the expected streams, credit and weights of its episodes."""
         found: list[list[ExpectedCredit]] = []
         # The spoken tokens of an episode stand side by side, so each episode is one slice.
         self._rows = [
@@ -119,13 +119,13 @@ class StepCreditAudit:
         )
 
     def streams_agree(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
-        """The one of these episodes whose other streams the rows hold, token by token."""
+        """The first of these episodes whose streams (other than the credit) are those of the rows, in a list of one."""
         wrong: list[str] = []
         for o in options:
             # Streams with several numbers a token are not compared.
-            own = {s: np.concatenate(parts) for s, parts in o.scored.streams.items() if parts and not s.wide}
-            own |= {} if o.returns is None else {RETURN: o.returns}
-            off = {s.name: _off(batch[s][rows], x) for s, x in own.items() if s in batch}
+            expected = {s: np.concatenate(parts) for s, parts in o.scored.streams.items() if parts and not s.wide}
+            expected |= {} if o.returns is None else {RETURN: o.returns}
+            off = {s.name: _off(batch[s][rows], x) for s, x in expected.items() if s in batch}
             # Written so that a NaN is wrong.
             wrong += [n for n, x in off.items() if not x <= STREAM_BOUND]
             if all(x <= STREAM_BOUND for x in off.values()):
@@ -137,7 +137,12 @@ class StepCreditAudit:
         )
 
     def weights_agree(self, batch: Batch, found: Sequence[Sequence[ExpectedCredit]], part: set[int]) -> None:
-        """Each token has the weight that the aggregation over the whole minibatch gives it."""
+        """Each token has the weight that the aggregation over the whole minibatch gives it.
+
+        Args:
+            found: for each episode of the batch, the expected one that it is.
+            part: the numbers of the minibatch's groups.
+        """
         # All these count in the denominators, those without credit too.
         members = [o for o in self._expected if o.group in part and not o.dropped]
         want = weights(
@@ -145,16 +150,18 @@ class StepCreditAudit:
         )
         if want is None:
             return
-        of = {id(o): w for o, w in zip(members, want, strict=True)}
+        weight_by_id = {id(o): w for o, w in zip(members, want, strict=True)}
         for rows, options in zip(self._rows, found, strict=True):
             got = batch[WEIGHT][rows]
             # Equal answers are each other's twins: the weight is wrong only if it fits none of them.
-            twins = [o for o in self._by_key[options[0].key] if id(o) in of]
-            if twins and all(np.any(np.abs(got - of[id(o)]) > CREDIT_BOUND * of[id(o)]) for o in twins):
+            twins = [o for o in self._by_key[options[0].key] if id(o) in weight_by_id]
+            if twins and all(
+                np.any(np.abs(got - weight_by_id[id(o)]) > CREDIT_BOUND * weight_by_id[id(o)]) for o in twins
+            ):
                 raise InvariantError(
                     f"weights are wrong: a token of task {twins[0].scored.episode.task.id!r} weighs {got[0]:.6g}, and"
                     f" aggregate={self._a.aggregate} over the {len(members)} episodes of its minibatch gives"
-                    f" {of[id(twins[0])]:.6g}. Normalise once, over the whole minibatch, silent episodes included"
+                    f" {weight_by_id[id(twins[0])]:.6g}. Normalise once, over the whole minibatch, silent episodes included"
                 )
 
     def complete(self) -> None:
@@ -171,7 +178,7 @@ class StepCreditAudit:
 
 
 def _off(got: np.ndarray, want: np.ndarray) -> float:
-    """Largest difference, relative to the largest of the two and 1."""
+    """Largest difference, relative to 1 plus the largest of `want`."""
     return float(np.abs(got - want).max(initial=0.0)) / (1 + float(np.abs(want).max(initial=0.0)))
 
 
@@ -194,9 +201,9 @@ class CreditCheck(Observer):
         return None
 
     def _begun(self, roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:
-        a, most = roles.stage.algorithm, roles.sampling.max_tokens
-        mine = expected_credit(a, groups, max_tokens=most, ema=roles.adaptive.ema)
-        return None if mine is None else StepCreditAudit(a, mine, roles.stage.minibatches, most)
+        a, max_tokens = roles.stage.algorithm, roles.sampling.max_tokens
+        expected = expected_credit(a, groups, max_tokens=max_tokens, ema=roles.adaptive.ema)
+        return None if expected is None else StepCreditAudit(a, expected, roles.stage.minibatches, max_tokens)
 
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
         if self._audit is not None:

@@ -23,10 +23,13 @@ BALANCE_BOUND = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}
 
 
 def balance_agrees(batch: Batch, passes: Passes, routers: Routers, coef: float, *, replay: bool, dtype: str) -> Gauges:
-    """The load-balance loss is that of its definition over the minibatch, and asks its coefficient of every part.
+    """The load-balance loss is that of its definition over the minibatch, and has its coefficient as gradient.
 
     Args:
         batch: the minibatch.
+        passes: the learner's passes over its micro-batches. `balance` has the loss of each and
+            the gradient by it.
+        coef: the coefficient of the settings.
         replay: whether the passes followed the choices of the batch.
     """
     assert batch.routed_N is not None
@@ -41,17 +44,17 @@ def balance_agrees(batch: Batch, passes: Passes, routers: Routers, coef: float, 
     wanted = 0.0
     for micro in passes.micros:
         assert micro.routed_N is not None
-        here_N = (micro.routed_N != UNKNOWN).all((1, 2))
+        known_here_N = (micro.routed_N != UNKNOWN).all((1, 2))
         # P_e adds up over micro-batches, since each is divided by the rows of the whole minibatch.
-        mean_E = routers.probabilities(micro, replay=replay)[here_N].sum((0, 1), dtype=np.float64) / rows
+        mean_E = routers.probabilities(micro, replay=replay)[known_here_N].sum((0, 1), dtype=np.float64) / rows
         wanted += routers.experts * float(load_E @ mean_E)
-    got, gap = sum(value for value, _ in passes.balance), np.inf
+    found, gap = sum(value for value, _ in passes.balance), np.inf
     # Fewer terms than micro-batches: one had no such loss. The gap stays infinite.
     if len(passes.balance) == len(passes.micros):
-        gap = abs(got - wanted) / wanted
+        gap = abs(found - wanted) / wanted
     if not gap <= BALANCE_BOUND[dtype]:
         raise InvariantError(
-            f"the load-balance loss is {got:.6g} over {len(passes.balance)} micro-batches, and by its definition over"
+            f"the load-balance loss is {found:.6g} over {len(passes.balance)} micro-batches, and by its definition over"
             f" the minibatch it is {wanted:.6g}: {int(known_N.sum())} of its {len(known_N)} tokens have known experts,"
             " and no other ones count. Shares of choices are those of the whole minibatch, not of each part"
         )

@@ -1,8 +1,7 @@
 """Checks that the experts of a mixture are those that the sampler chose, and that routers and experts learn.
 
-What an expert computes is looked at in one place only: the learner's own pass that follows given choices. In it every
-router has the sampler's hidden states but for rounding, so a choice that it would not have made itself is between
-experts that score alike.
+The sampler's choices are judged in one place only: in a pass of the learner that follows them. In it every router has
+the sampler's hidden states but for rounding. So where it would have chosen otherwise, both experts score alike.
 """
 
 from __future__ import annotations
@@ -56,27 +55,27 @@ class StepTokens:
     packed: Packed
     mu_M: np.ndarray
     fresh_N: np.ndarray
-    """bool: tokens of segments that the weights of now said throughout."""
+    """bool: tokens of segments whose spoken tokens all come from the present weights."""
 
     @classmethod
     def of(cls, e: Experience, version: int) -> StepTokens | None:
-        found, total = list[Segment](), 0
+        segments, total = list[Segment](), 0
         for s in (s for g in e.groups for x in g.judged for s in x.segments):
             # The sampler that recorded the choices is this run's: demonstrations and other models have none or others.
-            own = s.routed is not None and s.mask.any() and not np.isin(s.version, (SHOWN, OUTSIDE, OPPOSED)).any()
+            recorded = s.routed is not None and s.mask.any() and not np.isin(s.version, (SHOWN, OUTSIDE, OPPOSED)).any()
             # Segments are taken whole. One that does not fit is left out, and a shorter one may still be taken.
-            if own and total + len(s.ids) <= TOKENS:
-                found.append(s)
+            if recorded and total + len(s.ids) <= TOKENS:
+                segments.append(s)
                 total += len(s.ids)
-        if not found:
+        if not segments:
             return None
-        fresh = np.array([bool(np.all(s.version[s.mask] == version)) for s in found])
+        fresh = np.array([bool(np.all(s.version[s.mask] == version)) for s in segments])
         return cls(
-            Packed.of(found),
+            Packed.of(segments),
             # Log-probs of spoken tokens alone, in the order of `Packed`.
-            np.concatenate([s.logp[s.mask] for s in found]),
+            np.concatenate([s.logp[s.mask] for s in segments]),
             # One flag for each packed token, not for each spoken one: experts compute the prompt as well.
-            np.repeat(fresh, [len(s.ids) for s in found]),
+            np.repeat(fresh, [len(s.ids) for s in segments]),
         )
 
 
@@ -96,7 +95,7 @@ def every_token_has_its_experts(packed: Packed) -> None:
 
 
 def choices_are_the_samplers(found: RoutedPass, packed: Packed, fresh_N: np.ndarray, dtype: str) -> Gauges:
-    """The sampler's choices are those that its weights of now make: no other expert scores higher, but for rounding.
+    """The sampler's choices are those that the present weights make: no other expert scores higher, but for rounding.
 
     Args:
         found: a pass of the learner that follows the choices.
@@ -132,13 +131,15 @@ def choices_are_the_samplers(found: RoutedPass, packed: Packed, fresh_N: np.ndar
 def learner_follows(roles: ReinforceRoles, routers: Routers, packed: Packed) -> Gauges:
     """The learner's scoring pass computes tokens by the experts it is given, whatever they are."""
     # One segment is enough: the choices of all its tokens are replaced.
-    one = packed.select([0])
-    assert one.routed_N is not None
-    known = known_rows(one.routed_N)[:, None, None]
+    segment = packed.select([0])
+    assert segment.routed_N is not None
+    known = known_rows(segment.routed_N)[:, None, None]
     # Every choice moved on by one: experts that no router chose. Only a pass that follows them agrees with the other.
-    given = replace(one, routed_N=np.where(known, (one.routed_N + 1) % routers.experts, one.routed_N).astype(np.int16))
-    wanted, told = routers.read(given, replay=True).logp, roles.learner.score(given)
-    gap, bound = float(np.abs(wanted - told).max()), FOLLOWS[roles.run.model.dtype]
+    shifted = replace(
+        segment, routed_N=np.where(known, (segment.routed_N + 1) % routers.experts, segment.routed_N).astype(np.int16)
+    )
+    wanted, scored = routers.read(shifted, replay=True).logp, roles.learner.score(shifted)
+    gap, bound = float(np.abs(wanted - scored).max()), FOLLOWS[roles.run.model.dtype]
     if not gap <= bound:
         raise InvariantError(
             f"model.router_replay={roles.run.model.router_replay}, and the learner does not follow the experts it is"
@@ -149,7 +150,11 @@ def learner_follows(roles: ReinforceRoles, routers: Routers, packed: Packed) -> 
 
 
 def load_gauges(routed: np.ndarray, experts: int) -> Gauges:
-    """Gauges of how evenly tokens are spread over the experts, mean over routers; [T, R, K] of known choices."""
+    """Gauges of how evenly tokens are spread over the experts, mean over routers.
+
+    Args:
+        routed: [T, R, K]: the K known choices of each token at each of R routers.
+    """
     # For each router [R, E]: how often each expert was chosen.
     count = np.stack([np.bincount(routed[:, r].ravel(), minlength=experts) for r in range(routed.shape[1])])
     share = count / np.maximum(count.sum(1, keepdims=True), 1)
@@ -165,7 +170,10 @@ def load_gauges(routed: np.ndarray, experts: int) -> Gauges:
 
 
 def differing(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """(share of choices, share of tokens with at least one) that are other sets of experts; [T, R, K] each."""
+    """How often the sets of experts differ; `a` and `b` are [T, R, K].
+
+    Returns the share of the T * R choices that differ, and the share of the tokens of which any choice differs.
+    """
     # As sets: the order within the K experts is that of their weights and may change by rounding.
     other = np.any(np.sort(a, 2) != np.sort(b, 2), 2)
     return float(other.mean()), float(other.any(1).mean())
@@ -173,11 +181,12 @@ def differing(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 
 @dataclass(frozen=True, eq=False)
 class FollowedExpert:
-    """An expert's number with the largest gradient, and its value before the optimizer step."""
+    """The element of an expert's weights with the largest gradient, and its value before the optimizer step."""
 
     parameter: str
     expert: int
     at: int
+    """Its place in the flattened parameter, which stacks all experts."""
     before: float
 
 
@@ -190,13 +199,14 @@ def experts_learn(
     heard: np.ndarray,
     certain: Callable[[], np.ndarray] | None = None,
 ) -> list[FollowedExpert]:
-    """Routers and experts that computed tokens which the loss learns from have a gradient; returns what must move in
-    the step.
+    """Routers and experts have a gradient if they computed tokens that the loss learns from.
+
+    Returns the elements that must move in the optimizer step.
 
     Args:
         trained: what the optimizer updates, by parameter. Frozen ones are not in it.
-        expected: (name, gradient, place) to the move that the step will make there, or None where that is not known.
-        first: the first of the experts that are followed; after the last one they begin anew.
+        expected: a function of (name, gradient, place) to the move that the step will make there; None if not known.
+        first: the number of the first expert that is followed. The walk over the experts goes on at the first one.
         heard: bool [M]: the tokens that the loss learns from (`learned_from`).
         certain: how often the learner has chosen each expert without doubt, where its passes did not follow the choices
             of the batch: `certain_load`. It is asked where an expert seems not to learn.
@@ -204,49 +214,50 @@ def experts_learn(
     Where ranks hold whole experts, each calls it at once and follows its own.
     """
     assert batch.routed_N is not None
-    # Experts that are never chosen rightly have no gradient, so the tokens of each are counted first.
-    loud, sure = load_of(batch, heard, batch.routed_N, routers.experts), None
-    out = list[FollowedExpert]()
+    # An expert that is never chosen has no gradient, and rightly so. Hence the tokens of each are counted first.
+    count, certain_counts = load_of(batch, heard, batch.routed_N, routers.experts), None
+    followed = list[FollowedExpert]()
     for r, (gate, names) in enumerate(zip(routers.names, routers.stacked, strict=True)):
         grads = {n: trained[n].grad for n in (gate, *names) if n in trained}
-        # All experts, for what is said of the layer; this rank's own, for what it can follow.
-        busy = np.flatnonzero(loud[r] >= LEARNS_FROM)
-        mine = np.flatnonzero(loud[r][routers.held] >= LEARNS_FROM)
+        # Of all experts, for the checks of the layer; and of this rank's own, whose weights it can follow.
+        busy = np.flatnonzero(count[r] >= LEARNS_FROM)
+        busy_here = np.flatnonzero(count[r][routers.held] >= LEARNS_FROM)
         if not len(busy):
             continue
         # An exchange of all ranks, so it comes before anything that one of them alone might raise.
-        size = {n: routers.of_all(_by_expert(g)) for n, g in grads.items() if n != gate and g is not None}
+        largest = {n: routers.of_all(_by_expert(g)) for n, g in grads.items() if n != gate and g is not None}
         weighs = batch.routed_N is not None and batch.routed_N.shape[2] > 1  # the weight of one expert may always be 1
         # A frozen router is not among the gradients and has nothing to learn.
         learns = gate not in grads or (grads[gate] is not None and bool(grads[gate].any()))
-        if weighs and not learns and any(s.any() for s in size.values()):
+        if weighs and not learns and any(s.any() for s in largest.values()):
             raise InvariantError(
                 f"router {gate} has no gradient, and the experts of its layer have one: the weights of the experts are"
                 " not computed by the learner's router. Replay the choice alone, or freeze the router"
                 " (optimizer.freeze)"
             )
-        for name, sizes in size.items():
+        for name, sizes in largest.items():
             # A layer with no gradient anywhere is frozen or cut off, which other checks tell.
             still = [e for e in busy.tolist() if not sizes[e] and sizes.any()]
             if still and certain is not None:
                 # A pass without replay costs a forward pass: it is made only when an expert looks wrong, and once for
                 # all layers.
-                sure = certain() if sure is None else sure
-                still = [e for e in still if sure[r][e] >= LEARNS_FROM]
+                certain_counts = certain() if certain_counts is None else certain_counts
+                still = [e for e in still if certain_counts[r][e] >= LEARNS_FROM]
             if still:
                 raise InvariantError(
-                    f"expert {still[0]} of {name} has no gradient, although it computed {int(loud[r][still[0]])} tokens"
+                    f"expert {still[0]} of {name} has no gradient, although it computed {int(count[r][still[0]])} tokens"
                     " that the loss learns from: it would never learn"
                 )
-            out += _followed(name, grads[name], trained[name], mine, expected)
+            followed += _followed(name, grads[name], trained[name], busy_here, expected)
     # Another part of the experts at each step, so that in time all of them are followed.
-    start = first % max(len(out), 1)
-    return (out[start:] + out[:start])[:AT_ONCE]
+    start = first % max(len(followed), 1)
+    return (followed[start:] + followed[:start])[:AT_ONCE]
 
 
 def learned_from(batch: Batch, passes: Passes) -> np.ndarray:
-    """bool [M]: the tokens that the loss asks something of and whose log-prob can move: not those that a trust region
-    or a choice of tokens silences, nor those that are certain, as where one token alone was kept.
+    """bool [M]: the tokens that the loss learns from: it has a gradient by their log-prob, and that can move.
+
+    Others are silenced by a trust region or by a choice of tokens, or are certain (as where one token alone was kept).
 
     >>> asked, logp = np.array([0.5, 0.0, 0.5]), np.array([-1.0, -1.0, 0.0])
     >>> (felt := np.abs(asked) * -np.expm1(logp)) > LOUD * felt.max()
@@ -268,7 +279,7 @@ def load_of(batch: Batch, heard: np.ndarray, routed_N: np.ndarray, experts: int)
 
 
 def certain_load(batch: Batch, heard: np.ndarray, alone: RoutedPass, experts: int, dtype: str) -> np.ndarray:
-    """The same of the choices that the learner's routers make now, without those that rounding decides.
+    """`load_of` the choices that the learner's routers make now, without those that rounding decides.
 
     Args:
         alone: a pass of the learner over the batch that follows no choices.
@@ -284,6 +295,7 @@ def _by_expert(gradient: Any) -> np.ndarray:
 
 
 def _followed(name: str, gradient: Any, tensor: Any, busy: np.ndarray, expected: Any) -> list[FollowedExpert]:
+    """Of each busy expert the element with the largest gradient, if the step moves it by more than rounding."""
     out, width = list[FollowedExpert](), gradient[0].numel()
     for e in busy.tolist():
         # Index into the flattened stack of all experts: expert e begins at e * width.
@@ -394,7 +406,7 @@ class ExpertsCheck(Observer):
 
 
 def _looks(packed: PackedEvent) -> bool:
-    """Returns whether the check looks at a minibatch: its experts are known."""
+    """Returns whether the check looks at a minibatch: the first of a due step, if its experts are known."""
     return packed.first and due(packed.index) and packed.batch.routed_N is not None
 
 
@@ -414,7 +426,10 @@ def _certain(
 
 
 def _moves(roles: ReinforceRoles, share: float) -> Any:
-    """The move of one number in the next optimizer step; None where an optimizer says only its direction."""
+    """A function that gives the move of one number in the next optimizer step, as `experts_learn` asks for it.
+
+    It gives None where an optimizer's definition holds only for whole updates (`ExpectedUpdate.along`).
+    """
     optimizer, config = roles.trainer.optimizer, roles.stage.optimizer
     norm = gradient_norm(optimizer, {n: p.grad for n, p in roles.trainer.trained().items() if p.grad is not None})
     part = {} if share == 1 else {"share": share}
