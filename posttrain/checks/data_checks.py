@@ -89,8 +89,8 @@ def demonstration_ends_once(
     spoken_N[packed.source_M + 1] = True
     # A turn ends where a spoken token has no spoken one behind it.
     turn_ends_N = spoken_N & ~np.append(spoken_N[1:], False)
-    stops_S = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
-    turns_S = np.bincount(packed.segment_M, weights=turn_ends_N[packed.source_M + 1], minlength=len(ends))
+    stops = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
+    turns = np.bincount(packed.segment_M, weights=turn_ends_N[packed.source_M + 1], minlength=len(ends))
     # In a whole turn the stop token and the end are at one place. Where a part may be masked, only a stop inside is
     # wrong.
     wrong_N = (stops_N & ~turn_ends_N) | ((turn_ends_N & ~stops_N) if whole_turns else False)
@@ -111,12 +111,12 @@ def demonstration_ends_once(
             else (
                 "ends in a stop token that is masked"
                 if not spoken_N[ends[s]]
-                else f"has {int(stops_S[s])} stop tokens for {int(turns_S[s])} turn{'s' if turns_S[s] > 1 else ''}"
+                else f"has {int(stops[s])} stop tokens for {int(turns[s])} turn{'s' if turns[s] > 1 else ''}"
             )
         )
         raise InvariantError(
             f"demonstration {decoded!r} {fault}, so the policy is taught"
-            f" {'to go on after its end' if stops_S[s] > turns_S[s] else 'never to stop'}. A demonstrated turn is imitated"
+            f" {'to go on after its end' if stops[s] > turns[s] else 'never to stop'}. A demonstrated turn is imitated"
             " up to and including exactly one stop token; look for a template that adds its own, or padding that is"
             " masked by its value"
         )

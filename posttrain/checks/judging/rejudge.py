@@ -29,7 +29,8 @@ GOLD = 8
 class RejudgedAnswers:
     """Answers that are judged again at every step: a right one that was judged at the start, and one of the step.
 
-    A second one of the step is added if an answer was cut off. If the environment vouches for its right answers, they must score 1 at the start and at every step.
+    A second one of the step is added if an answer was cut off. If the environment vouches for its right answers, they
+    must score 1 at the start and at every step.
     """
 
     text: Callable[[np.ndarray], str] = lambda ids: ""

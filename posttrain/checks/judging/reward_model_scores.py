@@ -180,8 +180,8 @@ def holds_what_was_trained(member: JudgeMember, folder: Path) -> None:
         raise InvariantError(f"reward model {member.name} holds none of the weights that stage {member.stage} kept")
     if differing := [n for n, t in loaded.items() if not torch.equal(t.detach().cpu(), kept[n])]:
         raise InvariantError(
-            f"{len(differing)} of {len(loaded)} weights of reward model {member.name} are not those that stage {member.stage}"
-            f" trained, such as {differing[0]}: it was not loaded, or another checkpoint was"
+            f"{len(differing)} of {len(loaded)} weights of reward model {member.name} are not those that stage"
+            f" {member.stage} trained, such as {differing[0]}: it was not loaded, or another checkpoint was"
         )
 
 

@@ -66,8 +66,8 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
     if "".join(answer.steps) != text(spoken) or list(answer.tokens) != ends:
         raise InvariantError(
             f"the steps of an answer to task {e.task.id!r} are {list(answer.steps)} and end at tokens"
-            f" {list(answer.tokens)}, and it says {text(spoken)!r}, whose steps end at {ends}: a label would be of another"
-            " step"
+            f" {list(answer.tokens)}, and it says {text(spoken)!r}, whose steps end at {ends}: a label would be of"
+            " another step"
         )
     # The walk over steps below reads all of these at one place.
     if not len(answer.steps) == len(answer.completions) == len(answer.values.right) == len(answer.values.asked):
@@ -78,8 +78,8 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
             if c.task.id != e.task.id or said(c)[: ends[k]].tolist() != spoken[: ends[k]].tolist():
                 raise InvariantError(
                     f"a completion from step {k + 1} of an answer to task {e.task.id!r} begins with"
-                    f" {text(said(c)[: ends[k]])!r}, and the answer with {text(spoken[: ends[k]])!r}: it is a completion"
-                    " from the end of another step"
+                    f" {text(said(c)[: ends[k]])!r}, and the answer with {text(spoken[: ends[k]])!r}: it is a"
+                    " completion from the end of another step"
                 )
         # Completions that nobody could judge leave the share. Counted as wrong they would lower the label.
         judged = [c.right.of(c.figure) for c in completions if c.figure is not None]
@@ -163,8 +163,8 @@ def steps_are_as_judged(roles: RewardRoles, batch: Batch, judged: Sequence[Judge
             t = int(np.flatnonzero(~((label_M[of_this] == want) | (np.isnan(label_M[of_this]) & np.isnan(want))))[0])
             raise InvariantError(
                 f"token {t + 1} of the completion of task {j.task.id!r}, after {roles.ends.text(ids[: t + 1])!r}, has"
-                f" the label {label_M[of_this][t]:g}, and the steps {list(j.steps)} say {want[t]:g} there (nan: none). A"
-                " label belongs to the last token of its step"
+                f" the label {label_M[of_this][t]:g}, and the steps {list(j.steps)} say {want[t]:g} there (nan: none)."
+                " A label belongs to the last token of its step"
             )
 
 

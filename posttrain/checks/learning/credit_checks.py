@@ -24,8 +24,8 @@ from posttrain.system.errors import InvariantError
 CREDIT_BOUND = 1e-9
 """Largest relative difference of one number computed two ways in float64."""
 STREAM_BOUND = 1e-3
-"""Largest relative difference of a stream. The scores of equal episodes differ by rounding, which depends on their place
-in a packed batch, and equal episodes are not told apart here."""
+"""Largest relative difference of a stream. The scores of equal episodes differ by rounding, which depends on their
+place in a packed batch, and equal episodes are not told apart here."""
 FAINT = 1e-9
 """Credit below this share of a step's largest may be a rounded 0. Such an episode may be left out of the batch."""
 
@@ -150,18 +150,16 @@ class StepCreditAudit:
         )
         if want is None:
             return
-        weight_by_id = {id(o): w for o, w in zip(members, want, strict=True)}
+        weight = {id(o): w for o, w in zip(members, want, strict=True)}
         for rows, options in zip(self._rows, found, strict=True):
             got = batch[WEIGHT][rows]
             # Equal answers are each other's twins: the weight is wrong only if it fits none of them.
-            twins = [o for o in self._by_key[options[0].key] if id(o) in weight_by_id]
-            if twins and all(
-                np.any(np.abs(got - weight_by_id[id(o)]) > CREDIT_BOUND * weight_by_id[id(o)]) for o in twins
-            ):
+            twins = [o for o in self._by_key[options[0].key] if id(o) in weight]
+            if twins and all(np.any(np.abs(got - weight[id(o)]) > CREDIT_BOUND * weight[id(o)]) for o in twins):
                 raise InvariantError(
                     f"weights are wrong: a token of task {twins[0].scored.episode.task.id!r} weighs {got[0]:.6g}, and"
                     f" aggregate={self._a.aggregate} over the {len(members)} episodes of its minibatch gives"
-                    f" {weight_by_id[id(twins[0])]:.6g}. Normalise once, over the whole minibatch, silent episodes included"
+                    f" {weight[id(twins[0])]:.6g}. Normalise once, over the whole minibatch, silent episodes included"
                 )
 
     def complete(self) -> None:

@@ -245,8 +245,8 @@ def experts_learn(
                 still = [e for e in still if certain_counts[r][e] >= LEARNS_FROM]
             if still:
                 raise InvariantError(
-                    f"expert {still[0]} of {name} has no gradient, although it computed {int(count[r][still[0]])} tokens"
-                    " that the loss learns from: it would never learn"
+                    f"expert {still[0]} of {name} has no gradient, although it computed {int(count[r][still[0]])}"
+                    " tokens that the loss learns from: it would never learn"
                 )
             followed += _followed(name, grads[name], trained[name], busy_here, expected)
     # Another part of the experts at each step, so that in time all of them are followed.
