@@ -79,8 +79,8 @@ def centred(b: Baseline, siblings: Siblings) -> tuple[Array, float]:
 @centred.register(Zero)
 @centred.register(ToGo)
 def _(b: Zero | ToGo, siblings: Siblings) -> tuple[Array, float]:
-    # `ToGo` takes off what lies before a token later, token by
-    # token (`step_credit._by_samples`): here both are the reward.
+    # `Zero` has no baseline. `ToGo` has none here either: `step_credit._by_samples`
+    # later takes off, token by token, what was earned before the token.
     return siblings.rewards, siblings.ema
 
 
@@ -149,9 +149,9 @@ def _(b: SecondBest, siblings: Siblings) -> tuple[Array, float]:
     r = siblings.rewards
     # Where two siblings are best, the second best is as good, and nobody has credit.
     order = np.argsort(r, kind="stable")
-    only = np.zeros_like(r)
-    only[order[-1]] = r[order[-1]] - r[order[-2]]
-    return only, siblings.ema
+    lead_G = np.zeros_like(r)
+    lead_G[order[-1]] = r[order[-1]] - r[order[-2]]
+    return lead_G, siblings.ema
 
 
 @centred.register
@@ -187,8 +187,11 @@ def _(b: Value, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 
 
 def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
-    """(advantage [T], return [T]). A turn's reward is at the end of the turn, the rest of the shaped reward at the last
-    spoken token, and the KL at the token that it is of (A05)."""
+    """(advantage [T], return [T]) of one sample, from its rewards per token (A05).
+
+    A turn's reward stands at the last token of the turn. The rest of the shaped reward stands at the last spoken token.
+    Each token's KL stands at the token itself.
+    """
     values_T = joined(s.scored[VALUE])
     rewards_T = s.paid_T - s.penalty_T
     if len(rewards_T):
@@ -203,9 +206,9 @@ def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
     advantage_T, return_T = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=value.gae_lambda)
     # Decoupled: values learn from targets with `gae_lambda`, while credit may
     # have a longer memory and so less bias. The values V_t are the same in both.
-    own = credit_lambda(value, s.spoken)
-    if own != value.gae_lambda:
-        advantage_T, _ = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=own)
+    lambda_of_credit = credit_lambda(value, s.spoken)
+    if lambda_of_credit != value.gae_lambda:
+        advantage_T, _ = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=lambda_of_credit)
     return advantage_T, return_T
 
 
@@ -222,7 +225,7 @@ def _(b: StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     """Process-supervised credit (A07). Steps are normalised over all steps of the group. The credit of a token is the
     sum over the steps that end at it or after it."""
     steps = [_steps(s) for s in samples]
-    # Nobody judged a step: each answer is one step that ends with it, and the rule becomes that of outcomes.
+    # Where no step was judged, each answer counts as one step. The rule is then that of outcomes.
     if not any(steps):
         steps = [[(s.spoken, s.shaped - s.charged)] for s in samples]
         noise = noise_of(samples)
@@ -247,10 +250,10 @@ def _(b: StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 
 def _steps(s: Sample) -> list[tuple[int, float]]:
     """(spoken tokens up to the step's end, value) of every judged step of an episode."""
-    found = s.scored.episode.verdicts
+    verdicts = s.scored.episode.verdicts
     return [
         (j.end, j.weight * j.verdict.score)
-        for j in found
+        for j in verdicts
         if j.end is not None and not j.paid and j.verdict.score is not None
     ]
 
@@ -258,13 +261,18 @@ def _steps(s: Sample) -> list[tuple[int, float]]:
 @by_token.register
 def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     """Reward minus the mean over the siblings that have a token t, weighted by their energy W_t up to t (OTB, A04).
-    Rewards 1, 0 with energies .5, .5, .5 and 1.5, .5: W = .5, 1, 1.5 and 1.5, 2; means 1/4, 1/3; credit 3/4, 2/3, 0 and
-    -1/4, -1/3."""
+
+        sibling   reward   energies      W               credit
+        1         1        .5, .5, .5    .5, 1, 1.5      3/4, 2/3, 0
+        2         0        1.5, .5       1.5, 2          -1/4, -1/3
+
+    The means at tokens 1 and 2 are .5 / 2 = 1/4 and 1 / 3. Only sibling 1 has a token 3, so its credit there is 0.
+    """
     rewards = np.array([s.shaped - s.charged for s in samples])
     if not spread(rewards, noise_of(samples)):
         return TokenCredit([np.zeros(s.spoken) for s in samples], True)
-    # [G, T] with W_t in the row of each sibling. Behind its end a
-    # row stays 0: who says no token t has no part in the mean at t.
+    # [G, T] with W_t in the row of each sibling. Behind the sibling's
+    # end the row stays 0: a sibling without a token t has no part in the mean at t.
     weight_GT = np.zeros((len(samples), max(s.spoken for s in samples)))
     for row_T, s in zip(weight_GT, samples, strict=True):
         row_T[: s.spoken] = np.cumsum(joined(s.scored[ENERGY]))
@@ -284,8 +292,12 @@ def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 
 @by_token.register
 def _(b: ImplicitOthers, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
-    """Eq. 5 of 2502.01456. Outcomes 1, 0 and process rewards [.2, 0], [-.1]: outcome credit 1, -1; means .1, -.1; the
-    first answer's process rewards less -.1 are .3, .1, so its credit is 1.4, 1.1; the second's is -1 - .2 = -1.2."""
+    """Eq. 5 of 2502.01456: credit of the outcome, plus the sum to go of process rewards less the others' mean.
+
+    Outcomes 1, 0 and process rewards [.2, 0], [-.1]. The outcome credit is 1, -1; mean process rewards are .1, -.1.
+    The first answer's process rewards less -.1 are .3, .1. Their sums to go are .4, .1, so its credit is 1.4, 1.1.
+    The second answer's credit is -1 + (-.1 - .1) = -1.2.
+    """
     rewards = np.array([s.shaped - s.charged for s in samples])
     if not spread(rewards, noise_of(samples)):
         return TokenCredit([np.zeros(s.spoken) for s in samples], True)

@@ -20,10 +20,11 @@ from posttrain.ladder.algorithm import Algorithm
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One sibling, shaped."""
+    """One sibling of a prompt after shaping: its reward, and what credit adds or subtracts at single tokens."""
 
     scored: Scored
     shaped: float
+    """The reward after shaping."""
     size: float
     """Sum of the absolute terms of `shaped`: the sources' weighted scores and what shaping added."""
     penalty_T: Array
@@ -31,9 +32,11 @@ class Sample:
     paid_T: Array
     """Rewards of turns, at the last token of each turn; zeros where the algorithm learns from no rewards."""
     dropped: str
+    """Why the episode may have no gradient; '' where it may have one."""
 
     @property
     def spoken(self) -> int:
+        """Number of spoken tokens T."""
         return self.scored.episode.spoken
 
     @property
@@ -61,14 +64,14 @@ def noise_of(samples: Sequence[Sample], *, charged: bool = True) -> float:
 
 
 def penalty(a: Algorithm, scored: Scored) -> Array:
-    """coef * estimate per spoken token [T] of a KL in the credit (A34), under the anchor's log-probs; else zeros."""
+    """coef * KL estimate of each spoken token [T] where the credit has a KL (A34); zeros where it has none."""
     pull = a.kl_in_credit
     if pull is None:
         return np.zeros(scored.episode.spoken)
-    # The estimate is one under the policy that drew the tokens. With anchor=start that is the
-    # learner as it begins the step; else the sampler's own log-probs are taken, which cost no pass.
-    said_T = joined(scored[START]) if a.anchor == "start" else said_logp(scored)
-    gap_T = said_T - joined(scored[REFERENCE])
+    # The KL compares the policy that drew the tokens with the reference. With anchor=start that is the learner
+    # at the start of the step. Otherwise the sampler's own log-probs are taken, which cost no forward pass.
+    drawn_T = joined(scored[START]) if a.anchor == "start" else said_logp(scored)
+    gap_T = drawn_T - joined(scored[REFERENCE])
     # The loss differentiates the same function, so that both placements have one formula. Credit is numpy in float64.
     each_T = reference_penalty.estimate(pull.estimator, torch.from_numpy(gap_T)).numpy()  # pyright: ignore[reportUnknownMemberType]
     return pull.coef * each_T * early_weight(pull.early, gap_T)
@@ -83,7 +86,8 @@ def early_weight(early: float, gap_T: Array) -> Array:
     total = math.fsum(size_T)
     if not early or total <= 0:
         return np.ones_like(gap_T)
-    # cumsum less the token's own size is what lies before it; 1 less its share is what lies at the token or after it.
+    # cumsum - size is the sum before the token. Divided by the total and subtracted from 1,
+    # it is the share that lies at the token or after it.
     return 1 + early * (1 - (np.cumsum(size_T) - size_T) / total)
 
 

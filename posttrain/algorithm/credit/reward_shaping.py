@@ -137,6 +137,7 @@ def _(piece: RankLength, rewards: Array, episodes: Sequence[Episode], max_tokens
 
 @shape.register
 def _(piece: TargetLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    """exact: R - alpha * |target - length|. most: R * clip(alpha * (target - length) + .5, 0, 1)."""
     gap = np.array([float(e.task.info.get("n_gold", piece.target)) for e in episodes]) - _length(episodes)
     alpha = piece.alpha
     return rewards - alpha * np.abs(gap) if piece.form == "exact" else rewards * np.clip(alpha * gap + 0.5, 0.0, 1.0)
@@ -144,7 +145,8 @@ def _(piece: TargetLength, rewards: Array, episodes: Sequence[Episode], max_toke
 
 @grown.register
 def _(piece: TargetLength, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
-    return terms if piece.form == "most" else terms + np.abs(after - rewards)  # most: a share of them
+    # The form "most" multiplies the reward by a number of [0, 1], so its terms do not grow.
+    return terms if piece.form == "most" else terms + np.abs(after - rewards)
 
 
 @shape.register
@@ -185,6 +187,7 @@ def _(piece: Gate, rewards: Array, episodes: Sequence[Episode], max_tokens: int)
 
 @shape.register
 def _(piece: RelativeLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    """length_ref / length - 1 + coef * (R - R_ref), with the reference policy's means on the same task."""
     known = _references(episodes)
     return known[:, 0] / np.maximum(_length(episodes), 1.0) - 1 + piece.coef * (rewards - known[:, 1])
 
@@ -226,11 +229,12 @@ def best_of(rewards: Array, k: int) -> Array:
     total = math.comb(n - 1, k - 1)
     # Of the subsets that contain i, the sample at rank j > rank(i) is the best in C(j - 1, k - 2).
     above = np.array([math.comb(j - 1, k - 2) if k >= 2 and j >= 1 else 0 for j in range(n)], np.float64) * low_to_high
-    # `after`: subsets in which a better one is best. `own`: those in which i is, with k - 1 others from the j below it.
-    after = np.concatenate([np.cumsum(above[::-1])[::-1][1:], [0.0]])
-    own = np.array([math.comb(j, k - 1) for j in range(n)], np.float64) * low_to_high
+    # `better_is_best`: subsets in which a better sample than i is best.
+    # `as_best`: subsets in which i is best, with k - 1 others from the j samples below it.
+    better_is_best = np.concatenate([np.cumsum(above[::-1])[::-1][1:], [0.0]])
+    as_best = np.array([math.comb(j, k - 1) for j in range(n)], np.float64) * low_to_high
     out = np.empty(n)
-    out[order] = (own + after) / total
+    out[order] = (as_best + better_is_best) / total
     # The sort puts equal rewards in some order, and the rank
     # decides the result. Their mean gives each of them the same.
     for value in np.unique(rewards):
@@ -265,8 +269,8 @@ def best_spread(rewards: Array, k: int) -> float:
     # The sample at rank j is the best of C(j, k - 1) of the C(n, k) subsets.
     chance = np.array([math.comb(j, k - 1) for j in range(n)], np.float64) / math.comb(n, k)
     best = np.sort(rewards)
-    mean = math.fsum(chance * best)
-    return math.sqrt(math.fsum(chance * (best - mean) ** 2))
+    expected = math.fsum(chance * best)
+    return math.sqrt(math.fsum(chance * (best - expected) ** 2))
 
 
 def repeated(ids: Sequence[int] | NDArray[np.int32], n: int) -> float:

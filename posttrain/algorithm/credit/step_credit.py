@@ -7,8 +7,11 @@ Baselines are in `algorithm.credit.baseline_values`, shapings in `algorithm.cred
 than two rewards, or where max - min is at most their resolution times the largest sum of absolute terms. This is tested
 before any division (`core.measure.equal_numbers`). Scales and whitening use the same rule.
 
-Worked example, rewards [1, 0, 0, 1] of one prompt: groupmean [.5, -.5, -.5, .5], with group_std +-.8660, others
-+-.6667.
+Worked example, rewards [1, 0, 0, 1] of one prompt:
+
+    baseline groupmean                     [.5, -.5, -.5, .5]
+    baseline groupmean, scale group_std    [.8660, -.8660, -.8660, .8660]
+    baseline others                        [.6667, -.6667, -.6667, .6667]
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ def credit_step(
         groups: groups with their judged episodes scored; a group may have none.
         max_tokens: L_max of the sampling contract (`Overlong`, `Cosine`).
         ema: the moving baseline before this step (`Ema`); other baselines return it unchanged.
-        emas: that of each source of tasks, where there is one for each.
+        emas: the moving baselines of single sources of tasks, by source (`SourceEma`); empty for other baselines.
 
     Raises:
         InvariantError: a stream that the algorithm reads is missing.
@@ -60,26 +63,29 @@ def credit_step(
     samples_P = [_samples(a, g, max_tokens) for g in groups]
     returns: list[Array | None] = [None] * sum(len(samples) for samples in samples_P)
     if a.baseline.per_token:
-        found_P = [by_token(a.baseline, a, samples) for samples in samples_P]
-        raw, silent_P = [x for found in found_P for x in found.credit], [found.silent for found in found_P]
-        returns = [x for found in found_P for x in found.returns or [None] * len(found.credit)]
+        credits_P = [by_token(a.baseline, a, samples) for samples in samples_P]
+        raw, silent_P = [x for found in credits_P for x in found.credit], [found.silent for found in credits_P]
+        returns = [x for found in credits_P for x in found.returns or [None] * len(found.credit)]
     else:
         raw, silent_P, moving = _by_samples(a, samples_P, groups, {**emas, ALL: ema})
         ema, emas = moving.pop(ALL), moving
-    flat = [s for samples in samples_P for s in samples]
+    samples_in_order = [s for samples in samples_P for s in samples]
     final = (
         raw
         if a.whiten is None
         else whitened(
-            a.whiten, raw, [_source(s) for s in flat], [_credit_noise(a, s, x) for s, x in zip(flat, raw, strict=True)]
+            a.whiten,
+            raw,
+            [_source(s) for s in samples_in_order],
+            [_credit_noise(a, s, x) for s, x in zip(samples_in_order, raw, strict=True)],
         )
     )
     if a.charges_tokens:
-        final = [x - s.penalty_T for x, s in zip(final, flat, strict=True)]
+        final = [x - s.penalty_T for x, s in zip(final, samples_in_order, strict=True)]
     # The discount of replayed groups comes last of all. Earlier it would
     # change the mean and deviation by which fresh groups are whitened.
-    whose = (g.group.discount for g, samples in zip(groups, samples_P, strict=True) for _ in samples)
-    final = [x if d == 1 else x * d for x, d in zip(final, whose, strict=True)]
+    discounts = (g.group.discount for g, samples in zip(groups, samples_P, strict=True) for _ in samples)
+    final = [x if d == 1 else x * d for x, d in zip(final, discounts, strict=True)]
     # Flat lists in the order of group and sibling: `_episode_credit` takes them back in this order.
     rows = iter(zip(final, returns, strict=True))
     return Credit(
@@ -113,11 +119,11 @@ def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
     episodes = [s.episode for s in group.episodes]
     raw = np.array([0.0 if a.rewards == "none" else e.reward for e in episodes], np.float64)
     terms = np.array([0.0 if a.rewards == "none" else size(e.verdicts) for e in episodes], np.float64)
-    # What is shaped is learned from; the raw outcome stays in the episode, for filters and pass rates.
+    # The policy learns from the shaped reward. The raw outcome stays in the episode, for filters and pass rates.
     rewards, dropped = shaped(a.shape, raw, episodes, max_tokens)
     terms = sizes(a.shape, raw, terms, episodes, max_tokens)
-    # Without its baseline a reward would count in full here and as
-    # a difference elsewhere: the prompt is not learned from at all.
+    # Without its baseline the reward of this prompt would count in full, while those of
+    # other prompts count as differences. So nothing is learned from the prompt.
     if a.baseline.greedy and (group.group.greedy is None or group.group.greedy.reward is None):
         dropped = ["the greedy answer was not judged"] * len(episodes)
     dropped = [why or s.unhinted for why, s in zip(dropped, group.episodes, strict=True)]
@@ -132,11 +138,13 @@ def _source(s: Sample) -> str:
 
 
 def _credit_noise(a: Algorithm, s: Sample, credit_T: Array) -> float:
-    """Size up to which a sample's credit counts as rounding, for whitening. It is computed from the terms of its
-    reward, its baseline and its values. It is 0 where siblings were compared, because equal ones
-    have credit 0 already."""
-    # Whitening divides by the deviation. Where all credit is equal up to rounding it would blow that rounding up to 1,
-    # so the size of the terms is needed: reward, baseline (bounded by reward and credit together), and V_t and V_{t+1}.
+    """Size up to which a sample's credit counts as rounding, for whitening.
+
+    It is 0 where siblings were compared, because equal siblings have credit 0 already.
+    """
+    # Whitening divides by the deviation. Where all credit is equal up to rounding, the division would
+    # turn this rounding into credit of size 1. Rounding grows with the terms that credit is computed from:
+    # the reward, the baseline (no larger than reward and credit together), and the values V_t and V_{t+1}.
     if a.group_relative:
         return 0.0
     values = (
@@ -155,8 +163,9 @@ def _by_samples(
 ) -> tuple[list[Array], list[bool], dict[str, float]]:
     """Credit [T] of every sample, from its reward and those of its siblings, and the moving baselines afterwards.
 
-    A KL in the reward is subtracted as a sum to go or from the whole episode. The scale is that of whole rewards. It
-    divides all of the credit, so also the KL to go and what was paid for turns.
+    A KL in the reward is subtracted from the whole episode, or from each token as the sum from this token on ("to
+    go"). The scale is computed from whole rewards. It divides all of the credit, also the KL to go and the rewards of
+    turns.
     """
     # Two passes. The first gives one number a sample: reward less baseline. The second spreads it
     # over the tokens, takes off what lies before a token, and divides. Only the second needs T.
@@ -167,30 +176,30 @@ def _by_samples(
         centred_P = [_each_source(a, [s.scored for s in samples]) for samples in samples_P]
         silent_P = [not np.any(c) for c in centred_P]
     else:
-        # With the whole KL taken off: spread, noise and scale are
-        # about these numbers, also where the KL is charged to go.
+        # Rewards less the whole KL. Spread, noise and scale are computed
+        # from these numbers, also where each token pays its KL to go.
         rewards_P = [np.array([s.shaped - (s.charged if in_reward else 0.0) for s in samples]) for samples in samples_P]
         noise_P = [noise_of(samples, charged=in_reward) for samples in samples_P]
         silent_P = [relative and not spread(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
         centred_P = []
         for r, silent, samples, group in zip(rewards_P, silent_P, samples_P, groups, strict=True):
             lengths = np.array([s.spoken for s in samples], np.float64)
-            # To go, each token pays the KL from it on below, so the sample itself must not pay it here a second time.
+            # With a KL to go, each token pays its part in the second pass. So the sample does not pay it here as well.
             uncharged = np.array([s.shaped for s in samples]) if to_go else r
             # All siblings have one task, and so one source.
-            of = _source(samples[0]) if samples and a.baseline.each_source else ALL
+            source = _source(samples[0]) if samples and a.baseline.each_source else ALL
             # A silent group keeps zeros. A moving baseline is never silent,
             # since it compares no siblings, so it sees every reward.
-            own, after = (np.zeros_like(r), moving.get(of, 0.0))
+            centred_G, after = (np.zeros_like(r), moving.get(source, 0.0))
             if not silent:
-                own, after = _centred(a, uncharged, lengths, group, after)
+                centred_G, after = _centred(a, uncharged, lengths, group, after)
             # From group to group in order: the next one is compared with the average that this one left.
-            moving |= {of: after} if samples else {}
-            centred_P.append(own)
+            moving |= {source: after} if samples else {}
+            centred_P.append(centred_G)
         divisors = _scales(a, rewards_P, noise_P, samples_P)
     raw: list[Array] = []
-    for own, d, samples in zip(centred_P, divisors, samples_P, strict=True):
-        for x, s in zip(own, samples, strict=True):
+    for centred_G, d, samples in zip(centred_P, divisors, samples_P, strict=True):
+        for x, s in zip(centred_G, samples, strict=True):
             # Reversed cumulative sum: token t pays sum_{k >= t} coef * KL_k.
             x_T = x - (np.cumsum(s.penalty_T[::-1])[::-1] if to_go and in_reward else np.zeros(s.spoken))
             if a.baseline.earns_to_go:
@@ -205,8 +214,8 @@ def _by_samples(
 def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: float) -> tuple[Array, float]:
     """(reward minus baseline [G] of one prompt, the moving baseline afterwards)."""
     greedy = group.group.greedy
-    best = 0.0 if greedy is None or greedy.reward is None else greedy.reward
-    return centred(a.baseline, Siblings(r, lengths, best, ema, group.group.again, group.episodes))
+    greedy_reward = 0.0 if greedy is None or greedy.reward is None else greedy.reward
+    return centred(a.baseline, Siblings(r, lengths, greedy_reward, ema, group.group.again, group.episodes))
 
 
 def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
@@ -227,32 +236,38 @@ def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
             continue
         lengths = np.array([scored[i].episode.spoken for i, _, _ in valued], np.float64)
         # Only baselines with `of_sources` come here. They read rewards alone.
-        own, _ = centred(a.baseline, Siblings(r, lengths))
+        centred_V, _ = centred(a.baseline, Siblings(r, lengths))
         scale = _std(r, noise) if a.scale == "group_std" else 1.0
-        for (i, weight, _), x in zip(valued, own, strict=True):
+        for (i, weight, _), x in zip(valued, centred_V, strict=True):
             total[i] += weight * x / scale
     return total
 
 
 def _of_source(scored: Sequence[Scored], source: str) -> list[tuple[int, float, float]]:
-    """(sibling, weight, score) of each sibling that a source gave a value.
-    A source that pays turns has a sum for every sibling."""
-    given = [[j for j in s.episode.verdicts if j.source == source and j.counts] for s in scored]
-    # The weights are inside the sum, so the sum itself counts 1. A
-    # sibling that was paid nothing has the value 0, not an abstention.
-    if any(j.paid for js in given for j in js):
-        return [(i, 1.0, math.fsum(j.weight * (j.verdict.score or 0.0) for j in js)) for i, js in enumerate(given)]
-    return [(i, j.weight, j.verdict.score) for i, js in enumerate(given) for j in js if j.verdict.score is not None]
+    """(sibling, weight, score) of each sibling to which a source gave a value.
+
+    A source that pays turns gives every sibling the weighted sum of these payments, with weight 1.
+    """
+    verdicts_G = [[j for j in s.episode.verdicts if j.source == source and j.counts] for s in scored]
+    # The weights are inside the sum, so the sum has weight 1. A sibling
+    # that was paid nothing has the value 0; it is not left out.
+    if any(j.paid for js in verdicts_G for j in js):
+        return [(i, 1.0, math.fsum(j.weight * (j.verdict.score or 0.0) for j in js)) for i, js in enumerate(verdicts_G)]
+    return [
+        (i, j.weight, j.verdict.score) for i, js in enumerate(verdicts_G) for j in js if j.verdict.score is not None
+    ]
 
 
 def _noise_of_source(scored: Sequence[Scored], source: str) -> float:
     """The largest difference of the siblings' scores of one source that counts as rounding."""
-    given = [
+    verdicts_G = [
         [j for j in s.episode.verdicts if j.source == source and j.counts and j.verdict.score is not None]
         for s in scored
     ]
-    one = [math.fsum(abs(j.verdict.score or 0.0) * (abs(j.weight) if j.paid else 1.0) for j in js) for js in given]
-    return rounding(one, max((j.resolution for js in given for j in js), default=0.0))
+    sizes_G = [
+        math.fsum(abs(j.verdict.score or 0.0) * (abs(j.weight) if j.paid else 1.0) for j in js) for js in verdicts_G
+    ]
+    return rounding(sizes_G, max((j.resolution for js in verdicts_G for j in js), default=0.0))
 
 
 def _scales(
@@ -294,7 +309,7 @@ def _scales(
 
 def _episode_credit(s: Sample, advantage_T: Array, return_T: Array | None) -> EpisodeCredit:
     """The per-token arrays cut back into the episode's segments."""
-    # [T] over all segments back to one array a segment, as streams of an episode lie.
+    # [T] over all segments becomes one array for each segment: streams of an episode have this form.
     cuts = np.cumsum([segment.spoken for segment in s.scored.episode.segments])[:-1]
     parts = tuple(np.split(advantage_T, cuts))
     return EpisodeCredit(

@@ -1,8 +1,7 @@
-"""Turn-level credit: which turn a reward is for, and the rewards of other siblings at the same turn or in the same
-state.
+"""Turn-level credit: a turn's reward is compared with turns of the siblings, of the same number or from the same state.
 
-A turn is a run of spoken tokens. Everything is counted in spoken tokens over the episode's segments, so observations
-are in no sum.
+A turn is a run of spoken tokens. Positions count the spoken tokens of all segments of an episode, so observations are
+in no sum.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ class Turn:
     history: bytes
     """All tokens of the segment before the turn."""
     paid: float
+    """The rewards that were given for this turn."""
 
 
 def turns(episode: Episode) -> list[Turn]:
@@ -78,20 +78,22 @@ def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: flo
     rewards of turns are subtracted from them before they are compared. `noise` is right for every part of a reward,
     because the rewards of turns are among its terms.
     """
-    # A_k = outcome * A(R) + A(paid_k), where R is the reward without what turns were
-    # paid: else a turn's reward would count in its own term and in the outcome's.
-    own = [turns(e) for e in episodes]
+    # A_k = outcome * A(R) + A(paid_k), where R is the reward less the rewards of all turns:
+    # else a turn's reward would count in its own term and in the outcome's.
+    turns_G = [turns(e) for e in episodes]
     outcome = compared(
-        np.array([r - math.fsum(t.paid for t in ts) for r, ts in zip(rewards, own, strict=True)]), noise, scaled=scaled
+        np.array([r - math.fsum(t.paid for t in ts) for r, ts in zip(rewards, turns_G, strict=True)]),
+        noise,
+        scaled=scaled,
     )
     out = [np.full(e.spoken, b.outcome * a) for e, a in zip(episodes, outcome, strict=True)]
-    for number in range(max(map(len, own), default=0)):
-        # Turn k is compared among those that have a turn k. One that
-        # is alone has no spread, and so no credit for the turn.
-        there = [i for i, ts in enumerate(own) if number < len(ts)]
-        credit = compared(np.array([own[i][number].paid for i in there]), noise, scaled=scaled)
-        for i, a in zip(there, credit, strict=True):
-            out[i][own[i][number].begin : own[i][number].end] += a
+    for number in range(max(map(len, turns_G), default=0)):
+        # Turn k is compared among the episodes that have a turn k. An
+        # episode that is alone there gets no credit for the turn.
+        having = [i for i, ts in enumerate(turns_G) if number < len(ts)]
+        credit = compared(np.array([turns_G[i][number].paid for i in having]), noise, scaled=scaled)
+        for i, a in zip(having, credit, strict=True):
+            out[i][turns_G[i][number].begin : turns_G[i][number].end] += a
     return out
 
 
@@ -101,12 +103,12 @@ def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, noise: 
     A turn's return is the sum of the rewards from this turn on, discounted once per turn. The part of the reward that
     was not paid for a turn counts at the last turn.
     """
-    own = [turns(e) for e in episodes]
+    turns_G = [turns(e) for e in episodes]
     out = [np.full(e.spoken, a) for e, a in zip(episodes, compared(rewards, noise, scaled=scaled), strict=True)]
     # First every turn gets its return g_k = r_k + gamma g_{k+1}, from the last one backwards.
     # Then turns from equal states, of whichever sibling and number, are compared as one group.
-    same: defaultdict[bytes, list[tuple[int, Turn, float]]] = defaultdict(list)
-    for i, (ts, reward) in enumerate(zip(own, rewards, strict=True)):
+    by_key: defaultdict[bytes, list[tuple[int, Turn, float]]] = defaultdict(list)
+    for i, (ts, reward) in enumerate(zip(turns_G, rewards, strict=True)):
         to_go = 0.0
         rest = reward - math.fsum(t.paid for t in ts)
         for t in reversed(ts):
@@ -114,8 +116,8 @@ def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, noise: 
             # The rest of the reward is earned at the end of the episode:
             # the first turn of this walk takes it, and no other.
             rest = 0.0
-            same[t.observation if b.by == "observation" else t.history].append((i, t, to_go))
-    for members in same.values():
+            by_key[t.observation if b.by == "observation" else t.history].append((i, t, to_go))
+    for members in by_key.values():
         for (i, t, _), a in zip(
             members, compared(np.array([x for *_, x in members]), noise, scaled=scaled), strict=True
         ):

@@ -49,7 +49,7 @@ def v_trace(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(advantage [T], return [T]) of an episode that another policy sampled (1802.01561, Eq. 1 and 4.2).
 
-    With rho_t = min(cap, ratio_t) and c_t = lambda * rho_t, of ratio = start/mu:
+    With ratio = start/mu, rho_t = min(cap, ratio_t) and c_t = lambda * rho_t:
 
         return_t = V_t + rho_t * delta_t + gamma * c_t * (return_{t+1} - V_{t+1})
         A_t = r_t + gamma * return_{t+1} - V_t
@@ -64,8 +64,8 @@ def v_trace(
         # One bounded ratio serves as rho and, times lambda, as c: the paper's rho-bar and c-bar are both `cap` here.
         rho = min(cap, float(ratio_T[t]))
         delta = rewards_T[t] + gamma * value_next - values_T[t]
-        # It looks at the corrected target of the next token, not at
-        # its value: q_t = r_t + gamma * v_{t+1} in the paper.
+        # The advantage reads the corrected target of the next token, not its
+        # value: q_t = r_t + gamma * v_{t+1} in the paper, where v is the target.
         advantage_T[t] = rewards_T[t] + gamma * return_next - values_T[t]
         return_T[t] = values_T[t] + rho * delta + gamma * gae_lambda * rho * (return_next - value_next)
         value_next, return_next = values_T[t], return_T[t]

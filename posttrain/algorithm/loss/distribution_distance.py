@@ -1,7 +1,7 @@
 """Distances between two next-token distributions at the sampled positions: binary, top-k, and whole.
 
-P is the sampler's distribution (or the teacher's), Q the policy's. There are K candidate tokens; all other tokens are
-summed into one.
+Q is the policy's distribution. P is the one it is compared with: the anchor's (often the sampler's), or a teacher's.
+There are K candidate tokens; all other tokens are summed into one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def distance(
     mu .99, pi .8: TV .19, KL .181. Top-2 of mu [.5, .3, .1, .06, .04] against pi [.4, .35, .12, .05, .08]: TV .10, KL
     .0207.
     """
-    # [M, K]: the candidates as columns; what they leave to 1 is one more outcome, made by the distances themselves.
+    # [M, K]: the candidates as columns. All other tokens together are one
+    # more outcome, of probability 1 - sum: the distances below add it.
     p, q = logp_M[:, None], logq_M[:, None]
     if region.top:
         ids_MK = batch[TOP_IDS]
@@ -38,7 +39,7 @@ def distance(
                 " asked for them (candidates_MK)"
             )
         inside = ids_MK == batch.target_M[:, None]
-        # A sampled token that is among the candidates would be counted twice by its own column.
+        # The sampled token gets a column of its own, unless it is among the candidates: it would count twice.
         apart = ~inside.any(1, keepdim=True)
         # Log-prob -inf is probability 0: the extra column then adds nothing, and the rest is not made smaller by it.
         p = torch.cat([batch[TOP_LOGP], p.masked_fill(~apart, -torch.inf)], 1)

@@ -1,10 +1,11 @@
 """The load-balance loss of a mixture of experts: experts * sum_i f_i P_i (GShard 2006.16668, Switch 2101.03961).
 
 f_i is how often expert i was chosen for a token, P_i its mean probability, both over tokens and layers, as transformers
-has it. It is least, and equal to the number of experts of a token, where every expert has the same share.
+has it. The loss is least where every expert has the same share. There it equals K, the number of experts chosen for a
+token.
 
-f is taken from the choices that the batch holds, over the whole minibatch: it is a number, and has no gradient. So the
-loss is linear in the routers' probabilities, a sum over tokens, and cutting the batch changes nothing.
+f is counted from the choices that the batch holds, over the whole minibatch. It is a number without a gradient. So the
+loss is a sum over tokens, linear in the routers' probabilities, and a split of the batch changes nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def balance_weights(routed_N: np.ndarray, experts: int) -> np.ndarray:
 
 
 def to_balance(batch: Batch, experts: int) -> Batch:
-    """The minibatch with what its load-balance loss needs.
+    """The minibatch with the weight of each expert in its load-balance loss (`Batch.balance_E`).
 
     Raises:
         InvariantError: no choice of a router is known of it.
@@ -65,13 +66,13 @@ class BalancedLoss:
         return self.loss.reads(micro)
 
     def terms(self, micro: Batch, scores: TokenScores) -> Terms:
-        own = self.loss.terms(micro, scores)
+        plain = self.loss.terms(micro, scores)
         if scores.balance is None:
             raise InvariantError("a load-balance loss was asked for, and the learner's pass has none")
         # Count 0: micro-batches add up to the loss of the minibatch, which
         # is one number and not a mean over them. `gauges` sets the 1.
         part = Gauge(float(scores.balance.detach()), 0)
-        return Terms(own.loss + self.coef * scores.balance.to(own.loss.dtype), {**own.gauges, GAUGE: part})
+        return Terms(plain.loss + self.coef * scores.balance.to(plain.loss.dtype), {**plain.gauges, GAUGE: part})
 
     def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
         return {**self.loss.gauges(batch, parts), GAUGE: Gauge(sum(p.gauges[GAUGE].sum for p in parts), 1)}

@@ -25,7 +25,9 @@ STEP_SHARE = "optim/share"
 class Loss(Protocol):
     """A loss that is a sum over the spoken tokens of a minibatch, so that its micro-batches add up."""
 
-    def reads(self, micro: Batch) -> Reads: ...
+    def reads(self, micro: Batch) -> Reads:
+        """Which scores the forward pass of this micro-batch must give."""
+        ...
 
     def terms(self, micro: Batch, scores: TokenScores) -> Terms:
         """Loss and gauges of one micro-batch of whole units."""
@@ -55,7 +57,7 @@ class PolicyLoss:
         return objective(self.algorithm, streams(micro, scores.logp.device), scores)
 
     def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
-        # The share is read from all micro-batches together, after the last forward pass and before the optimizer steps.
+        # The share is computed from all micro-batches together: after the last forward pass, before the optimizer step.
         whole, scale = merge(*(p.gauges for p in parts)), self.algorithm.step_scale
         return whole if scale is None else {**whole, STEP_SHARE: Gauge(step_share(scale, whole), 1)}
 

@@ -1,5 +1,7 @@
-"""Streams that are made over a whole minibatch before it is split, so that a split changes nothing: which tokens are
-chosen, imitated or shown, and how the proximal anchor mixes them.
+"""Streams that are made over a whole minibatch before it is split, so that a split changes nothing.
+
+They say which tokens are chosen, imitated, heard or shown, how the proximal anchor mixes sampler and policy, and which
+top-k candidates the sampler recorded.
 
 To add one, write its `Stream` and its `Maker` here, and put the maker into `WHOLE` (see `core/streams.py`).
 """
@@ -78,7 +80,8 @@ def _chosen(w: MinibatchContext) -> np.ndarray:
 def _imitated(w: MinibatchContext) -> np.ndarray:
     """Equal weights for the shown tokens, or for the policy's own tokens in solved episodes."""
     assert w.algorithm.imitate is not None
-    # [E], spread to tokens by `sequence_M`. Demonstrations are never imitated as solved: the policy did not say them.
+    # [E], spread to tokens by `sequence_M`. A demonstration does not count as a
+    # solved episode here, because the policy did not write it.
     solved = np.array([e.episode.solved for e in w.credits])
     wanted = w.shown_M if w.algorithm.imitate.of == "shown" else solved[w.batch.sequence_M] & ~w.shown_M
     # With nothing to imitate all weights are 0, and the term is 0.
@@ -86,12 +89,13 @@ def _imitated(w: MinibatchContext) -> np.ndarray:
 
 
 def _heard(w: MinibatchContext) -> np.ndarray:
-    # Told tokens have no streams, because streams lie beside spoken tokens. So their common weight travels
-    # as the same number beside every spoken token, and each micro-batch finds it in its first one.
+    # A stream has one entry per spoken token, so heard tokens have none. All heard tokens have the same
+    # weight. It is written at every spoken token, and a micro-batch reads it at its first one.
     return np.full(w.batch.spoken, 1 / max(1, w.batch.heard().spoken))
 
 
 def _sampled_top(w: MinibatchContext) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, log-probs) [M, K] of the candidates that the sampler recorded at each spoken token."""
     tops = [s.top for e in w.credits for s in e.episode.segments if s.top]
     return np.concatenate([t.ids for t in tops]), np.concatenate([t.logp for t in tops])
 

@@ -88,7 +88,7 @@ def _(piece: Mask, mismatch: Mismatch) -> Tensor:
 @factor.register
 def _(piece: BinaryKL, mismatch: Mismatch) -> Tensor:
     mu_M = mismatch.batch[MU]
-    # KL is not symmetric: either direction alone would let pass tokens that one of the two thinks nearly impossible.
+    # KL is not symmetric. One direction alone would let tokens pass that one of the two policies thinks impossible.
     near_M = (binary_kl(mismatch.log_M + mu_M, mu_M) <= piece.phi) & (
         binary_kl(mu_M, mismatch.log_M + mu_M) <= piece.phi
     )

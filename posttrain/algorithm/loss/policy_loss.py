@@ -54,7 +54,7 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
     # tokens. Each multiplies a factor that is not differentiated; only log pi and the further terms have a gradient.
     logp_M: Tensor = scores.logp
     start_M = _start(a, logp_M.detach(), batch)
-    # It keeps its gradient, for pulls that are functions of the ratio. The ratio itself is detached in `importance`.
+    # The log-ratio keeps its gradient, for pulls that are functions of it. `importance` detaches the ratio itself.
     log_ratio_M = logp_M - (batch[MU] if a.anchor == "behaviour" else start_M)
     ratio_M = importance(a.ratio, log_ratio_M, batch)
     pushed = push(
@@ -67,8 +67,8 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
     # the updates did, not what sampler and learner disagree about.
     corrected = correct(a.correction, start_M, logp_M, batch) if a.correction else None
     factor_M = pushed.push_M if corrected is None else corrected.used_M * pushed.push_M
-    # Last, so that a shown token has its own push whatever ratio,
-    # trust region and correction made of it: it has no sampler.
+    # Last, so that it replaces the factor of a shown token. A demonstration has no sampler,
+    # so its ratio, trust region and correction have no meaning.
     factor_M = _chosen(a, factor_M, logp_M.detach(), batch)
     # The gradient is -factor * A * grad log pi. Every published objective has this form for
     # some factor (law 1), so no objective is differentiated through its min, clip or ratio.
@@ -89,7 +89,7 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
         gauge_sums.correction(corrected)
     if a.step_scale is not None:
         gauge_sums.answers(logp_M.detach())
-    # A sum and no mean: the denominators are in WEIGHT, of the whole minibatch.
+    # A sum and not a mean: WEIGHT already holds the denominators of the whole minibatch.
     loss = (batch[WEIGHT] * term_M).sum()
     if a.hears:
         gauge_sums.heard(_present(scores.heard, "heard", a))
@@ -219,9 +219,9 @@ class _GaugeSums:
         now_M, b = logp_M.detach(), self._batch
         # A stored log-prob of 0 stands for a demonstration's unknown one, and would be a large mismatch.
         mu_M = torch.where(b[WAS_SHOWN], start_M, b[MU]) if WAS_SHOWN in b else b[MU]
-        # k3(gap) = exp(-gap) - 1 + gap with gap = log p - log q estimates KL(p || q)
-        # from tokens drawn from p. So the policy that drew, or stands nearest to the one
-        # that did, comes first: start, anchor, mu; the reference is compared with pi.
+        # k3(gap) = exp(-gap) - 1 + gap with gap = log p - log q estimates KL(p || q) from tokens
+        # drawn from p. So p is the sampler, or the policy nearest to it: start and anchor
+        # against pi, mu against start. Towards the reference, p is pi.
         if knows_start:
             self._add("policy/kl_start", reference_penalty.estimate("k3", start_M - now_M))
         self._add("policy/kl_anchor", reference_penalty.estimate("k3", -log_ratio_M.detach()))

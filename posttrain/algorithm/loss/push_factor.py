@@ -107,8 +107,8 @@ def _(region: Clip, inputs: TrustInputs) -> Push:
     """A05, Eq. 7 of 1707.06347: the gradient of -min(r A, clip(r, 1-low, 1+high) A) is -r A grad log pi, or 0 where the
     clipped branch is the smaller: r > 1+high with A > 0, r < 1-low with A < 0."""
     r_M, up_M, down_M = inputs.ratio_M, inputs.up_M, inputs.down_M
-    # "High" are bounds above 1, whatever the sign: the clip for A > 0, and
-    # the dual clip for A < 0, where r A has no lower bound as r grows.
+    # `high_M` counts both bounds above 1: the clip for A > 0, and the dual
+    # clip for A < 0. Without the dual clip r A has no lower bound as r grows.
     loud_M = (up_M & (r_M > 1 + region.high)) | (down_M & (r_M > (region.cap or torch.inf)))
     return _clipped(r_M, down_M & (r_M < 1 - region.low), loud_M)
 
@@ -142,8 +142,8 @@ def _(region: Geometric, inputs: TrustInputs) -> Push:
     high_M = inputs.up_M & (inputs.log_ratio_M > high)
     low_M = inputs.down_M & (inputs.log_ratio_M < -low)
     # A masked token gives no gradient, but its bounded log-ratio stays in the mean of its episode.
-    held_M = torch.where(high_M, high, torch.where(low_M, -low, inputs.log_ratio_M))
-    weight_M = bounded_exp(inputs.batch.episode_sum(held_M) / inputs.batch.episode_length())
+    bounded_M = torch.where(high_M, high, torch.where(low_M, -low, inputs.log_ratio_M))
+    weight_M = bounded_exp(inputs.batch.episode_sum(bounded_M) / inputs.batch.episode_length())
     return _clipped(weight_M, low_M, high_M)
 
 
@@ -160,7 +160,7 @@ def _(region: Divergence, inputs: TrustInputs) -> Push:
 
 @pushed.register
 def _(region: FutureKL, inputs: TrustInputs) -> Push:
-    # The same clip as PPO's, of which the factor f changes the size and never which tokens are masked.
+    # PPO's clip decides which tokens are masked. FIPO's factor only scales the push of the others.
     clipped = pushed(Clip(low=region.low, high=region.high), inputs)
     return Push(clipped.push_M * future(region, inputs), clipped.low_M, clipped.high_M)
 
@@ -189,6 +189,7 @@ def _unmasked(push_M: Tensor) -> Push:
 
 
 def _clipped(ratio_M: Tensor, low_M: Tensor, high_M: Tensor) -> Push:
+    """The ratio as push, and 0 where one of the two masks is True."""
     return Push(ratio_M.masked_fill(low_M | high_M, 0.0), low_M, high_M)
 
 
@@ -197,7 +198,7 @@ def future(region: FutureKL, inputs: TrustInputs) -> Tensor:
 
     Log-ratios [.1, .2, -.1], half-life 32: sums [.199954, .102143, -.1], factors [1.2, 1.107542, .904837] (A29).
     """
-    # One token with an absurd ratio would decide the factor of all tokens before it.
+    # Else one token with a huge ratio would decide the factor of all tokens before it.
     counted_M = inputs.log_ratio_M.masked_fill(inputs.ratio_M > region.ignore, 0.0)
     factor_M = bounded_exp(inputs.batch.to_go(counted_M, 2 ** (-1 / region.half_life)))
     # A token that is punished and has become much more likely is not pushed harder than its ratio says.

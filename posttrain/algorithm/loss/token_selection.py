@@ -35,7 +35,7 @@ def choose(tokens: Tokens, batch: Batch, entropy_M: np.ndarray | None, rng: np.r
 
 @singledispatch
 def paid(tokens: Tokens, chosen_M: Tensor, log_ratio_M: Tensor) -> Tensor | None:
-    """Loss term of the chosen tokens beside the policy term [M], differentiable; None where there is none."""
+    """A further loss term [M] of the chosen tokens, differentiable; None for choices that only mask."""
     return None
 
 
@@ -60,8 +60,8 @@ def _(tokens: KlCov, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.
 
 @paid.register
 def _(tokens: KlCov, chosen_M: Tensor, log_ratio_M: Tensor) -> Tensor | None:
-    # They keep their policy gradient and are held to the anchor besides.
-    # Where the ratio is exactly 1, the gradient of |x| is 0 in torch.
+    # The chosen tokens keep their policy gradient. This term also pulls them towards
+    # the anchor. Where the ratio is exactly 1, the gradient of |x| is 0 in torch.
     return tokens.coef * chosen_M * log_ratio_M.abs()
 
 
@@ -125,7 +125,7 @@ def mixing(version_M: np.ndarray, start: int, making: int) -> Array:
 
     Sampled by version 3, step started at 6, making 7: .75.
     """
-    # A turn may have ended under newer weights than those at the start; then
-    # it counts as said by these. making > start, so nothing is divided by 0.
+    # A turn may have been sampled under newer weights than those at the start of the step. Then
+    # it counts as sampled at the start. making > start, so nothing is divided by 0.
     said_M = np.minimum(version_M, start)
     return (start - said_M) / (making - said_M)

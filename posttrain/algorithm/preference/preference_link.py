@@ -105,8 +105,8 @@ def _(kind: Average, of: Completions) -> Tensor:
 
 @statistic.register
 def _(kind: Desensitized, of: Completions) -> Tensor:
-    # Up to the shorter length both sides have as many terms. What is longer
-    # than that would win or lose by length alone, and is weighed down.
+    # Up to the shorter length both sides have the same number of terms. The tokens after
+    # it would decide by length alone, so they count with the factor alpha.
     tail_M = of.position_M >= of.shared_E[of.sequence_M]
     return of.sum(torch.where(tail_M, kind.alpha * of.l_M, of.l_M))
 
@@ -276,7 +276,7 @@ def _(kind: Prospect, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
 
 @singledispatch
 def owed(kind: MarginTerm, margin_U: Tensor | None, beta: float) -> Tensor | float:
-    """[U]: what the chosen completion must be ahead by, in units of x. `margin_U` is the data's margin of each pair,
+    """[U]: by how much the chosen completion must lead, in units of x. `margin_U` is the data's margin of each pair,
     where the piece reads it (`reads` names "margin")."""
     raise no_mathematics(kind, "owed")
 
@@ -293,7 +293,7 @@ def _(kind: RatioMargin, margin_U: Tensor | None, beta: float) -> Tensor | float
 
 @owed.register
 def _(kind: DataMargin, margin_U: Tensor | None, beta: float) -> Tensor | float:
-    assert margin_U is not None  # it reads it
+    assert margin_U is not None  # `DataMargin` says that it reads the margin, so the loss gives it.
     return kind.coef * margin_U
 
 

@@ -1,9 +1,10 @@
 """The loss of preference algorithms: episodes of a unit become one score each, a pair's two scores one margin.
 
-    loss = sum over units of weight * own * coef * link + sum over tokens of what is added
+    loss = sum over units of weight * own * coef * link + the added terms (sums over tokens)
 
-It is a sum over units with weights that were normalised over the whole minibatch, so micro-batches of whole units add
-up. What else is made over the whole minibatch (`algorithm.preference.preference_minibatch`) is in the batch as streams.
+`own` is how likely the policy itself says both sides of the pair (weights=wpo), else 1. The weights were normalised
+over the whole minibatch, so the losses of micro-batches of whole units add up. Everything that is computed over the
+whole minibatch (`algorithm.preference.preference_minibatch`) is in the batch as streams.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class PreferenceLoss:
 
 @dataclass(frozen=True, eq=False)
 class _Judged:
-    """One micro-batch: its completions and their scores."""
+    """One micro-batch: its completions, their scores, and the terms and gauges that are computed from them."""
 
     a: PreferenceAlgorithm
     logp_M: Tensor
@@ -74,7 +75,7 @@ class _Judged:
     first_E: Tensor
     """int64: the first token of each completion, where streams that are equal within a completion are read."""
     plain: Completions
-    """With log pi alone."""
+    """The completions with log pi alone, without a reference."""
     h_E: Tensor
     """The score of each completion."""
 
@@ -84,8 +85,8 @@ class _Judged:
         # order that the sides say, so chosen and rejected ones of a pair stand at equal places of their lists.
         side_E = sides_of(a, micro)
         held = streams(micro, logp_M.device, logp_M.dtype)
-        # Twice the same completions: with log pi, and with log pi - log ref where there is a
-        # reference. The first is read for gauges, for Nash-MD and for margins that are matched.
+        # The same completions twice: with log pi (`plain`), and with log pi - log ref where there is
+        # a reference. Gauges, Nash-MD and matched margins read `plain`.
         plain = completions(micro, logp_M)
         ratio_M = logp_M - held[REFERENCE] if a.against == "reference" else logp_M
         h_E = score(a, _with(plain, ratio_M))
@@ -125,6 +126,7 @@ class _Judged:
         return u_E if self.a.shift is None else u_E - self.each(self.held[SHIFT])
 
     def _margins(self, c: Tensor, r: Tensor) -> Margins:
+        """The margins of pairs of chosen completions `c` and rejected ones `r`, less the lead that `owed` asks for."""
         a, u_E = self.a, self._reward()
         if a.match == "margins":
             plain_E = statistic(a.statistic, self.plain)
@@ -133,7 +135,7 @@ class _Judged:
             x_U = a.beta * (plain_E[c] - plain_E[r] - self.each(self.held[MATCH])[c])
         else:
             x_U = u_E[c] - u_E[r]
-        # After beta: a margin is in units of x.
+        # Subtracted after the product with beta, because `owed` is in units of x.
         if a.margin is not None:
             margin_U = self.each(self.held[MARGIN])[c] if MARGIN in self.held else None
             x_U = x_U - owed(a.margin, margin_U, a.beta)
@@ -153,7 +155,7 @@ class _Judged:
         return from_chosen + from_rejected - from_rejected.detach()
 
     def _nash(self) -> Tensor:
-        """[E]: the term of each completion that the policy said; 0 of its opponent's."""
+        """[E]: the Nash-MD term of each completion that the policy wrote; 0 where its opponent wrote it."""
         held = self.held
         own_E = (~self.each(held[OPPONENT])).to(self.logp_M.dtype)
         chosen_E = torch.as_tensor(self.side_E == 1, device=self.h_E.device)
@@ -163,12 +165,13 @@ class _Judged:
         # sg[log pi_t - log ref_t] * log pi_t: a score function whose mean
         # is the gradient of the KL at each token. 1/2 is the baseline of P.
         charged_M = (self.logp_M - held[REFERENCE]).detach() * self.logp_M
-        of = self.plain
-        return own_E * (self.a.beta * of.sum(charged_M) - (preferred_E - 0.5) * of.sum(self.logp_M))
+        plain = self.plain
+        return own_E * (self.a.beta * plain.sum(charged_M) - (preferred_E - 0.5) * plain.sum(self.logp_M))
 
     # --- what is added ------------------------------------------------------------------------------------------------
 
     def added(self) -> Tensor:
+        """The sum of the terms that are added to the preference term."""
         out = self.logp_M.new_zeros(())
         for term in self.a.add:
             out = out + added(term, self.logp_M, self.held)
@@ -222,6 +225,7 @@ def _(term: Optimism, logp_M: Tensor, batch: Streams) -> Tensor:
 
 
 def completions(micro: Batch, l_M: Tensor) -> Completions:
+    """The completions of a micro-batch with the log-probs or log-ratios `l_M` of their tokens."""
     laid, device = layout(micro), l_M.device
     length_E, shared_E = (torch.as_tensor(x, device=device) for x in (laid.length_E, laid.shared_E))
     sequence_M = torch.as_tensor(micro.sequence_M, dtype=torch.int64, device=device)

@@ -7,8 +7,11 @@ scores R_c and R_r, and of a ranking with scores R_1 (best) to R_K:
     ranking   -sum_k [ R_k - log sum_{j >= k} exp R_j ]                             (Plackett-Luce)
     pairs     mean over the K (K - 1) / 2 pairs of -log sigmoid(R_i - R_j), i < j   (2203.02155)
     centring  centre * (2 / K * sum_k R_k)^2, for a pair centre * (R_c + R_r)^2     (2312.09244)
-    regulariser  (1 - alpha) of the above + alpha * -log sigmoid(beta * x)          (2406.10216)
-                 x = log pi(c), log pi(c) - log pi(r), or that less the same of a reference, sums over the completion
+    regulariser  (1 - alpha) * the loss above + alpha * -log sigmoid(beta * x)      (2406.10216)
+                 with sums of log-probs over a completion, x is
+                 sft       log pi(c)
+                 dpo_free  log pi(c) - log pi(r)
+                 dpo       (log pi(c) - log ref(c)) - (log pi(r) - log ref(r))
     label     -log sigmoid(R) if good, -log sigmoid(-R) if bad
     steps     mean over the labelled steps k of -y log sigmoid(R_k) - (1 - y) log sigmoid(-R_k)   (2312.08935)
     rating    mean over the rated attributes of (output - rating)^2, or the cross entropy of the rating's class
@@ -116,10 +119,10 @@ class RankingLoss:
                 # The factor 2 / K makes a ranking of two the same as a pair.
                 each_U = each_U + self.centre * (2 / count * score_UK.sum(-1)).square()
             loss = loss + (read.weight_S[members_UK[:, 0]] * each_U).sum()
-            said = gap_UP.detach()
+            detached_UP = gap_UP.detach()
             # A tie is half right: else a head that gives every answer the same score would be all wrong, or all right.
-            right += float((said > 0).sum() + (said == 0).sum() / 2)
-            apart.append(said.flatten())
+            right += float((detached_UP > 0).sum() + (detached_UP == 0).sum() / 2)
+            apart.append(detached_UP.flatten())
         gaps = torch.cat(apart)
         return Terms(
             loss,
@@ -139,21 +142,22 @@ class RankingLoss:
         (members_U2,) = read.units()
         chosen_U, rejected_U = logp_S[members_U2].unbind(-1)
         each_U = -logsigmoid(self.beta * (chosen_U if self.regularise == "sft" else chosen_U - rejected_U))
-        own = (read.weight_S[members_U2[:, 0]] * each_U).sum()
-        said = each_U.detach().double()
-        gauges = terms.gauges | {"ranking/regulariser": Gauge(float(said.sum()), len(said))}
-        return Terms((1 - self.alpha) * terms.loss + self.alpha * own, gauges)
+        language_loss = (read.weight_S[members_U2[:, 0]] * each_U).sum()
+        losses_U = each_U.detach().double()
+        gauges = terms.gauges | {"ranking/regulariser": Gauge(float(losses_U.sum()), len(losses_U))}
+        return Terms((1 - self.alpha) * terms.loss + self.alpha * language_loss, gauges)
 
     def _labelled(self, read: _Read, given: Rewards) -> Terms:
-        """Good and bad completions. A head that reads every token learns the label at each of them (2110.14168)."""
+        """Returns the terms of good and bad completions. A head that reads every token learns the label at each of them
+        (2110.14168)."""
         good_S = read.first(SIDE) > 0
         if self.shape.pool == "token":
             segment_M = read.segment_M
             sign_M = torch.where(good_S, 1.0, -1.0).to(read.score_S.dtype)[segment_M]
-            said_S = torch.bincount(segment_M, minlength=len(good_S)).to(read.score_S.dtype)
+            spoken_S = torch.bincount(segment_M, minlength=len(good_S)).to(read.score_S.dtype)
             # softplus(-s R) = -log sigmoid(s R) at each token, divided by
             # the tokens of its completion: a long one counts once.
-            each_M = softplus(-sign_M * given.outputs[:, 0]) / said_S[segment_M]
+            each_M = softplus(-sign_M * given.outputs[:, 0]) / spoken_S[segment_M]
             each_S = read.score_S.new_zeros(len(good_S)).index_add(0, segment_M, each_M)
         else:
             each_S = softplus(torch.where(good_S, -read.score_S, read.score_S))
@@ -162,7 +166,8 @@ class RankingLoss:
         return Terms((read.weight_S * each_S).sum(), {"ranking/accuracy": accuracy, **read.gauges()})
 
     def _stepwise(self, read: _Read, given: Rewards) -> Terms:
-        """Labels of steps, each at the last token of its step. A completion counts once, however many steps it has."""
+        """Returns the terms of labelled steps, each read at the last token of its step. A completion counts once,
+        however many steps it has."""
         label_M, score_M = read.each(STEP), given.outputs[:, 0]
         known_M = ~label_M.isnan()
         steps_S = torch.bincount(read.segment_M[known_M], minlength=len(read.score_S))
@@ -179,7 +184,8 @@ class RankingLoss:
         return Terms((read.weight_S * each_S).sum(), {"ranking/accuracy": accuracy, **read.gauges()})
 
     def _rated(self, read: _Read, given: Rewards) -> Terms:
-        """Numbers for attributes, or the class of one. An attribute without a rating (NaN) teaches nothing."""
+        """Returns the terms of ratings: numbers for attributes, or the class of one. An attribute without a rating
+        (NaN) adds nothing."""
         rating_SK = read.first(RATING)
         known_SK = ~rating_SK.isnan()
         if not bool(known_SK.any(-1).all()):
@@ -198,7 +204,7 @@ class RankingLoss:
 
 
 class _Read:
-    """A micro-batch of judged completions on the device of its scores, one entry per segment."""
+    """A micro-batch of judged completions, read on the device of its scores: a score, a weight and streams of each."""
 
     def __init__(self, batch: Batch, given: Rewards) -> None:
         self.batch, self.score_S = batch, given.score
@@ -211,11 +217,13 @@ class _Read:
         self.segment_M = torch.as_tensor(batch.segment_M, dtype=torch.int64, device=self.score_S.device)
 
     def first(self, stream: Stream) -> Tensor:
+        """[S]: a stream that is equal on all tokens of a completion."""
         x_S = self.batch[stream][self._first_S]
         dtype = self.score_S.dtype if x_S.dtype.kind == "f" else torch.int64
         return torch.as_tensor(x_S, dtype=dtype, device=self.score_S.device)
 
     def each(self, stream: Stream) -> Tensor:
+        """[M]: a stream with one entry per spoken token."""
         return torch.as_tensor(self.batch[stream], dtype=self.score_S.dtype, device=self.score_S.device)
 
     def units(self) -> list[Tensor]:
@@ -239,8 +247,8 @@ class _Read:
         return [torch.as_tensor(np.stack(x), dtype=torch.int64, device=device) for _, x in sorted(by_size.items())]
 
     def gauges(self) -> Gauges:
-        said = self.score_S.detach().double()
+        scores_S = self.score_S.detach().double()
         return {
-            "ranking/score": Gauge(float(said.sum()), len(said)),
-            "ranking/score_square": Gauge(float(said.square().sum()), len(said)),
+            "ranking/score": Gauge(float(scores_S.sum()), len(scores_S)),
+            "ranking/score_square": Gauge(float(scores_S.square().sum()), len(scores_S)),
         }
