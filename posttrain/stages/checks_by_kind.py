@@ -45,8 +45,8 @@ from posttrain.stages.supervised.imitation_checks import ImitationCheck
 
 def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a reinforcement stage, in the order in which they get events."""
-    # `steps` are empty where the stage begins. Checks that are done once, such as whether weights move, read in these
-    # lines whether an earlier part of the stage has passed them.
+    # `steps` is empty where the stage begins. In a resumed stage, checks that are made only once (such as whether the
+    # weights move) find in these lines whether they passed already.
     history, bets = StageHistory(steps), Bets.of(kept.get("bets"))
     return [
         ResumeCheck(history),
@@ -61,7 +61,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         BalanceCheck(),
         HintCheck(),
         TaskCheck(),
-        # None: the stage begins here. An empty mapping: it goes on, from a checkpoint that holds nothing of the check.
+        # None: the stage begins here. {}: it is resumed, and its checkpoint has no state of this check.
         AheadCheck(kept.get("ahead", {}) if steps else None),
         ReplayCheck(kept.get("replayed", {}) if steps else None),
         FreshCheck(bets),
@@ -151,7 +151,7 @@ def rejection(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
 
 
 def of_run() -> Observers:
-    """The checks of what happens between steps, over all stages."""
+    """The checks of events between steps, such as evaluations and resumes; they live over all stages."""
     return Observers([RestoreCheck(), EvaluationCheck()])
 
 
@@ -164,15 +164,16 @@ OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = 
     Rejection: rejection,
     StepLabeling: labels,
 }
-"""By the type of the stage. A type that is not here, and derives from none that is, is not checked."""
+"""The function that makes a stage's checks, by the type of the stage. A stage whose type is not here, and derives from
+none of these, has only `PhasePeaks`."""
 
 
 def checks_of(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of `stage`.
 
     Args:
-        steps: those the stage has taken already.
-        kept: what a checkpoint stored of all observers.
+        steps: the lines of the steps that the stage has taken already.
+        kept: the state of all observers, as a checkpoint stored it.
     """
     # A derived stage type has the checks of the nearest kind that it derives from.
     kind = next((k for k in type(stage).__mro__ if k in OF), None)
@@ -180,5 +181,5 @@ def checks_of(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> l
 
 
 def observers(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> Observers:
-    """The same as one."""
+    """The checks of `stage` (`checks_of`) joined into one `Observers`."""
     return Observers(checks_of(stage, steps, kept))

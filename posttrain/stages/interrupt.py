@@ -1,6 +1,9 @@
-"""Ends a run early. On a signal the step that is running is finished, a checkpoint is written, and the run ends; a step
-that waits, and does not end, is cancelled. Where the program's own `on_step` asks, the stage is finished after its
-step, and the run ends."""
+"""Ends a run early, after a signal or because the program's own `on_step` asks for it.
+
+After a signal the running step is finished, a checkpoint is written, and the run ends. A step that does not end in time
+after SIGTERM or SIGHUP is cancelled. Where `on_step` returns True, its stage is finished after that step, and the run
+ends.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ from posttrain.system.errors import ConfigError, PosttrainError
 from posttrain.system.terminal_output import leave_lost_terminal
 
 GRACE = 20.0
-"""Seconds that a step has at least to end after SIGTERM or SIGHUP: who sends them often kills after 30."""
+"""Least seconds that a step has to end after SIGTERM or SIGHUP. The sender often kills the process after 30."""
 LOOK_SECONDS = 0.5
+"""Seconds between two looks at the running step."""
 
 
 class Interrupted(PosttrainError):
@@ -41,74 +45,77 @@ class Stopper:
     on_step: Callable[[Step], object] | None = None
     """The program's own function, called after each step."""
     asked: bool = False
-    """Whether it has ended the run: its stage is finished here, and none follows."""
+    """Whether `on_step` has ended the run: the running stage is finished, and no other stage follows."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle signals inside the block. Python allows it in the main thread only; in others nothing is changed."""
-        kept = {}
+        """Handle signals inside the block. In another thread than the main one nothing is changed."""
+        old_handlers = {}
         try:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                    kept[number] = signal.signal(number, self._on_signal)
+                # Under `nohup` SIGHUP is ignored, and stays so.
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    old_handlers[number] = signal.signal(number, self._on_signal)
         except ValueError:
-            # Not the main thread, and only there may handlers be set. A program in another thread uses `stop`.
-            kept = {}
+            # Python sets signal handlers in the main thread only. A program in another thread calls `stop`.
+            old_handlers = {}
         try:
             yield
         finally:
-            for number, handler in kept.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
     def stop(self, number: int) -> None:
-        """End the run after its step, as this signal does. For a program that waits in another thread."""
+        """End the run after the running step, as signal `number` would. For a program that waits in another thread."""
         self.number = number
 
     def after(self, step: Step) -> str:
-        """Calls `on_step` with a step that is in the record. Returns why its stage ends here, or ''.
+        """Calls `on_step` with a step that was just recorded. Returns the reason why its stage ends here, or ''.
 
         Raises:
-            ConfigError: it returned neither a bool nor None.
+            ConfigError: `on_step` returned neither a bool nor None.
         """
-        said = None if self.on_step is None else self.on_step(step)
-        if said is not None and not isinstance(said, bool | np.bool_):
+        answer = None if self.on_step is None else self.on_step(step)
+        if answer is not None and not isinstance(answer, bool | np.bool_):
             raise ConfigError(
-                f"on_step returned a {type(said).__name__}: return True to end the run after this step, else nothing"
+                f"on_step returned a {type(answer).__name__}: return True to end the run after this step, else nothing"
             )
-        self.asked = bool(said)
-        return f"on_step ended the run at step {step.index}" if said else ""
+        self.asked = bool(answer)
+        return f"on_step ended the run at step {step.index}" if answer else ""
 
     async def ended(self, work: Coroutine[Any, Any, None], step: Callable[[], int]) -> bool:
-        """Do the work of a stage. False where SIGTERM or SIGHUP came and the step of then did not end: within `GRACE`
-        seconds, or twice the time of the longest step before it. Then the work was cancelled. A first Ctrl-C lets a
-        step take its time: whoever is there can press it again.
+        """Do the work of a stage; returns False where it was cancelled because its step did not end in time.
+
+        After SIGTERM or SIGHUP the running step has `GRACE` seconds, or twice the time of the longest step before it,
+        if that is more. After a first Ctrl-C a step has all the time it needs, since the user can press Ctrl-C again.
 
         Args:
-            step: how many steps have ended.
+            work: all steps of the stage.
+            step: returns how many steps have ended.
         """
-        # The work is one task, looked at twice a second. `last` is when its running step must have ended. It moves on
-        # at every look until SIGTERM or SIGHUP has come; then it stands still, so that the time of grace begins with
-        # the signal.
+        # The work is one task, looked at every `LOOK_SECONDS`. `deadline` is the time by which the running step must
+        # end. Without a signal it moves on at every look. After SIGTERM or SIGHUP it stands still, so the time of grace
+        # begins with the signal.
         task = asyncio.ensure_future(work)
-        at, longest, since = step(), 0.0, time.monotonic()
-        last = since + GRACE
+        steps_ended, longest, step_began = step(), 0.0, time.monotonic()
+        deadline = step_began + GRACE
         try:
             while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
                 now = time.monotonic()
-                # A step has ended. What follows it, a border or a step of a stage that is not at rest, has time of its
-                # own.
-                if step() != at:
-                    at, longest, since = step(), max(longest, now - since), now
+                # A step has ended since the last look. What runs now (a checkpoint, or one more step because the stage
+                # is not at rest) gets a new time of grace.
+                if step() != steps_ended:
+                    steps_ended, longest, step_began = step(), max(longest, now - step_began), now
                 elif self.number in (signal.SIGTERM, signal.SIGHUP):
-                    if now > last:
+                    if now > deadline:
                         return False
                     continue
-                last = now + max(GRACE, 2 * longest)
+                deadline = now + max(GRACE, 2 * longest)
             task.result()
             return True
         finally:
-            # Also where this method itself is cancelled or raises. What the work closes when it is cancelled takes
-            # time, which is bounded here.
+            # Also where this method itself is cancelled or raises. The work may need time to close its parts after it
+            # is cancelled; we wait at most `GRACE` seconds for that.
             task.cancel()
             await asyncio.wait({task}, timeout=GRACE)
 

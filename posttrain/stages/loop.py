@@ -1,7 +1,8 @@
-"""Parts that all kinds of stage share: start, evaluation, budgets, checkpoints, results, messages.
+"""The loop over the steps of a stage, and what all kinds of stage share around it.
 
-A kind is one file with a settings type (`config.stages.stage.Stage`), a state (`StageState`) and a driver. The driver
-says how the stage opens and takes one step. Defining it makes it the driver of its settings type.
+Shared are the start, evaluations, budgets, checkpoints, the result and messages. A kind of stage has a settings type
+(`config.stages.stage.Stage`), a state (`StageState`) and a driver: a class derived from `Driver`, which says how the
+stage opens and how it takes one step. Defining the class enters it into `DRIVERS` under its settings type.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class Driver(ABC, Generic[S, T, A]):
 
     state_type: ClassVar[type[StageState]]
     measures_before: ClassVar[bool] = False
-    """Whether held-out tasks are evaluated before the first step; else what was last measured of these weights stands
-    for it. A model that was loaded is measured before the first stage in any case, so that its gain is known."""
+    """Whether held-out tasks are evaluated before the first step. Where False, the last measurement of the same weights
+    is used. A loaded model (`model.path`) is measured in any case by a stage that begins with it, so that its gain is
+    known."""
 
     def __init_subclass__(cls, *, stage: type[Stage], state: type[StageState]) -> None:
         super().__init_subclass__()
@@ -71,10 +73,11 @@ class Driver(ABC, Generic[S, T, A]):
     def __init__(
         self, parts: RunParts, progress: Progress, stage: S, stopper: Stopper, checkpoint: Path | None = None
     ) -> None:
-        """`checkpoint` holds its optimizer where it was cut in its middle."""
+        """`checkpoint`: the folder with the stage's optimizer, where the stage was interrupted in its middle; else
+        None."""
         self.parts, self.progress, self.stage = parts, progress, stage
         self.stopper, self.checkpoint = stopper, checkpoint
-        # The state lives in `progress`, which checkpoints write: a stage that is taken up again finds its own there.
+        # The state lives in `progress`, which every checkpoint contains. So a resumed stage finds its own state there.
         progress.running = progress.running or self.state_type()
         self.state = cast("T", progress.running)
         self.setting = parts.judged_setting(stage)
@@ -84,13 +87,13 @@ class Driver(ABC, Generic[S, T, A]):
         self.report: EvaluationReport | None = None
         """Report of the evaluation after the last step, where there was one."""
         self.agreed: AgreementReport | None = None
-        """The same of held-out judgements."""
+        """Agreement of the scores with held-out judgements after the last step, where it was measured."""
         self.heldout_loss: HeldoutLoss | None = None
-        """The same of held-out demonstrations."""
+        """Loss of held-out demonstrations after the last step, where it was measured."""
         env, rollout = self.setting.environment, self.setting.rollout
         self._shown = HeldoutDemonstrations.of(stage, env, parts.renderer, rollout)
-        # The limit is taken when the stage begins, from the results in `progress`: a resumed stage finds the same
-        # number there.
+        # `limit`: most seconds of a stage that shall take as long as an earlier one (`time_of`). It is read from the
+        # results in `progress`, where a resumed stage finds the same number.
         self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
         self._begun, self._carried = time.perf_counter(), self.state.seconds
         self._files: Callable[[Path], None] = lambda folder: None
@@ -101,11 +104,13 @@ class Driver(ABC, Generic[S, T, A]):
     async def open(
         self, checkpoint: Path | None
     ) -> tuple[Callable[[int], Awaitable[A]], Callable[[A], Awaitable[Step]]]:
-        """Before the first step, with weights and optimizer in place. `checkpoint`: of a stage that was cut in its
-        middle.
+        """Called before the first step, when weights and optimizer are in place; returns (`ask`, `learn`).
 
-        Returns `ask` and `learn`: `ask(index)` is what step `index` (from 1) learns from; `learn(asked)` takes the
-        step, by `self.trainer`, and is its line of the record.
+        `ask(index)` returns the data from which step `index` (from 1) learns. `learn(asked)` takes the step with
+        `self.trainer`, and returns the step's line of the record.
+
+        Args:
+            checkpoint: the folder from which an interrupted stage goes on; None where the stage begins.
         """
 
     def reads(self, packed: Packed) -> Reads:
@@ -113,12 +118,12 @@ class Driver(ABC, Generic[S, T, A]):
         return Reads()
 
     def remember(self, asked: A, step: Step) -> Step:
-        """After a step: what later steps need to know of it goes into `self.state`. Returns its line, maybe with
-        another note."""
+        """Called after a step: stores in `self.state` what later steps need. Returns the step's line, perhaps with one
+        more note."""
         return step
 
     async def close(self) -> None:
-        """After the last step, or when something stops the stage: cancel what is on its way."""
+        """Called after the last step, or when something stops the stage: cancels requests that are still running."""
 
     @property
     def at_rest(self) -> bool:
@@ -126,11 +131,14 @@ class Driver(ABC, Generic[S, T, A]):
         return True
 
     async def catch_up(self) -> None:
-        """Before a checkpoint: roles that a resumed run would bring up to date are brought up to date now."""
+        """Called before a checkpoint: does now what a resumed run would do at its start, such as pushing the weights to
+        the sampler. So both go on alike."""
 
     def note(self) -> Callable[[Path], None]:
-        """Before a checkpoint inside the stage: what changes between steps goes into `self.state`. Returns what writes
-        the files that it needs beside weights, optimizer and state."""
+        """Called before a checkpoint inside the stage: stores in `self.state` what changes between steps.
+
+        Returns a function that writes further files into the checkpoint's folder, beside weights, optimizer and state.
+        """
         return lambda folder: None
 
     def measured_before(self, report: EvaluationReport | None) -> None:
@@ -141,8 +149,8 @@ class Driver(ABC, Generic[S, T, A]):
         return None
 
     def enough(self, report: EvaluationReport | None) -> str:
-        """Returns the reason why no further step is needed after this one, or ''. `report`: that of the evaluation
-        after this step, where there was one."""
+        """Returns the reason why the stage ends after this step, or ''. `report`: the evaluation after this step, where
+        there was one."""
         seconds = self.seconds()
         if self.stage.wall_time is not None and seconds >= self.stage.wall_time:
             return f"wall time of {self.stage.wall_time:g} s reached at step {self.state.step}"
@@ -153,26 +161,27 @@ class Driver(ABC, Generic[S, T, A]):
     # --- what all share ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """From where the stage stands to its end, or to that of a step that waits when a signal has come."""
-        # False is no error of the stage: a signal came, the step did not end in time, and its work was cancelled.
+        """Runs the stage to its end. After a signal it ends earlier, with `Interrupted`."""
+        # `ended` returns False where a signal came and the running step did not end in time. Its work was cancelled
+        # then, and nothing of that step is kept.
         if not await self.stopper.ended(self._run(), lambda: self.state.step):
             where = f"in the middle of {self.stage.name} step {self.state.step + 1}"
             raise self._interrupted(f"{where}, which did not end after the signal, so nothing of it was kept")
 
     async def _run(self) -> None:
-        # The order of what follows: weights, optimizer, observers, then the kind's own parts, each of which reads what
-        # stands before it. A stage that was cut finds its weights loaded already, one that begins puts them there.
+        # The order below matters, since each part reads the parts before it: weights, optimizer, observers, then the
+        # parts of the kind. The weights of an interrupted stage are loaded already. A stage that begins loads its own.
         checkpoint = self.checkpoint
         if checkpoint is None:
             await self._start()
-        # Only now: an optimizer copies the weights that it finds, so those that the stage starts from must be there.
+        # After the weights: an optimizer may copy them when it is made.
         self.trainer = self.parts.trainer(self.stage.optimizer, self.stage.micro_tokens)
         if isinstance(optimizer := self.trainer.optimizer, StageOptimizer) and (words := optimizer.words()):
             self.parts.say(f"{self.stage.name}: {words}")
         if checkpoint is not None:
             self._load_optimizer(checkpoint, self.trainer)
-            # `optimizer.skips` counts steps in a row. A count that began again here would let each resumed run leave
-            # out as many.
+            # The setting `optimizer.skips` limits the skipped steps in a row. With a count that began at 0 again, each
+            # resumed run could skip that many once more.
             self.trainer.skipped = self.state.skipped
         # Checks and rules compare a step with those before it, so a resumed stage reads its own lines again.
         lines = [] if checkpoint is None else run_reader.steps(self.parts.book.folder)
@@ -220,21 +229,21 @@ class Driver(ABC, Generic[S, T, A]):
             return
         packed = largest(self.stage, parts.sampler.context, parts.sync.probe_ids)
         with self.clock.of("warm-up"):
-            said = warm_up(self.trainer, packed, self.reads(packed), PeakMemory(model.device))
-        parts.say(f"{self.stage.name}: {said}")
+            report_line = warm_up(self.trainer, packed, self.reads(packed), PeakMemory(model.device))
+        parts.say(f"{self.stage.name}: {report_line}")
 
     async def _start(self) -> None:
-        """The weights it starts from are in place, and what is known of them is noted."""
+        """Loads the weights that the stage starts from, and notes their accuracy and reward, measured now or before."""
         p, parts, s = self.progress, self.parts, self.state
         start = starts(parts.run.stages, self.stage)
         s.before, s.reward_before = self._known(start)
         if start != come_to(parts.run.stages, self.stage):
-            # Other weights than the run has now: they get a version of their own, so that no engine and no remembered
-            # evaluation takes them for the ones before.
+            # The stage starts from other weights than the run has now. They get a new version number. Else the engine
+            # and the remembered evaluation would take them for the weights before.
             load_kept(parts, p, start)
             p.version = parts.version = p.version + 1
             if self._of_the_run:
-                # What was measured of the run belongs to the weights before.
+                # The run's last measurement is of the weights before.
                 p.accuracy = p.reward = None
         loaded = start == START and parts.run.model.path is not None  # built weights know nothing
         if not ((self.measures_before or loaded) and self.stage.eval):
@@ -249,18 +258,32 @@ class Driver(ABC, Generic[S, T, A]):
         self.measured_before(report)
 
     def _known(self, start: str) -> tuple[float | None, float | None]:
-        """Accuracy and mean reward of the weights it starts from, where they were measured on the same held-out
-        tasks."""
-        p, run = self.progress, self.parts.run
-        # The run's own last measure is one of these very weights.
+        """(accuracy, mean reward) of the weights `start`, where they were measured on the held-out tasks of this stage;
+        else (None, None)."""
+        progress, run = self.progress, self.parts.run
+        # The stage starts from the weights that the run has come to, so the run's last measurement is theirs.
         if start == come_to(run.stages, self.stage) and self._on_its_tasks:
-            return p.accuracy and p.accuracy[0], p.reward and p.reward[0]
-        # Else an earlier stage that was measured on the same tasks has it: the one that ended with these weights, or
-        # one that started from them.
-        same = [r for r in p.results if run.env_of(run.stage(r.name)) == run.env_of(self.stage)]
-        measured = [(r.accuracy, r.reward) for r in same if r.name == start and (r.accuracy or r.reward)]
-        ended = [(a and a[0], paid and paid[0]) for a, paid in measured]
-        return next(iter((*ended, *((r.before, r.reward_before) for r in same if r.start == start))), (None, None))
+            return progress.accuracy and progress.accuracy[0], progress.reward and progress.reward[0]
+        # Else look at earlier stages with the same tasks: first the stage that ended with these weights, then one that
+        # started from them.
+        same_tasks = [
+            result for result in progress.results if run.env_of(run.stage(result.name)) == run.env_of(self.stage)
+        ]
+        measured = [
+            (result.accuracy, result.reward)
+            for result in same_tasks
+            if result.name == start and (result.accuracy or result.reward)
+        ]
+        ended_there = [(accuracy and accuracy[0], reward and reward[0]) for accuracy, reward in measured]
+        return next(
+            iter(
+                (
+                    *ended_there,
+                    *((result.before, result.reward_before) for result in same_tasks if result.start == start),
+                )
+            ),
+            (None, None),
+        )
 
     @property
     def _of_the_run(self) -> bool:
@@ -274,16 +297,17 @@ class Driver(ABC, Generic[S, T, A]):
         return self.parts.run.env_of(self.stage) == self.parts.run.env
 
     async def _goes_on(self, index: int, step: Step) -> bool:
-        """Runs what follows a step: evaluation when due, the record, the border. Returns whether a step is left."""
-        # The order is a promise: state, measures, the line of the record, and the checkpoint last. So no checkpoint
-        # knows of a step whose line is not written.
+        """Does what follows a step: evaluates when due, writes the record, and checkpoints (`_border`). Returns whether
+        the stage goes on."""
+        # The order must stay: state, measurements, the line of the record, and the checkpoint last. So no checkpoint
+        # contains a step whose line is not written.
         p, s, stage = self.progress, self.state, self.stage
         p.checks = {**p.checks, **self.watch.state()}
         s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
         self.parts.version = p.version
         s.optimizer_steps += int(step.gauges["optim/steps"].sum) if "optim/steps" in step.gauges else 0
-        # Measures after an earlier step are dropped. The end of the stage keeps what it finds here, and must not take
-        # those for measures of the last weights.
+        # Measurements after an earlier step are dropped. At its end the stage measures only what is None here, so an
+        # old value would be taken for one of the last weights.
         self.report = report = self.agreed = self.heldout_loss = None
         # Not after the last step: the end of the stage measures the same weights for its result.
         if stage.eval_every and s.step % stage.eval_every == 0 and s.step < stage.steps:
@@ -301,9 +325,11 @@ class Driver(ABC, Generic[S, T, A]):
         return not s.ended
 
     def _finish(self, report: EvaluationReport | None) -> None:
-        """Write down what came of the stage; its weights are kept, and handed on or put back."""
+        """Writes the stage's result and its last checkpoint. Its weights are kept, and then handed on, or the run's
+        weights from before are loaded again."""
         p, parts, stage = self.progress, self.parts, self.stage
-        # Taken before the weights are put back and the state is gone: a run that is made longer later goes on from it.
+        # Before the weights are replaced and the state is dropped: a finished run that is made longer goes on from
+        # this.
         reopening = self._reopening(report) if stage is parts.run.stages[-1] and stage.hands_on else None
         result = self._result(report)
         p.results = (*p.results, result)
@@ -311,8 +337,8 @@ class Driver(ABC, Generic[S, T, A]):
         # Before the checkpoint, which holds the fingerprint of the kept weights.
         keep(parts, p, stage.name)
         if not stage.hands_on:
-            # The weights from before the stage come back, under a version that no engine and no remembered evaluation
-            # has.
+            # The weights from before the stage come back, under a new version number, which no engine and no remembered
+            # evaluation has.
             load_kept(parts, p, come_to(parts.run.stages, stage))
             p.version = parts.version = p.version + 1
         p.stage, p.running, p.reopening = p.stage + 1, None, reopening
@@ -321,8 +347,8 @@ class Driver(ABC, Generic[S, T, A]):
     def _reopening(self, report: EvaluationReport | None) -> Reopening:
         """Returns the content of a checkpoint at this border, and the evaluation that belongs to it."""
         s, stage = self.state, self.stage
-        # The checkpoint at this border has no running stage, so `_note_state` cannot ask the kind again: what writes
-        # the kind's files is kept here for it.
+        # `_finish` sets `progress.running` to None before it writes the checkpoint. Then `_note_state` cannot call
+        # `note()` of the kind any more, so the function that writes the kind's files is kept here.
         self._files = self._note_state()
         due = stage.eval_every and s.step % stage.eval_every == 0
         measured = [x.gauges() for x in (report, self.agreed, self.heldout_loss) if x is not None and due]
@@ -330,7 +356,7 @@ class Driver(ABC, Generic[S, T, A]):
         return Reopening(self.progress.plain(), gauges)
 
     def _note_state(self) -> Callable[[Path], None]:
-        """Fingerprints and times of now, for a checkpoint; returns what writes its further files."""
+        """Stores the present fingerprints and times in the state. Returns a function that writes the kind's files."""
         self.progress.weights = self.parts.learner.fingerprint()
         s = self.progress.running
         if s is None:
@@ -370,23 +396,24 @@ class Driver(ABC, Generic[S, T, A]):
         if self._shown is None:
             return None
         with self.clock.of("evaluate"):
-            found = await self._shown.loss(self.parts.learner, self.stage.micro_tokens)
-        if found is not None:
-            self.parts.book.write_losses(self.stage.name, self.state.step, found)
-        return found
+            loss = await self._shown.loss(self.parts.learner, self.stage.micro_tokens)
+        if loss is not None:
+            self.parts.book.write_losses(self.stage.name, self.state.step, loss)
+        return loss
 
     @property
     def _unjudged_metric(self) -> float | None:
-        """By what checkpoints are compared where nothing judges answers: the held-out loss, lower is better."""
+        """The number by which checkpoints are compared where nothing judges answers: minus the held-out loss."""
         judges = declared(self.setting.environment).judges or self.setting.rollout.judges
         return None if self.heldout_loss is None or judges or not self._on_its_tasks else -self.heldout_loss.score.mean
 
     # --- borders -----------------------------------------------------------------------------------------------------
 
     async def _border(self, report: EvaluationReport | None) -> None:
-        """Between two steps: checkpoint when due, and end here if somebody asked.
+        """Called between two steps: writes a checkpoint when due, and raises `Interrupted` after a signal.
 
-        A stage that hands nothing on is not checkpointed: the run never goes on with its weights, and it is begun anew.
+        A stage that hands nothing on gets no checkpoint, since the run never goes on with its weights. A resumed run
+        begins such a stage anew.
         """
         stage, step = self.stage, self.state.step
         due = stage.checkpoint_every and step % stage.checkpoint_every == 0
@@ -395,9 +422,11 @@ class Driver(ABC, Generic[S, T, A]):
         # samples.
         stopped = bool(self.stopper.number) and self.at_rest
         if stage.hands_on and (due or stopped):
-            # A checkpoint that is only due cannot wait: what a resumed run would push is pushed in this run too.
+            # A checkpoint that is due is written at once, even if the kind is not at rest. A resumed run would begin by
+            # pushing the weights, so this run pushes them now too (`catch_up`).
             await self.catch_up()
-            # Checkpoints of the whole run are compared by this number, so it is none of other tasks.
+            # All checkpoints of the run are compared by this number, so it counts only if it was measured on the run's
+            # own tasks.
             known = report.reward.known if self._on_its_tasks and report else None
             self._checkpoint(known[0] if known else self._unjudged_metric)
         if stopped:
@@ -412,14 +441,16 @@ class Driver(ABC, Generic[S, T, A]):
         )
 
     def _checkpoint(self, metric: float | None) -> None:
-        """All that the run needs to go on from here: in the middle of the stage and at the end of the last one with
-        its optimizer, at the end of another one without."""
+        """Writes a checkpoint: all that the run needs to go on from here.
+
+        It contains the optimizer in the middle of a stage, and at the end of the last stage, which may be made longer.
+        """
         p, parts, s = self.progress, self.parts, self.progress.running
         more = self._note_state()
 
         def write(folder: Path) -> None:
             save_weights(folder, parts.learner)
-            # Between two stages there is no optimizer to keep: the next stage begins with a new one.
+            # Between two stages no optimizer is kept: the next stage begins with a new one.
             if s is not None or p.reopening is not None:
                 save_optimizer(folder, self.trainer.optimizer)
                 more(folder)
@@ -436,6 +467,6 @@ class Driver(ABC, Generic[S, T, A]):
     def _result(self, report: EvaluationReport | None) -> StageResult:
         p, stage = self.progress, self.stage
         accuracy, reward = (report.accuracy.known, report.reward.known) if report else (None, None)
-        if stage.hands_on:  # nothing is known of these weights where they were not measured on the run's own tasks
+        if stage.hands_on:  # unknown (None) where the stage was measured on other tasks than the run's
             p.accuracy, p.reward = (accuracy, reward) if self._of_the_run else (None, None)
         return result_of(self, report)

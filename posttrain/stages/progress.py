@@ -1,4 +1,4 @@
-"""The progress of a run, as plain data: part of every checkpoint. The state of a kind of stage is a type of its own."""
+"""The progress of a run as plain data, which every checkpoint contains: results, and the state of the running stage."""
 
 from __future__ import annotations
 
@@ -32,22 +32,23 @@ class StageResult:
     seconds: float
     roles: Mapping[str, float]
     accuracy: tuple[float, float, float] | None
-    """Share of held-out answers that are right (pass@1) with its 95 % interval; None where nothing was measured,
-    nothing could be judged, or outcomes are grades that tell no such share (`core.measure.right`)."""
+    """Share of held-out answers that are right (pass@1), as (mean, and the two ends of its 95 % interval). None where
+    nothing was measured, nothing could be judged, or outcomes are grades without such a share
+    (`core.measure.right`)."""
     greedy: float | None
-    """The same of argmax answers."""
+    """Share of right answers where each token is the likeliest one."""
     pass_at: Mapping[str, float]
     before: float | None
     """Accuracy the stage started from."""
     why: str
     start: str
-    """Name of the kept weights it started from: a stage's, or `start`."""
+    """Name of the kept weights that it started from: the name of a stage, or `start`."""
     time_of: str | None = None
-    """The earlier stage whose wall time was its own."""
+    """The earlier stage whose wall time was the limit of this one."""
     hands_on: bool = True
     """Whether the run went on with its weights."""
     reward: tuple[float, float, float] | None = None
-    """Mean held-out outcome with its 95 % interval. It leads where outcomes are grades."""
+    """Mean held-out outcome with its 95 % interval. Where outcomes are grades, it is printed before the accuracy."""
     reward_before: float | None = None
     graded: bool = False
     """Whether held-out outcomes are grades, not pass or fail."""
@@ -61,8 +62,8 @@ class StageResult:
     """For a stage that imitates: the held-out loss with its 95 % interval."""
     loss_before: float | None = None
     proxy: tuple[float, float, float] | None = None
-    """Mean of what was paid for held-out answers with its 95 % interval, where accuracy and reward are of what is
-    measured and not paid."""
+    """Mean of the reward that is paid for held-out answers, with its 95 % interval. Only set where accuracy and reward
+    are of another reward, which is measured and not paid."""
     proxy_before: float | None = None
 
 
@@ -84,11 +85,12 @@ class StageState(Open, begin=True):
     skipped: int = 0
     """Optimizer steps in a row that were left out, up to now."""
     lowest: float | None = None
-    """The best held-out figure up to now, where `patience` counts: the loss, or minus what is better when it rises."""
+    """The best held-out figure so far, for `patience`. Lower is better: the loss, or minus the reward or the share of
+    pairs."""
     lowest_at: int = 0
     """The step after which it was measured."""
     waited: int = 0
-    """Evaluations in a row since then."""
+    """Evaluations since then that were not better."""
     ended: str = ""
     """The reason why the stage needs no further step, where a stop condition was met."""
     seconds: float = 0.0
@@ -100,18 +102,18 @@ class StageState(Open, begin=True):
 
 @dataclass(frozen=True)
 class Reopening:
-    """The data that let a finished run go on with its last stage, as if it had been longer from the beginning."""
+    """Data with which a finished run can go on with its last stage, as if that had been longer from the beginning."""
 
     progress: Mapping[str, Any]
     """The progress as it was before the stage was ended."""
     gauges: Mapping[str, Any]
-    """Sum and count of each gauge of the last evaluation, where a longer stage would have evaluated at this step too:
-    they then belong to its last line of the record. Empty: it would not have."""
+    """[sum, count] of each gauge of the last evaluation, by name. A longer stage may evaluate after this step
+    (`eval_every`), and then its record has these gauges in the line of the step. Empty where it would not evaluate."""
 
 
 @dataclass
 class Progress:
-    """The progress of a run. Everything here is a function of what was done, except `seconds`, `roles` and `peaks`."""
+    """The progress of a run. Repeating the run gives the same values, except for `seconds`, `roles` and `peaks`."""
 
     stage: int = 0
     """Stages that are done."""
@@ -119,7 +121,7 @@ class Progress:
     weights: str = ""
     """Fingerprint of the policy's weights at the checkpoint."""
     accuracy: tuple[float, float, float] | None = None
-    """Last measured of the weights the run has come to, on its own held-out tasks."""
+    """Last measurement of the run's present weights on its own held-out tasks, with its 95 % interval."""
     reward: tuple[float, float, float] | None = None
     checks: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """State that the checks of the run keep, over all stages."""
@@ -127,9 +129,9 @@ class Progress:
     kept: Mapping[str, str] = field(default_factory=dict[str, str])
     """Fingerprints of the weights that stay in the run folder, by their names."""
     running: StageState | None = None
-    """Where the stage stands that was cut in its middle."""
+    """State of the stage that is running; None between stages."""
     reopening: Reopening | None = None
-    """The reopening of a finished run, where its last stage can go on."""
+    """Set in a finished run whose last stage can be made longer."""
 
     def plain(self) -> dict[str, Any]:
         return dataclass_json.to_plain(self)

@@ -1,4 +1,4 @@
-"""Parts of the roles of every kind of stage, from its driver: written once, so that a new field has one place."""
+"""Helpers with which the drivers build the roles of their stages: shared fields, the passes message, the reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.stages.loop import Driver
 from posttrain.stages.run_parts import load_kept
 
 MANY = 20
-"""More passes over the same rows are told as too many: 1 to 3 are usual."""
+"""With more passes over the same rows a warning is printed; 1 to 3 are usual."""
 
 
 def stage_parts(driver: Driver[Any, Any, Any]) -> dict[str, Any]:
@@ -46,33 +46,34 @@ def data_parts(driver: Driver[Any, Any, Any]) -> dict[str, Any]:
 
 
 def say_passes(driver: Driver[Any, Any, Any], source: TaskSource, begins: str) -> None:
-    """Says how a stage that learns from rows begins, how often it meets them, and whether that is too often."""
+    """Prints how a stage that learns from rows begins and how many passes it makes; warns where these are too many."""
     stage, parts = driver.stage, driver.parts
-    # A stage as long as another one takes an unknown number of steps: nothing is said of its passes.
-    draws = 0 if driver.limit is not None else stage.steps * stage.batch
-    each = [(draws / source.count, source.count)] if source.count else []
+    # A stage that takes as long as an earlier one (`time_of`) has no known number of steps, so no passes are printed.
+    rows_drawn = 0 if driver.limit is not None else stage.steps * stage.batch
+    passes_and_rows = [(rows_drawn / source.count, source.count)] if source.count else []
     # Several sources are met at different rates, so each has its own number of passes.
-    each = source.passes(draws) if isinstance(source, RevisitingTasks) else each
-    passes = "".join(f", {n:.3g} passes over {rows:,} rows" for n, rows in each if n)
+    passes_and_rows = source.passes(rows_drawn) if isinstance(source, RevisitingTasks) else passes_and_rows
+    passes = "".join(f", {count:.3g} passes over {rows:,} rows" for count, rows in passes_and_rows if count)
     parts.say(f"{stage.name}: {begins}{passes}")
-    if any(n > MANY for n, _ in each):
-        fewer = "" if parts.run.model.path is None else f"{stage.name}.epochs=3, or "
+    if any(count > MANY for count, _ in passes_and_rows):
+        fewer_epochs = "" if parts.run.model.path is None else f"{stage.name}.epochs=3, or "
         parts.say(
             f"warning: {stage.name} takes{passes.removeprefix(',')}: it will know them by heart. Set"
-            f" {fewer}{stage.name}.patience=3 with {stage.name}.eval_every"
+            f" {fewer_epochs}{stage.name}.patience=3 with {stage.name}.eval_every"
         )
 
 
 def frozen_start(driver: Driver[Any, Any, Any], checkpoint: Path | None, name: str = "") -> Reference:
-    """A frozen copy of the model as the stage began, or of the weights that were kept under a name.
+    """A frozen copy of the model with which the stage began, or of weights that were kept under `name`.
 
     Args:
-        checkpoint: of a stage that was cut in its middle; the kept weights are read again.
+        checkpoint: set where the stage is resumed in its middle: then the kept weights are loaded for the copy.
+        name: the name of kept weights; '': those that the stage starts from.
     """
     parts = driver.parts
     if checkpoint is None:
         return same_reference(driver, parts.freeze())
-    # The learner has the weights of the checkpoint. They are set aside while the kept ones are loaded and frozen.
+    # The learner has the checkpoint's weights. They are put aside while the kept weights are loaded and frozen.
     now = snapshot(parts.learner)
     load_kept(parts, driver.progress, name or starts(parts.run.stages, driver.stage))
     reference = parts.freeze()
@@ -81,7 +82,7 @@ def frozen_start(driver: Driver[Any, Any, Any], checkpoint: Path | None, name: s
 
 
 def same_reference(driver: Driver[Any, Any, Any], reference: Reference) -> Reference:
-    """The reference. InvariantError where a stage that goes on has another one than before."""
+    """Returns the reference, and notes its digest in the state. InvariantError if a resumed stage has another one."""
     state = driver.state
     driver.parts.watch.emit(RestoredEvent("reference", state.reference_digest, lambda: reference.digest))
     state.reference_digest = reference.digest

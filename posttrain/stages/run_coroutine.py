@@ -1,7 +1,8 @@
 """Runs a coroutine to its end from ordinary code, also where an event loop is already running (notebooks).
 
-There the work runs in a second thread, and the first one waits. An interrupt of the kernel reaches only the first
-thread, so it is passed on: the run finishes its step, writes a checkpoint and ends. A second interrupt ends it at once.
+In a notebook the work runs in a second thread, and the first thread waits. An interrupt (Ctrl-C, or the notebook's stop
+button) reaches only the first thread, which passes it on: the run finishes its step, writes a checkpoint and ends. A
+second interrupt ends it at once.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ T = TypeVar("T")
 
 
 def wait(work: Coroutine[Any, Any, T], stopper: Stopper | None = None) -> T:
-    """Run a coroutine to its end. `stopper` is told where an interrupt should let it end by itself."""
+    """Run a coroutine to its end; returns its result. `stopper`: gets the first interrupt, and lets the work end by
+    itself."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
     # A loop is running in this thread, and loops do not nest: the work gets a loop and a thread of its own.
-    box: list[Any] = []
+    outcome: list[Any] = []
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
 
     async def main() -> T:
@@ -33,26 +35,27 @@ def wait(work: Coroutine[Any, Any, T], stopper: Stopper | None = None) -> T:
         loops.append((asyncio.get_running_loop(), task))
         return await task
 
-    done = threading.Event()  # an interrupted Thread.join takes the thread for ended in some versions of Python
+    # An event, because in some versions of Python an interrupted `Thread.join` believes that the thread has ended.
+    done = threading.Event()
 
     def body() -> None:
         try:
-            box.append((True, asyncio.run(main())))
+            outcome.append((True, asyncio.run(main())))
         except BaseException as error:
-            # All of them, KeyboardInterrupt and SystemExit too: they are raised again in the thread that waits.
-            box.append((False, error))
+            # Every exception, KeyboardInterrupt and SystemExit too: `wait` raises it again in the first thread.
+            outcome.append((False, error))
         finally:
             done.set()
 
-    # the context tells a notebook's kernel to which cell the output of the thread belongs
+    # A notebook reads from the context to which cell the output of a thread belongs.
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(body,), name="posttrain")
     thread.start()
     _watch(done, stopper, loops)
     thread.join()
-    ok, value = box[0]
+    ok, value = outcome[0]
     if not ok:
-        # The second interrupt cancels the work; to the caller it is the interrupt that it was.
+        # The second interrupt has cancelled the work. The caller gets a KeyboardInterrupt, which it was.
         if isinstance(value, asyncio.CancelledError):
             raise KeyboardInterrupt
         raise value
@@ -64,7 +67,7 @@ def _watch(
     stopper: Stopper | None,
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]],
 ) -> None:
-    """Wait for the end of the work. The first interrupt is told to the stopper, the next one cancels the work."""
+    """Wait until the work has ended. The first interrupt goes to the stopper; the next one cancels the work."""
     while not done.is_set():
         try:
             done.wait()

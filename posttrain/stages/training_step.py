@@ -49,8 +49,7 @@ async def ask(roles: ReinforceRoles, index: int) -> Experience:
     with roles.clock.of("rollout"):
         taken = await roles.groups.take(index, request, roles.trainer.version, roles.adaptive.rate)
     with roles.clock.of("score"):
-        # It costs forward passes where the buffer refuses groups that are too far from the policy, so it counts as
-        # scoring.
+        # Timed as scoring: to refuse groups that are too far from the policy, the buffer runs forward passes (`moved`).
         replayed = roles.replay.draw(index, partial(moved, roles.learner)) if roles.replay else ()
     return Experience(
         index,
@@ -66,11 +65,11 @@ async def ask(roles: ReinforceRoles, index: int) -> Experience:
 
 
 def moved(learner: Learner, group: Group) -> float:
-    """The mean of |log(policy / sampler)| over the tokens of a group that were sampled and judged: those of a
-    demonstration have no sampler."""
-    said = [s for e in group.judged if e.own for s in e.segments]
-    mu_M = np.concatenate([s.logp[s.mask] for s in said])
-    return float(np.mean(np.abs(learner.score(Packed.of(said)) - mu_M)))
+    """The mean of |log(policy / sampler)| over the sampled tokens of a group's judged episodes. Demonstrations are left
+    out, since no sampler drew them."""
+    sampled = [s for e in group.judged if e.own for s in e.segments]
+    mu_M = np.concatenate([s.logp[s.mask] for s in sampled])
+    return float(np.mean(np.abs(learner.score(Packed.of(sampled)) - mu_M)))
 
 
 @dataclass
@@ -91,20 +90,21 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
     A step that a check or the loss stops is recorded too, as far as it got. Its note says what stopped it.
     """
     stage, version, partial = roles.stage, roles.trainer.version, UnfinishedStep(e)
-    a = steered(stage.algorithm, roles.adaptive)
-    # Value warm-up: terms that move the policy are taken out here. The credit is computed as always, since the targets
-    # of the values are made of it, and is set to 0 only then.
-    if warming := a.learns_values is not None and e.index <= a.learns_values.warmup:
-        a = standing(a)
-    # Scores and credit of the whole step come before its first update: later minibatches would else be scored by a
-    # policy that earlier ones have moved. `partial` holds what is done so far.
+    algorithm = steered(stage.algorithm, roles.adaptive)
+    # Value warm-up: in the first steps only the values learn. Here the algorithm's terms that move the policy are taken
+    # out. The credit is computed as always, since the targets of the values come from it; `without_credit` then sets it
+    # to 0.
+    if warming := algorithm.learns_values is not None and e.index <= algorithm.learns_values.warmup:
+        algorithm = standing(algorithm)
+    # Scores and credit of the whole step are computed before its first update. Else later minibatches would be scored
+    # by a policy that earlier minibatches have changed. `partial` holds what is done so far.
     with stopped_is_recorded(roles, partial):
         with roles.clock.of("rollout"):
             roles.watch.emit(PlayedEvent(e))
         with roles.clock.of("score"):
             groups = score(
                 e.groups,
-                a,
+                algorithm,
                 roles.learner,
                 roles.reference,
                 optimizer_steps=stage.optimizer_steps,
@@ -114,21 +114,27 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
             )
             roles.watch.emit(ScoredEvent(e, groups))
             credit = credit_step(
-                a, groups, max_tokens=roles.sampling.max_tokens, ema=roles.adaptive.ema, emas=roles.adaptive.emas
+                algorithm,
+                groups,
+                max_tokens=roles.sampling.max_tokens,
+                ema=roles.adaptive.ema,
+                emas=roles.adaptive.emas,
             )
             partial.credit = credit = without_credit(credit) if warming else credit
         with roles.clock.of("learn"):
             if roles.implicit is not None:
                 partial.learned.append(roles.implicit.learn(e.index, groups, roles.watch))
-            # `cut` is lazy: a minibatch is made after the updates on those before it. What chooses tokens by the
-            # log-probs of the moment asks `now` for them.
-            cut = pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version, now=roles.learner.score)
-            for minibatch in cut:
+            # `minibatches` is lazy: each minibatch is made after the updates on those before it. An algorithm that
+            # chooses tokens by the present log-probs gets them from `now`.
+            minibatches = pack(
+                credit, algorithm, stage, seed=roles.run.seed, step=e.index, version=version, now=roles.learner.score
+            )
+            for minibatch in minibatches:
                 # None: no episode of the minibatch has credit, so no step is taken.
                 if (batch := minibatch.batch) is not None:
                     try:
                         with named(batch, credit, f"{stage.name} step {e.index}"):
-                            data, loss = objective_of(roles, batch, PolicyLoss(a, warming))
+                            data, loss = objective_of(roles, batch, PolicyLoss(algorithm, warming))
                             seen = roles.trainer.step(data, loss, roles.watch, index=e.index, first=minibatch.first)
                     except InvariantError as error:
                         # Only a gradient that is not finite may be left out. Any other broken invariant stops the run.
@@ -146,8 +152,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
             roles.watch.emit(PushedEvent(e, credit))
         if roles.replay is not None:
             roles.replay.add(e.index, e.fresh)
-        # The line is made once, since its episodes may be written only once. If an observer stops the run in `after`,
-        # this line goes into the record with the reason.
+        # The line is made once, because making it also writes the episodes. If an observer stops the run in `after`,
+        # `stopped_is_recorded` writes this same line with the reason.
         partial.line = _line(roles, partial, notes(e, credit, stage.prompts))
         roles.adaptive = _adapted(roles, partial, credit)
         line = await roles.watch.after(partial.line)
@@ -211,8 +217,9 @@ async def learn_from(
 
     Args:
         called: what an episode of the batch is called in messages, such as `demonstration`.
-        sampled: gauges of the rollouts that made the batch, where the policy itself said it.
-        first: whether the batch has the sampler's log-probs, of the weights of now. None: where there is `sampled`.
+        sampled: gauges of the rollouts that made the batch, where the policy sampled it.
+        first: whether the batch has the sampler's log-probs, drawn with the present weights. None: True if `sampled` is
+            given.
 
     Raises:
         InvariantError: the gradient is not finite. The message names the episodes that make it so, and the record's
@@ -223,13 +230,14 @@ async def learn_from(
         try:
             gauges, skipped = roles.trainer.step(batch, loss, roles.watch, index=index, first=fresh), ()
         except NonFiniteGradient as error:
-            # The message names the first culprits and counts all of them: the others are passed as empty names.
+            # The message names the first `NAMED` culprits and gives the number of all. `told` counts the list, so the
+            # other culprits stand in it as empty names.
             names = [f"{called} {e} ({roles.text(batch.ids_of(e))[:60]!r})" for e in error.culprits[:NAMED]]
-            told = error.told(
+            message = error.told(
                 [*names, *[""] * (len(error.culprits) - len(names))], f" ({roles.stage.name} step {index})"
             )
             try:
-                gauges, note = left_out(roles, batch, index, InvariantError(told))
+                gauges, note = left_out(roles, batch, index, InvariantError(message))
             except InvariantError as stop:
                 roles.book.write(Step(roles.stage.name, index, roles.trainer.version, {}, notes=(f"stopped: {stop}",)))
                 raise stop from error
@@ -267,15 +275,16 @@ def _line(roles: ReinforceRoles, partial: UnfinishedStep, notes: tuple[str, ...]
     """The step as a line of the record. Its episodes are written to files of their own."""
     with roles.clock.of("book"):
         _write(roles, partial)
-    e, credit, seen = partial.experience, partial.credit or Credit((), roles.adaptive.ema), roles.watch.take()
+    experience, credit, seen = partial.experience, partial.credit or Credit((), roles.adaptive.ema), roles.watch.take()
     replayed = roles.replay.gauges() if roles.replay else {}
-    # What depends on time belongs into `clock`. `gauges` must be the same in a run that was interrupted and resumed.
-    gauges = merge(rollout_gauges(e, credit), e.engine, replayed, seen.gauges, *partial.learned)
-    timed = dict(roles.rollout.gauges())
+    # `gauges` must be the same in a run that was interrupted and resumed. So whatever depends on time goes into
+    # `clock`.
+    gauges = merge(rollout_gauges(experience, credit), experience.engine, replayed, seen.gauges, *partial.learned)
+    time_dependent = dict(roles.rollout.gauges())
     if roles.stage.staleness:  # what the engine did meanwhile depends on time
-        timed |= {n: g for n, g in roles.sync.sampler.gauges().items() if n not in e.engine}
-    measured = {**roles.clock.take(), **roles.sync.sampler.clock(), **roles.groups.clock()}
-    measured |= roles.rollout.clock()
-    clock = {**measured, **{n: g.mean for n, g in timed.items() if g.count}}
-    said = (*notes, *partial.skipped, *seen.notes)
-    return Step(roles.stage.name, e.index, roles.trainer.version, gauges, clock, said)
+        time_dependent |= {n: g for n, g in roles.sync.sampler.gauges().items() if n not in experience.engine}
+    seconds = {**roles.clock.take(), **roles.sync.sampler.clock(), **roles.groups.clock()}
+    seconds |= roles.rollout.clock()
+    clock = {**seconds, **{n: g.mean for n, g in time_dependent.items() if g.count}}
+    notes_of_step = (*notes, *partial.skipped, *seen.notes)
+    return Step(roles.stage.name, experience.index, roles.trainer.version, gauges, clock, notes_of_step)
