@@ -1,5 +1,8 @@
-"""The proof that head, softmax and log-prob are computed in float32 for weights of less: each side of a run compares
-its own with float64 before its first use."""
+"""Proves that the head computes in float32 although its weights are narrower, such as bfloat16.
+
+Learner and sampler each compare their own head with a float64 computation before they first use it: the learner its
+log-probs, the sampler its logits.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +44,17 @@ def prove_logprobs(out: ReadOut, hidden: Tensor, kernels: KernelChoice) -> None:
         scale=out.scale,
     )
     # At least 1, so that a model whose logits are all near 0 is not judged by a relative error.
-    largest, norm, said = torch.tensor(1.0).double(), [], torch.zeros(len(hidden)).double()
+    largest, block_norms, target_logits = torch.tensor(1.0).double(), [], torch.zeros(len(hidden)).double()
     for first, z in _exact(out, hidden):
         largest = torch.maximum(largest, z.abs().max())
-        norm.append(z.logsumexp(1))
+        block_norms.append(z.logsumexp(1))
         # Each target lies in one block of the vocabulary.
-        inside = (targets.cpu() >= first) & (targets.cpu() < first + z.shape[1])
-        said[inside] = z[inside, targets.cpu()[inside] - first]
-    _refuse("the learner's", float((ours.double().cpu() - said + torch.stack(norm).logsumexp(0)).abs().max() / largest))
+        in_block = (targets.cpu() >= first) & (targets.cpu() < first + z.shape[1])
+        target_logits[in_block] = z[in_block, targets.cpu()[in_block] - first]
+    _refuse(
+        "the learner's",
+        float((ours.double().cpu() - target_logits + torch.stack(block_norms).logsumexp(0)).abs().max() / largest),
+    )
 
 
 @torch.no_grad()
@@ -77,6 +83,7 @@ def _exact(out: ReadOut, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _refuse(whose: str, gap: float) -> None:
+    """InvariantError where the difference from float64, relative to the largest logit, is more than `BOUND`."""
     # In this form nan is refused too.
     if not gap <= BOUND:
         raise InvariantError(

@@ -36,7 +36,7 @@ class Kernel:
     missing: Callable[[], str] = lambda: ""
     """Returns why this machine does not have it; '' where it does."""
     operation: str = ""
-    """Which `add_forms` knows."""
+    """The name of the operation; `add_forms` fills it in."""
 
     def unfit(self, device: torch.device, dtype: torch.dtype) -> str:
         """Returns the reason why the form cannot be used on this device and dtype; '' where it can."""
@@ -76,8 +76,8 @@ def kernel(operation: str, device: torch.device, dtype: torch.dtype, choice: Ker
 
 def check_compiled(operation: str, device: torch.device, dtype: torch.dtype) -> None:
     """EngineError where no compiled form of an operation can be used."""
-    found = [k.unfit(device, dtype) for k in TABLE[operation] if k.form == "compiled"]
-    # Without any compiled form `found` is empty, and that is refused too.
-    if all(found):
-        why = "; ".join(found) or f"{operation} has no such form"
+    reasons = [k.unfit(device, dtype) for k in TABLE[operation] if k.form == "compiled"]
+    # `all` is true for an empty list, so an operation without any compiled form is refused too.
+    if all(reasons):
+        why = "; ".join(reasons) or f"{operation} has no such form"
         raise EngineError(f"model.kernels=compiled, but there are no compiled kernels: {why}")

@@ -1,5 +1,4 @@
-"""Steps 1 to 3 of the log-prob contract (`core.sampling`) for tokens that were said: logit bias,
-repetition penalty, bans.
+"""Steps 1 to 3 of the log-prob contract (`core.sampling`) for spoken tokens: logit bias, repetition penalty, bans.
 
 The bans are computed again and not stored. They follow from the contract and the token ids before a position,
 which are the same integers for sampler and learner. A kept set, in contrast, depends on the last bits of floats. A
@@ -49,12 +48,12 @@ class Ragged:
         on, numbered row by row. Ids that have no column are left out. The places are distinct if the ids of each run
         are."""
         first, last = int(self._before[a]), int(self._before[b])
-        # With the size told, a GPU need not be waited for to learn it.
+        # The output size is given. Otherwise the CPU would wait for the GPU to learn it.
         rows = torch.arange(a, b, device=self._ids.device).repeat_interleave(self._count[a:b], output_size=last - first)
         which = torch.arange(first, last, device=self._ids.device) + self._shift[rows]
         rows, ids = rows - a, self._ids[which] - first_id
-        # With a single block every id has a column, and the selection,
-        # for which a GPU has to be waited for, is left out.
+        # In a matrix of the whole vocabulary every id has a column. The selection is left out then, because the CPU
+        # would wait for the GPU to learn how many entries it has.
         if first_id or self._last >= width:
             inside = (ids >= 0) & (ids < width)
             rows, ids = rows[inside], ids[inside]
@@ -183,22 +182,23 @@ def banned_here(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
         # few candidates of each sequence by two binary searches; then they are thinned out from the back to the front.
         before_M = packed.ids_N[packed.source_M]
         order = np.argsort(before_M, kind="stable")
-        inside = before_M[order]
+        token_before = before_M[order]
         for b in sequences:
-            at = order[np.searchsorted(inside, b[-2]) : np.searchsorted(inside, b[-2], side="right")]
+            at = order[np.searchsorted(token_before, b[-2]) : np.searchsorted(token_before, b[-2], side="right")]
             # The whole sequence must lie in this turn: the tokens of a prompt do not complete one.
             at = at[in_turn_M[at] >= len(b) - 1]
             for back, token in enumerate(b[-3::-1], 1):
                 at = at[packed.ids_N[packed.source_M[at] - back] == token]
             rows.append(at)
             ids.append(np.full(len(at), b[-1], np.int64))
-    row, what = np.concatenate(rows), np.concatenate(ids)
+    row, id_of_row = np.concatenate(rows), np.concatenate(ids)
     # `Ragged` needs the ids of one token beside each other.
     order = np.argsort(row, kind="stable")
-    return row[order], what[order]
+    return row[order], id_of_row[order]
 
 
 def _check_said(packed: Packed, never_V: np.ndarray | None, rows: np.ndarray, ids: np.ndarray) -> None:
+    """InvariantError where a spoken token is banned: at every position (`never_V`), or by a pair of `rows`, `ids`."""
     wrong = rows[packed.target_M[rows] == ids]
     if never_V is not None:
         wrong = np.append(wrong, np.flatnonzero(never_V[packed.target_M]))

@@ -19,7 +19,7 @@ from posttrain.system.errors import InvariantError
 
 
 class KeptMask:
-    """Kept sets on the device, from which the mask of each chunk is made."""
+    """Kept sets, one of each spoken token, on the device. The mask of each chunk is made from them."""
 
     def __init__(self, kept: TruncationSets, device: torch.device) -> None:
         self.offsets = kept.offsets
@@ -44,10 +44,10 @@ class KeptSets(KeptMask):
 
     def __init__(self, kept: TruncationSets, targets: Tensor) -> None:
         # `reduceat` gives a wrong answer for an empty run, but `TruncationSets` refuses empty sets.
-        said = np.repeat(targets.cpu().numpy(), np.diff(kept.offsets)) == kept.ids
-        inside = np.logical_or.reduceat(said, kept.offsets[:-1]) if len(kept) else np.zeros(0, bool)
-        if not inside.all():
-            first = int(np.flatnonzero(~inside)[0])
+        is_target = np.repeat(targets.cpu().numpy(), np.diff(kept.offsets)) == kept.ids
+        has_target = np.logical_or.reduceat(is_target, kept.offsets[:-1]) if len(kept) else np.zeros(0, bool)
+        if not has_target.all():
+            first = int(np.flatnonzero(~has_target)[0])
             raise InvariantError(
                 f"spoken token {first} is not in its own kept set: sampler and batch disagree on the distribution"
             )

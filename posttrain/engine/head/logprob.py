@@ -35,7 +35,7 @@ KEPT_ELEMENTS = {"cpu": 1 << 22, "accelerator": 0}
 """Most logits (M * V) of a pass that are kept until its backward; more are computed again. 16 MiB of float32 on a CPU,
 and on an accelerator none, where nobody measured what it saves."""
 CHUNK_IDS = 16384
-"""A vocabulary of at most so many ids is one block."""
+"""The largest vocabulary that is one block, in ids."""
 TILE = {"cpu": (256, 4096), "accelerator": (8192, 16384)}
 """Tokens, and most ids, of a tile where the vocabulary is several blocks. On a CPU with 1 MiB of second-level cache,
 tiles of 4 MiB were the fastest at 151,936 ids."""
@@ -139,12 +139,12 @@ def most_probable(
     indices: list[Tensor] = []
     for _, blocks in _scored(hidden, weight, bias, transform):
         best, which = list[Tensor](), list[Tensor]()
-        # Per token at most k of the earlier blocks and k of this
-        # block are held. The best k of both go on to the next block.
+        # `best` holds at most k log-probs per token of the earlier blocks, and k of this block. The best k of both go
+        # on to the next block.
         for first, logp in normalised(blocks, torch.log_softmax, single)():
-            found = logp.topk(min(k, logp.shape[1]), 1)
-            best.append(found.values)
-            which.append(found.indices + first)
+            top = logp.topk(min(k, logp.shape[1]), 1)
+            best.append(top.values)
+            which.append(top.indices + first)
             if len(best) > 1:
                 both = torch.cat(best, 1).topk(min(k, best[0].shape[1] + best[1].shape[1]), 1)
                 best, which = [both.values], [torch.cat(which, 1).gather(1, both.indices)]
@@ -197,27 +197,27 @@ def odds(
     single = _ids(weight) == weight.shape[0]
     # float64, because the caller compares a random number with `below` and `upto`, and each is a sum over up to a
     # vocabulary of small numbers.
-    none = hidden.new_zeros((0, len(temperatures)), dtype=torch.float64)
-    out = [[none.new_zeros(0)], [none.new_zeros(0)], [none], [none]]
+    empty = hidden.new_zeros((0, len(temperatures)), dtype=torch.float64)
+    out = [[empty.new_zeros(0)], [empty.new_zeros(0)], [empty], [empty]]
     for rows, blocks in _scored(hidden, weight, bias, transform):
         target = targets[rows, None].long()
         # Each use of `logps` reads the blocks again: where the vocabulary
         # is several blocks, no float64 matrix of all ids is held.
         logps = normalised(each(blocks, torch.Tensor.double), torch.log_softmax, single)
-        below, said = none.new_zeros(len(target)), none.new_zeros(len(target))
+        below, target_logp = empty.new_zeros(len(target)), empty.new_zeros(len(target))
         for first, logp in logps():
             ids = torch.arange(first, first + logp.shape[1], device=logp.device)
             below += torch.where(ids < target, logp.exp(), 0.0).sum(1)
-            said += picked(logp, target - first)[:, 0]
-        ratios, apart = none.new_zeros(len(target), len(temperatures)), none.new_zeros(len(target), len(temperatures))
+            target_logp += picked(logp, target - first)[:, 0]
+        ratios, apart = empty.new_zeros(len(target), len(temperatures)), empty.new_zeros(len(target), len(temperatures))
         for k, t in enumerate(temperatures):
             # q is proportional to p^(1/t), so log q is log p / t, normalised again.
             flatter = normalised(each(logps, lambda logp, t=t: logp / t), torch.log_softmax, single)
             for (first, q), (_, logp) in zip(flatter(), logps(), strict=True):
                 ratios[:, k] += picked(q, target - first)[:, 0]
                 apart[:, k] += 0.5 * (q.exp() - logp.exp()).abs().sum(1)
-        ratios -= said[:, None]
-        for part, x in zip(out, (below, below + said.exp(), ratios, apart), strict=True):
+        ratios -= target_logp[:, None]
+        for part, x in zip(out, (below, below + target_logp.exp(), ratios, apart), strict=True):
             part.append(x)
     below, upto, ratio, apart = (torch.cat(part) for part in out)
     return below, upto, ratio, apart
@@ -231,6 +231,7 @@ def _transform(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> LogitTransform:
+    """The steps from logits to scores under the contract, for callers that ask about any ids."""
     # `KeptMask` and not `KeptSets`: some callers ask about ids that nobody said, and those may lie outside of the set.
     mask = None if kept is None else KeptMask(kept, device)
     return LogitTransform(1 / sampling.temperature, softcap, scale, rules, mask)
@@ -240,7 +241,7 @@ def _transform(
 
 
 def _ids(weight: Tensor) -> int:
-    """Ids of one block: the vocabulary in equal parts."""
+    """The number of ids of one block. The vocabulary is cut into blocks of equal width."""
     vocabulary = weight.shape[0]
     if vocabulary <= CHUNK_IDS:
         return vocabulary
@@ -252,6 +253,7 @@ def _ids(weight: Tensor) -> int:
 def _tile(
     hidden: Tensor, weight: Tensor, transform: LogitTransform, chunk: int | None = None, block: int | None = None
 ) -> Tile:
+    """The sizes of the tiles of a pass, and whether their scores are kept until the backward."""
     rows, ids = chunk or _rows(hidden, weight), block or _ids(weight)
     # Where the steps after the product have slopes, scores alone are not enough for the backward: it computes scores
     # again, and the slopes with them.

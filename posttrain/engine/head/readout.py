@@ -64,7 +64,7 @@ class ReadOut:
         return self._run(input_ids.view(1, -1), position_ids.view(1, -1), layout)[0]
 
     def hidden_at(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, at_M: np.ndarray) -> Tensor:
-        """[M, hidden]: those of `hidden` at these packed places, of which some may come again."""
+        """[M, hidden]: the hidden states at the packed positions `at_M`, in which a position may stand twice."""
         return rows_at(self.hidden(input_ids, position_ids, layout), at_M)
 
     def rows(self, ids_BL: Tensor, layout: Layout) -> Tensor:
@@ -82,10 +82,13 @@ class ReadOut:
         return nullcontext() if self.look_up is None else self.look_up.headless()
 
     def weight_to_read(self) -> Tensor:
-        """`weight` for the head that reads the hidden states computed last, so that both have one gradient
-        (`look_up`)."""
-        found = None if self.look_up is None else self.look_up.take()
-        return self.weight if found is None else found
+        """`weight` for the head that reads the hidden states of the last pass.
+
+        Where the embedding shares this weight, it comes from the pass's own look-up. The gradients of both uses then
+        arrive at one node (`embedding_gradient`).
+        """
+        node = None if self.look_up is None else self.look_up.take()
+        return self.weight if node is None else node
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] in float32 (float64 for a float64 model), by the same function as the learner's head."""
@@ -175,8 +178,8 @@ def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = 
         # does between its decoder and its logits.
         ours = out.logits(out.hidden(ids, at, layout))
         with using(layout):
-            given = takes_positions(out.decoder, at[None])
-            theirs = module(input_ids=ids[None], use_cache=False, **given).logits[0].to(ours.dtype)
+            position_argument = takes_positions(out.decoder, at[None])
+            theirs = module(input_ids=ids[None], use_cache=False, **position_argument).logits[0].to(ours.dtype)
     # Code of an unknown architecture runs here, and what it raises
     # where it is not made for packed segments can be any of these.
     except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:

@@ -52,8 +52,8 @@ def head(
     z = transform.scores(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), 0)
     logp, outside = z.log_softmax(1), transform.outside(z)
     # p log p has the limit 0 where p is 0, and 0 times -inf is nan, also in the backward pass.
-    known = logp if outside is None else logp.masked_fill(outside, 0)
-    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * known).sum(1)
+    finite = logp if outside is None else logp.masked_fill(outside, 0)
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * finite).sum(1)
 
 
 def adamw(parameters: list[Tensor], **options: Any) -> torch.optim.Optimizer:

@@ -21,6 +21,7 @@ from posttrain.engine.head.tiles import NATIVE_BOUND, TORCH, RunningSoftmax, Til
 def block_of(
     weight: Tensor, bias: Tensor | None, first: int, width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
+    """The rows of weight and bias for the ids `first` to `first + width`, converted to `dtype`."""
     return weight[first : first + width].to(dtype), None if bias is None else bias[first : first + width].to(dtype)
 
 
@@ -47,12 +48,12 @@ class TiledHead(torch.autograd.Function):
         tile: Tile,
         form: TileForm,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs of the named ids, [M] or [M, K] as they are, and the entropy [M]."""
+        """Log-probs in the shape of `named`, [M] or [M, K], and the entropy [M]; empty where it is not wanted."""
         # The vocabulary is the outer loop. A block of a bfloat16 head is converted once and serves all tokens, and the
         # running softmax of M tokens is three numbers each. With tokens outside, every chunk would convert all of it.
         dtype, scores = logit_dtype(weight.dtype), list[Tensor]()
         named_MK = named if named.ndim == 2 else named[:, None]
-        said = torch.zeros(named_MK.shape, dtype=dtype, device=hidden.device)
+        named_logits = torch.zeros(named_MK.shape, dtype=dtype, device=hidden.device)
         running = RunningSoftmax(hidden.new_empty(len(named), dtype=dtype), want_entropy)
         for first in range(0, weight.shape[0], tile.ids):
             w, b = block_of(weight, bias, first, tile.ids, dtype)
@@ -61,21 +62,22 @@ class TiledHead(torch.autograd.Function):
                 z = transform.scores(hidden[rows].to(dtype), w, b, at, None, first)
                 scores += [z] if tile.kept else []
                 # A named id lies in one block, and the others add 0 for it.
-                said[rows] += picked(z, named_MK[rows] - first)
+                named_logits[rows] += picked(z, named_MK[rows] - first)
                 running.add(rows, *form.fold(z, want_entropy, transform.masked))
         norm, entropy = running.norm(), running.entropy()
         entropy = norm.new_empty(0) if entropy is None else entropy
         ctx.save_for_backward(hidden, weight, bias, named_MK, norm, entropy, *scores)
         ctx.transform, ctx.tile, ctx.form = transform, tile, form
         ctx.set_materialize_grads(False)  # an entropy that no loss reads costs nothing in the backward
-        return said.sub_(norm[:, None]).view(named.shape), entropy
+        return named_logits.sub_(norm[:, None]).view(named.shape), entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, named_MK, norm, entropy, *kept = ctx.saved_tensors
         transform, tile, dtype = ctx.transform, ctx.tile, logit_dtype(weight.dtype)
-        # Temperature and scale are constants of the whole tile, so their factors are one, whatever stands between them.
+        # Temperature and scale multiply all numbers of a tile by a constant. So both are one factor, whatever steps
+        # stand between them.
         factor, scores = transform.beta * transform.scale, iter(kept)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         of_logp, of_entropy = grads

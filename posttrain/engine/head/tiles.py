@@ -107,10 +107,10 @@ def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width:
     tile of `width` ids, with banned ids, a row without any id, and large scores. nan where one has nan."""
     # One row for each hard case. 500 overflows exp unless the largest score is subtracted. It stands last, so that a
     # form which reads in pieces has to rescale what it summed before.
-    rows, made = 5, torch.Generator().manual_seed(0)
-    z = torch.randn(rows, width, generator=made, dtype=torch.float64) * 3
+    rows, draws = 5, torch.Generator().manual_seed(0)
+    z = torch.randn(rows, width, generator=draws, dtype=torch.float64) * 3
     z[1, ::3], z[2, :], z[3, width - 1] = -torch.inf, -torch.inf, 500.0
-    z, by = z.to(device, dtype), torch.randn(4, rows, generator=made, dtype=torch.float64).to(device, dtype)
+    z, by = z.to(device, dtype), torch.randn(4, rows, generator=draws, dtype=torch.float64).to(device, dtype)
     # Named ids: first and last places, ids of an earlier and of a
     # later block, and twice the same id, whose gradients add up.
     named = torch.tensor([[1, width - 1], [4, -3], [0, 0], [width + 5, 2], [7, 7]], device=device)
@@ -118,8 +118,8 @@ def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width:
     for want in (False, True):
         # The row without any id has norm -inf, and -inf minus -inf would be nan in both forms.
         norm = torch.logsumexp(z, 1).nan_to_num(neginf=0.0)
-        found = [_made(f, z, norm, named, by, want) for f in (form, TORCH)]
-        for ours, theirs in zip(*found, strict=True):
+        results = [_made(f, z, norm, named, by, want) for f in (form, TORCH)]
+        for ours, theirs in zip(*results, strict=True):
             if ours is not None and theirs is not None:
                 largest = theirs.abs().nan_to_num(posinf=0.0).clamp_max(1e30).max().clamp_min(1.0)
                 # Equal first: two equal infinities have the difference nan.
@@ -182,8 +182,11 @@ def each(blocks: Blocks, change: Callable[[Tensor], Tensor]) -> Blocks:
 
 
 def normalised(blocks: Blocks, soft: Callable[[Tensor, int], Tensor], single: bool) -> Blocks:
-    """`soft`, torch's log-softmax or softmax, over all blocks; `single`: there is one, which is computed once and
-    kept."""
+    """`soft`, torch's log-softmax or softmax, over all blocks.
+
+    Args:
+        single: there is one block, whose result is computed once and kept.
+    """
     # One block: torch's own function sees the whole row, and its bits are those of the plain computation. More blocks:
     # a first reading for the norm, and a second one at every use.
     if single:

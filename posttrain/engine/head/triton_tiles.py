@@ -98,10 +98,10 @@ def cotangent(
     total, spread = by_logp.sum(1), by_entropy is not None
     if rows:
         # Without an entropy the kernel reads neither of the last two. They need some address, and `norm` has one.
-        given = (total, norm if by_entropy is None else by_entropy.contiguous(), entropy if spread else norm)
+        row_numbers = (total, norm if by_entropy is None else by_entropy.contiguous(), entropy if spread else norm)
         size = _columns(width)
         sizes = width, z.stride(0), out.stride(0), spread, size
-        _launch(_cotangent_rows, (rows, triton.cdiv(width, size)), z, out, norm, *given, *sizes)
+        _launch(_cotangent_rows, (rows, triton.cdiv(width, size)), z, out, norm, *row_numbers, *sizes)
     return tiles.with_named(out, named, by_logp)
 
 
@@ -127,9 +127,9 @@ def proved(device: torch.device, dtype: torch.dtype) -> TileForm:
         # More than one piece of columns and a ragged last one, so that the loop and the masks are compared too.
         gap = tiles.largest_gap(TRITON, device, dtype, COLUMNS + 37)
     except Exception as error:  # a compiler and a driver raise errors of any kind
-        first = (str(error).strip().splitlines() or ["no reason given"])[0]
+        first_line = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise EngineError(
-            f"the head's Triton kernels do not run on {device} ({type(error).__name__}: {first}). Set"
+            f"the head's Triton kernels do not run on {device} ({type(error).__name__}: {first_line}). Set"
             " model.kernels=torch to compute without them"
         ) from error
     if not gap <= BOUNDS[dtype]:

@@ -19,7 +19,7 @@ from posttrain.core.exchange.scores import Rewards
 from posttrain.system.errors import DataError
 
 NAME = "reward_head"
-"""Begins the names of its parameters in a learner."""
+"""The first word of the names of a reward head's parameters in a learner."""
 
 
 class RewardHead(nn.Module):
@@ -30,7 +30,8 @@ class RewardHead(nn.Module):
     Args:
         width: H.
         dtype: of its weights; float32 at least.
-        blank: a token that is passed over at the end of a sequence, as transformers passes over padding; None: none.
+        blank: the id of a token that is skipped at the end of a sequence, as transformers skips padding; None: no
+            token is skipped.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class RewardHead(nn.Module):
         def layer() -> nn.Linear:
             # On "meta" the layer's own initialisation draws nothing. The weights come from a generator of this head
             # alone, so the random numbers of the run are the same with and without it.
-            made = nn.Linear(width, shape.width, bias=False, device="meta")
+            linear = nn.Linear(width, shape.width, bias=False, device="meta")
             weight = torch.randn(shape.width, width, generator=drawn) * (width + 1) ** -0.5
-            made.weight = nn.Parameter(weight.to(device=device, dtype=dtype))
-            return made
+            linear.weight = nn.Parameter(weight.to(device=device, dtype=dtype))
+            return linear
 
         self.score = layer()
         self.gate = layer() if shape.gate else None
@@ -77,14 +78,16 @@ class RewardHead(nn.Module):
         return pooled if self.gate is None else np.concatenate([pooled, before])
 
     def _last(self, packed: Packed) -> np.ndarray:
+        """int64 [S]: the packed position of the last token of each segment that is not `blank`."""
         ends = np.cumsum(packed.lengths_S)
         last = ends - 1
         if self.blank is None:
             return last
         real_N = packed.ids_N != self.blank
         for s, (begin, end) in enumerate(zip(ends - packed.lengths_S, ends, strict=True)):
-            found = np.flatnonzero(real_N[begin:end])
-            last[s] = begin + (found[-1] if len(found) else 0)  # transformers reads the first of nothing but padding
+            real = np.flatnonzero(real_N[begin:end])
+            # Of a sequence of padding alone, transformers reads the first position.
+            last[s] = begin + (real[-1] if len(real) else 0)
         return last
 
     def read(self, packed: Packed, hidden: Tensor) -> Rewards:
@@ -95,8 +98,8 @@ class RewardHead(nn.Module):
         pooled, before = (hidden, None) if self.gate is None else (hidden[:-count], hidden[-count:])
         if self.shape.pool == "mean":
             segment_M = torch.from_numpy(packed.segment_M.astype(np.int64)).to(hidden.device)
-            said = torch.bincount(segment_M, minlength=count).to(hidden.dtype)
-            pooled = hidden.new_zeros(count, hidden.shape[1]).index_add(0, segment_M, pooled) / said[:, None]
+            spoken_S = torch.bincount(segment_M, minlength=count).to(hidden.dtype)
+            pooled = hidden.new_zeros(count, hidden.shape[1]).index_add(0, segment_M, pooled) / spoken_S[:, None]
         outputs = self.score(pooled)
         if self.shape.pool == "token":
             # Every spoken token has a score. The score of a segment is that of its last token.

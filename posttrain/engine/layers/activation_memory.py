@@ -1,5 +1,7 @@
 """Less memory for what a forward pass leaves for its backward: computed again, or kept in the memory of the CPU.
 
+The settings of `model.gradient_checkpointing` other than none:
+
 full         of each layer only its input is kept, and the layer is computed again
 selective    results of matrix products and of torch's attention are kept too; only what is cheap is computed again, as
              compiled attention is
@@ -71,11 +73,13 @@ def keep_less(module: Any, how: Checkpointing) -> None:
 
 @cache
 def _products() -> frozenset[Any]:
-    found = (getattr(torch.ops.aten, name, None) for name in PRODUCTS)
-    return frozenset(op.default for op in found if op is not None)
+    """The operations of `PRODUCTS` that this version of torch has."""
+    operations = (getattr(torch.ops.aten, name, None) for name in PRODUCTS)
+    return frozenset(op.default for op in operations if op is not None)
 
 
 def _kept(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy of selective checkpointing: whether the result of `op` is kept or computed again."""
     return CheckpointPolicy.MUST_SAVE if op in _products() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -86,6 +90,7 @@ def kept_on_the_cpu() -> AbstractContextManager[Any]:
 
 
 def _away(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    """Called with each tensor that autograd saves: its device and a copy on the CPU, or the tensor itself."""
     # Autograd saves weights too, often as a transposed view. The parameter lives on the device anyway, so moving it
     # would save nothing and cost two copies.
     root = x if x._base is None else x._base
@@ -96,4 +101,5 @@ def _away(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
 
 
 def _back(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    """The tensor that `_away` took, on its device again."""
     return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)

@@ -59,7 +59,7 @@ class AttentionCall:
     """c of c tanh(score / c)."""
 
     def part(self, begin: int, end: int) -> AttentionCall:
-        """The same of the positions `begin` to `end` alone."""
+        """The same call for the positions `begin` to `end` alone."""
         q, k, v = (x[:, :, begin:end] for x in (self.query, self.key, self.value))
         return AttentionCall(self.module, q, k, v, self.scaling, self.window, self.softcap)
 
@@ -120,7 +120,7 @@ def register() -> None:
 
 
 def stay_outside_graphs() -> None:
-    """From now on torch.compile traces nothing of `attend`: its layout is another one in each pass."""
+    """From now on torch.compile traces nothing of `attend`, because each pass has a layout of its own."""
     # Kept in the list, so that a later `register` does not bring the traced form back.
     _registered[0] = torch.compiler.disable(attend)
     register()
@@ -202,8 +202,8 @@ def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
 
 
 class SpreadRows(torch.autograd.Function):
-    """Rows [N, ...] to padded rows [R, ...]. `to` [R] is the source of each padded row, `back` [N] the
-    place of each row in them.
+    """Rows [N, ...] to padded rows [R, ...]. `to` [R] is the row that each padded row copies. `back` [N] is the padded
+    row of each row.
 
     Padding rows repeat a real one. Under a causal mask no real position reads them, so their gradient is exactly zero.
     The backward is therefore the plain inverse gather instead of a slow scatter-add.
@@ -237,12 +237,14 @@ class CollectRows(torch.autograd.Function):
 
 
 class RunsLayout:
-    """A layout whose positions lie in runs, which compiled code reads as they are. Without it, and for scores with a
-    soft-cap, runs of similar length are computed by one call of dense attention each."""
+    """A layout whose positions lie in runs. There are two ways to compute it.
+
+    `by_runs`: compiled code reads the runs as they lie. `by_buckets`: runs of similar length are padded and computed by
+    one call of dense attention. The second way serves scores with a soft-cap, and machines without compiled code.
+    """
 
     routing: Any = None
-    """The choices that the routers of a mixture of experts are given, and those that they make
-    (`expert_routing.Routing`)."""
+    """The `expert_routing.Routing` of the pass; None: routers do what they do in transformers."""
 
     def __init__(self, tokens: int, kernels: KernelChoice) -> None:
         self.tokens = tokens
@@ -327,8 +329,8 @@ class PackedLayout(RunsLayout):
         return rows if places is None else SpreadRows.apply(rows, *places)  # pyright: ignore[reportReturnType]
 
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """The source of each padded row of the buckets, and where each position is among these; None where the rows are
-        the positions as they lie."""
+        """(position that each padded row copies, padded row of each position); None where the padded rows are the
+        positions as they lie."""
         if device in self._placed:
             return self._placed[device]
         starts_S = np.cumsum(self._lengths_S) - self._lengths_S
@@ -344,9 +346,9 @@ class PackedLayout(RunsLayout):
             to.append(position_BL.ravel())
             row += position_BL.size
         moved = not np.array_equal(back, np.arange(row))
-        made = (torch.from_numpy(np.concatenate(to)).to(device), torch.from_numpy(back).to(device)) if moved else None
-        self._placed[device] = made
-        return made
+        places = (torch.from_numpy(np.concatenate(to)).to(device), torch.from_numpy(back).to(device)) if moved else None
+        self._placed[device] = places
+        return places
 
     def _mask(self, device: torch.device, longest: int, window: int) -> Tensor:
         """bool [L, L]: key j is seen by query i where 0 <= i - j < window."""

@@ -79,7 +79,7 @@ def warmed_up(out: ReadOut, measure: Measure) -> str:
 
 
 def _gap(one: tuple[Tensor, dict[str, Tensor]], two: tuple[Tensor, dict[str, Tensor]]) -> float:
-    """The larger of the two relative differences; inf where it is not a number."""
+    """The relative difference of the log-probs or of the whole gradient, whichever is larger; inf where it is nan."""
     flat = [(x[0], torch.cat([g.double().flatten() for g in x[1].values()])) for x in (one, two)]
     gaps = [
         float((b.double() - a.double()).norm() / a.double().norm().clamp_min(1e-30)) for a, b in zip(*flat, strict=True)

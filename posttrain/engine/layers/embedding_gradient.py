@@ -1,11 +1,11 @@
 """Gradients that hold few rows: of hidden states at some positions, and of the weight that turns tokens into vectors.
 
-`SelectRows` costs one pass over the rows that are read.
+Hidden states at some positions are selected by `SelectRows`. Its backward costs one pass over the rows that are read.
 
-Autograd makes a gradient of all its V rows, which is zero but for the tokens that were read; at 151,936 ids and 896
-columns it is half a gigabyte. Where the head shares the weight there are even two, which autograd adds. Here the
-look-up is a node of its own: it adds its few rows to the head's gradient in place. Where no head reads the hidden
-states, as for a reward model, the gradient holds the rows that were read and nothing else
+For an embedding autograd makes a gradient of all V rows, which is zero but for the tokens that were read; at 151,936
+ids and 896 columns it is half a gigabyte. Where the head shares the weight, autograd makes two such gradients and adds
+them. Here the look-up is a node of its own (`LookedUp`). It adds its few rows to the head's gradient in place. Where no
+head reads the hidden states, as for a reward model, the gradient holds the rows that were read and nothing else
 (`core.exchange.row_gradient`).
 """
 
@@ -48,7 +48,7 @@ class SelectRows(torch.autograd.Function):
 
 
 def rows_at(rows: Tensor, at_M: np.ndarray) -> Tensor:
-    """[M, H]: rows [N, H] at these places, of which some may come again."""
+    """[M, H]: rows [N, H] at these places, in which a place may stand twice."""
     _, first = np.unique(at_M, return_index=True)
     again = np.setdiff1d(np.arange(len(at_M)), first)
     return SelectRows.apply(
@@ -59,9 +59,9 @@ def rows_at(rows: Tensor, at_M: np.ndarray) -> Tensor:
 
 
 WORTH = 1 << 22
-"""Numbers of a weight from which on a gradient of rows alone is made."""
+"""Least size of a weight, in numbers, whose gradient may hold some rows alone."""
 PART = 4
-"""It is made where at most 1 / PART of the rows were read."""
+"""Such a gradient is made where at most 1 / PART of the rows were read."""
 
 
 class LookedUp(torch.autograd.Function):
@@ -87,19 +87,19 @@ class LookedUp(torch.autograd.Function):
             return of_weight, None, None, None
         if of_weight is None and not ctx.by_rows:
             return _whole(of_rows, ids, ctx.shape, ctx.padding), None, None, None
-        # The gradient of the F distinct ids, [F, H], by torch's own sum over equal ids. It goes into the head's
-        # gradient, or becomes a sparse one.
-        found, place = torch.unique(ids, return_inverse=True)
-        if of_weight is None and len(found) * PART > ctx.shape[0]:
+        # The gradient of the F distinct ids that were read, [F, H], by torch's own sum over equal ids. It goes into the
+        # head's gradient, or becomes a sparse one.
+        read_ids, place = torch.unique(ids, return_inverse=True)
+        if of_weight is None and len(read_ids) * PART > ctx.shape[0]:
             return _whole(of_rows, ids, ctx.shape, ctx.padding), None, None, None
-        rows = torch.ops.aten.embedding_dense_backward(of_rows, place, len(found), -1, False)
+        rows = torch.ops.aten.embedding_dense_backward(of_rows, place, len(read_ids), -1, False)
         if ctx.padding is not None:
-            rows.masked_fill_((found == ctx.padding)[:, None], 0)
+            rows.masked_fill_((read_ids == ctx.padding)[:, None], 0)
         if of_weight is None:
-            made = torch.sparse_coo_tensor(found[None], rows, ctx.shape, check_invariants=False, is_coalesced=True)
+            made = torch.sparse_coo_tensor(read_ids[None], rows, ctx.shape, check_invariants=False, is_coalesced=True)
             return made, None, None, None
         # the head made this gradient for this node alone
-        return of_weight.index_add_(0, found, rows.to(of_weight.dtype)), None, None, None
+        return of_weight.index_add_(0, read_ids, rows.to(of_weight.dtype)), None, None, None
 
 
 class LookUp:
@@ -119,13 +119,13 @@ class LookUp:
         """Returns the look-up of the decoder's embedding; None where the embedding is not torch's plain one."""
         find: Any = getattr(decoder, "get_input_embeddings", None)
         try:
-            found = None if find is None else find()
+            embedding = None if find is None else find()
         except NotImplementedError:  # transformers' answer for an architecture without one
             return None
-        if type(found) is not nn.Embedding:
+        if type(embedding) is not nn.Embedding:
             return None
-        plain = found.max_norm is None and not found.sparse and not found.scale_grad_by_freq
-        return LookUp(found, found.weight is getattr(head, "weight", None)) if plain else None
+        plain = embedding.max_norm is None and not embedding.sparse and not embedding.scale_grad_by_freq
+        return LookUp(embedding, embedding.weight is getattr(head, "weight", None)) if plain else None
 
     @contextmanager
     def headless(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class LookUp:
 
     @contextmanager
     def looked_up(self) -> Iterator[None]:
-        """Inside, the embedding's look-up is `LookedUp`, where a gradient is computed that it makes smaller."""
+        """Inside, the embedding's look-up is `LookedUp`, if the pass computes a gradient and this makes it smaller."""
         module, self._for_head = self._embedding, None
         # A forward that somebody else has put there must run, and hooks may change the rows: both are left as they are.
         hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
@@ -154,8 +154,8 @@ class LookUp:
             del module.__dict__["forward"]
 
     def take(self) -> Tensor | None:
-        """The weight for the head that reads the hidden states computed last; None where it has none of its own. It is
-        given once."""
+        """Returns the weight as an output of the last pass's look-up, for the head; None where there is none, or where
+        it was taken before."""
         # Given once, so that no later head reads a node of a graph that is gone.
         weight, self._for_head = self._for_head, None
         return weight

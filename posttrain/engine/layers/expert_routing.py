@@ -28,11 +28,12 @@ from posttrain.engine.layers import attention
 from posttrain.system.errors import EngineError
 
 PLACE = "posttrain_router"
-"""The attribute of a router's module that holds its place among the routers."""
+"""The attribute of a router's module that holds (its place among the routers, whether its weights are normalised)."""
 SPREAD = 4.0
-"""The largest score in that trial, so that rounding decides no choice of it."""
+"""The largest score in the trial that shows whether a router is understood (`_normalised`). At this size rounding
+decides no choice."""
 TRIED = 8
-"""Hidden states by which it is tried whether a router is understood."""
+"""Hidden states in that trial."""
 SAME = {torch.float32: 1e-5, torch.float64: 1e-5}
 """Largest difference of a weight that counts as rounding; 0.02 in narrower types. Routers of transformers compute their
 softmax in float32 also in float64 models."""
@@ -96,9 +97,9 @@ class Routing:
         return best - logits.masked_fill(~chosen, float("inf")).amin(-1), float(logits.detach().abs().max())
 
     def chosen_by_more(self, computed: torch.dtype) -> float:
-        """The largest lead of an expert that was not used over a used one, relative to what rounding may decide in the
-        type that the model computes in (`NEAR`): above 1 the choices that were given are not this pass's own. 0 without
-        routers."""
+        """The largest lead of an expert that was not used over a used one, in units of what rounding may decide in the
+        type that the model computes in (`NEAR`). Above 1, this pass would have chosen other experts than it was given.
+        0 without routers."""
         if not self.logits:
             return 0.0
         regret, scale = self.regret()
@@ -107,7 +108,7 @@ class Routing:
 
 
 def following(passes: Sequence[Routing]) -> Routing | None:
-    """For a pass over the tokens of these passes, back to back: the choices they made. None where they had no
+    """The choices that these passes made, given to one pass over their tokens back to back. None where they had no
     router."""
     if not all(one.used for one in passes):
         return None
@@ -115,6 +116,7 @@ def following(passes: Sequence[Routing]) -> Routing | None:
 
 
 def _hook(module: nn.Module, args: Any, output: Any) -> Any:
+    """The forward hook of a router: passes its output through the `Routing` of the layout in use."""
     routing = getattr(attention.layout_in_use(), "routing", None)
     # None from a forward hook leaves the output as it is.
     return None if routing is None else routing.at(*getattr(module, PLACE), output)
@@ -122,7 +124,8 @@ def _hook(module: nn.Module, args: Any, output: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class RouterModules:
-    """`core.exchange.expert_choices.Routers` of a module."""
+    """What a module's routers are called and hold. `experts`, `names` and `stacked` are those of
+    `core.exchange.expert_choices.Routers`; `normalised` says whether the weights of a token's experts sum to 1."""
 
     experts: int
     names: tuple[str, ...]
@@ -133,40 +136,40 @@ class RouterModules:
 def routers_of(module: PreTrainedModel) -> RouterModules | None:
     """The routers of a model, which from now on follow the `Routing` of a pass; None where it has none that is
     understood (`why_not` says why). A second call changes nothing."""
-    found = list(_candidates(module))
-    if not found or why_not(module):
+    routers = list(_candidates(module))
+    if not routers or why_not(module):
         return None
-    normalised = _normalised(found[0][1])
-    for place, (_, router) in enumerate(found):
+    normalised = _normalised(routers[0][1])
+    for place, (_, router) in enumerate(routers):
         if not hasattr(router, PLACE):
             router.register_forward_hook(_hook)
         setattr(router, PLACE, (place, bool(normalised)))
     names = {id(p): n for n, p in module.named_parameters()}
-    experts = int(found[0][1].weight.shape[0])
-    parents = (module.get_submodule(name.rpartition(".")[0]) for name, _ in found)
+    experts = int(routers[0][1].weight.shape[0])
+    parents = (module.get_submodule(name.rpartition(".")[0]) for name, _ in routers)
     # Experts of a layer are often one tensor [E, ...]. The router's parent holds them, and their first axis tells them
     # apart from other weights.
     stacked = tuple(
         tuple(names[id(p)] for p in parent.parameters() if p.ndim == 3 and p.shape[0] == experts) for parent in parents
     )
-    gates = tuple(names.get(id(router.weight), f"{name}.weight") for name, router in found)
+    gates = tuple(names.get(id(router.weight), f"{name}.weight") for name, router in routers)
     return RouterModules(experts, gates, stacked, bool(normalised))
 
 
 def why_not(module: PreTrainedModel) -> str:
     """Returns the reason why the choices of a model's routers can be neither read nor given; '' where they can."""
-    found = list(_candidates(module))
-    if not found:
+    routers = list(_candidates(module))
+    if not routers:
         return f"{type(module).__name__} has no router"
-    if empty := [name for name, router in found if not bool(router.weight.any())]:
+    if empty := [name for name, router in routers if not bool(router.weight.any())]:
         return (
             f"all weights of the router {empty[0]} are 0, so it scores all experts alike: it was not loaded, or was"
             " lost when the model was quantised or converted"
         )
-    forms = {(type(r).__name__, r.weight.shape[0], _normalised(r)) for _, r in found}
+    forms = {(type(r).__name__, r.weight.shape[0], _normalised(r)) for _, r in routers}
     if any(n is None for _, _, n in forms):
         return (
-            f"{type(module).__name__}: its {type(found[0][1]).__name__} does not choose the experts with the largest"
+            f"{type(module).__name__}: its {type(routers[0][1]).__name__} does not choose the experts with the largest"
             " scores and weigh them by a softmax of all scores"
         )
     return "" if len(forms) == 1 else f"{type(module).__name__} has routers of several kinds: {sorted(map(str, forms))}"
@@ -229,7 +232,9 @@ class PassRouting:
 
 
 class PackedRouting(PassRouting):
-    """The same for packed segments.
+    """`PassRouting` for packed segments, of which a shared beginning may be computed once.
+
+    Arrays by computed place have the letter C, arrays by packed position N.
 
     Args:
         given_N: int16 [N, R, K] choices to follow; None: each router chooses itself.
@@ -242,7 +247,12 @@ class PackedRouting(PassRouting):
         self._place_N = np.arange(len(packed.ids_N))
 
     def fold(self, place_N: np.ndarray) -> bool:
-        """Compute each place once; False, and nothing is changed, where positions of one place have other choices."""
+        """From now on the pass computes each place once, for all positions of it. Returns False, and changes nothing,
+        where positions of one place are given different choices.
+
+        Args:
+            place_N: the place of each packed position.
+        """
         given_N = self._given_C
         if given_N is not None:
             known_N = known_rows(given_N)

@@ -45,12 +45,13 @@ largest number."""
 ROUNDINGS = 8
 """How many times the rounding of the plain layers a larger difference may be, where a model enlarges rounding."""
 CANARY = 24
-"""Tokens of the sequence on which both are compared."""
+"""Tokens of the sequence on which fused and plain layers are compared."""
 READ = np.array([5, 6, 9, 9, *range(12, CANARY - 1)])
-"""Positions of it that are read, once more, alone."""
+"""Positions of that sequence which are read once more by `hidden_at`. One of them stands twice."""
 
 
 def _chunks(rows: int) -> int:
+    """Chunks of that many rows, the last one perhaps shorter."""
     return -(-rows // CHUNK)
 
 
@@ -80,7 +81,8 @@ class RMSNorm(torch.autograd.Function):
 
 
 class Heads(torch.autograd.Function):
-    """Heads [..., H, D], normed where there is a weight, then rotated by cosine and sine [..., D]."""
+    """Heads [..., H, D], each divided by its root mean square and multiplied by the weight where there is one, then
+    rotated by cosine and sine [..., D]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -111,8 +113,11 @@ class Heads(torch.autograd.Function):
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, times W where there is one. W's input is made again in the backward pass: that takes little
-    time, and kept it would be a sixth of a layer's memory."""
+    """silu(gate) * up, and its product with W where W is given.
+
+    The backward pass computes silu(gate) * up again. That takes little time. Kept, it would be a sixth of a layer's
+    memory.
+    """
 
     @staticmethod
     def _gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -225,10 +230,10 @@ class FusedReadOut(ReadOut):
         # An attribute of the instance hides the method of its class, and deleting it brings the method back.
         last.__dict__["forward"] = partial(_last_layer, last, read)
         try:
-            found = self.hidden(input_ids, position_ids, layout)
+            states = self.hidden(input_ids, position_ids, layout)
         finally:
             del last.__dict__["forward"]
-        return found if np.array_equal(read_R, at_M) else rows_at(found, place_M)
+        return states if np.array_equal(read_R, at_M) else rows_at(states, place_M)
 
     def _run(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         if not self._runs():
@@ -265,16 +270,19 @@ def _is_another(layer: Any) -> bool:
 
 
 def training_read_out(module: PreTrainedModel, kernels: KernelChoice) -> ReadOut:
-    """The read-out of a model that a learner runs, with the layers that its kernels choose. Those of a model without
-    memory are compared by who reads its weights (`engine.parallel.sharded_proofs`)."""
+    """The read-out of a model that a learner runs, with the layers that its kernels choose.
+
+    A model on `meta` cannot run here. Its fused layers are compared once its weights are read
+    (`engine.parallel.sharded_proofs`).
+    """
     plain = read_out(module)
     device = torch.device("cpu") if plain.weight.is_meta else plain.weight.device
     return kernel("layers", device, module.dtype, kernels).function(module, plain)
 
 
 def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
-    """The read-out with fused layers; `plain` itself where the model has others. Both are compared where the model has
-    numbers.
+    """The read-out with fused layers; `plain` itself where the model's layers are of another kind. Both are compared,
+    except for a model on `meta`.
 
     Raises:
         EngineError: fused and plain layers differ by more than rounding.
@@ -316,8 +324,8 @@ def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> No
 def sample_states(read: ReadOut) -> Tensor:
     """Hidden states of one sequence, of all its positions and of some."""
     at = torch.arange(CANARY, device=read.weight.device)
-    given = at * 7919 % read.weight.shape[0], at, PackedLayout([CANARY])
-    return torch.cat([read.hidden(*given), read.hidden_at(*given, READ)])
+    inputs = at * 7919 % read.weight.shape[0], at, PackedLayout([CANARY])
+    return torch.cat([read.hidden(*inputs), read.hidden_at(*inputs, READ)])
 
 
 def _sample(read: ReadOut) -> list[Tensor]:

@@ -1,9 +1,10 @@
 """Products of a layer's input with its weights, forward and backward, by the library that is faster on this processor.
 
-Torch multiplies float32 matrices by MKL, which on processors that are not Intel's takes slower ways. There oneDNN,
-which torch holds too, needs a tenth to a quarter less time (an AMD Zen 4 with AVX-512, 2 threads, 14,336 rows: 181 to
-223 against 154 to 186 GFLOP/s). Sums over rows, as gradients of weights are, it makes as fast only where one of the
-two matrices is transposed before: 197 to 217 against 157 to 191, and with the transposition still less time.
+Torch multiplies float32 matrices by MKL, which is slower on processors of other makers than Intel. There oneDNN, which
+is a part of torch too, needs a tenth to a quarter less time (an AMD Zen 4 with AVX-512, 2 threads, 14,336 rows: 181 to
+223 against 154 to 186 GFLOP/s). The gradient of a weight is a sum over rows. For it oneDNN is as fast only if one of
+the two matrices is transposed before: 197 to 217 against 157 to 191 GFLOP/s. Even with the transposition it takes less
+time than MKL.
 
 Axis letters: N rows, E and F widths.
 """
@@ -21,9 +22,10 @@ from posttrain.engine.cpu import compile_native
 from posttrain.system.machine import processor
 
 FEW = 8
-"""Up to so many rows oneDNN's sums may depend on the number of threads or rows; torch's own way is taken."""
+"""With at most this many rows torch's own product is taken: the bits of oneDNN's may depend on the number of threads or
+of rows there."""
 MANY, WIDE = 512, 64
-"""From so many rows, and weights of such widths on, a gradient of a weight is worth a transposition."""
+"""Fewest rows, and least widths of a weight, for which a transposition makes the gradient of the weight faster."""
 
 
 def _is_faster() -> bool:
@@ -39,6 +41,7 @@ ONE_DNN = _is_faster()
 
 
 def _takes_one_dnn(x: Tensor) -> bool:
+    """Returns whether oneDNN multiplies this input: it is the faster one here, and the input has enough rows."""
     return ONE_DNN and x.numel() > FEW * x.shape[-1]
 
 
@@ -60,7 +63,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def added(total: Tensor | None, x: Tensor, weight: Tensor) -> Tensor:
-    """`total` (None: zero) and x @ W: [N, F] and [F, E] -> [N, E]. `total` is no longer of use."""
+    """total + x @ W: [N, F] and [F, E] -> [N, E]; None counts as zero. The memory of `total` may be written over."""
     if not _takes_one_dnn(x):
         return x @ weight if total is None else total.addmm_(x, weight)
     if total is None:
@@ -77,8 +80,10 @@ def transposed(x: Tensor) -> Tensor:
 
 
 def summed(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
-    """g.T @ x of each of these: [N, F] and [N, E] -> [F, E]. The narrower side is the one that is transposed: x once
-    for all of them, and then what is made of it, or each g."""
+    """g.T @ x of each of these gradients g: [N, F] and [N, E] -> [F, E].
+
+    The narrower side is transposed. It is each g, or x once for all of them; then each result is transposed back.
+    """
     if not ONE_DNN or len(x) < MANY or min(t.shape[1] for t in (x, *grads)) < WIDE or compile_native.missing():
         return [g.t() @ x for g in grads]
     # g.T @ x is `linear` of g.T and x.T. The other way around it is (x.T @ g).T, where x.T serves all of them and each
@@ -144,5 +149,5 @@ def is_product(module: Any) -> bool:
         return False
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return False
-    held = (module.weight,) if module.bias is None else (module.weight, module.bias)
-    return all(type(t) is nn.Parameter and t.dtype == torch.float32 for t in held)
+    parameters = (module.weight,) if module.bias is None else (module.weight, module.bias)
+    return all(type(t) is nn.Parameter and t.dtype == torch.float32 for t in parameters)

@@ -1,8 +1,8 @@
 """Attention of packed segments by compiled code: no padding, no copies of rows, forward and backward.
 
-What a layout says of its positions is a list of runs. Each run is some positions that lie side by side; they see the
-positions above the run, and themselves causally. A segment alone is a run below nothing. Runs that share positions
-above them form a tree with these (`prefix_tree_attention`).
+A layout describes its positions by a list of runs. A run is some positions that lie side by side. Each of them sees the
+positions above the run, and those of the run up to itself. A segment alone is a run with nothing above it. Runs that
+share positions above them form a tree with these positions (`prefix_tree_attention`).
 
 The first use for a shape of heads compares outputs and gradients with the plain definition in float64.
 
@@ -35,8 +35,8 @@ class Runs:
 
     Args:
         start, length: of each run.
-        above: the positions above each run, in the order of their depth. Their first one is the start of the run that
-            is their tree's root.
+        above: the positions above each run, in the order of their depth. The first of them is the start of the run at
+            the root of the tree.
     """
 
     def __init__(self, start: np.ndarray, length: np.ndarray, above: Sequence[np.ndarray] = ()) -> None:
@@ -80,8 +80,8 @@ class _Attention(torch.autograd.Function):
         out, total = query.new_empty(count, heads, value.shape[2]), query.new_empty(count, heads)
         # `total` [N, H] is log sum exp of each query's scores. With it the backward pass makes the weights again, and
         # no matrix of scores is kept.
-        told, rows = runs.told(query, key, value, scaling, window), (query, key, value, out, total)
-        _made(compile_native.library().segments_forward(ctypes.byref(told), *(x.data_ptr() for x in rows)))
+        arguments, rows = runs.told(query, key, value, scaling, window), (query, key, value, out, total)
+        _made(compile_native.library().segments_forward(ctypes.byref(arguments), *(x.data_ptr() for x in rows)))
         ctx.save_for_backward(*rows)
         ctx.of = runs, scaling, window
         return out
@@ -96,16 +96,17 @@ class _Attention(torch.autograd.Function):
         # One gradient for each query head: several heads read the same keys and may be in several threads, which then
         # write to different memory. They are summed below, in a fixed order.
         dkey, dvalue = (x.new_zeros(count, heads, x.shape[2]) for x in (key, value))
-        told = runs.told(query, key, value, scaling, window)
+        arguments = runs.told(query, key, value, scaling, window)
         read = (x.data_ptr() for x in (*saved, grad.contiguous()))
-        made = (x.data_ptr() for x in (dquery, dkey, dvalue))
-        _made(compile_native.library().segments_backward(ctypes.byref(told), *read, *made))
+        written = (x.data_ptr() for x in (dquery, dkey, dvalue))
+        _made(compile_native.library().segments_backward(ctypes.byref(arguments), *read, *written))
         if heads != shared:
             dkey, dvalue = (x.view(count, shared, heads // shared, -1).sum(2) for x in (dkey, dvalue))
         return dquery, dkey, dvalue, None, None, None
 
 
 def _made(failed: int) -> None:
+    """MemoryError where the compiled code returns that it had no memory for its block of scores."""
     if failed:
         raise MemoryError("attention ran out of memory: use fewer tokens a pass or shorter answers")
 
@@ -123,8 +124,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float
 
 @functools.cache
 def _proved(*shape: Any) -> None:
-    """In a thread of its own: where a layer is computed again in the backward pass, torch counts what the thread of the
-    forward pass keeps."""
+    """`_prove`, once for each shape, in a thread of its own.
+
+    Where a layer is computed again in the backward pass, torch counts the tensors that the thread of the forward pass
+    saves. Those of the proof must not be counted.
+    """
     in_thread(_prove, *shape).result()
 
 
@@ -147,12 +151,12 @@ def _prove(heads: int, shared: int, width: int, out_width: int, windowed: bool) 
     ]
     ours = [x.clone().requires_grad_() for x in rows[:3]]
     theirs = [x.double().requires_grad_() for x in rows[:3]]
-    mine = _Attention.apply(*ours, runs, scaling, window)
+    ours_out = _Attention.apply(*ours, runs, scaling, window)
     q, k, v = (x.transpose(0, 1)[None] for x in theirs)
     wanted = reference_ops.attention(q, k, v, sees, scaling, None)[0].transpose(0, 1)
-    found = [mine, *torch.autograd.grad(mine, ours, rows[3])]  # pyright: ignore[reportArgumentType,reportCallIssue]
-    right = [wanted, *torch.autograd.grad(wanted, theirs, rows[3].double())]
-    for name, a, b in zip(("outputs", "dq", "dk", "dv"), found, right, strict=True):
+    our_results = [ours_out, *torch.autograd.grad(ours_out, ours, rows[3])]  # pyright: ignore[reportArgumentType,reportCallIssue]
+    right_results = [wanted, *torch.autograd.grad(wanted, theirs, rows[3].double())]
+    for name, a, b in zip(("outputs", "dq", "dk", "dv"), our_results, right_results, strict=True):
         gap = float((a.detach() - b.detach()).abs().max() / b.detach().abs().max())
         if not gap <= PROOF:
             raise EngineError(

@@ -1,8 +1,8 @@
 """Segments that begin alike, computed once: siblings of a prompt, the two sides of a pair, turns of one episode.
 
 A token's hidden state depends only on the tokens before it. So where segments begin with the same tokens, these
-positions are computed once, and each segment adds only what is its own: a run, which attends to the positions above it
-and to itself. Everything after the hidden states is as without sharing.
+positions are computed once. Each segment adds only the positions that are its own. They form a run, which attends to
+the positions above it and to itself. Everything after the hidden states is as without sharing.
 
 Worked example: segments [a b c d], [a b c e f], [g h] have the unique positions a b c d e f g h (8 of 11). Their runs
 are [a b c d] below nothing, [e f] below (a b c), and [g h] below nothing.
@@ -72,14 +72,14 @@ class SharedTree:
             # What this segment shares has its places already, given by the one before it in this order. Some of these
             # were in turn shared there, so `above` reaches up to the root.
             above = place_N[starts[before] : starts[before] + shared] if shared else np.zeros(0, np.int64)
-            own = int(lengths_S[s]) - shared
+            added = int(lengths_S[s]) - shared
             place_N[starts[s] : starts[s] + shared] = above
-            place_N[starts[s] + shared : ends[s]] = np.arange(count, count + own)
+            place_N[starts[s] + shared : ends[s]] = np.arange(count, count + added)
             first.append(np.arange(starts[s] + shared, ends[s]))
-            if own:
+            if added:
                 # A segment that lies wholly in the one before adds no position, and so no run.
-                runs.append(TreeRun(count, own, above.copy()))
-            count, before = count + own, s
+                runs.append(TreeRun(count, added, above.copy()))
+            count, before = count + added, s
         return _numbered(np.concatenate(first), place_N, runs)
 
 
@@ -97,11 +97,11 @@ def _numbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun])
 def _rounded(parts: Sequence[np.ndarray]) -> list[int]:
     """Returns the number of tokens that each of these sorted segments shares with the one before it; 0 where sharing is
     not worth it."""
-    found = [0, *(alike(a, b) for a, b in pairwise(parts))]
+    shared_lengths = [0, *(alike(a, b) for a, b in pairwise(parts))]
     out, tree = list[int](), list[int]()
     # `tree` gathers what the segments of one tree share with the one before them. A segment that shares too little ends
     # it and begins the next one; the 0 at the end closes the last.
-    for i, shared in enumerate([*found, 0]):
+    for i, shared in enumerate([*shared_lengths, 0]):
         if shared < LEAST:
             out += _clustered(tree, parts[i - len(tree) : i])
             tree = []
@@ -113,8 +113,8 @@ def _rounded(parts: Sequence[np.ndarray]) -> list[int]:
 
 
 def _clustered(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
-    """Lengths that differ by less than `SLACK` become the smallest of them, so that one call computes them. A segment
-    that is the one before it, whole, stays so."""
+    """Shared lengths that differ by less than `SLACK` become the smallest of them, so that one call computes them. A
+    segment that the one before it contains whole keeps its length, and so adds no run."""
     # Siblings share a prompt to the token, but some also begin alike by chance: 40, 41 or 43 tokens. Each length would
     # be a call of attention of its own, which costs more than computing up to `SLACK` tokens twice.
     begin: dict[int, int] = {}
@@ -128,8 +128,11 @@ def _clustered(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Runs of similar length below equally many positions, which one call computes. Their unique positions are
-    `begin` to `begin + own`."""
+    """Runs of similar length below equally many positions, which one call of attention computes.
+
+    `count` runs are padded to `longest` positions; `deep` positions are above each of them. Their unique positions are
+    `begin` to `begin + own`.
+    """
 
     count: int
     longest: int
@@ -143,7 +146,7 @@ class _Bucket:
     below: Tensor
     """int64 [B * (A + L)]: for each run the positions above it, then its padded rows."""
     real_below: Tensor
-    """int64 [own]: the place of each unique position there."""
+    """int64 [own]: the place of each unique position in `below`."""
     parents: Tensor
     """[P, B]: 1 where a run is below the P-th distinct list of positions."""
     places: Tensor
@@ -208,8 +211,8 @@ class _Padded(torch.autograd.Function):
         def part(b: _Bucket) -> Tensor:
             if above and b.deep:
                 return rows.index_select(0, b.below).unflatten(0, (b.count, b.deep + b.longest))
-            found = b.of_rows(rows) if b.whole else rows.index_select(0, b.read)
-            return found.unflatten(0, (b.count, b.longest))
+            padded = b.of_rows(rows) if b.whole else rows.index_select(0, b.read)
+            return padded.unflatten(0, (b.count, b.longest))
 
         return tuple(part(b) for b in of)
 
@@ -259,10 +262,10 @@ class _Joined(torch.autograd.Function):
         grad = grads[0]
 
         def part(b: _Bucket) -> Tensor:
-            own = b.of_rows(grad)
+            rows = b.of_rows(grad)
             if not b.whole:
-                own = grad.new_zeros(b.count * b.longest, *grad.shape[1:]).index_copy_(0, b.real, own)
-            return own.unflatten(0, (b.count, b.longest))
+                rows = grad.new_zeros(b.count * b.longest, *grad.shape[1:]).index_copy_(0, b.real, rows)
+            return rows.unflatten(0, (b.count, b.longest))
 
         return None, *(part(b) for b in ctx.of)
 

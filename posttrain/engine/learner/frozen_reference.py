@@ -82,25 +82,26 @@ class AdapterOff:
 
     def _off(self, method: Callable[..., Any], packed: Packed, *given: Any) -> Any:
         # the routers choose by themselves here: the choices of a batch are those of the policy's own sampler
-        own = packed if packed.routed_N is None else replace(packed, routed_N=None)
+        unrouted = packed if packed.routed_N is None else replace(packed, routed_N=None)
         with switched_off(self.module):
-            return method(own, *given)
+            return method(unrouted, *given)
 
     def fingerprint(self) -> str:
-        held = named_tensors(self._learner.policy.module)
-        return fingerprint((n, self._learner.whole(t)) for n, t in held if not t.requires_grad)
+        tensors = named_tensors(self._learner.policy.module)
+        return fingerprint((n, self._learner.whole(t)) for n, t in tensors if not t.requires_grad)
 
 
 def begins(policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute()) -> bool:
     """Returns whether the policy has an adapter, trains nothing else, and computes the same bits without it.
 
     Args:
-        inside: where its weights may be computed with.
+        inside: calls a function at a moment when the weights can be computed with, and returns its result. Sharded
+            weights are gathered for it.
     """
     module = policy.module
-    own = adapter_tensors(module)
+    adapter = adapter_tensors(module)
     # If more than the adapter trains, the weights beneath it move, and they would no longer be a reference.
-    if not own or any(t.requires_grad for n, t in named_tensors(module) if n not in own):
+    if not adapter or any(t.requires_grad for n, t in named_tensors(module) if n not in adapter):
         return False
     training = module.training
     module.eval()
@@ -115,6 +116,7 @@ def begins(policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = la
 
 
 def _canary_logits(policy: Policy) -> Tensor:
+    """Logits [T, V] of a short sequence of ids from all over the vocabulary."""
     out = read_out(policy.module)
     at = torch.arange(min(CANARY, policy.context), device=policy.device)
     return out.logits(out.hidden(at * 7919 % out.weight.shape[0], at, PackedLayout([len(at)])))

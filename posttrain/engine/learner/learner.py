@@ -44,7 +44,7 @@ from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.system.errors import ConfigError, InvariantError
 
 HEADS = ("value_head.", f"{NAME}.")
-"""Begin the names of parameters that no log-prob depends on."""
+"""Beginnings of the names of parameters that no log-prob depends on."""
 MAX_EXACT_PARAMETERS = 1 << 24
 """Most parameters of a model of which a float64 copy is made. At this size the copy takes 128 MiB
 and is scored in seconds."""
@@ -60,7 +60,7 @@ class HFLearner:
         sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
             (`embedded.exact_replay`). Log-probs get these values then, and keep their own gradients.
         replays: the experts of a token are those that its sampler chose, where they are known
-        (`core.exchange.expert_choices`).
+            (`core.exchange.expert_choices`).
 
     Raises:
         ConfigError: `replays`, and the model has no routers that could follow choices.
@@ -100,19 +100,19 @@ class HFLearner:
         # back to back, and each reader then takes its part. So a loss that wants scores, values and the words of others
         # costs what a loss that wants scores costs, and shared beginnings are shared by all of them.
         before, reader = self._reader.computed, self._reader
-        head, told = self._head() if reads.rewards else None, packed.heard() if reads.heard else None
+        head, heard = self._head() if reads.rewards else None, packed.heard() if reads.heard else None
         places = np.zeros(0, np.int64) if head is None else head.places(packed)
-        more = np.zeros(0, np.int64) if told is None else told.source_M
+        heard_places = np.zeros(0, np.int64) if heard is None else heard.source_M
         # Only where no head reads the states at all may the embedding's gradient be one of rows (`embedding_gradient`).
-        headless = reader.out.headless() if self.row_gradients and not reads.logp and told is None else nullcontext()
+        headless = reader.out.headless() if self.row_gradients and not reads.logp and heard is None else nullcontext()
         with kept_on_the_cpu() if self._offload else nullcontext(), headless:
-            found = reader.hidden(packed, np.concatenate([packed.source_M, places, more]))
-        hidden, read, listened = found.split([packed.spoken, len(places), len(more)])
-        given = None if head is None else head.read(packed, read)
+            states = reader.hidden(packed, np.concatenate([packed.source_M, places, heard_places]))
+        hidden, head_states, heard_states = states.split([packed.spoken, len(places), len(heard_places)])
+        rewards = None if head is None else head.read(packed, head_states)
         balance = None if packed.balance_E is None or reader.routing is None else reader.routing.balance(packed)
         computed = reader.computed - before
         if not reads.logp:
-            return TokenScores(None, None, None, rewards=given, computed=computed, balance=balance)
+            return TokenScores(None, None, None, rewards=rewards, computed=computed, balance=balance)
         logp_M, spread = reader.head(packed, hidden, reads.entropy)
         # A batch without MU holds words that no sampler of this run drew, so there is nothing to be equal to.
         if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
@@ -125,14 +125,14 @@ class HFLearner:
             # Detached, the value's loss trains its head and leaves the model as it is.
             self._values(hidden.detach() if reads.head_only else hidden) if reads.value else None,
             None if ids_MK is None else reader.candidates(packed, hidden, ids_MK),
-            given,
-            None if told is None else self._heard(told, listened, logp_M),
+            rewards,
+            None if heard is None else self._heard(heard, heard_states, logp_M),
             computed,
             balance,
         )
 
     def _heard(self, told: Packed, hidden: Tensor, like: Tensor) -> Tensor:
-        """[H] log-probs of what the policy was told, of which there may be nothing."""
+        """Log-probs of the tokens that the policy heard and did not say; an empty tensor where there are none."""
         return self._reader.head(told, hidden, False)[0] if told.spoken else like.new_zeros(0)
 
     def rewards(self, packed: Packed) -> np.ndarray:
@@ -193,10 +193,10 @@ class HFLearner:
             self.train_mode(True)
             trained = {n: p for n, p in self.parameters().items() if not n.startswith(HEADS)}
             logp = self._reader.head(packed, self._reader.hidden(packed), False)[0]
-            found = torch.autograd.grad(logp.sum(), list(trained.values()), allow_unused=True)
+            gradients = torch.autograd.grad(logp.sum(), list(trained.values()), allow_unused=True)
             self.train_mode(False)
             self._reader.score(packed)
-            return logp.detach(), {n: g for n, g in zip(trained, found, strict=True) if g is not None}
+            return logp.detach(), {n: g for n, g in zip(trained, gradients, strict=True) if g is not None}
 
         return warmed_up(self._reader.out, measure)
 
@@ -257,8 +257,8 @@ class HFLearner:
         # Samplers get the adapter alone, and a reference may be this model without it: both take the frozen weights to
         # be what they were. A digest of each tensor is made anyway, so it costs nothing to see whether one has moved.
         tensors = dict(named_tensors(self.policy.module))
-        found = fingerprints((name, self.whole(tensor)) for name, tensor in tensors.items())
-        frozen = {n: found[n] for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+        digests = fingerprints((name, self.whole(tensor)) for name, tensor in tensors.items())
+        frozen = {n: digests[n] for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
         self._frozen = frozen if self._frozen is None else self._frozen
         if moved := [n for n, digest in frozen.items() if self._frozen.get(n, digest) != digest]:
             raise InvariantError(
@@ -266,10 +266,10 @@ class HFLearner:
                 " beneath the adapter, such as a merge in place. Nothing trained after this could be trusted; go on"
                 " from the last checkpoint"
             )
-        return digest_of(found)
+        return digest_of(digests)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """All of one of its tensors, of which a process may hold a part."""
+        """The whole of one of the learner's tensors. A sharded learner gathers the parts that its processes hold."""
         return tensor
 
     def adapter(self) -> AdapterTrial | None:
@@ -279,8 +279,8 @@ class HFLearner:
     def routers(self) -> LearnerRouters | None:
         """Returns the routers; None where the model is no mixture of experts, or its routers are not understood
         (`expert_routing.why_not`)."""
-        found = self._reader.routers
-        return None if found is None else LearnerRouters.of(self._reader, found, self._following)
+        modules = self._reader.routers
+        return None if modules is None else LearnerRouters.of(self._reader, modules, self._following)
 
     def _following(self) -> HFLearner:
         """The same learner, whose passes follow the choices of a batch."""
@@ -302,7 +302,7 @@ class HFLearner:
 
 
 class FrozenScores:
-    """The scores of a frozen model, by what computes them."""
+    """The scoring methods of a reference: all of them pass on to `_scorer`, which runs a frozen model."""
 
     _scorer: PackedReader | HFLearner
 

@@ -1,4 +1,8 @@
-"""The routers of a learner, for those who read them: checks and gauges."""
+"""The routers of a learner's mixture of experts, as checks and gauges read them, and refusals of models without them.
+
+A stage that replays the sampler's choices, or has a load-balance loss, needs routers that are understood
+(`expert_routing.why_not`) and a model without a recurrent state.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,10 @@ from posttrain.system.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class LearnerRouters:
-    """`core.exchange.expert_choices.Routers` of a learner."""
+    """`core.exchange.expert_choices.Routers` of a learner. The protocol describes each field but `reader` and `follow`.
+
+    `follow` returns the learner whose passes follow the choices of a batch.
+    """
 
     reader: PackedReader
     experts: int

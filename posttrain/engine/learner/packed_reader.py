@@ -67,7 +67,7 @@ class PackedReader:
         return self._rows.computed
 
     def hidden(self, packed: Packed, at: np.ndarray | None = None) -> Tensor:
-        """[M, H]: the hidden state that predicts each spoken token, or those `at` these packed positions.
+        """[M, H]: the hidden state that predicts each spoken token; with `at` those at these packed positions.
 
         Raises:
             DataError: a segment is longer than the context, so it has positions that the model does not have.
@@ -85,7 +85,10 @@ class PackedReader:
         return self.routed(packed, at, PackedRouting(packed, given, balanced) if wanted else None)
 
     def routed(self, packed: Packed, at: np.ndarray | None, routing: PackedRouting | None) -> Tensor:
-        """The same, with this for the routers."""
+        """`hidden`, with a record that gives the routers their choices and keeps what they did.
+
+        `routing` is None where they choose for themselves and nothing is kept.
+        """
         self.routing = None if self.routers is None else routing
         return self._rows.hidden(packed, at, self.routing)
 
@@ -129,9 +132,9 @@ class PackedReader:
         return self.head(part, hidden, False)[0]
 
     def entropy_of(self, part: Packed, hidden: Tensor) -> Tensor:
-        found = self.head(part, hidden, True)[1]
-        assert found is not None
-        return found
+        entropy = self.head(part, hidden, True)[1]
+        assert entropy is not None
+        return entropy
 
     def energy_of(self, part: Packed, hidden: Tensor) -> Tensor:
         target = device_ids(part.target_M, hidden.device)
@@ -155,7 +158,7 @@ class PackedReader:
             return Odds(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)))
 
     def energy(self, packed: Packed, targeted: bool = True) -> np.ndarray:
-        """float32 [M], forward only; not `targeted`: of the distribution alone."""
+        """float32 [M], forward only: |onehot(t) - p|^2 of each spoken token t; not `targeted`: |p|^2."""
         return self.each(packed, {"": self.energy_of if targeted else self.collision_of})[""]
 
     def candidates(self, packed: Packed, hidden: Tensor, ids_MK: Tensor) -> Tensor:
@@ -167,11 +170,12 @@ class PackedReader:
         out, parts = self.out, list[Top]()
         with forward_only(self.module):
             for part in packed.split(SCORE_TOKENS):
-                found = most_probable(self.hidden(part), out.weight, out.bias, k, **self._contract(part))
-                parts.append(Top(found.indices.int().cpu().numpy(), found.values.float().cpu().numpy()))
+                top_tokens = most_probable(self.hidden(part), out.weight, out.bias, k, **self._contract(part))
+                parts.append(Top(top_tokens.indices.int().cpu().numpy(), top_tokens.values.float().cpu().numpy()))
         return Top.join(parts, parts[0].ids.shape[1])
 
     def _contract(self, packed: Packed) -> HeadContract:
+        """What shapes the distribution of these tokens: the batch's contract, and the model's scale and soft-cap."""
         out = self.out
         # From the part itself, since rules speak of packed positions.
         rules = LogitRules.of(packed, out.weight.shape[0], out.weight.device)
@@ -181,10 +185,12 @@ class PackedReader:
 
 
 def device_ids(x: np.ndarray, device: torch.device) -> Tensor:
+    """Token ids as int64 on the device."""
     return torch.from_numpy(x.astype(np.int64)).to(device)
 
 
 def joined(parts: list[Tensor]) -> np.ndarray:
+    """The parts one after the other, as float32 on the CPU."""
     return torch.cat(parts).float().cpu().numpy()
 
 

@@ -1,5 +1,9 @@
-"""Reads from config.json alone which architectures keep a recurrent state or have experts: before weights are loaded,
-without torch."""
+"""Reads from config.json which architectures keep a recurrent state or have experts, and refuses what is not served.
+
+This needs no torch, and no weights are loaded. Refused are architectures that cannot be trained here (`keeps_state`),
+those whose weights cannot be checked in vLLM (`refuse_vllm`), and those without equal bits in every batch
+(`refuse_same_bits`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ WANTED = (
 )
 """The advice in a refusal of an architecture."""
 ALWAYS = ("falcon_h1", "falcon_mamba", "kimi_linear", "mamba", "mamba2", "zamba2")
-"""Model types of which every model keeps a state, and which are computed sequence by sequence."""
+"""Model types whose models all keep a recurrent state. They are computed sequence by sequence."""
 BY_LAYERS = (
     "bamba",
     "granitemoehybrid",
@@ -32,9 +36,11 @@ BY_LAYERS = (
 )
 """Model types whose layers may keep a state; `LISTS` say which do. They are computed sequence by sequence too."""
 NOT_SHOWN = ("bailing_hybrid", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba")
-"""Model types that keep a state, and of which nobody has shown that a sequence in a batch is what it is alone.
-RecurrentGemma keeps the state of its last sequence on the module, and RWKV rescales its own weights between modes."""
+"""Model types that keep a state and are refused. Nobody has shown for them that a sequence in a batch has the same
+hidden states as alone. RecurrentGemma keeps the state of its last sequence on the module, and RWKV rescales its own
+weights between modes."""
 A_LOG = "holds -exp(A_log) in place of A_log"
+"""A reason of `IN_VLLM`. A_log is the parameter from which a Mamba layer computes how fast its state fades."""
 IN_VLLM: Mapping[str, str] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), "holds the convolutions under other names (short_conv)"),
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), A_LOG),
@@ -45,7 +51,7 @@ model files of 2026 (vllm/model_executor/models). A push to it would stop the ru
 LISTS = ("layer_types", "layers_block_type", "block_types")
 """Config fields that name the kind of each layer."""
 STATES = ("linear", "mamba", "conv", "recurrent", "hybrid", "lstm", "ssm", "rwkv", "delta")
-"""Parts of the names of kinds of layers that keep a state."""
+"""Parts of the names of kinds of layers that keep a state: "linear" is in `linear_attention`."""
 
 
 def keeps_state(config: Mapping[str, Any]) -> bool:
@@ -54,24 +60,24 @@ def keeps_state(config: Mapping[str, Any]) -> bool:
     Raises:
         EngineError: it keeps one, and cannot be trained here. The message names the architecture.
     """
-    kind = str(config.get("model_type", ""))
+    model_type = str(config.get("model_type", ""))
     # Models with several parts list the kinds of layers in the config of their text model.
     inner = config.get("text_config")
     listed = [_kinds(part) for part in (config, inner) if isinstance(part, Mapping)]
     states = sorted({k for kinds in listed for k in kinds if any(word in k for word in STATES)})
-    if kind in ALWAYS:
+    if model_type in ALWAYS:
         return True
-    if kind in BY_LAYERS:
+    if model_type in BY_LAYERS:
         # Such a model without a list may keep a state in any layer: computing it sequence by sequence is right in any
         # case.
         return bool(states) or not any(listed)
     # A type that is not known here is judged by the names of its layers, so that new architectures are refused, and not
     # computed with a state that runs from one sequence into the next.
-    if kind in NOT_SHOWN or states:
+    if model_type in NOT_SHOWN or states:
         what = f" (layers of kind {', '.join(states)})" if states else ""
         raise EngineError(
-            f"{kind} keeps a recurrent state{what}, and it was not shown that a batch of its sequences equals each of"
-            f" them alone: gradients could be those of other sequences. {WANTED}, or one of"
+            f"{model_type} keeps a recurrent state{what}, and it was not shown that a batch of its sequences equals"
+            f" each of them alone: gradients could be those of other sequences. {WANTED}, or one of"
             f" {', '.join(KNOWN)}"
         )
     return False
@@ -79,17 +85,17 @@ def keeps_state(config: Mapping[str, Any]) -> bool:
 
 def refuse_vllm(config: Mapping[str, Any]) -> None:
     """ConfigError where vLLM is to serve a model of this config.json, and its served weights could not be checked."""
-    kind = str(config.get("model_type", ""))
-    if keeps_state(config) and (why := IN_VLLM.get(kind)):
+    model_type = str(config.get("model_type", ""))
+    if keeps_state(config) and (why := IN_VLLM.get(model_type)):
         raise ConfigError(
-            f"engine=vllm with {kind}: the model keeps a recurrent state, and vLLM {why}, so the weights that it"
+            f"engine=vllm with {model_type}: the model keeps a recurrent state, and vLLM {why}, so the weights that it"
             " computes with could not be compared with those that are sent. Set engine=embedded, or take a model whose"
             " layers all attend"
         )
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Config fields that say how many experts a layer has."""
+"""Config fields that say how many experts a layer has. Each architecture uses one of them."""
 
 
 def refuse_same_bits(config: Mapping[str, Any]) -> None:
@@ -98,10 +104,10 @@ def refuse_same_bits(config: Mapping[str, Any]) -> None:
     counts = [p.get(field) for p in parts for field in EXPERTS]
     routes = any(isinstance(n, int) and n > 1 for n in counts)
     if routes or keeps_state(config):
-        how = "routes tokens to experts" if routes else "keeps a recurrent state, and is computed"
+        reason = "routes tokens to experts" if routes else "keeps a recurrent state, and is computed"
         raise ConfigError(
-            f"deterministic=true and exact=true: {config.get('model_type')} {how} in batches of any shape, so that bits"
-            " depend on neighbours. Set deterministic=false exact=false"
+            f"deterministic=true and exact=true: {config.get('model_type')} {reason} in batches of any shape, so that"
+            " bits depend on neighbours. Set deterministic=false exact=false"
         )
 
 
@@ -111,7 +117,7 @@ KNOWN = tuple(sorted({*ALWAYS, *BY_LAYERS}))
 
 def _kinds(config: Mapping[Any, Any]) -> list[str]:
     """The kinds of layers that a config lists."""
-    found = (config.get(name) for name in LISTS)
+    lists = (config.get(name) for name in LISTS)
     return [
-        str(kind) for kinds in found if isinstance(kinds, Sequence) and not isinstance(kinds, str) for kind in kinds
+        str(kind) for kinds in lists if isinstance(kinds, Sequence) and not isinstance(kinds, str) for kind in kinds
     ]

@@ -25,6 +25,7 @@ from posttrain.engine.layers.attention import PackedLayout
 from posttrain.system.errors import EngineError
 
 SEEDS = (1, 2)
+"""Seeds of the passes in training mode that are compared with a pass in evaluation mode."""
 
 
 def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
@@ -37,17 +38,17 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
         EngineError: names a module that stays random, or computes something else in training mode
             than in evaluation mode.
     """
-    found: dict[str, nn.Module] = {}
+    silenced: dict[str, nn.Module] = {}
     with _generators_kept(module), torch.enable_grad():
         # Two rounds: first only the modules that draw. A module may read the training mode of a child in place of its
         # own, so what still draws is kept together with all of its children.
         for whole in (False, True):
-            drawn = _drawing(module, out)
-            for part in drawn.values():
+            drawing = _drawing(module, out)
+            for part in drawing.values():
                 for each in part.modules() if whole else (part,):
                     _keep_in_evaluation(each)
-            found |= drawn
-            if not drawn:
+            silenced |= drawing
+            if not drawing:
                 break
         if still := _drawing(module, out):
             raise EngineError(
@@ -57,10 +58,11 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
         # That nothing draws is not enough: a module may compute something else in training mode without random numbers.
         _check_same(module, out)
     module.eval()
+    # A list of one note, or an empty list where no module drew.
     return [
-        f"{_named(found)} adds noise while training and is kept in evaluation mode: sampler and learner must be the"
+        f"{_named(silenced)} adds noise while training and is kept in evaluation mode: sampler and learner must be the"
         " same function"
-    ] * bool(found)
+    ] * bool(silenced)
 
 
 def _keep_in_evaluation(part: nn.Module) -> None:
@@ -73,6 +75,7 @@ def _keep_in_evaluation(part: nn.Module) -> None:
 
 
 def _only_children(self: nn.Module, mode: bool = True) -> nn.Module:
+    """`nn.Module.train` that changes the mode of the children, and leaves that of the module itself."""
     for child in self.children():
         child.train(mode)
     return self
@@ -92,16 +95,16 @@ def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
     # of a generator's state since the last hook was made by the module on top of the stack, and by none of its
     # children, because those have hooks too.
     names = {id(part): name for name, part in module.named_modules()}
-    found: dict[str, nn.Module] = {}
+    drawing: dict[str, nn.Module] = {}
     running: list[nn.Module] = [module]
-    last = [_state(module)]
+    last_state = [_state(module)]
 
     def note_draws() -> None:
         """Notes that the innermost running module drew, if a generator's state has changed since the last call."""
         now = _state(module)
-        if now != last[0]:
-            found[names[id(running[-1])]] = running[-1]
-        last[0] = now
+        if now != last_state[0]:
+            drawing[names[id(running[-1])]] = running[-1]
+        last_state[0] = now
 
     def enter(part: nn.Module, args: Any) -> None:
         note_draws()
@@ -123,7 +126,7 @@ def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return drawing
 
 
 def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
@@ -141,12 +144,12 @@ def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
     bound = (1e-4 if passes[-1].dtype in (torch.float32, torch.float64) else 0.05) * max(
         1.0, float(passes[-1].abs().max())
     )
-    for which, hidden in enumerate(passes[:-1]):
+    for index, hidden in enumerate(passes[:-1]):
         # Written as `not <=`, so that NaN is refused as well. The trail of outputs then tells the first module that
         # differs.
         if not float((hidden - passes[-1]).abs().max()) <= bound:
             first = next(
-                (a for a, b in zip(trails[which], trails[-1], strict=False) if not torch.equal(a[1], b[1])),
+                (a for a, b in zip(trails[index], trails[-1], strict=False) if not torch.equal(a[1], b[1])),
                 ("the model", hidden),
             )
             raise EngineError(
@@ -181,14 +184,21 @@ def _recorded_outputs(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 def _state(module: PreTrainedModel) -> tuple[Any, ...]:
     """The states of all global random generators that a model could draw from."""
     # numpy's keys are an array, which has no truth value when tuples are compared; bytes have.
-    name, keys, *rest = np.random.get_state()
+    algorithm, keys, *rest = np.random.get_state()
     device = [torch.cuda.get_rng_state(module.device).numpy().tobytes()] if module.device.type == "cuda" else []
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(keys).tobytes(), *rest, *device
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        algorithm,
+        np.asarray(keys).tobytes(),
+        *rest,
+        *device,
+    )
 
 
 @contextmanager
 def _generators_kept(module: PreTrainedModel) -> Iterator[None]:
-    """Restore all of them afterwards."""
+    """Restore afterwards the states of all global random generators that a model could draw from."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([module.device] if module.device.type == "cuda" else []):
         try:
@@ -203,8 +213,8 @@ def _named(parts: dict[str, nn.Module]) -> str:
     kinds: dict[str, list[str]] = {}
     for name, part in parts.items():
         kinds.setdefault(type(part).__name__, []).append(name or "the whole model")
-    told = (
+    described = (
         f"{kind} ({f'{len(names)} modules, first ' if len(names) > 1 else ''}{names[0]})"
         for kind, names in kinds.items()
     )
-    return " and ".join(told)
+    return " and ".join(described)

@@ -11,6 +11,7 @@ from posttrain.engine.files.check_folder import check_layers, check_state, exami
 from posttrain.record.certificate import verify_certificate
 from posttrain.system.errors import ConfigError, DataError
 
+# A folder with one of these files holds a tokenizer.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -21,6 +22,7 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+"""A name, or an owner and a name: `gpt2`, `Qwen/Qwen3-0.6B`."""
 PATIENCE = 5.0
 """Seconds to wait for the hub's answer to the question whether it has a model."""
 
@@ -35,10 +37,10 @@ def check_source(setting: str, path: str) -> None:
         setting: the path of the setting, for messages; '' where the path is a word of the command itself, which may
             also be a run folder.
     """
-    found = locate(path, setting)
-    what, where = _named(setting, path), Path(found)
+    located = locate(path, setting)
+    described, where = _named(setting, path), Path(located)
     if saved_adapter(path) is not None:
-        what += f" base_model_name_or_path={found}"
+        described += f" base_model_name_or_path={located}"
     # An adapter's own folder and that of the model beneath it may each have a certificate. dict.fromkeys drops one of
     # two equal folders.
     for folder in dict.fromkeys((Path(path).expanduser().resolve(), where)):
@@ -50,17 +52,17 @@ def check_source(setting: str, path: str) -> None:
     import huggingface_hub as hub
     from huggingface_hub import errors
 
-    here = f"{what}: there is no such directory here, and"
+    here = f"{described}: there is no such directory here, and"
     try:
         # In the cache it can be loaded offline, so the network is not asked at all.
-        if isinstance(hub.try_to_load_from_cache(found, "config.json"), str):
+        if isinstance(hub.try_to_load_from_cache(located, "config.json"), str):
             return
-        hub.get_hf_file_metadata(hub.hf_hub_url(found, "config.json"), timeout=PATIENCE)
+        hub.get_hf_file_metadata(hub.hf_hub_url(located, "config.json"), timeout=PATIENCE)
     except errors.HFValidationError as error:
         raise ConfigError(f"{here} this is no hub id ({_first(error)}). Check the spelling") from error
     except errors.GatedRepoError as error:
         raise ConfigError(
-            f"{what}: the hub gives this model only to those who accepted its terms. Accept them on its page,"
+            f"{described}: the hub gives this model only to those who accepted its terms. Accept them on its page,"
             " and log in with: hf auth login"
         ) from error
     except errors.RepositoryNotFoundError as error:
@@ -69,11 +71,11 @@ def check_source(setting: str, path: str) -> None:
             " in with: hf auth login"
         ) from error
     except errors.EntryNotFoundError as error:
-        raise DataError(f"{here} the hub's {found} has no config.json, so it is no transformers model") from error
+        raise DataError(f"{here} the hub's {located} has no config.json, so it is no transformers model") from error
     except Exception as error:  # of whichever library carries the request
         raise ConfigError(
             f"{here} the hub cannot be reached ({_first(error)}). Check the spelling; offline, download it first where"
-            f" there is a network (hf download {found} --local-dir FOLDER) and give that directory"
+            f" there is a network (hf download {located} --local-dir FOLDER) and give that directory"
         ) from error
 
 
@@ -88,34 +90,39 @@ def _first(error: BaseException) -> str:
 
 
 def locate(path: str, setting: str = "model.path") -> str:
-    """The directory as an absolute path, or the hub id. Of a PEFT adapter, those of the model beneath it."""
+    """Returns the directory as an absolute path, or the hub id. For a PEFT adapter it is that of the base model.
+
+    Raises:
+        ConfigError: there is no such directory, and the path is no hub id.
+        DataError: the directory is no complete model with its tokenizer.
+    """
     saved = saved_adapter(path)
     # One step only. An adapter over an adapter goes on to the refusal below, as a folder without config.json.
     if saved is not None and saved_adapter(saved.base) is None:
         return locate(saved.base, f"{_named(setting, path)} base_model_name_or_path")
-    folder, what = Path(path).expanduser(), _named(setting, path)
+    folder, described = Path(path).expanduser(), _named(setting, path)
     if folder.is_dir():
-        has = {f.name for f in folder.iterdir()}
-        if {"config.json", "adapter_config.json"} <= has:
+        file_names = {f.name for f in folder.iterdir()}
+        if {"config.json", "adapter_config.json"} <= file_names:
             raise DataError(
-                f"{what}: a PEFT adapter lies beside the model. Where peft is installed, another model would"
+                f"{described}: a PEFT adapter lies beside the model. Where peft is installed, another model would"
                 " be loaded: the one that adapter_config.json names. Merge the adapter (merge_and_unload,"
                 " save_pretrained), or take adapter_config.json away"
             )
-        if "config.json" not in has:
+        if "config.json" not in file_names:
             adapter = ""
-            if "adapter_config.json" in has:
+            if "adapter_config.json" in file_names:
                 adapter = (
                     " It holds a PEFT adapter over another adapter: merge that one first (merge_and_unload,"
                     " save_pretrained)."
                 )
             raise DataError(
-                f"{what}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the"
+                f"{described}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the"
                 " folder save_pretrained wrote"
             )
-        if not has.intersection(TOKENIZER_FILES):
+        if not file_names.intersection(TOKENIZER_FILES):
             raise DataError(
-                f"{what}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the"
+                f"{described}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the"
                 " tokenizer there too: tokenizer.save_pretrained"
             )
         # In this order: sizes and kinds of the files first, because the other two parse config.json.
@@ -124,12 +131,14 @@ def locate(path: str, setting: str = "model.path") -> str:
         check_state(folder)
         return str(folder.resolve())
     if folder.is_file():
-        raise ConfigError(f"{what} is a file: give the directory that holds config.json, the weights and the tokenizer")
+        raise ConfigError(
+            f"{described} is a file: give the directory that holds config.json, the weights and the tokenizer"
+        )
     # folder/name with an existing folder is a path with a typing error. It is not asked for at the hub, where somebody
     # else could own that name.
     if not HUB_ID.fullmatch(path) or ("/" in path and folder.parent.is_dir()):
         raise ConfigError(
-            f"{what}: no such directory. Give {'a run folder, ' * (not setting)}a directory written by"
+            f"{described}: no such directory. Give {'a run folder, ' * (not setting)}a directory written by"
             " save_pretrained, or a hub id such as Qwen/Qwen3-0.6B"
         )
     return path

@@ -99,7 +99,7 @@ class Policy:
         )
 
     def numbers(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the module with their numbers."""
+        """The same tensors with their values. A policy on `meta` overrides this and reads the values from files."""
         return iter(tensors)
 
     def clone(self) -> Policy:
@@ -174,12 +174,12 @@ class Policy:
         """Check that the model read back, with transformers' own attention, gives our greedy tokens the highest
         logits, up to rounding."""
         start = torch.arange(min(4, self.context - 1), device=self.device)
-        said = self.greedy(start, min(GREEDY_TOKENS, self.context - len(start)))
+        greedy_ids = self.greedy(start, min(GREEDY_TOKENS, self.context - len(start)))
         # One pass over prompt and answer gives the logits for each said token: position t predicts token t + 1.
-        logits = again(input_ids=said[None], use_cache=False).logits[0, len(start) - 1 : -1].float()
+        logits = again(input_ids=greedy_ids[None], use_cache=False).logits[0, len(start) - 1 : -1].float()
         # The gap to the largest logit, and no comparison of the argmax: two nearly equal logits may change places by
         # rounding.
-        gap = logits.max(-1).values - logits.gather(-1, said[len(start) :, None])[:, 0]
+        gap = logits.max(-1).values - logits.gather(-1, greedy_ids[len(start) :, None])[:, 0]
         bound = (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * max(1.0, float(logits.abs().max()))
         if not float(gap.max()) <= bound:
             raise InvariantError(
@@ -294,8 +294,12 @@ def prepared(
     notes: list[str],
     most: int | None = None,
 ) -> Policy:
-    """A policy from a module and its tokenizer, both checked (on `meta` by who reads its weights), without dropout."""
-    # tokenizer.json may hold either, and the saved tokenizer must equal the one that was read
+    """A policy from a module and its tokenizer, both checked, without dropout.
+
+    A module on `meta` has no weights yet. Whoever reads them calls `accept` and `silence` afterwards.
+    """
+    # tokenizer.json may ask for truncation or padding. Both are switched off here, so that the tokenizer that is saved
+    # equals this one.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     here = None if module.device.type == "meta" else _device(model.device)
@@ -314,13 +318,15 @@ def prepared(
     context = _context(model, module, most)
     if _emulated(module):
         notes += [_EMULATED]
-    asked = module.config.get_text_config(decoder=True)
-    if getattr(asked, "output_router_logits", False) and (coef := getattr(asked, "router_aux_loss_coef", 0)):
+    text_config = module.config.get_text_config(decoder=True)
+    if getattr(text_config, "output_router_logits", False) and (
+        coef := getattr(text_config, "router_aux_loss_coef", 0)
+    ):
         notes += [_BALANCE.format(coef)]
     if is_stateful(module):
         notes += [_STATE]
     if here is not None:
-        # Both run the model, so they wait until the weights are there. Who reads weights in rows calls them later.
+        # `silence` and `accept` run the model, so they wait until the weights are there.
         notes += silence(module, accept(module, context)[0])
     return Policy(
         module=module,
@@ -360,7 +366,8 @@ _STATE = "the model keeps a recurrent state, so each sequence is computed in a r
 
 
 def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
-    """`model.context`; else the positions in the config, at most `most`; BUILT_CONTEXT where all three are unknown."""
+    """Returns the most tokens of a sequence. It is `model.context` where that is set, else the smaller one of `most`
+    and the positions in the config, else BUILT_CONTEXT. ConfigError where it is below 2 or above the positions."""
     bound = positions(module)
     wanted = (
         model.context
@@ -378,10 +385,12 @@ def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
 
 
 def _embedding_rows(module: PreTrainedModel) -> int:
+    """Rows of the embedding: the ids that the model can read."""
     return int(getattr(module.get_input_embeddings(), "weight").shape[0])  # noqa: B009 (typed as any module)
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedModel) -> list[str]:
+    """DataError where a token's id has no embedding row. Returns a note where rows have no token."""
     rows = _embedding_rows(module)
     # The largest id counts, and not the number of tokens: vocabularies may have holes.
     top_token, top = max(tokenizer.get_vocab().items(), key=lambda item: item[1])

@@ -4,8 +4,8 @@ In a packed row the state of one sequence would run on into the next one, and no
 sequence gets a row of its own, padded on the right to the longest of its bucket. A state runs from left to right, so
 padding behind a sequence changes nothing in it.
 
-Axis letters: N packed positions, S segments; a bucket is B segments padded to L positions; H heads, K key-value heads,
-D head width.
+Axis letters: N packed positions, M of them read, S segments; a bucket is B segments padded to L positions; H heads, K
+key-value heads, D head width.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SeparateRows:
         """Positions computed by all calls of `hidden` so far, without those that fill up rows."""
 
     def hidden(self, packed: Packed, at: np.ndarray | None = None, routing: PackedRouting | None = None) -> Tensor:
-        """[M, H]: the hidden state that predicts each spoken token, or those `at` these packed positions."""
+        """[M, hidden]: the hidden state that predicts each spoken token; with `at` those at these packed positions."""
         self.computed += len(packed.ids_N)
         wanted = packed.source_M if at is None else at
         return rows_alone(self._out, packed.ids_N, packed.lengths_S, wanted, self._layout)
@@ -71,10 +71,10 @@ class SeparateRows:
 def rows_alone(
     out: ReadOut, ids_N: np.ndarray, lengths_S: np.ndarray, wanted_M: np.ndarray, layout: RowLayout, most: int = 0
 ) -> Tensor:
-    """[M, H]: hidden states at the packed positions `wanted_M`, each segment computed in a row of its own.
+    """[M, hidden]: hidden states at the packed positions `wanted_M`, each segment computed in a row of its own.
 
     Args:
-        most: positions of one batch; 0: no bound but that of a bucket.
+        most: most positions of one batch; 0: a bucket is one batch, however large.
     """
     # Three numberings of positions: packed ones (N), rows of the padded batches laid end to end, and the M that are
     # wanted. place_N gives for each packed position its row in the padded batches.
@@ -84,8 +84,8 @@ def rows_alone(
     row = 0
     for group in buckets(np.asarray(lengths_S, np.int64), WASTE):
         longest = int(lengths_S[group[0]])
-        each = max(1, most // longest) if most else len(group)
-        for members in (group[i : i + each] for i in range(0, len(group), each)):
+        per_batch = max(1, most // longest) if most else len(group)
+        for members in (group[i : i + per_batch] for i in range(0, len(group), per_batch)):
             # Padding repeats the segment's last token. Any token would do, since nothing real comes behind it.
             at_BL = starts_S[members][:, None] + np.minimum(np.arange(longest), lengths_S[members][:, None] - 1)
             real_BL = np.arange(longest) < lengths_S[members][:, None]

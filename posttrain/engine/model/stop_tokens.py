@@ -33,10 +33,12 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int,
             " them: correct it there"
         )
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    own: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    tokenizer_ids: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     # A dict keeps the order, and the tokenizer's own EOS comes first: the first id is the one that is written where one
     # end token is needed.
-    stops = dict.fromkeys([*(int(i) for i in own), *(int(i) for i in model_ids if not derived or i in special)])
+    stops = dict.fromkeys(
+        [*(int(i) for i in tokenizer_ids), *(int(i) for i in model_ids if not derived or i in special)]
+    )
     if not stops:
         raise DataError(
             "the tokenizer has no EOS token and the generation config names none, so the policy could never end a turn."
@@ -52,8 +54,11 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int,
 
 
 def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> list[str]:
-    """Notes where a stop token is no token that ends a text, or where the chat template ends an assistant's turn, the
-    last one or one that a user answers, with no stop token."""
+    """Returns notes about stop tokens that the tokenizer or the chat template contradicts.
+
+    A stop id that only the model lists gets a note where the tokenizer does not know it as a special token, or knows it
+    as its BOS or unknown token. The chat template gets a note where it ends an assistant's turn without a stop token.
+    """
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     notes = [
         f"a turn ends at {tokenizer.convert_ids_to_tokens(i)!r} ({i}), by eos_token_id of the model, and for the"
@@ -73,18 +78,19 @@ def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> l
         except PosttrainError:
             raise
         except Exception as error:  # a tokenizer of the model's own code may raise anything
-            told = (
+            reason = (
                 str(error) if isinstance(error, template_process.RefusedError) else f"{type(error).__name__}: {error}"
             )
-            notes += [] if tails else [f"the chat template does not render a user and an assistant turn ({told})"]
+            notes += [] if tails else [f"the chat template does not render a user and an assistant turn ({reason})"]
             break
         tails.append(str(text).rpartition(SAID)[2])
     named = {str(tokenizer.decode([i])): i for i in (*special, *stop_ids)}
     # Longest first, because an alternation takes the first that fits, and one token's text may begin with another's.
-    one = "|".join(map(re.escape, sorted(filter(None, named), key=len, reverse=True)))
+    any_token = "|".join(map(re.escape, sorted(filter(None, named), key=len, reverse=True)))
     # Only tokens directly behind the words count, with white space between. Those of the user's turn come after other
     # text.
-    ends = [re.findall(one, found[0]) for t in tails if (found := re.match(rf"(?:\s*(?:{one}))*", t))]
+    ends = [re.findall(any_token, match[0]) for t in tails if (match := re.match(rf"(?:\s*(?:{any_token}))*", t))]
+    # One stop token behind one of the two turns is enough: the template agrees that it ends a turn.
     if not ends or any(named[name] in stop_ids for names in ends for name in names):
         return notes
     if not ends[0]:

@@ -1,10 +1,12 @@
-"""Checks that a model can be used: a decoder-only one, in which each layer's past is the keys and values of one causal
-attention, or one whose recurrent state `recurrent_state` keeps apart.
+"""Tests at load that a model computes the same for a learner and a sampler, and refuses other models.
 
-Other state (a recurrent state, a rope that depends on the longest sequence of the batch, masks of the model's own)
-would silently make a token depend on other sequences, or on how it was cached. So a model is tested at load. A sequence
-is computed packed with another one, and its last token over cached keys and values. Both must equal what transformers
-computes for each sequence alone.
+Two kinds of models can be used. In a decoder-only model, all that a layer keeps of the past must be the keys and values
+of one causal attention. A model with a recurrent state is computed one sequence in a row (`recurrent_state`).
+
+Anything else (another state, a rope that depends on the longest sequence of the batch, masks of the model's own) would
+silently make a token depend on other sequences, or on how it was cached. So a sequence is computed packed with another
+one, and its last token over cached keys and values. With a recurrent state, two sequences are computed in one batch.
+All must equal what transformers computes for each sequence alone.
 
 Axis letters: N packed positions, H query heads, K key-value heads, D head width.
 """
@@ -231,15 +233,16 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
     the sequences alone, wherever rounding decides between them (`_otherwise`)."""
     # The reference is computed first, each sequence alone by transformers' own attention. What its routers chose is
     # given to the packed pass, since rounding may flip a choice between two nearly equal experts, and the hidden states
-    # would then differ without any fault. Whether the given choices are also the pass's own is tested behind it.
+    # would then differ without any fault. At the end it is tested whether the pass itself would have chosen alike.
     (ids, at), (other, there) = alone = _canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)
     chosen = [Routing(), Routing()]
     with as_built(module):
         wanted = [
-            out.hidden(*one, _routed(PackedLayout([len(one[0])]), how)) for one, how in zip(alone, chosen, strict=True)
+            out.hidden(*one, _routed(PackedLayout([len(one[0])]), routing))
+            for one, routing in zip(alone, chosen, strict=True)
         ]
-    how = following(chosen)
-    layout = _routed(PackedLayout([len(ids), len(other)]), how)
+    routing = following(chosen)
+    layout = _routed(PackedLayout([len(ids), len(other)]), routing)
     packed = out.hidden(torch.cat([ids, other]), torch.cat([at, there]), layout)
     together, beside = packed.split([len(ids), len(other)])
     # The second sequence is the one that would see the first if the mask leaked.
@@ -249,7 +252,7 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
                 f"a packed sequence{name} has other hidden states than alone with transformers' own attention (relative"
                 f" gap {gap:.2g})"
             )
-    if why := _otherwise(how, packed.dtype, "packed with another sequence"):
+    if why := _otherwise(routing, packed.dtype, "packed with another sequence"):
         return why
     return "" if length < 2 else _over_a_cache(out, (ids, at), together, chosen[0])
 
@@ -258,18 +261,19 @@ def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, ch
     """Returns the difference, as text, where the last token of a sequence is computed over the cached keys and values
     of those before."""
     # First all tokens but the last, then the last one over what the first call has cached, as the engine decodes.
-    memory, given = _GrowingCache(), following([chosen])
+    memory, followed = _GrowingCache(), following([chosen])
     for name, part in (("before its end", slice(None, -1)), ("over cached keys and values", slice(-1, None))):
-        how = None if given is None or given.given is None else Routing(given.given[part], True)
-        ours = out.hidden(alone[0][part], alone[1][part], _routed(memory, how))
+        routing = None if followed is None or followed.given is None else Routing(followed.given[part], True)
+        ours = out.hidden(alone[0][part], alone[1][part], _routed(memory, routing))
         if (gap := _gap(ours, wanted[part])) > _bound(ours):
             return f"hidden states {name} differ from those of the whole sequence (relative gap {gap:.2g})"
-        if why := _otherwise(how, ours.dtype, name):
+        if why := _otherwise(routing, ours.dtype, name):
             return why
     return ""
 
 
 def _routed(layout: Any, routing: Routing | None) -> Any:
+    """The layout itself, which from now on carries the choices of experts through its pass."""
     layout.routing = routing
     return layout
 
@@ -308,4 +312,5 @@ def _gap(ours: Tensor, wanted: Tensor) -> float:
 
 
 def _bound(hidden: Tensor) -> float:
+    """The largest gap of hidden states of this dtype that counts as rounding (`BOUNDS`)."""
     return BOUNDS.get(hidden.dtype, 0.1)

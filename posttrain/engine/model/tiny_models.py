@@ -66,6 +66,7 @@ def raw_bytes() -> PreTrainedTokenizerFast:
 
 
 def wrap(core: Tokenizer) -> PreTrainedTokenizerFast:
+    """The tokenizer in transformers' class, with EOS and PAD as its special tokens."""
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
     )
@@ -79,12 +80,12 @@ def digest(text: str) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Inside, transformers shows no progress bars."""
-    shown = logging.is_progress_bar_enabled()
+    were_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if were_shown:
             logging.enable_progress_bar()
 
 
@@ -95,6 +96,8 @@ ROTARY = {
     "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
 }
+"""The config class of each architecture with rotary positions. GPT-2, with learned ones, is built by `config` itself.
+"""
 OWN_HEAD = ("llama", "mixtral")
 """Architectures whose head is not tied to the embeddings."""
 
@@ -117,7 +120,7 @@ def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
     that the first hundred steps learn little.
     """
     context = BUILT_CONTEXT if model.context is None else model.context
-    tokens = {
+    settings = {
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -135,14 +138,14 @@ def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
             embd_pdrop=0.0,
             resid_pdrop=0.0,
             summary_first_dropout=0.0,
-            **tokens,
+            **settings,
         )
     if model.arch == "qwen3_moe":
-        tokens |= {"num_experts": model.experts, "moe_intermediate_size": model.ffn, "norm_topk_prob": True}
+        settings |= {"num_experts": model.experts, "moe_intermediate_size": model.ffn, "norm_topk_prob": True}
     if model.arch == "mixtral":
-        tokens |= {"num_local_experts": model.experts, "sliding_window": None}
+        settings |= {"num_local_experts": model.experts, "sliding_window": None}
     if model.arch in MIXTURES:
-        tokens |= {"num_experts_per_tok": model.experts_per_token}
+        settings |= {"num_experts_per_tok": model.experts_per_token}
     return ROTARY[model.arch](
         hidden_size=model.hidden,
         num_hidden_layers=model.layers,
@@ -152,7 +155,7 @@ def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
         intermediate_size=model.ffn,
         max_position_embeddings=context,
         tie_word_embeddings=model.arch not in OWN_HEAD,
-        **tokens,
+        **settings,
     )
 
 

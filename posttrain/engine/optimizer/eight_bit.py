@@ -28,6 +28,7 @@ SMALLEST = 4096
 LEAST_SCALE = 1e-12
 """A block of smaller numbers has this scale."""
 PARTS = ("codes", "scale")
+"""The tensors of a moment in 8 bits: a code for each number, and a scale for each block."""
 
 
 class QuantisedMoments(UpdateRule):
@@ -68,22 +69,26 @@ class QuantisedMoments(UpdateRule):
         g = exact(gradient, at) * scale
         first, second = (exact(_numbers(state[m]), at) if m in state else torch.zeros_like(g) for m in MOMENTS)
         taken = float(state["step"]) + 1 if state else 1.0
-        told = adamw_update(config, exact(self.tensors[name], at), g, (first, second), taken, lr)
+        exact_update = adamw_update(config, exact(self.tensors[name], at), g, (first, second), taken, lr)
         # The codes of one number need the scale of its whole block, so for a single index only the move is told.
         if at is not None or not _is_quantised(self.tensors[name]):
-            return told
+            return exact_update
         stored: dict[str, Tensor] = {}
         for m, signed in zip(MOMENTS, (True, False), strict=True):
-            codes, scales = _quantised(told.state[m], signed)
+            codes, scales = _quantised(exact_update.state[m], signed)
             stored |= {f"{m}_codes": codes.double(), f"{m}_scale": scales}
-        return ExpectedUpdate(told.move, stored, told.size)
+        return ExpectedUpdate(exact_update.move, stored, exact_update.size)
 
     def state(self, name: str) -> dict[str, Tensor]:
-        held = self.inner.state.get(self.tensors[name], {})
-        out: dict[str, Tensor] = {"step": held["step"]} if held else {}
-        for m in MOMENTS if held else ():
-            parts = {f"{m}_{part}": getattr(held[m], part) for part in PARTS} if hasattr(held[m], "codes") else {}
-            out |= parts or {m: held[m]}
+        state_of_tensor = self.inner.state.get(self.tensors[name], {})
+        out: dict[str, Tensor] = {"step": state_of_tensor["step"]} if state_of_tensor else {}
+        for m in MOMENTS if state_of_tensor else ():
+            parts = (
+                {f"{m}_{part}": getattr(state_of_tensor[m], part) for part in PARTS}
+                if hasattr(state_of_tensor[m], "codes")
+                else {}
+            )
+            out |= parts or {m: state_of_tensor[m]}
         return out
 
     def forms(self, name: str) -> Mapping[str, torch.Size | None]:
@@ -137,10 +142,10 @@ def values(signed: bool) -> Tensor:
 
 def rounding(signed: bool) -> float:
     """Largest error of a stored moment, relative to its block's scale: half the widest gap between two values."""
-    held = values(signed)
-    inside = float((held[1:] - held[:-1]).max()) / 2
+    code_values = values(signed)
+    inside = float((code_values[1:] - code_values[:-1]).max()) / 2
     # 1 itself is held, but -1 is not: it gets the least value, which is a little above it.
-    return max(inside, float(held[0]) + 1 if signed else 0.0)
+    return max(inside, float(code_values[0]) + 1 if signed else 0.0)
 
 
 def _is_quantised(tensor: Tensor) -> bool:
@@ -156,8 +161,8 @@ def _quantised(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """(codes, scales) of numbers, by definition: the nearest value, the upper one where two are as near."""
     blocks = x.reshape(-1, BLOCK)
     scales = blocks.abs().amax(1).clamp(min=LEAST_SCALE)
-    held = values(signed)
+    code_values = values(signed)
     # The nearest value changes at the middle between two neighbours,
     # so a code is how many of the middles lie at or below the number.
-    middles = (held[:-1] + held[1:]) / 2
+    middles = (code_values[:-1] + code_values[1:]) / 2
     return torch.bucketize(blocks / scales[:, None], middles, right=True).reshape(x.shape), scales

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 FIRST = 2.0**16
+"""The scale of the first step."""
 LARGEST = 2.0**24
+"""Doubling stops here."""
 PATIENCE = 500
 """Good steps in a row after which the scale is doubled."""
 WORDS = ("loss_scale", "loss_scale_good")
+"""Names of the two numbers in a checkpoint."""
 
 
 @dataclass

@@ -39,15 +39,14 @@ Rules = type[UpdateRule]
 
 
 class GradientParts(Protocol):
-    """Gradients, by name, of which some are a rank's own part of a weight, and others of weights that every rank has
-    whole."""
+    """A learner whose ranks split some weights and hold others whole. It reads gradients, by name, of both kinds."""
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """Returns the norm of the gradients of all ranks together."""
         ...
 
     def agree(self, gradients: Mapping[str, Tensor]) -> None:
-        """Give what every rank has whole the gradients of the first one, in place."""
+        """Overwrite the gradients of weights that every rank holds whole with those of the first rank."""
         ...
 
 
@@ -61,7 +60,8 @@ class StageOptimizer:
         scaled: whether losses are scaled, because the model computes in float16.
         home: where moments and averages are between steps; None: on the device of their parameters.
         ranks: the processes that train together. The parameters are then this rank's parts of the weights.
-        parts: the learner of which these tensors are a part, where ranks have others whole (`tensor_parallel`).
+        parts: the learner of these tensors, where its ranks split some weights and hold others whole
+            (`tensor_parallel`); None: any other learner.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class StageOptimizer:
         self._moved = {n: self._masters.get(n, p) for n, p in self._parameters.items()}
         self._rules: dict[str, UpdateRule] = {}
         for rule, names in self._divided():
-            made = rule({n: self._moved[n] for n in names}, config, {n: config.rate(n) for n in names}, kernels)
-            self._rules |= dict.fromkeys(names, made)
-        kept = self._moved.items() if config.ema is not None else ()
-        self._average = {n: self._stored(t.detach().clone()) for n, t in kept}
+            built = rule({n: self._moved[n] for n in names}, config, {n: config.rate(n) for n in names}, kernels)
+            self._rules |= dict.fromkeys(names, built)
+        averaged_tensors = self._moved.items() if config.ema is not None else ()
+        self._average = {n: self._stored(t.detach().clone()) for n, t in averaged_tensors}
 
     def rule_of(self, name: str, tensor: Tensor) -> Rules:
         """Returns the rule that updates a parameter."""
@@ -241,14 +241,14 @@ class StageOptimizer:
             forms = rule.forms(name)
             parts = {word: left.pop(f"{word}.{name}") for word in forms if f"{word}.{name}" in left}
             # No part at all is right too: the parameter has had no update yet.
-            whole = len(parts) in (0, len(forms))
-            if not whole or any(forms[word] not in (None, part.shape) for word, part in parts.items()):
+            complete = len(parts) in (0, len(forms))
+            if not complete or any(forms[word] not in (None, part.shape) for word, part in parts.items()):
                 raise RunFolderError(_foreign(name))
             new[name] = parts
         copies = {f"master.{n}": t for n, t in self._masters.items()}
         copies |= {f"ema.{n}": t for n, t in self._average.items()}
-        held = {name: left.pop(name, None) for name in copies}
-        foreign = [*left, *(n for n, t in held.items() if t is None or t.shape != copies[n].shape)]
+        stored = {name: left.pop(name, None) for name in copies}
+        foreign = [*left, *(n for n, t in stored.items() if t is None or t.shape != copies[n].shape)]
         missing = ["steps"] * (steps is None) + ["loss_scale"] * (self._scale is not None and len(scale) < len(WORDS))
         if steps is None or missing or foreign:
             raise RunFolderError(_foreign([*foreign, *missing][0]))
@@ -262,7 +262,7 @@ class StageOptimizer:
                 rule.load(name, new[name])
                 tensor = rule.tensors[name]
                 rule.inner.state[tensor] = {word: self._stored(x) for word, x in rule.inner.state[tensor].items()}
-        for name, tensor in held.items():
+        for name, tensor in stored.items():
             if tensor is not None:
                 copies[name].copy_(tensor)
 
@@ -275,14 +275,14 @@ class StageOptimizer:
         for name, master in self._masters.items():
             p = self._parameters[name]
             if p.grad is not None:
-                found = p.grad.to(master.dtype)
+                gradient = p.grad.to(master.dtype)
                 # Converted first: in float16 the quotient would fall to 0 again, which the scale prevents.
-                found = found if self._scale is None else found.mul_(1 / self._scale.value)
+                gradient = gradient if self._scale is None else gradient.mul_(1 / self._scale.value)
                 if master.grad is None:
-                    master.grad = found
+                    master.grad = gradient
                 else:
                     # A gradient of rows can be added to a dense one, and not the other way around.
-                    master.grad = found.add_(master.grad) if master.grad.is_sparse else master.grad.add_(found)
+                    master.grad = gradient.add_(master.grad) if master.grad.is_sparse else master.grad.add_(gradient)
                 p.grad = None
         for name, t in self._moved.items():
             if t.grad is not None and t.grad.is_sparse:
@@ -290,7 +290,7 @@ class StageOptimizer:
                 t.grad = joined(t.grad) if self._rules[name].takes_rows and self._home is None else whole(t.grad)
 
     def agree(self) -> None:
-        """Give weights that every rank has whole the gradients of the first rank."""
+        """Give weights that every rank holds whole the gradients of the first rank, so that their copies stay equal."""
         if self.parts is not None:
             self.parts.agree(self._gradients())
 
@@ -307,14 +307,14 @@ class StageOptimizer:
         if self.parts is not None:
             return next(iter(self._moved.values())).new_tensor(self.parts.norm(self._gradients()))
         # The numbers of a gradient of rows are enough, since the rest is 0.
-        own = torch.nn.utils.get_total_norm([held(t.grad) for t in tensors if t.grad is not None])
+        own_norm = torch.nn.utils.get_total_norm([held(t.grad) for t in tensors if t.grad is not None])
         if self.ranks.world == 1:
-            return own
+            return own_norm
         advice = "One of them left out an update, so its part of the weights is stale: go on from the last checkpoint"
         check_same(self.ranks, (self.steps, self.lr), "number of optimizer steps and learning rate", advice)
         if getattr(self.ranks, "replicas", 1) > 1:  # gradients are summed over copies, and do not tell that one moved
             of_one_copy(self.ranks, float(torch.nn.utils.get_total_norm(list(self._moved.values()))), "weights")
-        return own.new_tensor(joint_norm(of_one_copy(self.ranks, float(own), "gradient")))
+        return own_norm.new_tensor(joint_norm(of_one_copy(self.ranks, float(own_norm), "gradient")))
 
     def _clip(self, tensors: list[Tensor], norm: Tensor) -> None:
         """Multiply the gradients so that their norm, which is this, is the configured one."""
@@ -360,11 +360,13 @@ class StageOptimizer:
 
     @torch.no_grad()
     def _publish_masters(self) -> None:
+        """Copy every master to its weight, rounded to the weight's dtype."""
         for name, master in self._masters.items():
             self._parameters[name].copy_(master)
 
     @torch.no_grad()
     def _follow_average(self) -> None:
+        """Move the averages towards the weights: a = ema a + (1 - ema) w."""
         if self.config.ema is None:
             return
         for name, average in self._average.items():
@@ -380,6 +382,7 @@ def hidden_matrix(name: str, tensor: Tensor) -> bool:
 
 
 def _foreign(name: str) -> str:
+    """The message for a state with a tensor that does not belong to this optimizer, or without one that does."""
     return (
         f"the optimizer state is of other parameters ({name!r} does not fit): resume with the model and stage the run"
         " was started with"

@@ -58,16 +58,16 @@ class OffloadedState:
         # The memory at home is kept and written again afterwards:
         # allocating pinned memory is slow, and a step should not do it.
         homes = {t: dict(state[t]) for t in tensors if t in state}
-        for t, held in homes.items():
-            state[t] = {word: self._sent(part, t.device) for word, part in held.items()}
+        for t, at_home in homes.items():
+            state[t] = {word: self._sent(part, t.device) for word, part in at_home.items()}
         try:
             yield
         finally:
             # Also state that the block has made, on a first step: it gets its home here.
             for t in tensors:
                 if t in state:
-                    held = homes.get(t, {})
-                    state[t] = {word: self.stored(part, held.get(word)) for word, part in state[t].items()}
+                    at_home = homes.get(t, {})
+                    state[t] = {word: self.stored(part, at_home.get(word)) for word, part in state[t].items()}
 
     def stored(self, part: Any, home: Any = None) -> Any:
         """A tensor at home: copied into `home` where there is one, else into new memory. Single numbers, and what is no
@@ -93,6 +93,7 @@ class OffloadedState:
             torch.get_device_module(device.type).synchronize(device)
 
     def _sent(self, part: Any, device: torch.device) -> Any:
+        """A copy of a tensor of state on the device. Single numbers, and what is no tensor, stay as they are."""
         if not isinstance(part, Tensor) or part.numel() < 2:
             return part
         if hasattr(part, "__tensor_flatten__"):

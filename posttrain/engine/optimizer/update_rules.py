@@ -23,7 +23,9 @@ from posttrain.engine.head import reference_ops
 from posttrain.engine.head.kernel_table import Kernel, add_forms, kernel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""torch's names of AdamW's two moments."""
 BUFFER = "momentum_buffer"
+"""torch's name of the momentum."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the odd polynomial that Muon applies (K. Jordan, 2024), `NEWTON_SCHULZ_STEPS` times."""
 NEWTON_SCHULZ_STEPS = 5
@@ -32,8 +34,8 @@ MATCHED_RMS = 0.2
 """An orthogonal update is scaled by this times the root of the longer side, so that its root mean square is that of a
 usual AdamW step and one learning rate serves both (2502.16982)."""
 PART, ROWS = 1 << 20, 16
-"""A weight with a gradient of rows is updated in parts of about so many numbers, which are whole multiples of so many
-rows: the parts then begin where a vector of the processor begins, and round as the whole does."""
+"""A weight with a gradient of rows is updated in parts. A part has about PART numbers, and its rows are a multiple of
+ROWS. So each part begins where a vector of the processor begins, and rounds as an update of the whole weight does."""
 EXACT_ELEMENTS = 1 << 20
 """Matrices with more elements are iterated in float32, on their device, when an expected update is computed."""
 
@@ -90,8 +92,8 @@ class UpdateRule(ABC):
 
     def state(self, name: str) -> dict[str, Tensor]:
         """The state of a tensor by word, as it is stored; empty before its first update."""
-        held = self.inner.state.get(self.tensors[name], {})
-        return {word: held[word] for word in self.words if word in held}
+        state_of_tensor = self.inner.state.get(self.tensors[name], {})
+        return {word: state_of_tensor[word] for word in self.words if word in state_of_tensor}
 
     def forms(self, name: str) -> Mapping[str, torch.Size | None]:
         """Shape of each word of a tensor's stored state; None: that of a number."""
@@ -99,8 +101,8 @@ class UpdateRule(ABC):
 
     def bytes(self, name: str) -> int:
         """Bytes of a tensor's state; numbers are not counted."""
-        found = ((word, form) for word, form in self.forms(name).items() if form is not None)
-        return sum((1 if word.endswith("codes") else 4) * form.numel() for word, form in found)
+        tensors_of_state = ((word, form) for word, form in self.forms(name).items() if form is not None)
+        return sum((1 if word.endswith("codes") else 4) * form.numel() for word, form in tensors_of_state)
 
     def load(self, name: str, parts: Mapping[str, Tensor]) -> None:
         """Replace a tensor's state by copies of what `state` gave."""
@@ -135,14 +137,17 @@ class Moments(UpdateRule):
         return adamw_update(config, exact(self.tensors[name], at), g, (first, second), taken, lr)
 
     def step(self, lr: float) -> None:
-        """A weight whose gradient holds some rows is updated in parts, each with its own dense gradient, which is zero
-        elsewhere: the numbers are those of a whole gradient, and no tensor of the weight's size is made."""
-        found = {t: t.grad for t in self.tensors.values() if t.grad is not None and t.grad.is_sparse}
+        """Update the tensors, and those whose gradient holds only some rows in parts.
+
+        Each part gets a dense gradient of its own, which is zero in the other rows. The result is that of a whole dense
+        gradient, and no gradient of the weight's size is made.
+        """
+        gradients_of_rows = {t: t.grad for t in self.tensors.values() if t.grad is not None and t.grad.is_sparse}
         # Hidden from torch's step, which takes dense gradients, and stepped by rows below.
-        for tensor in found:
+        for tensor in gradients_of_rows:
             tensor.grad = None
         super().step(lr)
-        for tensor, gradient in found.items():
+        for tensor, gradient in gradients_of_rows.items():
             self._step_by_rows(tensor, joined(gradient))
 
     @torch.no_grad()
@@ -200,14 +205,14 @@ class Momentum(UpdateRule):
     def expected(
         self, config: Optimizer, name: str, gradient: Tensor, scale: float, lr: float, at: int | None
     ) -> ExpectedUpdate:
-        held = self.inner.state.get(self.tensors[name], {}).get(BUFFER)
+        buffer = self.inner.state.get(self.tensors[name], {}).get(BUFFER)
         g = exact(gradient, at) * scale
-        after = g if held is None else config.decay_of_momentum * exact(held, at) + g
+        after = g if buffer is None else config.decay_of_momentum * exact(buffer, at) + g
         move = -lr * after - lr * config.weight_decay * exact(self.tensors[name], at)
         return ExpectedUpdate(move, {BUFFER: after} if config.decay_of_momentum else {}, float(move.abs().max()))
 
     def state(self, name: str) -> dict[str, Tensor]:
-        return {word: held for word, held in super().state(name).items() if held is not None}  # torch keeps a None
+        return {word: value for word, value in super().state(name).items() if value is not None}  # torch keeps a None
 
 
 class Orthogonal(UpdateRule):
@@ -238,10 +243,10 @@ class Orthogonal(UpdateRule):
         self, config: Optimizer, name: str, gradient: Tensor, scale: float, lr: float, at: int | None
     ) -> ExpectedUpdate:
         weight = self.tensors[name]
-        g, held = exact(gradient, None) * scale, self.inner.state.get(weight, {}).get(BUFFER)
+        g, buffer = exact(gradient, None) * scale, self.inner.state.get(weight, {}).get(BUFFER)
         # torch's Muon keeps an average: b = m b + (1 - m) g. Nesterov looks ahead by one more: (1 - m) g + m b.
         after = (1 - config.decay_of_momentum) * g
-        after = after if held is None else config.decay_of_momentum * exact(held, None) + after
+        after = after if buffer is None else config.decay_of_momentum * exact(buffer, None) + after
         ahead = (1 - config.decay_of_momentum) * g + config.decay_of_momentum * after
         large = ahead.numel() > EXACT_ELEMENTS
         turned = orthogonal(ahead.to(weight.device, torch.float32) if large else ahead).double().cpu()
@@ -267,7 +272,10 @@ def orthogonal(x: Tensor) -> Tensor:
 def adamw_update(
     config: Optimizer, weight: Tensor, g: Tensor, before: tuple[Tensor, Tensor], taken: float, lr: float
 ) -> ExpectedUpdate:
-    """The `taken`-th update of AdamW from the moments before it; all float64."""
+    """The `taken`-th update of AdamW from the moments `before`; all float64. With m and v the corrected moments:
+
+    move = -lr m / (sqrt(v) + eps) - lr weight_decay w
+    """
     first, mean = _moment(config.beta1, taken, before[0], g)
     second, square = _moment(config.beta2, taken, before[1], g * g)
     move = -lr * mean / (square.sqrt() + config.eps) - lr * config.weight_decay * weight
@@ -280,11 +288,11 @@ def exact(x: Tensor, at: int | None) -> Tensor:
 
 
 def _moment(decay: float, taken: float, before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
-    """A moment after its `taken`-th number, and the moment with its bias toward 0 corrected. The first
-    corrected one equals `now`."""
+    """A moment after its `taken`-th number `now`, and the same moment with its bias toward 0 corrected. At the first
+    number the corrected moment equals `now`."""
     # Divided before the sum: so for taken = 1 the factor of `now` is (1 - decay) / (1 - decay), which is 1 exactly.
-    whole = 1 - decay**taken
-    return decay * before + (1 - decay) * now, decay / whole * before + (1 - decay) / whole * now
+    correction = 1 - decay**taken
+    return decay * before + (1 - decay) * now, decay / correction * before + (1 - decay) / correction * now
 
 
 def _adam_options(config: Optimizer) -> dict[str, Any]:
