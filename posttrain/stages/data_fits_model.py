@@ -1,4 +1,4 @@
-"""Checks that the rows of a run's data fit its model. Rows that do not are refused before the first step, with file and
+"""Checks before the first step that the rows of a run's data fit its model; a row that does not is named by file and
 line."""
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from posttrain.system.errors import DataError
 
 
 def check_judgements(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
-    """DataError for a judged completion of the data that does not fit into the context, with file and line."""
+    """Raises DataError, with file and line, for a judged completion that does not fit into the context. Stages that
+    leave such rows out are passed over."""
     tokenizer: Any = policy.tokenizer
     render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     for stage in stages:
@@ -39,26 +40,28 @@ def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[S
     context."""
     if (rows := env.abilities.rows) is None:
         return
-    known = env.abilities.tools
+    tools_of = env.abilities.tools
     tokenizer: Any = policy.tokenizer
     render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
-    texts = [t for s in stages if (t := imitating(s)) is not None]
+    imitating_stages = [stage for s in stages if (stage := imitating(s)) is not None]
     for row in rows:
         task = row.task
-        tools = task.tools if known is None else tuple(known(task))
+        tools = task.tools if tools_of is None else tuple(tools_of(task))
         with placed(row.place):
             if task.tools and not render.offers(task.prompt, task.tools):
                 raise DataError(
                     "the row offers tools, and this model's chat template writes none: take a model whose template"
                     " knows tools, or set env.args.tools_column= and write them into the prompt"
                 )
-            # No stage imitates this row: only its prompt must fit, and `prompt` refuses one that does not.
-            if not texts or (row.completion is None and row.conversation is None):
+            # Where no stage imitates this row, only its prompt must fit. `render.prompt` raises where it does not.
+            if not imitating_stages or (row.completion is None and row.conversation is None):
                 render.prompt(task.prompt, task.id, tools)
-            elif (length := max(_length(render, env, t, row, tools) for t in texts)) > policy.context:
-                what = "the prompt and its completion have" if len(task.prompt) else "the text has"
+            elif (
+                length := max(_length(render, env, stage, row, tools) for stage in imitating_stages)
+            ) > policy.context:
+                subject = "the prompt and its completion have" if len(task.prompt) else "the text has"
                 raise DataError(
-                    f"{what} {length} tokens, and the context is {policy.context}: shorten it or raise model.context"
+                    f"{subject} {length} tokens, and the context is {policy.context}: shorten it or raise model.context"
                 )
 
 

@@ -26,7 +26,8 @@ same."""
 
 @dataclass
 class HeldoutDemonstrations:
-    """The demonstration of each held-out task, as a stage imitates them. They are written once."""
+    """The demonstration of each held-out task, in the form in which the stage imitates. They are made once, at the
+    first call of `loss`."""
 
     environment: Environment
     renderer: PairRenderer
@@ -40,14 +41,16 @@ class HeldoutDemonstrations:
         stage: Stage, environment: Environment, renderer: PairRenderer, rollout: Rollout
     ) -> HeldoutDemonstrations | None:
         """The held-out demonstrations of a stage; None where it imitates none."""
-        how, context = imitating(stage), rollout.sampler.context
-        return how and HeldoutDemonstrations(environment, renderer, rollout.dialogue, how, context)
+        imitated_stage, context = imitating(stage), rollout.sampler.context
+        return imitated_stage and HeldoutDemonstrations(
+            environment, renderer, rollout.dialogue, imitated_stage, context
+        )
 
     async def loss(self, learner: Learner, tokens: int) -> HeldoutLoss | None:
         """Their loss under the learner's weights; None where no task is held out.
 
         Args:
-            tokens: about so many are scored at once.
+            tokens: about how many tokens are scored at once.
         """
         if self._ones is None:
             self._ones = [await self._one(task) for task in self.environment.heldout]
@@ -63,17 +66,18 @@ def heldout_loss(learner: Learner, ones: Sequence[Demonstrated], tokens: int) ->
     rows: dict[str, tuple[float, float]] = {}
     for part in _parts(ones, tokens):
         logp_M = learner.score(Packed.of([s for d in part for s in d.segments])).astype(np.float64)
-        if wrong := int((~np.isfinite(logp_M)).sum()):
-            raise InvariantError(f"{wrong} tokens of held-out demonstrations have no finite log-prob")
-        # [M] holds the demonstrations one after the other; each takes its own tokens from where the one before ended.
+        if not_finite := int((~np.isfinite(logp_M)).sum()):
+            raise InvariantError(f"{not_finite} tokens of held-out demonstrations have no finite log-prob")
+        # logp_M has the tokens of one demonstration after the other. `at` is where the next demonstration begins.
         at = 0
         for d in part:
-            mine, at = logp_M[at : at + len(d.weight_M)], at + len(d.weight_M)
-            rows[_key(d)] = (float(-(d.weight_M * mine).sum()), float(d.weight_M.sum()))
+            own_logp_M, at = logp_M[at : at + len(d.weight_M)], at + len(d.weight_M)
+            rows[_key(d)] = (float(-(d.weight_M * own_logp_M).sum()), float(d.weight_M.sum()))
     return HeldoutLoss(rows)
 
 
 def _parts(ones: Sequence[Demonstrated], tokens: int) -> Iterator[list[Demonstrated]]:
+    """Yields the demonstrations in lists of at most `tokens` tokens each."""
     part: list[Demonstrated] = []
     size = 0
     for d in ones:
@@ -89,8 +93,8 @@ def _parts(ones: Sequence[Demonstrated], tokens: int) -> Iterator[list[Demonstra
 
 
 def _key(d: Demonstrated) -> str:
-    """16 hex digits of the tokens and what is learned of them, so that runs share a row only where they score the
-    same."""
+    """A digest (16 hex digits) of the tokens, of which of them count, and of their weights. So two runs have a row in
+    common only where they scored the same."""
     h = hashlib.blake2b(digest_size=8)
     for s in d.segments:
         h.update(s.ids.tobytes() + s.mask.tobytes())

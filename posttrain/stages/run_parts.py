@@ -33,17 +33,20 @@ def nothing_sleeps() -> None:
 
 
 ROUNDS = 16
-"""Rounds of the event loop in which a group that was asked reaches its engine: its task, those of its siblings, their
-turns."""
+"""Rounds of the event loop after which a requested group has reached its engine: first its task starts, then the tasks
+of its siblings, then their turns."""
 
 
 async def nothing_waits() -> None:
-    """Nobody waits."""
+    """Does not wait, for runs whose learner need not wait for the engine."""
 
 
 async def turns_reach() -> None:
-    """Turns that were asked of an engine elsewhere reach it. Then it needs nothing from this process, and the learner
-    may compute, which keeps from beginning what has not begun."""
+    """Lets the event loop run until requested turns have reached an engine in another process.
+
+    While the learner computes, nothing else in this process can start. Turns that have reached their engine by then go
+    on without this process.
+    """
     for _ in range(ROUNDS):
         await asyncio.sleep(0)
 
@@ -56,7 +59,7 @@ class StageSetting:
     rollout: Rollout
 
     def judged_by(self, judges: tuple[EpisodeJudge, ...]) -> StageSetting:
-        """The same with these reward models."""
+        """The same setting, whose rollout is judged by these reward models."""
         return replace(self, rollout=replace(self.rollout, judges=judges))
 
 
@@ -87,21 +90,21 @@ class RunParts:
     book: RunFolder
     stop_ids: tuple[int, ...]
     spell: Spell
-    """The token sequences that spell a word."""
+    """Returns the token sequences that spell a word."""
     text: Callable[[np.ndarray], str]
     freeze: Callable[[], Reference]
-    """A reference that scores as the learner does now and never changes: a copy, or its model without the adapter."""
+    """Makes a reference that scores as the learner does now and never changes: a copy of the model, or the learner's
+    own model without its adapter."""
     teacher: Callable[[str], Reference]
-    """A frozen model from this directory. It must have the policy's tokenizer."""
+    """Loads a frozen model from a directory. It must have the policy's tokenizer."""
     oppose: Callable[[Reference, float], Opponent]
-    """An opponent drawn from pi^(1 - share) ref^share, of this reference and this share of it."""
+    """Makes an opponent that samples from pi^(1 - share) ref^share, from a reference (ref) and a share."""
     optimize: Callable[[OptimizerConfig], WeightOptimizer]
-    """A new optimizer for the learner's parameters."""
+    """Makes a new optimizer for the learner's parameters."""
     beside: Callable[[OptimizerConfig], tuple[Learner, WeightOptimizer]]
-    """A second model that trains: a copy of the learner as it is now, with an optimizer of its own."""
+    """Makes a second model that trains: a copy of the learner as it is now, with an optimizer of its own."""
     make_trainer: Callable[[Learner, WeightOptimizer, int, int], Trainer] = Trainer
-    """The trainer of a learner and an optimizer; its micro-batches have so many tokens, and it begins at this version
-    of the weights."""
+    """Makes a trainer from a learner, an optimizer, the tokens of a micro-batch, and the version of the weights."""
     settings: Mapping[str, StageSetting] = field(default_factory=dict[str, StageSetting])
     """For the stages that have an environment of their own, by the stage's name."""
     trained_judges: Callable[[Stage], tuple[EpisodeJudge, ...]] = lambda stage: ()
@@ -114,7 +117,8 @@ class RunParts:
     close: Callable[[], None] = lambda: None
     """Stops the engine and frees its threads, processes and memory."""
     idle: Callable[[], Awaitable[None]] = nothing_waits
-    """Waits until an engine that computes in this process has nothing to say now, or one elsewhere has its turns."""
+    """Waits until the learner may compute: until an engine in this process has nothing to do, or until an engine in
+    another process has received its turns."""
     sleep: Callable[[], None] = nothing_sleeps
     """Called before the learner works: engines in this process that shall sleep then free their caches."""
     queue: GroupQueue | None = None
@@ -140,22 +144,25 @@ class RunParts:
         return self.settings.get(stage.name) or StageSetting(self.environment, self.rollout)
 
     def judged_setting(self, stage: Stage) -> StageSetting:
-        """The same with the reward models that the run itself trained. To be asked for when the stage begins."""
-        found = self.setting(stage)
-        return found.judged_by((*found.rollout.judges, *self.trained_judges(stage)))
+        """The stage's setting, judged also by the reward models that the run itself trained before. Call it when the
+        stage begins: only then are they trained."""
+        setting = self.setting(stage)
+        return setting.judged_by((*setting.rollout.judges, *self.trained_judges(stage)))
 
     def sampling(self, stage: Stage) -> Sampling:
         """The sampling settings with which a stage is evaluated, resolved.
 
-        They are the stage's own. A stage in which the policy does not generate takes those of the next stage in which
-        it does.
+        They are the stage's own. A stage in which the policy does not generate has none: it takes those of the next
+        stage in which the policy generates, or else of the first one in the run.
         """
-        after = self.run.stages[self.run.stages.index(stage) :]
-        # Later stages first, then all: a stage that only imitates at the end is evaluated as an earlier one samples.
-        own = [(s.contract, s.stores_top) for s in (*after, *self.run.stages) if s.contract is not None]
-        said, stores = own[0] if own else (Sampling(), 0)
-        contract = said.resolve(self.stop_ids, self.spell)
-        return replace(contract, top=stores) if stores != contract.top else contract
+        this_and_later = self.run.stages[self.run.stages.index(stage) :]
+        # Later stages come first in the list, then all stages: a last stage that imitates takes an earlier stage's.
+        settings_and_tops = [
+            (s.contract, s.stores_top) for s in (*this_and_later, *self.run.stages) if s.contract is not None
+        ]
+        contract, top = settings_and_tops[0] if settings_and_tops else (Sampling(), 0)
+        resolved = contract.resolve(self.stop_ids, self.spell)
+        return replace(resolved, top=top) if top != resolved.top else resolved
 
     def other_environments(self, stage: Stage) -> tuple[Environment, ...]:
         """The environments on which the run is measured during or after this stage, without the stage's own.
@@ -174,7 +181,8 @@ class RunParts:
             await self.sync.push(self.version)
 
     def known(self, sampling: Sampling, environment: Environment, judges: tuple[str, ...]) -> EvaluationReport | None:
-        """The last evaluation, where it was made of these weights in the same way."""
+        """The last evaluation, where it was made of the present weights with the same sampling, tasks and judges; else
+        None."""
         last = self.measured
         if last is None or last.environment is not environment:
             return None
@@ -184,8 +192,8 @@ class RunParts:
     async def evaluate(self, setting: StageSetting, sampling: Sampling) -> EvaluationReport:
         """Evaluate the learner's weights on held-out tasks.
 
-        The engine counts nothing of it and keeps nothing: a run that goes on from a checkpoint does not evaluate again,
-        and its record must not tell.
+        The engine's counters and caches are emptied afterwards. A resumed run does not repeat the evaluation, and its
+        record must be the same as without the interruption.
         """
         await self.publish()
         result = await evaluate(setting.rollout, setting.environment.heldout, sampling, self.run.evaluation)
@@ -199,14 +207,14 @@ class RunParts:
 
 
 def keep(parts: RunParts, progress: Progress, name: str) -> None:
-    """Keep the learner's weights for the whole run under a name. Every checkpoint has their fingerprint, which is
-    compared when they are read again.
+    """Keep the learner's weights in the run folder under a name. Checkpoints store their fingerprint, which
+    `load_kept` compares.
 
     Raises:
         InvariantError: other weights have this name already.
     """
     now = parts.learner.fingerprint()
-    # The same weights may be kept twice. Others would change what a later stage starts from or is compared with.
+    # Keeping the same weights twice is allowed. Other weights would change what a later stage starts from.
     if (then := progress.kept.get(name, now)) != now:
         raise InvariantError(
             f"the weights kept as {name!r} have fingerprint {then}, and others ({now}) would take their place: what is"

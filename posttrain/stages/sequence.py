@@ -24,10 +24,9 @@ class Stages:
         self.parts, self.progress, self.stopper = parts, progress, stopper
 
     def left(self, checkpoint: Path | None = None) -> Iterator[Driver[Any, Any, Any]]:
-        """The drivers of the stages that are left, in order; each is to be run to its end before the next one is asked
-        for.
+        """Yields the drivers of the stages that are left, in order. Run each one to its end before you take the next.
 
-        `checkpoint` holds the optimizer of a stage that was cut in the middle.
+        `checkpoint`: the folder with the optimizer of a stage that was interrupted in its middle; None: there is none.
         """
         p, parts = self.progress, self.parts
         parts.watch.emit(RestoredEvent("weights", p.weights, parts.learner.fingerprint))
@@ -35,14 +34,14 @@ class Stages:
         if not p.stage and p.running is None:
             keep(parts, p, START)
         for stage in parts.run.stages[p.stage :]:
-            # Read anew for each stage: when the stage that was cut has ended, `p.running` is None, and those after it
-            # begin.
-            cut = checkpoint if p.running is not None else None
-            yield DRIVERS[type(stage)](parts, p, stage, self.stopper, cut)
+            # Only the first stage of this loop can be an interrupted one. When it has ended, `p.running` is None, and
+            # the stages after it begin without a checkpoint.
+            resumed_from = checkpoint if p.running is not None else None
+            yield DRIVERS[type(stage)](parts, p, stage, self.stopper, resumed_from)
 
 
 def check_drivers(run: Run) -> None:
-    """A run with a kind of stage whose steps nothing takes never starts."""
+    """Raises ConfigError where a stage of the run has a kind without a driver."""
     for stage in run.stages:
         if type(stage) not in DRIVERS:
             raise ConfigError(
@@ -55,10 +54,10 @@ def where(run: Run, state: Mapping[str, Any]) -> Progress:
     """Reads a checkpoint's state strictly, as the progress of a run.
 
     Raises:
-        ConfigError, InvariantError: it is not what a checkpoint of this run says; the message names the place.
+        ConfigError, InvariantError: the state cannot be one of this run; the message names the place.
     """
     p = dataclass_json.from_plain(Progress, dict(state))
-    # A stage may only be running where one is left.
+    # A finished run has no running stage.
     if not 0 <= p.stage <= len(run.stages) or (p.running is not None and p.stage == len(run.stages)):
         raise InvariantError(f"it says that {p.stage} of {len(run.stages)} stages are done")
     if (

@@ -1,7 +1,7 @@
 """Optimizer steps that are left out because their gradient is not finite (`Optimizer.skips`).
 
-Nothing of such a step changes weights or optimizer. It is counted and told in the record, and its batch is kept in the
-run folder, so that it can be looked into.
+Such a step changes neither weights nor optimizer. It is counted and noted in the record. Its batch is kept in the run
+folder, so that the user can look into it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from posttrain.system.errors import InvariantError, PosttrainError, RunFolderErr
 
 BATCH = "batch.safetensors"
 ARRAYS = tuple(f.name for f in fields(Batch) if f.name[-2:] in ("_N", "_S", "_M", "_E"))
+"""The fields of a batch that are arrays, known by the ends of their names."""
 STREAM = "stream."
+"""Begins the name of a stream in the file: `stream.weight`."""
 
 
 def left_out(roles: StageRoles[Any], batch: Batch, index: int, error: InvariantError) -> tuple[Gauges, str]:
@@ -39,12 +41,13 @@ def left_out(roles: StageRoles[Any], batch: Batch, index: int, error: InvariantE
         error: names the episodes whose gradient is not finite.
 
     Raises:
-        InvariantError: no further step in a row may be left out; it is `error` itself where none may.
+        InvariantError: no further step in a row may be left out. Where the setting is 0, it is `error` itself.
     """
     stage, trainer = roles.stage, roles.trainer
     if not stage.optimizer.skips:
         raise error
-    # The batch is kept before it is decided: that of the step which ends the run is the one to look into.
+    # The batch is kept before the limit is checked, since the batch of the step that ends the run is the one to look
+    # at.
     trainer.skipped += 1
     folder = f"skipped-{stage.name}-{index:06d}-{trainer.skipped}"
     roles.book.beside(folder, lambda path: save_batch(batch, path))
@@ -59,6 +62,7 @@ def left_out(roles: StageRoles[Any], batch: Batch, index: int, error: InvariantE
 
 
 def _nth(count: int) -> str:
+    """An ordinal: 1st, 2nd, 3rd, 4th, 11th, 21st."""
     return f"{count}{'th' if 10 < count % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(count % 10, 'th')}"
 
 
@@ -68,8 +72,8 @@ def save_batch(batch: Batch, folder: Path) -> None:
     arrays |= {f"{STREAM}{s.name}": x for s, x in batch.streams.items()}
     if batch.kept is not None:
         arrays |= {"kept.offsets": batch.kept.offsets, "kept.ids": batch.kept.ids}
-    said = {"sampling": json.dumps(dataclass_json.to_plain(batch.sampling))}
-    save_file({n: np.ascontiguousarray(x) for n, x in arrays.items()}, folder / BATCH, said)
+    metadata = {"sampling": json.dumps(dataclass_json.to_plain(batch.sampling))}
+    save_file({n: np.ascontiguousarray(x) for n, x in arrays.items()}, folder / BATCH, metadata)
 
 
 def load_batch(folder: Path, further: Iterable[Stream] = ()) -> Batch:
@@ -83,7 +87,7 @@ def load_batch(folder: Path, further: Iterable[Stream] = ()) -> Batch:
     """
     path = folder / BATCH
     declared = {s.name: s for s in (*vars(streams).values(), *further) if isinstance(s, Stream)}
-    # Only opened: it refuses what is no plain file before safetensors maps it into memory.
+    # Opened and closed again: `opened` refuses what is no plain file, before safetensors maps it into memory.
     with read_untrusted.opened(path, RunFolderError):
         pass
     try:
@@ -91,9 +95,9 @@ def load_batch(folder: Path, further: Iterable[Stream] = ()) -> Batch:
             arrays = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
             sampling = dataclass_json.from_plain(Sampling, json.loads(file.metadata()["sampling"]))
         kept = TruncationSets(arrays["kept.offsets"], arrays["kept.ids"]) if "kept.ids" in arrays else None
-        held = {declared[n.removeprefix(STREAM)]: x for n, x in arrays.items() if n.startswith(STREAM)}
+        streams_of_batch = {declared[n.removeprefix(STREAM)]: x for n, x in arrays.items() if n.startswith(STREAM)}
         fields: dict[str, Any] = {n: arrays.get(n) for n in ARRAYS}
-        whole = Batch(sampling=sampling, kept=kept, **fields)
-        return replace(whole, streams=held)
+        without_streams = Batch(sampling=sampling, kept=kept, **fields)
+        return replace(without_streams, streams=streams_of_batch)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, PosttrainError) as error:
         raise RunFolderError(f"{path} is damaged ({error})") from error

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def result_of(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -> StageResult:
-    """The result of a stage that has taken its last step. `report`: of the evaluation after it."""
+    """The result of a stage that has taken its last step. `report`: the evaluation after that step."""
     s, stage = driver.state, driver.stage
     return StageResult(
         name=stage.name,
@@ -49,10 +49,10 @@ def result_of(driver: Driver[Any, Any, Any], report: EvaluationReport | None) ->
 
 def measured_words(result: StageResult) -> str:
     """Says what was measured at the end of a stage, for a line that people read; '' where nothing was."""
-    said = [f"accuracy {result.accuracy[0]:.3f}"] if result.accuracy else []
+    held_out = [f"accuracy {result.accuracy[0]:.3f}"] if result.accuracy else []
     if result.reward and result.graded:
-        said = [f"mean reward {number_text(result.reward[0], '.4g')}", *said]
-    out = f"; held-out {', '.join(said)}" if said else ""
+        held_out = [f"mean reward {number_text(result.reward[0], '.4g')}", *held_out]
+    out = f"; held-out {', '.join(held_out)}" if held_out else ""
     if result.proxy:
         out += f"; its reward pays {number_text(result.proxy[0])}"
     if result.agreement:
@@ -63,8 +63,9 @@ def measured_words(result: StageResult) -> str:
 
 
 def refuse_unjudged(driver: Driver[Any, Any, Any], report: EvaluationReport) -> None:
-    """RewardError where nothing can be judged before the first step of a stage that learns from verdicts."""
-    # `max_failed` marks the stages that learn from verdicts. Others may go on without a judged sample.
+    """Raises RewardError if no held-out sample could be judged before the first step of a stage that learns from
+    verdicts."""
+    # Stages that learn from verdicts have the setting `max_failed`. Other stages may go on without a judged sample.
     asked, stage, parts = sum(len(g.episodes) for g in report.groups), driver.stage, driver.parts
     if not driver.state.step and report.failed == asked > 3 and hasattr(stage, "max_failed"):
         what = "held-out samples before the first step"
@@ -72,11 +73,11 @@ def refuse_unjudged(driver: Driver[Any, Any, Any], report: EvaluationReport) -> 
 
 
 def agreed(driver: Driver[Any, Any, Any]) -> AgreementReport | None:
-    """How well the scores order held-out judgements now, written down pair by pair."""
-    found = driver.agree()
-    if found is not None and found.rows:
-        driver.parts.book.write_losses(driver.stage.name, driver.state.step, HeldoutLoss(found.rows))
-    return found
+    """Returns how well the scores order held-out judgements now; writes the result of each pair to the run folder."""
+    agreement = driver.agree()
+    if agreement is not None and agreement.rows:
+        driver.parts.book.write_losses(driver.stage.name, driver.state.step, HeldoutLoss(agreement.rows))
+    return agreement
 
 
 def waited_out(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -> str:
@@ -84,29 +85,34 @@ def waited_out(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -
     s, patience, loss = driver.state, driver.stage.patience, driver.heldout_loss
     reward = report.reward.known if report else None
     pairs = driver.agreed.accuracy.known if driver.agreed else None
-    # Lower is better of all three: a reward and a share of pairs get a minus. The first that was measured decides.
-    found = (loss.score.mean, "loss") if loss else None
-    found = found or (reward and (-reward[0], "mean reward")) or (pairs and (-pairs[0], "share of pairs"))
-    if not patience or not found:
+    # (figure, its name): the first of loss, mean reward and share of pairs that was measured. Lower must be better, so
+    # the reward and the share get a minus.
+    figure_and_name = (loss.score.mean, "loss") if loss else None
+    figure_and_name = (
+        figure_and_name or (reward and (-reward[0], "mean reward")) or (pairs and (-pairs[0], "share of pairs"))
+    )
+    if not patience or not figure_and_name:
         return ""
-    now, what = found
-    if s.lowest is None or now < s.lowest:
-        s.lowest, s.lowest_at, s.waited = now, s.step, 0
+    figure, name = figure_and_name
+    if s.lowest is None or figure < s.lowest:
+        s.lowest, s.lowest_at, s.waited = figure, s.step, 0
     else:
         s.waited += 1
     if s.waited < patience:
         return ""
     most, more = ("lowest", "lower") if loss else ("highest", "higher")
     return (
-        f"held-out {what} was {most} after step {s.lowest_at} ({abs(s.lowest):.3f}), and {patience} evaluations since"
+        f"held-out {name} was {most} after step {s.lowest_at} ({abs(s.lowest):.3f}), and {patience} evaluations since"
         f" were not {more}; stopped at step {s.step}"
     )
 
 
 def is_recorded(driver: Driver[Any, Any, Any], judges: tuple[str, ...]) -> bool:
-    """Returns whether the record has the evaluation of a stage's weights of now: of a stage that was cut behind it, or,
-    before the first step, as the last one of the stage before, which evaluated the same weights in the same way. A run
-    that goes on from there measures them again.
+    """Returns whether the record already has the evaluation of the stage's present weights.
+
+    A resumed run may evaluate weights again that were evaluated and recorded before the interruption. Before its first
+    step, a stage may also start from the weights with which the stage before it ended. Then their evaluation is
+    recorded there, if it was made in the same way.
     """
     parts, stage, results = driver.parts, driver.stage, driver.progress.results
     if parts.book.holds_evaluation(stage.name, driver.state.step):
@@ -114,8 +120,9 @@ def is_recorded(driver: Driver[Any, Any, Any], judges: tuple[str, ...]) -> bool:
     if driver.state.step or not results or starts(parts.run.stages, stage) != results[-1].name:
         return False
     before = parts.run.stage(results[-1].name)
-    # The stage before ended with these weights. Its evaluation is the same one only with the same sampling, tasks and
-    # judges.
-    ways = [(parts.sampling(s), parts.run.env_of(s)) for s in (before, stage)]
-    same = ways[0] == ways[1] and judges == tuple(j.name for j in parts.judged_setting(before).rollout.judges)
+    # "In the same way" means with the same sampling, tasks and judges.
+    sampling_and_tasks = [(parts.sampling(s), parts.run.env_of(s)) for s in (before, stage)]
+    same = sampling_and_tasks[0] == sampling_and_tasks[1] and judges == tuple(
+        j.name for j in parts.judged_setting(before).rollout.judges
+    )
     return same and before.hands_on and parts.book.holds_evaluation(before.name, results[-1].steps)
