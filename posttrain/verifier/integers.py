@@ -8,6 +8,7 @@ from collections import deque
 from posttrain.verifier.thoughts import spoken
 
 _MINUS = "\u2212\u2010\u2011\u2013\ufe63\uff0d"
+# Characters that become ASCII: minus signs, the full-width plus sign and the full-width digits.
 _TRANSLATE = str.maketrans(
     {**dict.fromkeys(_MINUS, "-"), "\uff0b": "+", **{chr(0xFF10 + d): str(d) for d in range(10)}}
 )
@@ -40,9 +41,9 @@ def last_integer(text: str) -> str | None:
     >>> last_integer("3+4=7;7+5=12"), last_integer("about 1,234."), last_integer("\u2212007"), last_integer("12.5")
     ('12', '1234', '-7', None)
     """
-    # The last match alone is kept: a policy may write a million numbers.
-    found = deque(_NUMBER.finditer(spoken(text).translate(_TRANSLATE)), maxlen=1)
-    last = found[0] if found else None
-    if last is None or (last["fraction"] or "").strip("0"):
+    # Only the last match is kept, because a policy may write a million numbers.
+    last_match = deque(_NUMBER.finditer(spoken(text).translate(_TRANSLATE)), maxlen=1)
+    number = last_match[0] if last_match else None
+    if number is None or (number["fraction"] or "").strip("0"):
         return None
-    return canonical(last["sign"], last["whole"])
+    return canonical(number["sign"], number["whole"])

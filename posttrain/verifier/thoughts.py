@@ -1,24 +1,26 @@
-"""The thoughts of a response, and the text outside them. Every reward, judge, vote, form and parser of calls reads
-thoughts here."""
+"""Separates the thoughts of a response from the rest. All rewards, judges, votes and parsers of calls use this file."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
+# Pairs of the tag that begins a thought and the tag that ends it.
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
 _ENDS = dict(THOUGHTS)
 _TAG = re.compile("|".join(re.escape(tag) for pair in THOUGHTS for tag in pair))
 _BEFORE = re.compile(r"(?:(?<![\w.,!?)\]}])|(?<=\b[bfrBFR]))([\"'`])\1*\Z")
-"""Quotes that begin a quotation. Those behind a word end one, and three are a fence."""
+"""Equal quotes directly before a tag, which begin a quotation: one or more. A quote behind a word (`x'`) ends a
+quotation and does not match, except behind the prefix of a Python string (`b'`)."""
 _AFTER = re.compile(r"([\"'`])\1*")
+"""Equal quotes directly behind a tag."""
 
 
 def tags(text: str) -> Iterator[re.Match[str]]:
-    """The tags of thoughts, without those that have the same quotes on both sides."""
+    """The tags of thoughts in order, without quoted ones: those with the same one or two quotes on both sides."""
     for tag in _TAG.finditer(text):
-        # A tag between equal quotes is spoken about and not used. Four characters are enough to tell one or two quotes
-        # from the three of a fence.
+        # A tag between equal quotes is only mentioned. Four characters are enough to tell one or two quotes from the
+        # three of a fence of code.
         before = _BEFORE.search(text, max(0, tag.start() - 4), tag.start())
         after = _AFTER.match(text, tag.end(), tag.end() + 4)
         if before is None or after is None or before[0] != after[0] or len(before[0]) > 2:
@@ -26,21 +28,24 @@ def tags(text: str) -> Iterator[re.Match[str]]:
 
 
 def thoughts(text: str) -> tuple[str, str]:
-    """(thoughts, the rest). A first tag that ends a thought ends one that the prompt began; later ones are plain text
-    unless a thought is open. A thought that is not ended is all of the text after its tag.
+    """(thoughts, the rest) of a response.
+
+    If the first tag of the text ends a thought, the prompt began that thought. A later tag that ends a thought while
+    none is open is plain text. A thought that is not ended lasts to the end of the text.
 
     >>> thoughts("3?</think>It is 4.<think>or"), thoughts("tags = ['<think>']"), thoughts('<think>"3"</think>4')
     (('3?or', 'It is 4.'), ('', "tags = ['<think>']"), ('"3"', '4'))
     """
     pieces: tuple[list[str], list[str]] = ([], [])
     at, end = 0, ""
-    # `end` is the tag that ends the open thought, '' outside of thoughts. Inside, only that tag counts; outside, a tag
-    # that begins a thought, or as the very first one a tag that ends it, since the prompt may have begun it.
+    # `end` is the tag that ends the open thought, or '' outside of thoughts. Inside a thought only that tag counts.
+    # Outside, a tag that begins a thought counts, and the very first tag also if it ends one.
     for tag in tags(text):
         first = not (pieces[0] or pieces[1])
         if tag[0] != end and (end or (tag[0] not in _ENDS and not first)):
             continue
-        # What stands before a beginning tag was said (piece 1), and before an ending one thought (piece 0).
+        # The text before a tag that begins a thought was said (`pieces[1]`). The text before a tag that ends one was
+        # thought (`pieces[0]`).
         pieces[not end and tag[0] in _ENDS].append(text[at : tag.start()])
         at, end = tag.end(), "" if end else _ENDS.get(tag[0], "")
     pieces[not end].append(text[at:])

@@ -11,8 +11,10 @@ from posttrain.verifier.thoughts import spoken
 
 # Possessive repetitions (`++`, `*+`) never give characters back, so a response that is one long row of backticks or
 # spaces is searched in linear time.
+# The begin of a block. The comments behind the alternatives are examples.
 OPEN = re.compile(
-    r"(?<!`)(?P<fence>`{3,}+)[ \t]*+\{?\.?(?P<language>\w*+)[^\n`]*+\n"
+    r"(?<!`)(?P<fence>`{3,}+)[ \t]*+\{?\.?(?P<language>\w*+)[^\n`]*+\n"  # "```python", "```{.py}"
+    # `~~~py`, and `- ~~~` in a list.
     r"|^[ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)*(?P<tildes>~{3,}+)[ \t]*+\{?\.?(?P<mark>\w*+)[^\n]*\n"
     r"|^[ \t]*(?P<comment><!--)"
     r"|^[ \t]*<(?P<tag>pre|code)\b[^>\n]*>"
@@ -20,18 +22,22 @@ OPEN = re.compile(
     r"|^[ \t]*\[(?P<upper>PYTHON)\][ \t]*$",
     re.MULTILINE,
 )
-# `>>>` is the prompt of an interpreter and no quotation.
+# The marks of a quotation at the start of a line: `> `, `> > `. `>>>` is the prompt of an interpreter.
 QUOTED = re.compile(r"[ \t]*(?:>(?!>>)[ \t]?)+")
 BEFORE = re.compile(r"[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)*")
 """Text before an opening fence that indents its block: white space and list marks, but no words."""
+# A line that begins with a fence. Group `more`: what stands behind the fence.
 LINE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<more>[^\n]*)$", re.MULTILINE)
 DEEPER = 3
 """The most columns that a closing fence may be indented further than its opening fence. A fence that is indented more
 is part of the program, such as of a docstring."""
+# Words behind a fence that mark a block as Python.
 PYTHON = ("python", "py", "python3", "pycon")
 LONGEST = 256 * 1024
 """A response with more characters is not searched for blocks."""
 MOST_BLOCKS = 500
+"""The search for blocks ends after this many."""
+# Tags of code inside `<pre>`: `<code class='x'>` at the start, `</code>` at the end.
 INNER = re.compile(r"\s*<code\b[^>\n]*>|</code>\s*\Z")
 
 
@@ -64,14 +70,14 @@ def blocks_of(text: str) -> list[Block]:
     text = spoken(text)
     if len(text) > LONGEST:
         return [Block("bare", "", text)]
-    found = _marked(text)
+    blocks = _marked(text)
     # Answer tags are found by the same walk as fences, so a tag inside a block of code is text of that block.
-    answers = [b for b in found if b.kind == "answer"]
+    answers = [b for b in blocks if b.kind == "answer"]
     if answers:
         text = answers[-1].body
-        found = [b for b in _marked(text) if b.kind != "answer"]
-    if found:
-        return found
+        blocks = [b for b in _marked(text) if b.kind != "answer"]
+    if blocks:
+        return blocks
     lines = [line for line in text.split("\n") if line.strip()]
     # The whole response is one quotation of bare code.
     if lines and all(QUOTED.match(line) for line in lines):
@@ -85,35 +91,39 @@ def _marked(text: str) -> list[Block]:
     A line with only a fence closes a fenced block. If there is none, or another block opens before it, the first fence
     inside a line closes it.
     """
-    found: list[Block] = []
+    blocks: list[Block] = []
     at = 0
     lines = list(LINE.finditer(text))
-    while len(found) < MOST_BLOCKS and (opened := OPEN.search(text, at)):
-        fence = opened["fence"] or opened["tildes"]
+    while len(blocks) < MOST_BLOCKS and (opening := OPEN.search(text, at)):
+        fence = opening["fence"] or opening["tildes"]
         if fence is None:
-            block, at = _tagged(text, opened)
-            found += [block] if block else []
+            block, at = _tagged(text, opening)
+            blocks += [block] if block else []
             continue
-        # Where the fence stands in its line: behind `>` the block is in a quotation, which is read again without its
-        # marks; behind white space or a list mark it is indented, and its lines lose that indentation.
-        place = opened.start("fence" if opened["fence"] else "tildes")
+        # `prefix` is the text before the fence in its line. With `>` the block is in a quotation, which is searched
+        # again without its marks. With white space or a list mark the block is indented, and its lines lose that
+        # indentation.
+        place = opening.start("fence" if opening["fence"] else "tildes")
         line = text.rfind("\n", 0, place) + 1
-        before = text[line:place]
-        if ">" in before and QUOTED.fullmatch(before):
+        prefix = text[line:place]
+        if ">" in prefix and QUOTED.fullmatch(prefix):
             at = _quotation(text, line)
-            found += _marked(_unquoted(text[line:at]))
+            blocks += _marked(_unquoted(text[line:at]))
             continue
-        column = len(before) if BEFORE.fullmatch(before) else 0
-        end, at = _closed(text, lines, opened.end(), column, fence)
-        body = text[opened.end() : end]
-        # At most as many columns as the fence has: the indentation of the program itself stays.
+        column = len(prefix) if BEFORE.fullmatch(prefix) else 0
+        end, at = _closed(text, lines, opening.end(), column, fence)
+        body = text[opening.end() : end]
+        # A line loses at most `column` columns, so the indentation inside the program stays.
         body = re.sub(rf"^[ \t]{{0,{column}}}", "", body, flags=re.MULTILINE) if column else body
-        found.append(Block("fence", opened["language"] or opened["mark"] or "", body))
-    return found
+        blocks.append(Block("fence", opening["language"] or opening["mark"] or "", body))
+    return blocks
 
 
 def _tagged(text: str, opened: re.Match[str]) -> tuple[Block | None, int]:
-    """The block of a tag, and the position after it. A comment is not a block, and neither is code within one line."""
+    """The block of a tag or a comment, and the position after it.
+
+    The block is None for a comment, and for tags around code within one line.
+    """
     begin = opened.end()
     if opened["comment"]:
         end = text.find("-->", begin)
@@ -142,18 +152,27 @@ def _quotation(text: str, line: int) -> int:
 
 
 def _unquoted(text: str) -> str:
+    """A quotation without the marks at the starts of its lines."""
     return re.sub(rf"^{QUOTED.pattern}", "", text, flags=re.MULTILINE)
 
 
 def _closed(text: str, lines: list[re.Match[str]], begin: int, column: int, fence: str) -> tuple[int, int]:
-    """The end of a block, and the position after its closing fence. `lines`: all lines that begin with a fence."""
-    # All lines with a fence were found once; the search goes on from the one behind the opening fence.
+    """The position at which a block ends, and the position after its closing fence.
+
+    Args:
+        lines: all lines of the text that begin with a fence.
+        begin: where the content of the block begins.
+        column: columns by which the opening fence is indented.
+        fence: the opening fence.
+    """
+    # All lines with a fence were found once. The search begins at the first of them inside the block.
     for line in lines[bisect.bisect_left(lines, begin, key=lambda found: found.start()) :]:
         # As in CommonMark: the closing fence is of the same character and at least as long.
         short = len(line["fence"]) < len(fence) or line["fence"][0] != fence[0]
         if short or len(line["indent"].expandtabs(4)) > column + DEEPER:
             continue
-        # A fence with a word behind it opens another block, so this one was never closed.
+        # A fence alone in its line closes the block. A fence with a word behind it opens another block, so this block
+        # was never closed by a line.
         if not line["more"].strip():
             return line.start(), line.end()
         break

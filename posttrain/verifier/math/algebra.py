@@ -33,9 +33,9 @@ _SAME = (
 )
 """Pairs that a working algebra finds equal."""
 
-_NUMBER = re.compile(r"[-+]?(?:\d+/\d+|\d+\.?\d*|\.\d+)")
-_ROUNDED = re.compile(rf"-?\d*\.(\d{{{ROUNDED},}})")
-_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+_NUMBER = re.compile(r"[-+]?(?:\d+/\d+|\d+\.?\d*|\.\d+)")  # `-3/4`, `2.`, `.5`
+_ROUNDED = re.compile(rf"-?\d*\.(\d{{{ROUNDED},}})")  # `0.333333`; group 1: the digits after the point
+_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")  # `\sin 30`, and not `\sinh x`
 
 
 class _RefusedError(BaseException):
@@ -49,6 +49,7 @@ def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
     Raises:
         RuntimeError: the algebra fails a pair that it must find equal, so it would judge wrongly.
     """
+    # The result does not matter here: these comparisons only make sympy load its parts.
     all(equal(g, s) for g, s in _SAME)  # sympy loads parts of itself late, and builds them from text
     # Only after the first pairs: from here on sympy cannot build its own parts from text. What was parsed before is
     # forgotten, so that the second self-test runs as every request will.
@@ -61,7 +62,7 @@ def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
 
 
 def answer(gold: str, response: str | None) -> Verdict:
-    """One request."""
+    """Returns the verdict on a response, or, where `response` is None, 1 if the gold answer can be read."""
     # The gold answer is read here as it was in the trainer, so that the request is plain text.
     wanted = gold_of(gold)
     if wanted is None:
@@ -90,19 +91,23 @@ def equal(gold: str, said: str) -> bool:
     from math_verify import verify
 
     try:
-        wanted, given = parsed(gold), parsed(said)
-        if wanted is None or given is None:
-            raise UnreadableError(gold if wanted is None else said, gold=wanted is None)
+        gold_expression, said_expression = parsed(gold), parsed(said)
+        if gold_expression is None or said_expression is None:
+            raise UnreadableError(gold if gold_expression is None else said, gold=gold_expression is None)
         # None: they are relations, sets or matrices, or their values cannot be computed.
-        same = same_values(wanted, given, f"{gold}={said}", _rounding(gold) or _rounding(said))
-        return verify(wanted, given, allow_set_relation_comp=True, timeout_seconds=None) if same is None else same
+        same = same_values(gold_expression, said_expression, f"{gold}={said}", _rounding(gold) or _rounding(said))
+        return (
+            verify(gold_expression, said_expression, allow_set_relation_comp=True, timeout_seconds=None)
+            if same is None
+            else same
+        )
     except _RefusedError:
         raise UnreadableError(said, gold=False) from None
 
 
 @functools.lru_cache(maxsize=4096)
 def parsed(text: str) -> Any:
-    """The expression; None if the grammar does not accept it. An `i` alone is the
+    """The sympy expression of a spelled text; None if the grammar does not accept the text. An `i` alone is the
     imaginary unit, and the angles of functions may be in degrees."""
     import sympy
     from latex2sympy2_extended.latex2sympy2 import (
@@ -114,7 +119,7 @@ def parsed(text: str) -> Any:
 
     text = text.replace("%", "\\%")
     try:
-        found: Any = latex2sympy(
+        expression: Any = latex2sympy(
             normalize_latex(text, NormalizationConfig(boxed="none")),
             is_real=True,
             convert_degrees=_ANGLE.search(text) is not None,
@@ -122,19 +127,21 @@ def parsed(text: str) -> Any:
             conversion_config=ConversionConfig(lowercase_symbols=False),
         )
         imaginary = sympy.Symbol("i", real=True)
-        return found.xreplace({imaginary: sympy.I}) if imaginary in found.free_symbols else found
+        return expression.xreplace({imaginary: sympy.I}) if imaginary in expression.free_symbols else expression
     # The grammar raises exceptions of many kinds for what it does not accept.
     except Exception:
         return None
 
 
 def _rounding(text: str) -> int:
-    """The digits after the point of a decimal that also equals what it rounds; 0 for all other text."""
+    """How many digits a decimal of at least `ROUNDED` digits has after its point: it also equals what it rounds. 0 for
+    all other text."""
     decimal = _ROUNDED.fullmatch(text)
     return len(decimal[1]) if decimal else 0
 
 
 def _readable(value: Value) -> None:
+    """Raises UnreadableError if the algebra cannot read an expression inside a gold value."""
     for inner in parts(value):
         _readable(inner)
     if isinstance(value, Other) and parsed(value.text) is None:
@@ -142,8 +149,7 @@ def _readable(value: Value) -> None:
 
 
 def _forbid_eval() -> None:
-    """Replace sympy's parser of text by one that reads numbers and names only. Its own parser uses `eval` on
-    transformed Python."""
+    """Replaces sympy's parser of text by one that reads numbers and names only. Sympy's parser uses `eval`."""
     import sympy
 
     known = {"oo": sympy.oo, "zoo": sympy.zoo, "nan": sympy.nan, "pi": sympy.pi, "E": sympy.E, "I": sympy.I}
@@ -166,13 +172,16 @@ def _forbid_eval() -> None:
 
 
 DIGITS = 300
-"""A difference that has no significant digit when it is computed with so many is 0."""
+"""A difference counts as 0 if none of its digits is significant when it is computed with up to this many digits."""
 POINTS = 4
+"""The number of random points at which expressions with letters are compared."""
+# The letters of whole numbers, each with the range from which its value is drawn. The ranges do not overlap, so
+# k < l < m < n at every point.
 _WHOLE = {"k": (2, 4), "l": (5, 7), "m": (8, 11), "n": (12, 30)}
 
 
 def same_values(one: Any, two: Any, seed: str, rounding: int = 0) -> bool | None:
-    """Returns whether two expressions are equal; None if they are no expressions or cannot be computed.
+    """Returns whether two expressions are equal; None if one is no expression of numbers or has no value anywhere.
 
     `seed`: text from which the points are drawn. `rounding`: the digits after the point to which a constant is given.
     """
@@ -187,31 +196,33 @@ def same_values(one: Any, two: Any, seed: str, rounding: int = 0) -> bool | None
     draw = random.Random(seed)
     # The difference is not simplified, which may take very long: it is 0 everywhere or at none of a few random points.
     difference = sympy.Add(_real_roots(one), sympy.Mul(-1, _real_roots(two), evaluate=False), evaluate=False)
-    told = [_zero(difference, _point(letters, draw, signed, k)) for k in range(POINTS if letters else 1)]
-    known = [t for t in told if t is not None]
-    if rounding and known == [False] and not letters:
+    zero_there = [_zero(difference, _point(letters, draw, signed, k)) for k in range(POINTS if letters else 1)]
+    # A point at which the difference cannot be computed decides nothing.
+    decided = [t for t in zero_there if t is not None]
+    if rounding and decided == [False] and not letters:
         return _rounds(one, two, rounding)
-    return all(known) if known else None
+    return all(decided) if decided else None
 
 
 def _point(letters: list[Any], draw: random.Random, signed: bool, number: int) -> dict[Any, Any]:
-    """A value for each letter. The absolute values of two letters are below and above 1 in all four ways."""
+    """A value for each letter. Over the `POINTS` points, two letters are below and above 1 (in absolute value) in all
+    four combinations."""
     import sympy
 
-    out: dict[Any, Any] = {}
+    values: dict[Any, Any] = {}
     for i, letter in enumerate(letters):
         if letter.name in _WHOLE:
-            out[letter] = sympy.Integer(draw.randint(*_WHOLE[letter.name]))
+            values[letter] = sympy.Integer(draw.randint(*_WHOLE[letter.name]))
             continue
         # Bit i % 2 of the number of the point says on which side of 1 a letter lies. 997 is prime, so that no round
         # number, at which different expressions may meet, is drawn.
         size = draw.randint(200, 900) if number >> i % 2 & 1 else draw.randint(1100, 4000)
-        out[letter] = sympy.Rational(size, 997) * (draw.choice((1, -1)) if signed else 1)
-    return out
+        values[letter] = sympy.Rational(size, 997) * (draw.choice((1, -1)) if signed else 1)
+    return values
 
 
 def _zero(expression: Any, point: dict[Any, Any]) -> bool | None:
-    """Returns whether the value at a point is 0, exactly where it is rational; None if it cannot be computed there."""
+    """Returns whether the value at a point is 0. A rational value is compared exactly. None if there is no value."""
     try:
         # Rational values are computed exactly. Others are evaluated with more and more digits up to `maxn`; sympy gives
         # a part precision 1 where none of its digits is significant even then, and such a part is 0.
@@ -226,6 +237,7 @@ def _zero(expression: Any, point: dict[Any, Any]) -> bool | None:
 
 
 def _rounds(one: Any, two: Any, digits: int) -> bool:
+    """Returns whether one constant is the other, rounded to `digits` digits after the point."""
     x, y = (e.evalf(digits + 20) for e in (one, two))
     return bool(x.is_real and y.is_real) and near(Fraction(str(x)), Fraction(str(y)), digits)
 
@@ -239,7 +251,7 @@ def _rooted(expression: Any) -> bool:
 
 
 def _real_roots(expression: Any) -> Any:
-    """With real roots of odd order: the cube root of -8 is -2. Complex expressions stay as they are."""
+    """The expression with real roots of odd order: the cube root of -8 is -2. Expressions with `I` stay as they are."""
     import sympy
 
     if expression.has(sympy.I):

@@ -1,4 +1,4 @@
-"""The values that an answer can have."""
+"""The values that an answer can have: `read_answer` makes them of text, and `equal` compares them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Number:
-    """An exact number. `decimals`: digits after its decimal point; None if it was written in another way."""
+    """An exact number with its unit.
+
+    `decimals`: how many digits are after its decimal point; None if it was written in another way, such as `1/2`.
+    `percent`: it has a percent sign, and `value` is the number before the sign: 50 for `50%`.
+    """
 
     value: Fraction
     decimals: int | None = None
@@ -18,7 +22,8 @@ class Number:
 
 @dataclass(frozen=True)
 class TimeOfDay:
-    """A time of day, `2:30` or `2:30 pm`. `half`: `am`, `pm`, or empty if it was not given."""
+    """A time of day, `2:30` or `2:30 pm`. `half`: `am`, `pm`, or empty if neither was given. `text`: as it was
+    written."""
 
     hour: int
     minute: int
@@ -67,7 +72,7 @@ class Union:
 
 @dataclass(frozen=True)
 class Named:
-    """`x=3`. `simple`: the left side only names the value, as `x`, `f(2)` or `3+4` do, so that it may be left out."""
+    """`x=3`. `simple`: the left side only names the value, such as `x`, `f(2)` or `3+4`. It may then be left out."""
 
     name: str
     simple: bool
@@ -93,7 +98,7 @@ Value = Number | TimeOfDay | Based | WordAnswer | ChoiceAnswer | Items | Union |
 
 
 def parts(value: Value) -> tuple[Value, ...]:
-    """The parts of a value."""
+    """The values inside a value: those of a list or a union, and the one of a name or a choice. Else empty."""
     if isinstance(value, Items | Union):
         return value.items
     return (value.value,) if isinstance(value, Named | ChoiceAnswer) else ()

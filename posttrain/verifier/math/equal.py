@@ -49,14 +49,15 @@ from posttrain.verifier.math.units import clash
 Algebra = Callable[[str, str], bool]
 """(gold, said) -> whether they are equal, both spelled."""
 ROUNDED = 6
-"""A decimal with at least so many digits after the point also equals the number that it rounds."""
+"""A decimal with at least this many digits after the point also equals the number that it rounds."""
 
-# A sign counts only behind a digit or a closing bracket, where it is an operator: `-3` stands alone.
+# An operation that is not computed: `3+4`, `3-4`, `2*3`, `6/(1+2)`, `2\times3`, `2\cdot3`, `2(3)`, `(2)3`. A sign
+# counts only behind a digit, `!` or a closing bracket, where it is an operator: `-3` is a number. `6/2` is a fraction.
 _STANDING = re.compile(r"(?<=[\d)}!])(?:\+|-|\*|/\(|\\times|\\cdot|\()|\)\d")
 _LETTERS = re.compile("[A-J]+")
 """The letters of several choices: `A, B, D`, or `ABD` without commas."""
 _OPEN = re.compile(
-    r"(?<![A-Za-z\\])(?!(?:[eiE]|sqrt)(?![A-Za-z]))[A-Za-z]+"
+    r"(?<![A-Za-z\\])(?!(?:[eiE]|sqrt)(?![A-Za-z]))[A-Za-z]+"  # `x` in `2x`, and not `e`, `i` or `sqrt`
     r"|\\(?:sum|prod|int|lim|max|min|gcd|lcm|lfloor|lceil|[bp]?mod|det)(?![A-Za-z])"
 )
 """Parts that no number has: letters that are neither Euler's number nor the imaginary unit, and functions that are left
@@ -65,8 +66,8 @@ to be computed."""
 
 def equal(gold: Value, said: Value, algebra: Algebra | None = None) -> bool | None:
     """Returns whether `said` equals `gold`; None if only the algebra can decide and there is none here."""
-    # The order of the table is one of precedence: a choice or a name may hold any other value, and unions and lists
-    # hold the rest, so what contains is compared before what is contained.
+    # The table is in order of precedence. A choice or a name may contain any other value, and unions and lists contain
+    # the rest. The kind that contains another one is compared first: `x=(1,2)` is first a name and then a list.
     for kind, compare in _COMPARED.items():
         if isinstance(gold, kind) or isinstance(said, kind):
             return compare(gold, said, algebra)
@@ -74,11 +75,12 @@ def equal(gold: Value, said: Value, algebra: Algebra | None = None) -> bool | No
         return gold == said
     if isinstance(gold, Number) and isinstance(said, Number):
         return _numbers(gold, said)
+    # Words are compared without their case, and single letters with it: `yes` is `Yes`, and `a` is not `A`.
     if isinstance(gold, WordAnswer) or isinstance(said, WordAnswer):
         return _text(gold).casefold() == _text(said).casefold() if len(_text(gold)) > 1 else _text(gold) == _text(said)
     if isinstance(gold, Number | Other) and isinstance(said, Number | Other) and clash(gold.unit, said.unit):
         return False
-    # The algebra would compute the sum that the task asks for.
+    # `3+4` for the gold answer 7: the algebra would find them equal, and the policy would not have computed the sum.
     if isinstance(gold, Number) and isinstance(said, Other) and standing(said.text):
         return False
     one, two = _text(gold), _text(said)
@@ -100,27 +102,34 @@ def standing(text: str) -> bool:
 
 
 def _numbers(gold: Number, said: Number) -> bool:
+    """Compares two numbers with their units and percent signs."""
     if clash(gold.unit, said.unit):
         return False
     if gold.percent == said.percent:
         return _close(gold, said, gold.value, said.value)
-    # One side has the sign. 50% is then 0.5 and also 50, since the sign is often left out.
+    # One side has the percent sign and the other is bare. 50% is then 0.5 and also 50, since the sign is often left
+    # out.
     bare, marked = (said, gold) if gold.percent else (gold, said)
     return _close(bare, marked, bare.value, marked.value) or _close(bare, marked, bare.value, marked.value / 100)
 
 
 def _close(a: Number, b: Number, x: Fraction, y: Fraction) -> bool:
+    """Returns whether two values are equal, or one is a decimal that rounds the other.
+
+    `x` and `y` are the values of `a` and `b` to compare; a percent may have been divided by 100.
+    """
     if x == y:
         return True
-    # Only a decimal may round, and only a number that is no decimal: two decimals are both what they say.
+    # A decimal may round only a number that was written in another way, such as a fraction. Two decimals are exact.
     if (a.decimals is None) == (b.decimals is None):
         return False
     return near(x, y, a.decimals or b.decimals or 0)
 
 
 def near(x: Fraction, y: Fraction, digits: int) -> bool:
-    """Returns whether a decimal with so many digits after its point rounds the other number, to five significant
-    digits.
+    """Returns whether two numbers are equal up to rounding, to five significant digits.
+
+    One of them is a decimal with `digits` digits after its point. With fewer than `ROUNDED` digits it is exact.
 
     >>> near(Fraction(1, 3), Fraction(333333, 10**6), 6), near(Fraction(1, 3**20), Fraction(0), 6)
     (True, False)
@@ -132,6 +141,7 @@ def near(x: Fraction, y: Fraction, digits: int) -> bool:
 
 
 def _choice(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
+    """Compares two values of which at least one is a choice with its value, `(C) 12`."""
     if isinstance(gold, ChoiceAnswer) and isinstance(said, ChoiceAnswer):
         return gold.letter == said.letter and equal(gold.value, said.value, algebra)
     choice, other = (gold, said) if isinstance(gold, ChoiceAnswer) else (said, gold)
@@ -142,13 +152,14 @@ def _choice(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
 
 
 def _clock(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
+    """Compares two values of which at least one is a time of day."""
     if isinstance(gold, TimeOfDay) and isinstance(said, TimeOfDay):
-        # The same on the face of a clock where one side does not say am or pm, or the same hour
-        # of the day: 2 pm is 14:00.
-        alike = gold.half == said.half or not (gold.half and said.half)
-        one, two = (c.hour % 12 + 12 * (c.half == "pm") if c.half else c.hour for c in (gold, said))
-        day = one == two and bool(gold.half or said.half)
-        return gold.minute == said.minute and ((gold.hour == said.hour and alike) or day)
+        # Two times are equal in either of two ways. Both have the same hour as written, and one side may leave out am
+        # or pm: `2:30` is `2:30 pm`. Or they have the same hour of the day: `2 pm` is `14:00`.
+        same_half = gold.half == said.half or not (gold.half and said.half)
+        gold_hour, said_hour = (c.hour % 12 + 12 * (c.half == "pm") if c.half else c.hour for c in (gold, said))
+        same_hour = gold_hour == said_hour and bool(gold.half or said.half)
+        return gold.minute == said.minute and ((gold.hour == said.hour and same_half) or same_hour)
     clock, other = (gold, said) if isinstance(gold, TimeOfDay) else (said, gold)
     assert isinstance(clock, TimeOfDay)
     if not isinstance(other, Number | Other):
@@ -164,38 +175,42 @@ def _clock(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
 
 
 def _based(gold: Value, said: Value, algebra: Algebra | None) -> bool:
+    """Compares two values of which at least one is a number with its base."""
     if isinstance(gold, Based) and isinstance(said, Based):
         return gold == said
     based, other = (gold, said) if isinstance(gold, Based) else (said, gold)
     assert isinstance(based, Based)
     # Only the digits are compared: without its base `1011` may be a decimal number or a binary one.
-    said_digits = _text(other).lstrip("0").upper() or "0"
+    other_digits = _text(other).lstrip("0").upper() or "0"
     return (
         isinstance(other, Number | Other | WordAnswer)
-        and said_digits == based.digits
+        and other_digits == based.digits
         and not getattr(other, "unit", "")
     )
 
 
 def _named(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
+    """Compares two values of which at least one is named, `x=3`."""
     if isinstance(gold, Named) and isinstance(said, Named):
-        # A left side of numbers (`3+4=7`) names nothing, so it goes with every name.
+        # A left side of numbers (`3+4=7`) names nothing, so it agrees with every name.
         if gold.name == said.name or any(constant(v.name) and v.simple for v in (gold, said)):
-            told = equal(gold.value, said.value, algebra)
-            if told or (gold.simple and said.simple):
-                return told
+            same = equal(gold.value, said.value, algebra)
+            if same or (gold.simple and said.simple):
+                return same
         elif gold.simple and said.simple:
             return False
         # Where a left side is an expression (`x^2=3`) the two are compared as equations.
         return None if algebra is None else algebra(text_of(gold), text_of(said))
     named, other = (gold, said) if isinstance(gold, Named) else (said, gold)
     assert isinstance(named, Named)
+    # `x^2=3` beside a bare value: the left side is no name that could be left out.
     if not named.simple:
         return False
     return equal(named.value, other, algebra) if named is gold else equal(other, named.value, algebra)
 
 
 def _items(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
+    """Compares two values of which at least one is a list, a set, a pair or an interval."""
     if not isinstance(gold, Items) or not isinstance(said, Items):
         items, other = (gold, said) if isinstance(gold, Items) else (said, gold)
         assert isinstance(items, Items)
@@ -209,20 +224,23 @@ def _items(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
         if not isinstance(other, Other):
             return False
         return None if algebra is None else algebra(text_of(gold), text_of(said))
+    # Both are lists from here on. `brackets` has one entry where both are written with the same brackets.
     brackets = {gold.left + gold.right, said.left + said.right}
     if len(gold.items) != len(said.items):
         return False
+    # Bare lists and sets have no order.
     if brackets <= {"", "{}"}:
         return _matched(gold.items, said.items, algebra)
     if len(brackets) == 1 or brackets in ({"", "()"}, {"", "[]"}):
-        told = [equal(g, s, algebra) for g, s in zip(gold.items, said.items, strict=True)]
+        same = [equal(g, s, algebra) for g, s in zip(gold.items, said.items, strict=True)]
         # One item that differs decides it, although others are still open.
-        return False if False in told else None if None in told else True
+        return False if False in same else None if None in same else True
     return False
 
 
 def _union(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
-    """The algebra compares unions with each other, with intervals and with sets."""
+    """Compares two values of which at least one is a union. Only the algebra can: with a union, an interval or a
+    set."""
     if any(not isinstance(v, Items | Union | Other) or (isinstance(v, Items) and not v.left) for v in (gold, said)):
         return False
     return None if algebra is None else algebra(text_of(gold), text_of(said))
@@ -237,21 +255,21 @@ def _matched(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | No
     """Returns whether each gold item matches a different item of the answer, in any order."""
     # Each item takes the first equal one that is left. No other assignment need be tried, because equality is
     # transitive but for rounding.
-    rest = list(said)
-    open_ = False
+    left_over = list(said)
+    undecided = False
     for item in gold:
-        answers = [equal(item, s, algebra) for s in rest]
+        answers = [equal(item, s, algebra) for s in left_over]
         if True in answers:
-            rest.pop(answers.index(True))
+            left_over.pop(answers.index(True))
         elif None in answers:
-            open_ = True
+            undecided = True
         else:
             return False
-    return None if open_ else True
+    return None if undecided else True
 
 
 def _text(value: Value) -> str:
-    """A value in its spelling, without text commands."""
+    """A value as LaTeX. An expression loses its text commands: `12\\text{ cm}` is `12 cm`."""
     if isinstance(value, Other):
         return re.sub(r"\\text\{([^{}]*)\}", r"\1", value.text)
     return text_of(value)

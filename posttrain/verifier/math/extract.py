@@ -10,9 +10,9 @@ from posttrain.verifier.math.units import SCALES, changing, unit
 from posttrain.verifier.math.visible_text import DIGITS, Box, boxes_of, seen
 
 LONGEST_LINE = 300
-"""The number of characters that are searched after a phrase such as `the answer is`."""
+"""How many characters are searched after a phrase such as `the answer is`. It also bounds an answer of one line."""
 TAIL = 10_000
-"""If there is no box, only so many last characters are searched."""
+"""If there is no box, only the last characters of a response are searched: this many."""
 
 _SCRIPTS = "\u2e80-\u9fff\uac00-\ud7af\u3040-\u30ff"
 """Letters that may be directly next to a number: Chinese, Japanese, Korean."""
@@ -21,9 +21,9 @@ _SCRIPTS = "\u2e80-\u9fff\uac00-\ud7af\u3040-\u30ff"
 # The longer notations come first, because the first alternative that matches is taken: a mixed number, a time or a
 # ratio, then a decimal with its power, denominator and percent sign.
 _SIGNLESS = (
-    r"[$€£₹¥]?(?:\d{1,4}[ ]"
-    rf"\d{{1,3}}/\d{{1,3}}(?!\d)|\d\d?:[0-5]\d(?:\s?[ap]\.?m\b\.?)?|\d+:\d+"
-    rf"|(?:{DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?)"
+    r"[$€£₹¥]?(?:\d{1,4}[ ]"  # `1 1/2`
+    rf"\d{{1,3}}/\d{{1,3}}(?!\d)|\d\d?:[0-5]\d(?:\s?[ap]\.?m\b\.?)?|\d+:\d+"  # `2:30 pm`, `3:4`
+    rf"|(?:{DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?)"  # `1,234`, `1e5`, `1.5/2`, `50%`
 )
 _PLAIN = re.compile(rf"[-+−–]?{_SIGNLESS}", re.IGNORECASE)
 # A sign directly behind a digit or a closing bracket is an operator: `10-3` ends with 3. A digit behind a Latin letter
@@ -32,51 +32,63 @@ _NUMBER = re.compile(
     rf"(?<![^\W{_SCRIPTS}])(?<!\.)(?<!\d:)(?<![\d)\]] )(?:(?<![\d)\]])[-+−–])?{_SIGNLESS}(?![\d])", re.IGNORECASE
 )
 _PHRASE = re.compile(
+    # `The answer is`, `result:`, `the correct option is` before a letter, `La respuesta es`, `答案是`.
     r"(?:\banswers?\b|\bresult\b|\b(?:correct|right|best)\s(?:option|choice)\b(?=[*_\s]{0,4}(?:is|:)[*_\s:]{0,6}\(?[A-J]\b)|\b(?:respuesta|resposta|risposta|réponse|antwort|ответ)\b|答案|答え|答)"
     # `isn't` is matched up to its `is`: what follows then begins with `n't`, which `_HEDGE`
     # knows, so it is read as words.
     r"[*_\s]{0,4}(?:\bis(?=n['’]t\b)|\bis\b|\bare\b|\bes\b|\bist\b|\best\b|[:=：是为は])[*_\s:=：]{0,6}"
-    r"|\bsolution is[*_\s:]{0,6}(?=[$\\\d-])"
-    r"|^[ \t]{0,3}\|?[ \t*_]{0,6}(?:final[ ])?answer[ \t*_]{0,6}\|"
+    r"|\bsolution is[*_\s:]{0,6}(?=[$\\\d-])"  # `solution is` before a formula or a number
+    r"|^[ \t]{0,3}\|?[ \t*_]{0,6}(?:final[ ])?answer[ \t*_]{0,6}\|"  # `| Final Answer |`, the label of a table
+    # A heading that is a line of its own: `## Final answer`, `**Answer:**`.
     r"|^[ \t]{0,3}(?:#{1,6}|\*\*|__)[^\n.:]{0,40}\banswers?[*_: \t]{0,6}$",
     re.IGNORECASE | re.MULTILINE,
 )
 _BELOW = re.compile(r"(?::|\b(?:below|by|follows|following)[.:]?)$", re.IGNORECASE)
+"""The end of a line that announces a formula below it: `given by:`, `as follows`."""
 _SPAN = re.compile(
     r"\$\$([^$]{1,500})\$\$|(?<!\\)\$([^$]{1,500}?)(?<!\\)\$(?!\d)|\\\(([^\n]{1,500}?)\\\)|\\\[([^$]{1,500}?)\\\]"
 )
-"""A formula. A dollar sign before a digit does not end it, because it is a currency sign."""
+"""A formula: `$$x$$`, `$x$`, `\\(x\\)`, `\\[x\\]`. A dollar sign before a digit does not end it, because it is a
+currency sign."""
 _MAYBE = re.compile(r"\b(?:maybe|perhaps|possibly|probably|even) ")
+# Text between the parts of a list: `, and `, ` or maybe `.
 _JOIN = re.compile(rf"\s{{0,4}}(?:,\s{{0,4}}(?:(?:and|or)\b)?|and\b|or\b)\s{{0,4}}(?:{_MAYBE.pattern})?")
 _COMMAND = re.compile(r"\\[A-Za-z]+|\b(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|max|min|gcd|lcm|mod|and|or)\b")
+"""A LaTeX command, a function or a joining word, which a text without prose may have: `\\frac`, `sin`, `and`."""
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _GROWN = re.compile(
-    r"(?:\\(?:pi|sqrt|cdot|times|text|mathrm)(?![A-Za-z])(?:\{[^{}\n]{0,60}\})?|[π√²³°]|(?<=[π√])\d+"
+    r"(?:\\(?:pi|sqrt|cdot|times|text|mathrm)(?![A-Za-z])(?:\{[^{}\n]{0,60}\})?|[π√²³°]|(?<=[π√])\d+"  # `\sqrt{2}`
+    # `x`, `cm`, `rd`, `^2`. In `3 x as many` the `x` is the word `times`.
     r"|(?!x (?:as|more|faster|larger|bigger|greater|longer|the)\b)[A-Za-z]{1,3}(?![A-Za-z])|\^\{?-?\w{1,6}\}?)+"
 )
 """Text directly after a number, so that the number alone is not the answer: `12π`, `5x`, `3rd`."""
+# The text after a value up to the next punctuation: `million dollars` in `5 million dollars, so`.
 _AFTER = re.compile(r"[ \t]{0,2}(?:\\text\{)?([^\n.,;:!?()$\\{}]{1,60})")
+# The mark of a list's only point: `- ` in `- 5`, and not in `- 5\n- 6`.
 _POINT = re.compile(r"[-+•] +(?![^\n]*\n\s*[-+•] )")
+# The end of a sentence. The points of `3.5` and `5 sq. ft` are none.
 _SENTENCE = re.compile(r"(?<!\bsq)(?<!\bcu)[.;!?](?:\s|$)")
 _CORRECT = re.compile(
-    r"\b(?:option|choice)\s\(?([A-J])\)?[*_]{0,3} is (?:the )?(?:correct|right|best)\b"
-    r"|(?:^|[\s*_])(?:\(([A-J])\)|([A-J]))[*_]{0,3} is (?:the )?(?:correct|right|best)\b"
+    r"\b(?:option|choice)\s\(?([A-J])\)?[*_]{0,3} is (?:the )?(?:correct|right|best)\b"  # `option C is correct`
+    r"|(?:^|[\s*_])(?:\(([A-J])\)|([A-J]))[*_]{0,3} is (?:the )?(?:correct|right|best)\b"  # `(A) is right`
 )
-_ALONE = re.compile(r"\*{0,2}\(?[A-J]\)?\*{0,2}")
-_LABELLED = re.compile(r"(?:^|\s)\(?([A-J])[.):]\s", re.MULTILINE)
-_DATE = re.compile(
+_ALONE = re.compile(r"\*{0,2}\(?[A-J]\)?\*{0,2}")  # `C`, `**(B)**`
+_LABELLED = re.compile(r"(?:^|\s)\(?([A-J])[.):]\s", re.MULTILINE)  # The label of an option: `(A) `, `B. `, `C: `.
+_DATE = re.compile(  # `March 5`, `Dec. 25th, 2020`
     r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.? \d{1,2}(?:st|nd|rd|th)?(?:,? \d{4})?(?!\d)"
 )
-_RATIO = re.compile(r"\d{1,9} to \d{1,9}(?=\W*$)")
+_RATIO = re.compile(r"\d{1,9} to \d{1,9}(?=\W*$)")  # `3 to 4`
 _CUT = re.compile(r"(?:[+/=]|(?<![-\w])-|\\(?:cdot|times|div|frac|sqrt|left|pm)\s*[({]?)\s*\Z")
-"""An operator at the end: the response was cut off in the middle of a formula."""
+"""An operator at the end (`x =`, `3 +`, `\\frac{`): the response was cut off in the middle of a formula."""
 _SEVERAL = re.compile(rf"(?<![\w.])(?:{DIGITS}(?:\.\d+)?, ?){{2,20}}(?:(?:and|or) )?{DIGITS}(?:\.\d+)?\W*\Z")
+"""A list of at least three numbers at the end of a text: `1, 2, 3`, `1, 2, or 3`."""
 _HEDGE = re.compile(
     r"(?:n['’]t|either|neither|between|not|never|at (?:least|most)|(?:more|less|fewer|greater|smaller|larger) than|no"
     r" (?:more|less) than|anything but|over|under)\b",
     re.IGNORECASE,
 )
-"""Text before a number with which the number alone is not the answer."""
+"""Text before a number that makes the number alone no answer: `more than 5`, `either 3 or 4`, `n't 5`."""
+# A denial at the end of the text before an answer: `it is not $`, `isn't \(`.
 _DENIED = re.compile(
     r"(?:\bnot|\bcannot|n['’]t|\bnever|\bneither|\banything but)(?:\s(?:be|equal))?\s{0,3}[$\\(\[\s*]{0,6}\Z",
     re.IGNORECASE,
@@ -87,16 +99,18 @@ _IGNORANT = re.compile(
     r"|(?:do not|don['’]t)[ ]know|have no idea|not sure)\b",
     re.IGNORECASE,
 )
-"""A statement after the last number that the answer is not known."""
-_UNSURE = re.compile(r"\b(?:perhaps|maybe|possibly)\b[^\d\n]{0,20}\d", re.IGNORECASE)
+"""A statement after the last number that the answer is not known: `I don't know`, `we cannot determine`."""
+_UNSURE = re.compile(r"\b(?:perhaps|maybe|possibly)\b[^\d\n]{0,20}\d", re.IGNORECASE)  # `perhaps 6`, `maybe it is 7`
+# Directly behind a box: ` is wrong`, `$ was not the right`.
 _WITHDRAWN = re.compile(
     r"[\s$*.)\]\\]{0,8}(?:is|was)\s(?:wrong|incorrect|false|not (?:the|right|correct|true))\b", re.IGNORECASE
 )
 _RETRACTED = re.compile(r"\b(?:wait|actually|correction|wrong|incorrect|mistaken?|oops|rather)\b", re.IGNORECASE)
 _BETWEEN = re.compile(r"[\s$.]{0,6}(?:,|;|\band\b|\bor\b|,\s?and\b|,\s?or\b)[\s$]{0,6}(?:[A-Za-z](?:_\w)?\s?=\s?)?")
-"""Text that joins two boxes into one answer."""
+"""Text that joins two boxes into one answer: `$ and $`, `, y = `."""
 _CLEAR = re.compile(r"\([A-J]\)(?=,? (?:because|since|as|is|for)\b)|(?i:yes|no|true|false)(?=[,.;])|([A-J][.)])(?= \S)")
-"""A choice or a word that is the answer, whatever numbers follow. Group 1 is a letter with its value after it."""
+"""A choice or a word that is the answer, whatever numbers follow: `(B)` before ` because`, `Yes` before a comma, `C.`
+before ` 12`. Group 1 is the letter of a choice whose value follows (`C.`)."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,7 @@ class Found:
     text: str
     several: bool = False
     told: bool = field(default=False, repr=False, compare=False)
-    """Whether it is part of a sentence, so that an exclamation mark at its end may be no factorial."""
+    """True if the answer was part of a sentence. Then an exclamation mark at its end may be no factorial."""
 
 
 def final(text: str) -> Found | None:
@@ -134,11 +148,13 @@ def final(text: str) -> Found | None:
         return None
     if boxes:
         after = text[boxes[-1].end :]
-        # A word such as `wait` behind the box cancels it only where another answer with a digit is announced after it:
-        # many responses check a right answer once more.
+        # A word such as `wait` behind the box cancels the box only if another answer with a digit is announced after
+        # that word. Many responses only check a right answer once more.
         taken_back = _RETRACTED.search(after)
-        other = _PHRASE.search(after, taken_back.end()) if taken_back else None
-        if other is None or not any(c.isdigit() for c in after[other.end() : other.end() + LONGEST_LINE]):
+        new_announcement = _PHRASE.search(after, taken_back.end()) if taken_back else None
+        if new_announcement is None or not any(
+            c.isdigit() for c in after[new_announcement.end() : new_announcement.end() + LONGEST_LINE]
+        ):
             return _boxed(text, boxes)
         text = after
     text = text[-TAIL:]
@@ -146,22 +162,23 @@ def final(text: str) -> Found | None:
         line = _marked(text)
         if line is not None:
             return Found(line) if line else None
-    if told := _phrased(text):
-        return Found(told, told=True)
+    if announced := _phrased(text):
+        return Found(announced, told=True)
     return _at_the_end(text)
 
 
 def _phrased(text: str) -> str | None:
     """The answer after the last phrase that announces one."""
     phrases = list(_PHRASE.finditer(text))
-    # An empty cell is the head of a table, and an earlier phrase may hold the answer. Any other phrase without an
-    # answer ends the search: what was announced before it is not the last word.
+    # The search goes backwards from the last phrase. `| answer |` before an empty cell is the head of a table, and an
+    # earlier phrase may hold the answer. Any other phrase without an answer ends the search, because what was announced
+    # before it is not the last word.
     while phrases:
         last = phrases.pop()
-        if told := (
+        if answer := (
             _cell(text, last.end()) if last.group().endswith("|") else _told(text[last.end() :], "\n" in last.group())
         ):
-            return told
+            return answer
         if not last.group().endswith("|"):
             break
     return None
@@ -188,15 +205,16 @@ def _at_the_end(text: str) -> Found | None:
     # Three numbers or more with commas between them are one list; the last of them alone would be a wrong reading.
     if (several := _SEVERAL.search(whole[-LONGEST_LINE:])) is not None:
         return Found(several[0].strip())
-    found = max(_candidates(text), default=None)
+    # (end, begin, text) of the formula or the number that ends last.
+    candidate = max(_candidates(text), default=None)
     if (
-        found is None
-        or _listing(text, found[1])
-        or _DENIED.search(text, max(0, found[1] - 24), found[1])
-        or _IGNORANT.search(text, found[0])
+        candidate is None
+        or _listing(text, candidate[1])
+        or _DENIED.search(text, max(0, candidate[1] - 24), candidate[1])
+        or _IGNORANT.search(text, candidate[0])
     ):
         return None
-    return Found(found[2], told=True)
+    return Found(candidate[2], told=True)
 
 
 def _listing(text: str, at: int) -> bool:
@@ -243,20 +261,25 @@ def _boxed(text: str, boxes: list[Box]) -> Found | None:
 
 
 def _marked(text: str) -> str | None:
-    """The line after the last `####`; None if it is a heading, empty if there is none."""
+    """The answer on the line after the last `####`; empty if that line is empty.
+
+    None if other rules have to find the answer: the line is a heading, or the text below it may hold the answer.
+    """
     line, _, rest = text.rpartition("####")[2].strip().partition("\n")
     line = line.strip()
     # `####` marks the answer in GSM8K, and is also a heading of Markdown. A heading such as `#### Final answer` is left
-    # to the rule for phrases; a plain value stays the answer although a phrase follows.
+    # to the rule for phrases. A line without prose stays the answer although a phrase follows.
     if _PHRASE.search(f"#### {line}") or _PHRASE.search(rest):
         return None if prose(line) or _PHRASE.search(f"#### {line}") else line
     if not rest.strip():
         line = re.sub(r"^[A-Za-z ]{2,40}:\s*(?=\S)", "", line)
         return line if len(_WORD.findall(line)) <= 3 else _first(line)
     value = any(c.isdigit() for c in line) or _SPAN.search(line) is not None
-    # Text follows. The line still counts where it holds a value alone, or where nothing in the rest could be an answer.
+    # Text follows below the line. The line still counts where it holds a value alone, or where nothing in the rest
+    # could be an answer.
     if (value and not prose(line)) or not any(c.isdigit() or c in "$\\" for c in rest):
         return line
+    # A number with one word, such as `5 apples`, is a value too.
     plain = _PLAIN.match(line)
     return line if plain and re.fullmatch(r"[ ]?[^\W\d_]+", line[plain.end() :]) else None
 
@@ -270,9 +293,10 @@ def _cell(text: str, at: int) -> str:
 def _told(rest: str, below: bool) -> str:
     """The answer after a phrase: the formulas that come first, else the answer at the start of the line.
 
-    `below`: the phrase ended its line, so that what follows may be the one point of a list.
+    `below`: the phrase ended its line. Then what follows may be the only point of a list.
     """
-    # Longer than a line, because a displayed formula of up to 500 characters may stand below the phrase.
+    # More characters than `LONGEST_LINE`, because a displayed formula of up to 500 characters may stand below the
+    # phrase.
     rest = re.sub(r"^[*_\s]*(?:[.…]+\s+)?(?:```\w*\s+)?", "", rest[: 4 * LONGEST_LINE])
     if below:
         rest = _POINT.sub("", rest, 1) if _POINT.match(rest) else rest
@@ -294,36 +318,36 @@ def _line(rest: str) -> str:
 
 
 def _joined(text: str, span: re.Match[str]) -> str:
-    """Formulas that follow one another as a list, and the unit after the last."""
-    out = span[span.lastindex or 0]
-    while (join := _JOIN.match(text, span.end())) and (more := _SPAN.match(text, join.end())):
+    """The formula of `span` and the formulas joined to it, with commas between them, and the unit after the last."""
+    answer = span[span.lastindex or 0]
+    while (join := _JOIN.match(text, span.end())) and (next_span := _SPAN.match(text, join.end())):
         word = join.group().replace(",", " ").strip()
         comma = rf" \text{{ {word} }} " if word else ", "
-        out, span = f"{out.strip()}{comma}{more[more.lastindex or 0].strip()}", more
+        answer, span = f"{answer.strip()}{comma}{next_span[next_span.lastindex or 0].strip()}", next_span
     after = _words_after(text, span.end())
-    return rf"{out.strip()}\text{{ {after}}}" if after else out
+    return rf"{answer.strip()}\text{{ {after}}}" if after else answer
 
 
 def _first(line: str) -> str:
-    """The answer at the start of a line."""
-    span, number = _SPAN.match(line), _NUMBER.search(line)
-    if span:
-        return _joined(line, span)
+    """The answer of a line behind a phrase: what stands at its start, else its first formula or number."""
+    formula, number = _SPAN.match(line), _NUMBER.search(line)
+    if formula:
+        return _joined(line, formula)
     sentence = _SENTENCE.split(line, maxsplit=1)[0]
     # `March 5` and `3 to 4` have a number that alone would be another answer.
-    if (fixed := _DATE.match(line) or _RATIO.match(line)) is not None:
-        return fixed[0]
+    if (date_or_ratio := _DATE.match(line) or _RATIO.match(line)) is not None:
+        return date_or_ratio[0]
     # `more than 5` and `5, perhaps 6` are no number. In a text command the sentence is read as
-    # words, which equal no number.
+    # words, and words equal no number.
     if _HEDGE.match(line) or (number is not None and _UNSURE.search(sentence, number.end())):
         return rf"\text{{{sentence}}}"
     if not prose(line):
         return line
-    if (clear := _CLEAR.match(line)) is not None:
-        return clear[0] if clear[1] is None else f"{clear[0]} {_first(line[clear.end() :].strip())}"
-    span = _SPAN.search(line)
-    if span and (number is None or span.start() <= number.start()):
-        return _joined(line, span)
+    if (decided := _CLEAR.match(line)) is not None:
+        return decided[0] if decided[1] is None else f"{decided[0]} {_first(line[decided.end() :].strip())}"
+    formula = _SPAN.search(line)
+    if formula and (number is None or formula.start() <= number.start()):
+        return _joined(line, formula)
     if number is None:
         return sentence
     # Only a number at the very start of the line can begin a list; one further on stands in a sentence.
@@ -332,18 +356,18 @@ def _first(line: str) -> str:
 
 
 def _listed(line: str) -> str | None:
-    """A list such as `1, 2, and 3` at the start of a line, followed by at most two words."""
+    """A list such as `1, 2, and 3` at the start of a line, if at most two words follow it; else None."""
     end = 0
     match = _PLAIN.match(line)
-    while match and (join := _JOIN.match(line, match.end())) and (more := _PLAIN.match(line, join.end())):
-        match, end = more, more.end()
+    while match and (join := _JOIN.match(line, match.end())) and (following := _PLAIN.match(line, join.end())):
+        match, end = following, following.end()
     return _MAYBE.sub("", line[:end]) if end and re.match(r"(?: [^\W\d_]+){0,2}(?:[.;!?]|$)", line[end:]) else None
 
 
 def _with_unit(text: str, number: re.Match[str]) -> str:
     """A number with the text after it that belongs to it: `12π`, `5 million`, `12 km`, `5 squared`."""
-    grown = _GROWN.match(text, number.end())
-    start, end = number.start(), grown.end() if grown else number.end()
+    attached = _GROWN.match(text, number.end())
+    start, end = number.start(), attached.end() if attached else number.end()
     # A root sign or a pi directly before the number is part of it.
     start -= len(text[:start]) - len(text[:start].rstrip("√π"))
     after = _words_after(text, end)
@@ -351,7 +375,7 @@ def _with_unit(text: str, number: re.Match[str]) -> str:
 
 
 def _words_after(text: str, at: int) -> str:
-    """Words after a value that change it, or that are its unit and end the phrase; else nothing."""
+    """The words after a value that belong to it: words that change it (`million`), or its unit. Empty if none do."""
     match = _AFTER.match(text, at)
     words = match[1].split() if match else []
     if not words:
@@ -371,19 +395,19 @@ def _words_after(text: str, at: int) -> str:
 
 def _candidates(text: str) -> Iterator[tuple[int, int, str]]:
     """(end, begin, text) of the last formula and of the last number outside formulas."""
-    last, spans = None, list[tuple[int, int]]()
-    for last in _SPAN.finditer(text):
-        spans.append(last.span())
-    if last is not None:
-        yield last.end(), last.start(), _joined(text, last)
+    formula, spans = None, list[tuple[int, int]]()
+    for formula in _SPAN.finditer(text):
+        spans.append(formula.span())
+    if formula is not None:
+        yield formula.end(), formula.start(), _joined(text, formula)
     # Formulas and numbers both come in order, so one index into the formulas is enough and the loop is linear. A number
     # inside a formula, or inside what an earlier number has grown by (`2^10`), is none of its own.
-    number, at, grown = None, 0, 0
+    number, next_span, attached_end = None, 0, 0
     for match in _NUMBER.finditer(text):
-        while at < len(spans) and spans[at][1] <= match.start():
-            at += 1
-        if match.start() >= grown and (at == len(spans) or match.end() <= spans[at][0]):
+        while next_span < len(spans) and spans[next_span][1] <= match.start():
+            next_span += 1
+        if match.start() >= attached_end and (next_span == len(spans) or match.end() <= spans[next_span][0]):
             number = match
-            grown = more.end() if (more := _GROWN.match(text, match.end())) else 0
+            attached_end = attached.end() if (attached := _GROWN.match(text, match.end())) else 0
     if number is not None:
         yield number.end(), number.start(), _with_unit(text, number)

@@ -58,12 +58,13 @@ class Grade:
 def gold_of(answer: str) -> Gold | None:
     """A gold answer as data sets write it: a bare answer, or a solution that ends in `#### 72` or in a box. None if it
     has no answer."""
-    text = answer.strip()
-    # A bare answer is taken whole. Only a solution is searched, and one with a box that never closes has no answer.
-    found = final(text) if "####" in text or "\\boxed" in text else None
-    text = found.text if found else "" if "\\boxed" in text else text
-    values = read(spelled(text))
-    return Gold(text, values) if values else None
+    written = answer.strip()
+    # A bare answer is taken whole. Only a solution, with `####` or a box, is searched. A solution with a box that is
+    # never closed has no answer.
+    solution = final(written) if "####" in written or "\\boxed" in written else None
+    written = solution.text if solution else "" if "\\boxed" in written else written
+    values = read(spelled(written))
+    return Gold(written, values) if values else None
 
 
 def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | None:
@@ -77,7 +78,7 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
         return Grade(0.0, None, "unparsable", f"no answer in {response[-80:]!r}")
     text = spelled(found.text)
     values = read(text)
-    # `It is 5!` may be a factorial or an exclamation, so both are readings.
+    # The `!` of `It is 5!` may be a factorial or end the sentence, so the answer has both readings.
     if found.told and text.endswith("!"):
         values += read(text.rstrip("!"))
     if not values:
@@ -103,17 +104,19 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
 
 
 def _answers(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | None) -> list[bool | None]:
-    """The result of each pair of readings, up to the first that is equal. Our own rules come before the algebra."""
-    out: list[bool | None] = []
-    # A pair that our own rules find equal ends it, so the algebra is asked only where there is none.
+    """The result of each pair of a gold reading and a reading of the response, up to the first pair that is equal."""
+    results: list[bool | None] = []
+    # First all pairs by our own rules, then all pairs with the algebra, which is slow: it is asked only if our own
+    # rules find no equal pair.
     for ask in (None, algebra) if algebra else (None,):
-        out = []
+        results = []
         for g, s in itertools.product(gold, said):
-            out.append(equal(g, s, ask))
-            if out[-1]:
-                return out
-    return out
+            results.append(equal(g, s, ask))
+            if results[-1]:
+                return results
+    return results
 
 
 def _open(value: Value) -> bool:
+    """Returns whether a value has a part that only the algebra can read."""
     return isinstance(value, Other) or any(_open(v) for v in parts(value))

@@ -22,6 +22,7 @@ from posttrain.verifier.workers.worker_process import Spec
 SECONDS = 2.0
 """Most processor time of one comparison by the algebra. Beyond it the answer is wrong, with kind `timeout`."""
 WORKERS = 2
+"""Worker processes of the algebra, if the settings give no number."""
 SHOWN = 5
 """The most refused tasks that a message names."""
 WITNESS = ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}")
@@ -57,7 +58,7 @@ class MathSource:
         return settled if isinstance(settled, Verdict) else self._ask(settled, text).result().one
 
     def _here(self, task: Task, text: str) -> Verdict | Gold:
-        """The verdict if our own rules give one, else the gold answer."""
+        """The verdict if there is one without the algebra, else the gold answer."""
         if task.answer is None:
             return Verdict.failed("gold", f"task {task.id!r} has no answer to compare with")
         gold = gold_of(str(task.answer))
@@ -68,6 +69,7 @@ class MathSource:
         return gold if graded is None else graded.verdict
 
     def _ask(self, gold: Gold, text: str | None) -> Future[WorkerAnswer]:
+        """Sends a comparison to the algebra. With `text` None it only reads the gold answer."""
         return self.pool.submit((gold.raw, text))
 
     def check(self, tasks: Sequence[Task]) -> None:
@@ -78,9 +80,9 @@ class MathSource:
             DataError: an answer cannot be read; names the first few tasks and what is wrong with each.
         """
         bad: list[tuple[Task, str]] = []
-        doubtful: dict[str, tuple[Task, Future[WorkerAnswer]]] = {}
-        # First all questions to the algebra are put, then their answers are waited for, so that the workers share them.
-        # Equal gold answers are asked once.
+        open_questions: dict[str, tuple[Task, Future[WorkerAnswer]]] = {}
+        # First all questions are sent to the algebra, so that its workers share them. Then their answers are waited
+        # for. Equal gold answers are asked once.
         for task in tasks:
             if task.answer is None:
                 raise ConfigError(
@@ -89,11 +91,11 @@ class MathSource:
             gold = gold_of(str(task.answer))
             if gold is None:
                 bad.append((task, "says nothing"))
-            elif not gold.certain and gold.raw not in doubtful:
-                doubtful[gold.raw] = (task, self._ask(gold, None))
-        for task, future in doubtful.values():
+            elif not gold.certain and gold.raw not in open_questions:
+                open_questions[gold.raw] = (task, self._ask(gold, None))
+        for task, future in open_questions.values():
             verdict = future.result().one
-            # A worker that does not start says nothing about the data.
+            # A worker that does not start does not show that the data are wrong.
             if verdict.kind == "worker":
                 raise ConfigError(f"reward {self.name!r} cannot start its algebra: {verdict.why}")
             if verdict.state is State.FAILED or verdict.score != 1.0:
@@ -122,8 +124,8 @@ def math_source(weight: float = 1.0, workers: int = 0, timeout: float | None = N
         raise ConfigError(
             "reward 'math' needs the package math-verify: pip install math-verify (or use last_integer or exact)"
         )
-    # The kernel counts whole seconds of processor time. The wall-clock limit is far longer: it is no candidate's fault
-    # when the machine is busy, and a verdict beyond it is `failed`.
+    # The kernel counts whole seconds of processor time. The wall-clock limit is far longer, because a busy machine is
+    # not the fault of a response: a verdict beyond that limit is `failed` and not 0.
     cpu = max(1, round(timeout or SECONDS))
     spec = Spec(
         "posttrain.verifier.math.algebra:handler", cpu=cpu, wall=4.0 * cpu + 30, memory=2048, preload=True, quiet=True

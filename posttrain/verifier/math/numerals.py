@@ -11,26 +11,34 @@ from posttrain.verifier.math.spelling import closing
 from posttrain.verifier.math.units import SCALES, clash, tail, unit
 
 MOST_DIGITS = 2000
-"""A power of ten with more digits is not computed."""
+"""A power of ten with a greater exponent is not computed."""
 
-# Thousands are parted by commas or by spaces, and not by both in one number.
+# The digits of a number without a sign: `1,234.5`, `1 234`, `2.`, `.5`. Commas or spaces separate thousands, and one
+# number does not have both.
 _D = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _DECIMAL = re.compile(rf"([-+]?)({_D})")
+# `3\times 10^{5}`, `3*10^5`, `10^5`, `-2.5e-3`. Groups: 1 or 5 the sign, 2 or 6 the factor, 3, 4 or 7 the exponent.
 _SCIENTIFIC = re.compile(
     rf"([-+]?)(?:({_D})(?: ?\\times ?| ?\\cdot ?|\*|x))?10\^(?:\{{([-+]?\d+)\}}|(\d+))|([-+]?)({_D})[eE]([-+]?\d+)"
 )
+# `\frac{3}{-4}`, `3/-4`, `3:4`. Groups: 1 the sign before it, 2 and 4 or 7 the signs inside it, 3 or 6 the numerator,
+# 5 or 8 the denominator.
 _FRACTION = re.compile(rf"([-+]?)(?:\\frac\{{([-+]?)({_D})\}}\{{([-+]?)({_D})\}}|({_D})[/:]([-+]?)({_D}))")
-_REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
-_MIXED = re.compile(r"([-+]?)(\d+)(?: ?\\frac\{(\d+)\}\{(\d+)\}| (\d+)/(\d+))")
-_HUGE_FACTORIAL = re.compile(r"[)}!]!|\d{4}!")
-_CURRENCY = re.compile(r"([-+]?)(\$|€|£|₹|¥|\\pounds ?|\\euro ?)([-+]?)(.+)")
+_REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\{(\d+)\}")  # `0.1\overline{6}`
+_MIXED = re.compile(r"([-+]?)(\d+)(?: ?\\frac\{(\d+)\}\{(\d+)\}| (\d+)/(\d+))")  # `1\frac{1}{2}`, `1 1/2`
+_HUGE_FACTORIAL = re.compile(r"[)}!]!|\d{4}!")  # `(10)!`, `5!!`, `1000!`
+_CURRENCY = re.compile(r"([-+]?)(\$|€|£|₹|¥|\\pounds ?|\\euro ?)([-+]?)(.+)")  # `$-5`, `-$5`, `\pounds 5`
 _MONEY = {"$": "$", "€": "€", "£": "£", "₹": "₹", "¥": "¥", "\\pounds": "£", "\\euro": "€"}
+# An exponent of six or more digits (`2^123456`), a power of a power (`2^{3^4}`), `\binom{10^6}{2}`, `\sqrt[10^9]{2}`.
 _VAST = re.compile(r"\^(?:\{[-+]?)?\d{6}|\d\^\{?\d+\^\{?\d|\\binom\{(?:\d{6}|\d+\^)|\\sqrt\[(?:\d+\^|\d{7})")
-_CONSTANT = re.compile(r"(?:[-+*/^(){}\[\]\d.,!=%: ]|\\(?:times|cdot|frac|sqrt|div))+")
+_CONSTANT = re.compile(r"(?:[-+*/^(){}\[\]\d.,!=%: ]|\\(?:times|cdot|frac|sqrt|div))+")  # `3+4=7`, `\sqrt{2}`
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
-_LETTER = re.compile("[A-Za-z](?![A-Za-z])")
+_LETTER = re.compile("[A-Za-z](?![A-Za-z])")  # One letter alone: `h`, and the `m` of `m/s`.
+# The number before its words: `12 ` of `12 cm`, `-3.5` of `-3.5\text{m}`, `3\times10^{5} ` of `3\times10^{5} km`.
 _BODY = re.compile(r"[-+]?(?:[\d.,/ ]|\\frac\{[\d.]+\}\{[\d.]+\}|\^\{?-?\d+\}?|\\times|\\cdot(?![A-Za-z]))*")
+# `2:30 pm`, `14:05`, `5 p.m.`. Groups: hour, minutes, `a` or `p`.
 _CLOCK = re.compile(r"(\d\d?)(?::([0-5]\d))?(?: ?(?:\\text\{)?([ap])\.? ?m\.?\}?)?", re.IGNORECASE)
+# `1011_2`, `(1011)_{2}`, `1011_{\text{two}}`, `1A.8_{16}`, `1011 base 2`. Groups: digits, base.
 _BASED = re.compile(
     r"\(?([0-9A-Z]+(?:\.[0-9A-Z]+)?)\)?(?:_(?:\{(?:\\text\{)?|\\text\{)?| ?(?:\\text\{)?\(?base\}?[ _]?)"
     r"(\d\d?|[a-z]+)\)?\}{0,2}"
@@ -44,10 +52,10 @@ def number(text: str) -> Number | TooLarge | None:
     # The first bracket has to close at the very end: `(1)(2)` is a product.
     if text.startswith("(") and text.endswith(")") and closing(text, 0) == len(text) - 1:
         return number(text[1:-1])
-    if (match := _CURRENCY.fullmatch(text)) is not None:
-        inner = number((match[1] or match[3]) + match[4])
-        money = _MONEY[match[2].strip()]
-        # `$5 dollars` says its unit twice, and `$5 cm` is nothing.
+    if (currency := _CURRENCY.fullmatch(text)) is not None:
+        inner = number((currency[1] or currency[3]) + currency[4])
+        money = _MONEY[currency[2].strip()]
+        # `$5 dollars` has the same unit twice, which is accepted. `$5 cm` is no number.
         if isinstance(inner, Number) and inner.unit in ("", money) and not inner.percent:
             return Number(inner.value, inner.decimals, False, money)
         return None
@@ -69,29 +77,33 @@ def number(text: str) -> Number | TooLarge | None:
 
 def _split_words(text: str) -> tuple[str, tuple[Fraction, str] | None]:
     """(number, meaning of the words after it); None if there are no words after a number, or none that are known."""
-    at = _BODY.match(text)
-    end = at.end() if at else 0
+    number_part = _BODY.match(text)
+    end = number_part.end() if number_part else 0
     body, rest = text[:end], text[end:]
     spaced = body.endswith(" ") or rest.startswith(("\\text", "^\\circ"))
     body, rest = body.strip().rstrip(",."), rest.strip()
     plain = _TEXT.sub(r"\1", rest).strip()
-    # Directly behind a digit a letter is a variable (`2h`), and only the name of a unit may stand there (`2cm`).
+    # Words may follow a space, a text command or a degree sign. Directly behind a digit a letter is a variable (`2h`),
+    # and only the name of a unit may stand there (`2cm`).
     if not body or not plain or not (spaced or (unit(plain) and _LETTER.match(plain) is None)):
         return text, None
     return body, tail(plain)
 
 
 def _bare(text: str) -> Number | TooLarge | None:
-    """A number alone."""
+    """A number without words: a decimal, a repeating decimal, a mixed number, a fraction, or a power of ten.
+
+    `TooLarge` if its power of ten is too large. None if the text is none of these, or divides by zero.
+    """
     if (m := _DECIMAL.fullmatch(text)) is not None:
         whole, _, part = m[2].partition(".")
         return Number(_signed(m[1], _decimal(m[2])), len(part) if part or not whole else None)
     if (m := _REPEATING.fullmatch(text)) is not None:
-        # 0.h(t) with |h| and |t| digits is (h (10^|t| - 1) + t) / (10^|h| (10^|t| - 1)): 0.1(6)
-        # is (1 * 9 + 6) / 90 = 1/6.
-        head, tail = m[3], m[4]
+        # A decimal 0.h(t) repeats t. With |h| and |t| digits it is (h (10^|t| - 1) + t) / (10^|h| (10^|t| - 1)).
+        # Example: 0.1(6) is (1 * 9 + 6) / 90 = 1/6. Here h is `fixed` and t is `repeated`.
+        fixed, repeated = m[3], m[4]
         value = Fraction(int(m[2] or "0")) + Fraction(
-            int(head or "0") * (10 ** len(tail) - 1) + int(tail), 10 ** len(head) * (10 ** len(tail) - 1)
+            int(fixed or "0") * (10 ** len(repeated) - 1) + int(repeated), 10 ** len(fixed) * (10 ** len(repeated) - 1)
         )
         return Number(_signed(m[1], value))
     if (m := _MIXED.fullmatch(text)) is not None:
@@ -111,6 +123,7 @@ def _bare(text: str) -> Number | TooLarge | None:
 
 
 def _decimal(text: str) -> Fraction:
+    """The value of a decimal without a sign: `1,234.5`."""
     return Fraction(re.sub(r"[, ]", "", text).rstrip(".") or "0")
 
 
@@ -153,12 +166,14 @@ def vast(text: str) -> bool:
 
 
 def constant(text: str) -> bool:
-    """Returns whether a text consists of numbers only, so that it could have been computed."""
+    """Returns whether a text consists of numbers and operations on them, so that it could have been computed."""
     return _CONSTANT.fullmatch(text) is not None
 
 
 LONGEST = 120
 """The most characters of a number in words."""
+# Names of numbers: `_SMALL` from 0 to 19, `_TENS` from 20 to 90, `_GREAT` from a thousand on. `_PARTS` has the
+# denominators: 3 for `third` and `thirds`.
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
     " eighteen nineteen"
@@ -188,6 +203,7 @@ def worded(text: str) -> Fraction | None:
     if len(text) > LONGEST:
         return None
     words = _SPLIT.split(text.strip().casefold())
+    # `a` counts as one before a scale (`a hundred`). Alone it is a letter or an article.
     if words in (["a"], ["an"]):
         return None
     sign = -1 if words[0] in ("minus", "negative") else 1
@@ -196,8 +212,11 @@ def worded(text: str) -> Fraction | None:
 
 
 def _value(words: list[str]) -> Fraction | None:
+    """The number that words without a sign spell: with a decimal point, as a fraction, or a whole number. None if they
+    do not."""
     if not words:
         return None
+    # `three point one four`: each word after the point is one digit.
     if "point" in words:
         at = words.index("point")
         whole, digits = _whole(words[:at]), words[at + 1 :]
@@ -210,39 +229,41 @@ def _value(words: list[str]) -> Fraction | None:
     below, rest = _PARTS[words[-1]], words[:-1]
     if not rest:
         return Fraction(1, 2) if words[-1] == "half" else None
+    # `two and one half`: a whole number, `and`, and a fraction whose numerator is one word.
     if "and" in rest and rest[-2:-1] == ["and"]:
         whole, above = _whole(rest[:-2]), _whole(rest[-1:])
         return None if whole is None or above is None else whole + above / below
     above = _whole(rest)
     # `two third` is no fraction, and `one third` is.
-    many = words[-1].endswith(("s", "ves"))
-    return None if above is None or not above or (above > 1 and not many) else above / below
+    plural = words[-1].endswith(("s", "ves"))
+    return None if above is None or not above or (above > 1 and not plural) else above / below
 
 
 def _whole(words: list[str]) -> Fraction | None:
-    """A whole number: groups below a thousand, each before a scale, the scales decreasing."""
+    """A whole number in words: groups such as `forty two`, each before its scale (`million`). The scales decrease."""
     if words in (["a"], ["an"]):
         return Fraction(1)
-    # `two thousand five million` is refused: each scale has to be smaller than the one before it. `last` keeps its
-    # first value only where there is no word at all.
-    total, last = 0, 10**30
+    # `two thousand five million` is refused, because each scale has to be smaller than the one before it. `last_scale`
+    # is the scale before. It keeps its first value only if there is no word at all.
+    total, last_scale = 0, 10**30
     while words:
-        at = next((i for i, word in enumerate(words) if word in _GREAT), None)
-        group = words if at is None else words[:at]
+        scale_place = next((i for i, word in enumerate(words) if word in _GREAT), None)
+        group = words if scale_place is None else words[:scale_place]
         value = _group(group)
         # `one thousand and five`: `and` may stand before a later group.
         if value is None and group and group[0] == "and" and total:
             value = _group(group[1:])
-        scale = 1 if at is None else _GREAT[words[at]]
-        if value is None or scale >= last:
+        scale = 1 if scale_place is None else _GREAT[words[scale_place]]
+        if value is None or scale >= last_scale:
             return None
-        total, last = total + value * scale, scale
-        words = [] if at is None else words[at + 1 :]
-    return Fraction(total) if last < 10**30 else None
+        total, last_scale = total + value * scale, scale
+        words = [] if scale_place is None else words[scale_place + 1 :]
+    return Fraction(total) if last_scale < 10**30 else None
 
 
 def _group(words: list[str]) -> int | None:
-    """`forty-two hundred`, `one hundred and five`, `ninety nine`."""
+    """The number of words without a greater scale than hundred: `forty two hundred`, `one hundred and five`. Else
+    None."""
     if "hundred" in words:
         at = words.index("hundred")
         above = 1 if words[:at] == ["a"] else _below_hundred(words[:at])
@@ -254,6 +275,7 @@ def _group(words: list[str]) -> int | None:
 
 
 def _below_hundred(words: list[str]) -> int | None:
+    """The number of one or two words, `seven` or `ninety nine`; None for other words."""
     if len(words) == 1:
         return _SMALL.get(words[0], _TENS.get(words[0]))
     if len(words) == 2 and words[0] in _TENS and 1 <= _SMALL.get(words[1], 0) <= 9:
@@ -261,20 +283,23 @@ def _below_hundred(words: list[str]) -> int | None:
     return None
 
 
+# A value with its rounding in brackets: `1/3 (\approx 0.33)`, `1/3 (or about 0.33)`. Groups: value, rounding.
 _ROUNDED = re.compile(
     r"(.+?) ?\((?:\\approx ?|(?:\\text\{)?(?:or )?(?:about|approximately|approx\.?)(?: ?\})? ?)([^()]+)\)"
 )
 
 
 def sides(text: str, places: list[int]) -> list[str]:
-    """The sides of a chain whose equals signs are at `places`."""
+    """The texts between the equals signs of a chain such as `x=1+2=3`. `places`: positions of the equals signs."""
     ends = [-1, *places, len(text)]
     return [text[a + 1 : b].strip() for a, b in itertools.pairwise(ends)]
 
 
 def agree(one: Number, two: Number) -> bool:
-    """Returns whether two sides may be one number: equal, in percent, in other units, or one rounded (or cut) to the
-    digits of the other.
+    """Returns whether two sides of an equation may be one number.
+
+    They may if they are equal, perhaps as a percent; if they have different units; or if one is a decimal that rounds
+    the other or cuts its digits.
 
     >>> agree(Number(Fraction(1, 3)), Number(Fraction(333, 1000), 3)), agree(Number(Fraction(43)), Number(Fraction(42)))
     (True, False)
@@ -285,22 +310,25 @@ def agree(one: Number, two: Number) -> bool:
     x, y = (n.value / 100 if n.percent and not (one.percent and two.percent) else n.value for n in (one, two))
     if x == y:
         return True
-    # Less than one unit of the last digit, so that a decimal which was cut agrees as one that was rounded does. The
-    # percent sign moves the point by two digits.
+    # The difference has to be less than one unit of the last digit. A rounded decimal differs by at most half a unit,
+    # and a decimal whose digits were cut by less than one. The percent sign moves the point by two digits.
     digits = [n.decimals + (2 if n.percent else 0) for n in (one, two) if n.decimals is not None]
     return any(abs(x - y) < Fraction(1, 10**d) for d in digits)
 
 
 def contradicts(pieces: list[str]) -> bool:
     """Returns whether two sides are numbers that differ, as in `43=42`."""
-    # Neighbours are compared, and a side that is no number is left out. A time of day is none: it
-    # would be read as a ratio.
+    # Neighbouring numbers are compared. A side that is no number is left out, and so is a time of day, which would be
+    # read as a ratio.
     numbers = [n for n in (number(piece) for piece in pieces if clock(piece) is None) if isinstance(n, Number)]
     return any(not agree(one, two) for one, two in itertools.pairwise(numbers))
 
 
 def exact(pieces: list[str]) -> str | None:
-    """The last side that is an exact number, if the last side of all is a rounding of it: `1/3` of `1/3=0.333`."""
+    """The last exact number before a decimal that ends the chain: `1/3` of `1/3=0.333`.
+
+    None if the chain does not end with a decimal, or no exact number differs from that decimal.
+    """
     last = number(pieces[-1])
     if not isinstance(last, Number) or last.decimals is None:
         return None

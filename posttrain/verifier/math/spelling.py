@@ -23,22 +23,27 @@ _SYMBOLS = {
 _SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
 _SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
+# An alignment of several lines: `\begin{align*}x&=1+2\\&=3\end{align*}`. Group 2: its lines.
 _ALIGNED = re.compile(r"\\begin\{(aligned|align\*?|split|gathered|gather\*?|equation\*?)\}(.*)\\end\{\1\}", re.DOTALL)
-_ARROW = re.compile(r"(?:\\(?:Rightarrow|Longrightarrow|implies|therefore)(?![A-Za-z])|[⇒⟹∴])")
+_ARROW = re.compile(r"(?:\\(?:Rightarrow|Longrightarrow|implies|therefore)(?![A-Za-z])|[⇒⟹∴])")  # `\Rightarrow`, `∴`
 _WRITTEN = (
     (re.compile(r"no (?:real )?solutions?|(?:the )?empty set", re.IGNORECASE), r"\emptyset"),
     (re.compile(r"all real numbers|all reals|every real number", re.IGNORECASE), r"\mathbb{R}"),
 )
 """Sets that are written as words."""
+# Commands of upright or bold text, which all become `\text{`: `\mathrm{`, `\textbf {`, `\operatorname{`, `\hbox{`.
 _TEXT_COMMAND = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)|bm|boldsymbol|pmb|[hm]box|math(?:rm|bf|it|sf)|operatorname\*?|emph|rm|bf)\s*\{"
 )
 _LAYOUT = re.compile(
+    # `\displaystyle`, `\limits`, `\large`, `\bfseries`, `\mathstrut`.
     r"\\(?:(?:display|text|script)style|(?:no)?limits|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|(?:bf|rm|it|sf|tt)(?:series|family|shape)?|(?:math)?strut)(?![A-Za-z])"
-    r"|\\(?:underline|framebox|ensuremath|bold)(?=\s*\{)"
+    r"|\\(?:underline|framebox|ensuremath|bold)(?=\s*\{)"  # `\underline` before a brace, whose content stays
+    # `\color{red}`, `\textcolor[rgb]{1,0,0}`, `\fcolorbox{red}{blue}`.
     r"|\\(?:(?:text)?color|colorbox)\s*(?:\[\w+\])?\s*\{[^{}]*\}|\\fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\}"
 )
-"""Commands that change how their argument looks."""
+"""Commands of layout, which become a space. The last two kinds go with the names of their colours."""
+# The one name of commands that mean the same: `\dfrac` becomes `\frac`.
 _RENAMED = {
     **dict.fromkeys(("simeq", "thickapprox", "doteq"), r"\approx"), **dict.fromkeys(("leq", "leqslant"), r"\le"),
     **dict.fromkeys(("geq", "geqslant"), r"\ge"), **dict.fromkeys(("dbinom", "tbinom"), r"\binom"), "neq": r"\ne",
@@ -46,50 +51,82 @@ _RENAMED = {
     "lbrace": r"\{", "rbrace": r"\}", "lt": "<", "gt": ">",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
-# The order counts: from `_TEXT_COMMAND` on all commands of upright text are `\text{`, which the rows below it rely on,
-# and labels are cut off once brackets and spaces have their one form.
+# Patterns and what replaces them, each with an example. The order counts. From `_TEXT_COMMAND` on every command of
+# upright text is `\text{`, which the rows below it rely on. Labels (`Answer: `) are cut off after brackets and spaces
+# have their one form.
 _NAMES = (
+    # The space behind a line break: `1\\[2pt]2` is `1\\2`.
     (re.compile(r"(?<!\\)\\\\\s*\[-?[\d.]+\s?(?:pt|em|ex|mm|cm)\]"), r"\\\\"),
+    # `\log_{\text{e}} 2` is `\ln 2`.
     (re.compile(r"(?:\\|(?<![\\A-Za-z]))log\s*_\s*\{?\s*(?:\\(?:text|mathrm)\s*\{\s*)?e(?![A-Za-z])[\s}]*"), r"\\ln "),
-    # A dot above a digit, as a bar above it, repeats that digit.
+    # A dot above a digit, like a bar above it, repeats that digit: `0.1\dot{6}` is `0.1\overline{6}`.
     (re.compile(r"\\dot\s*\{?(\d)\}?"), r"\\overline{\1}"),
+    # `1_000_000` is `1000000`.
     (re.compile(r"(?<![\w.])(\d{1,3}(?:_\d{3})+)(?![\w.])"), lambda m: m[1].replace("_", "")),
+    # `\left(1,2\right)` is `(1,2)`; a bracket that is a point is left out.
     (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?"), ""),
+    # `30^{\circ}` and `30\degree` are `30^\circ `.
     (re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])"), r"^\\circ "),
+    # `\mathrm{cm}` is `\text{cm}`.
     (_TEXT_COMMAND, r"\\text{"),
+    # `\displaystyle x` is `x`.
     (_LAYOUT, " "),
+    # Braces that belong to nothing: `{5}` is `5`.
     (re.compile(r"(?<![\w\\\]}^])\{\s*([\w.]+)\s*\}"), r"\1"),
+    # `1\quad 2`, `1\,2` and `1~2` have a space.
     (re.compile(r"\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|(?<!\\)\\[,;:! ]|~"), " "),
+    # A joining word leaves the text before it: `\text{red, and}` is `\text{red}\text{ and }`.
     (re.compile(r"\\text\{([^{}]*[^{}\s,]),?\s+(and|or)\s*\}"), r"\\text{\1}\\text{ \2 }"),
+    # `1{,}234` is `1,234`.
     (re.compile(r"\{\s*([,:])\s*\}"), r"\1"),
+    # `\text{km h^{-1}}` is `\text{km/h}`.
     (re.compile(r"(\\text\{[^{}]*?[A-Za-z])[ ]([A-Za-z]+)\^\{-1\}\s*\}"), r"\1/\2}"),
+    # Labels: `\text{The answer is }5` is `5`.
     (re.compile(r"^\\text\{[^{}]*(?::|\bis|\bare|=)\s*\}\s*(?=\S)"), ""),
+    # `The total cost: $5` is `$5`.
     (re.compile(r"^[A-Za-z][A-Za-z ]{2,40}:\s+(?=[-+$\\\d])"), ""),
+    # `3 to 4` is the ratio `3:4`.
     (re.compile(r"^(\d{1,9}) to (\d{1,9})$"), r"\1:\2"),
+    # The letter U between intervals: `(1,2) U (3,4)` is `(1,2)\cup (3,4)`.
     (re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[]|\\\{)"), r"\\cup "),
+    # `2 and a half` is `2\frac{1}{2}`.
     (re.compile(r"(?<![\d.,])(\d+) and a half(?![A-Za-z])"), r"\1\\frac{1}{2}"),
+    # `50\%` is `50%`.
     (re.compile(r"\\([%$&#_])"), r"\1"),
 )
 _PLAIN = (
+    # `x**2` is `x^2`.
     (re.compile(r"\*\*"), "^"),
+    # `2^(x+1)` is `2^{x+1}`.
     (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
+    # `2^10` is `2^{10}`.
     (re.compile(r"\^\s*(-?\d{2,}|-\d)"), r"^{\1}"),
+    # `sqrt(2)` is `\sqrt{2}`.
     (re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    # `2pi` is `2\pi `.
     (re.compile(r"(?<![\\A-Za-z{])(sin|cos|tan|log|ln|exp|pi|theta|alpha|beta)(?![A-Za-z])"), r"\\\1 "),
 )
 """Notation of programs."""
-# A regular expression cannot count braces, so groups are read with one level of braces inside them.
+# A regular expression cannot count braces, so the text of a group may have one level of braces inside it.
 _GROUP = r"((?:[^{}]|\{[^{}]*\})*)"
+# `{1\over 2}`, `{n\choose k}`. Groups: what stands before the command, the command, what stands after it.
 _INFIX = re.compile(rf"\{{{_GROUP}\\(over|choose)(?![A-Za-z]){_GROUP}\}}")
 _PREFIX = {"over": "frac", "choose": "binom"}
+# The argument of a command, in two groups: one character or command without braces (`1`, `x`, `\pi`), or a group in
+# them.
 _ARGUMENT = r"\s*(?:(\d|[A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+)|(\{(?:[^{}]|\{[^{}]*\})*\}))"
-_SHORT_FRACTION = re.compile(rf"\\(frac|binom)(?![A-Za-z]){_ARGUMENT}{_ARGUMENT}")
-_SHORT_ROOT = re.compile(r"\\(sqrt\s*(?:\[\d+\])?|bar|vec|hat|overline)\s*(\d+|[A-Za-z])")
+_SHORT_FRACTION = re.compile(
+    rf"\\(frac|binom)(?![A-Za-z]){_ARGUMENT}{_ARGUMENT}"
+)  # `\frac12`, `\frac\pi 2`, `\binom n2`
+_SHORT_ROOT = re.compile(
+    r"\\(sqrt\s*(?:\[\d+\])?|bar|vec|hat|overline)\s*(\d+|[A-Za-z])"
+)  # `\sqrt2`, `\sqrt[3]8`, `\bar x`
+# `5^{\text{th}}`, `5^\text{th}`, `5^{th}`, `5th`. Group 1: the digits; one of the others: the ending.
 _ORDINAL = re.compile(
     r"(?<!\d)(\d+)\s?(?:\^\s?\{\s?\\text\{\s?(st|nd|rd|th)\s?\}\s?\}"
     r"|\^?\\text\{\s?(st|nd|rd|th)\s?\}|\^\{(st|nd|rd|th)\}|(st|nd|rd|th)(?![A-Za-z]))"
 )
-_POWER = re.compile(r"([\^_])\s*\{\s*([^{}\s])\s*\}")
+_POWER = re.compile(r"([\^_])\s*\{\s*([^{}\s])\s*\}")  # One character in braces: `x^{2}` is `x^2`.
 
 
 def spelled(text: str) -> str:
@@ -107,6 +144,7 @@ def spelled(text: str) -> str:
     for pattern, by in _NAMES:
         text = pattern.sub(by, text)
     text = _stripped(text)
+    # A set in words is recognised with or without a text command around it: `\text{no solution}`.
     bare = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", text).strip()
     text = next((name for pattern, name in _WRITTEN if pattern.fullmatch(bare)), text)
     for pattern, by in _PLAIN:
@@ -120,8 +158,8 @@ def spelled(text: str) -> str:
     text = _POWER.sub(r"\1\2", text)
     text = re.sub(r"\\text\{\s*([^{}]*?)\s*\}", r"\\text{\1}", text)
     text = re.sub(r"\s+", " ", text)
-    # Only spaces around operators and brackets go. Another space may mean something: `1 1/2` is a
-    # mixed number, `2 h` two hours.
+    # Only spaces around operators and brackets are removed. Other spaces may mean something: `1 1/2` is a mixed number,
+    # `2 h` is two hours.
     text = re.sub(r"\s*([-+*/^_=<>(){}\[\],;:|!])\s*", r"\1", text)
     return _unwrapped(text.strip())
 
@@ -133,14 +171,14 @@ def _concluded(text: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The last line of an alignment, with the earlier lines that it continues."""
+    """The last line of an alignment, with the earlier lines that it continues. Other text is returned as it is."""
     match = _ALIGNED.fullmatch(_stripped(text))
     if match is None:
         return text
     lines = [line.replace("&", "").strip() for line in re.split(r"\\\\(?:\[[^\]\n]{0,9}\])?", match[2])]
     lines = [line for line in lines if line]
     chain = ""
-    # A line that begins with an equals sign goes on from the line above it.
+    # A line that begins with an equals sign continues the line above it: `x=1+2` and `=3` are one chain.
     for line in reversed(lines):
         chain = f"{line} {chain}"
         if not line.startswith("="):
@@ -151,33 +189,35 @@ def _last_line(text: str) -> str:
 def _cardinal(match: re.Match[str]) -> str:
     """`5` for `5^{\\text{th}}`. A number with a wrong ending stays as it is."""
     digits, ending = match[1], next(e for e in match.groups()[1:] if e)
-    # 11th, 12th and 13th end otherwise than 21st, 22nd and 23rd.
+    # A number with the tens digit 1 always ends in `th`: 11th, 12th and 13th, but 21st, 22nd and 23rd.
     right = "th" if digits[-2:-1] == "1" else {"1": "st", "2": "nd", "3": "rd"}.get(digits[-1], "th")
     return digits if ending == right else match[0]
 
 
 def _braced(bare: str | None, braced: str | None) -> str:
+    """The argument of a command in braces. Exactly one of the two is given."""
     return braced or "{" + (bare or "") + "}"
 
 
 def _ascii(text: str) -> str:
-    """Digits of every script, vulgar fractions, superscripts and symbols as LaTeX would write them."""
-    out: list[str] = []
-    raised = False
+    """The text with digits of every script, fractions such as `½`, superscripts and symbols as LaTeX writes them."""
+    pieces: list[str] = []
+    in_exponent = False
     for c in text:
         # Superscripts side by side are one exponent: `x¹⁰` becomes `x^{10}`.
         if c in _SUPER:
-            out.append(_SUPER[c] if raised else "^{" + _SUPER[c])
-            raised = True
+            pieces.append(_SUPER[c] if in_exponent else "^{" + _SUPER[c])
+            in_exponent = True
             continue
-        if raised:
-            out.append("}")
-            raised = False
-        out.append(c if c < "\x80" else _one(c))
-    return "".join([*out, "}" if raised else ""])
+        if in_exponent:
+            pieces.append("}")
+            in_exponent = False
+        pieces.append(c if c < "\x80" else _one(c))
+    return "".join([*pieces, "}" if in_exponent else ""])
 
 
 def _one(c: str) -> str:
+    """One character that is neither ASCII nor a superscript, as LaTeX writes it."""
     if c in _SYMBOLS:
         return _SYMBOLS[c]
     if c in _SUB:
@@ -194,18 +234,18 @@ def _one(c: str) -> str:
 
 def _stripped(text: str) -> str:
     """The text without white space, math delimiters and final punctuation around it."""
-    before = None
-    # Again until nothing changes, because a delimiter may stand inside another one and punctuation between them.
-    while before != text:
-        before = text
-        # The punctuation of `\,` is a part of a command: without it a backslash would be left.
-        spaced = text.rstrip().endswith((r"\,", r"\;", r"\:"))
-        text = text.rstrip()[:-2] if spaced else text.strip().rstrip(".,;:").strip()
+    previous = None
+    # Repeated until nothing changes, because delimiters may be nested, with punctuation between them: `**$5$.**`.
+    while previous != text:
+        previous = text
+        # The punctuation of `\,` is a part of the command. Removed alone, it would leave a backslash.
+        ends_with_space = text.rstrip().endswith((r"\,", r"\;", r"\:"))
+        text = text.rstrip()[:-2] if ends_with_space else text.strip().rstrip(".,;:").strip()
         for left, right in _DELIMITERS:
             if len(text) > len(left) + len(right) - 1 and text.startswith(left) and text.endswith(right):
                 inner = text[len(left) : len(text) - len(right)]
-                # `$1$ and $2$` begins and ends with the delimiter and is two formulas. An escaped
-                # dollar sign is a currency.
+                # `$1$ and $2$` begins and ends with the delimiter, but it is two formulas, so its delimiters stay. An
+                # escaped dollar sign is a currency and no delimiter.
                 if left not in inner.replace("\\$", ""):
                     text = inner
     return text

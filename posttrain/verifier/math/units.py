@@ -23,13 +23,14 @@ _ALIASES = {
 }
 _ALIKE = ({"pound", "lb"}, {"pound", "£"}, {"deg", "C"}, {"deg", "F"})
 """Names that may mean the same: a pound is a weight or money, and the letter after a degree is often left out."""
+# Words before a unit, with a space, and the power that they mean: `square cm` is `cm^2`.
 _POWERS = {
     f"{w} ": power
     for power, words in (("^2", "square squared sq sq."), ("^3", "cubic cubed cu cu."))
     for w in words.split()
 }
-_RAISED = re.compile(r"(.+?)(?:\^?\{?([23])\}?| (squared|cubed))")
-_PER = re.compile(r"(?: per |/)(?:1 ?)?")
+_RAISED = re.compile(r"(.+?)(?:\^?\{?([23])\}?| (squared|cubed))")  # `cm^2`, `cm^{3}`, `m2`, `inches squared`
+_PER = re.compile(r"(?: per |/)(?:1 ?)?")  # `mi per hour`, `km/h`, `m/1 s`
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7}
 SCALES = {word: Fraction(10**power) for word, power in _SCALES.items()} | {"dozen": Fraction(12)}
 """Words that multiply the number before them."""
@@ -39,15 +40,18 @@ _COUNTS = (
 )
 _ONES = set(_COUNTS.split())
 _CHANGING = {"squared", "cubed", "factorial", "half", "halves"} | set(SCALES)
+"""First words after a number that make another number of it."""
 _OPERATING = {"plus", "minus", "times", "over", "divided", "point", "by", "to", "and"}
+"""Words that, with a number in words after them, compute with the number before them: `times two`."""
 _PARTS = "half halves third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth"
 _SHARES = {word for part in _PARTS.split() for word in (part, f"{part}s")}
-"""Words that change the number before them in a way that is not computed here."""
+"""Shares of one, which change a number alone or with a count before them: `3 tenths`, `and a half`."""
+# Nouns after a number, of at least three letters at the start: `apples`, `one-dollar bills`, and not `cm`.
 _PASSED = re.compile(r"[^\W\d_]{3,}(?:[ -][^\W\d_]+){0,5}")
 
 
 def unit(text: str) -> str:
-    """The one name of a unit; empty if the text is not a unit.
+    """The first of a unit's names in `_NAMES`, perhaps with a power or a division; empty if the text is not a unit.
 
     >>> unit("centimeters"), unit("square cm"), unit("cm^{2}"), unit("inches squared"), unit("apples")
     ('cm', 'cm^2', 'cm^2', 'in^2', '')
@@ -56,8 +60,8 @@ def unit(text: str) -> str:
     text = text.removesuffix("$") if "^" in text else text
     if text in _ALIASES:
         return _ALIASES[text]
-    # Symbols of one or two letters keep their case: `m` is a metre, and `M` may be anything. Longer names
-    # may be written in capitals.
+    # Symbols of one or two letters keep their case: `m` is a metre, and `M` may be anything. Longer names may be
+    # written in capitals (`METERS`).
     if text.lower() in _ALIASES and len(text) > 2:
         return _ALIASES[text.lower()]
     above, *below = _PER.split(text)
@@ -69,9 +73,9 @@ def unit(text: str) -> str:
         if text.lower().startswith(words):
             inner = unit(text[len(words) :])
             return inner and inner + power
-    raised = _RAISED.fullmatch(text)
-    inner = unit(raised[1]) if raised else ""
-    return f"{inner}^{raised[2] or ('2' if raised[3] == 'squared' else '3')}" if raised and inner else ""
+    powered = _RAISED.fullmatch(text)
+    inner = unit(powered[1]) if powered else ""
+    return f"{inner}^{powered[2] or ('2' if powered[3] == 'squared' else '3')}" if powered and inner else ""
 
 
 def clash(one: str, two: str) -> bool:
@@ -87,16 +91,17 @@ def tail(words: str) -> tuple[Fraction, str] | None:
     """
     factor, rest = Fraction(1), words.strip()
     rest = rest[1:-1].strip() if rest.startswith("(") and rest.endswith(")") else rest
-    while (first := rest.split(" ", 1)[0]).lower() in SCALES:
-        factor, rest = factor * SCALES[first.lower()], rest[len(first) :].strip()
-        # A policy may write `million` a thousand times.
+    # `5 million dollars`: the words that multiply come first, and what is left is the unit.
+    while (first_word := rest.split(" ", 1)[0]).lower() in SCALES:
+        factor, rest = factor * SCALES[first_word.lower()], rest[len(first_word) :].strip()
+        # A policy may write `million` a thousand times, and the product would be very long.
         if factor > 10**24:
             return None
-    known = unit(rest) if rest else ""
-    # Nouns are passed over, as in `12 apples`. A word of one or two letters may be a variable, and is not.
-    if rest and not known and (_PASSED.fullmatch(rest) is None or changing(rest)):
+    known_unit = unit(rest) if rest else ""
+    # Nouns are ignored, as in `12 apples`. A word of one or two letters is not ignored, because it may be a variable.
+    if rest and not known_unit and (_PASSED.fullmatch(rest) is None or changing(rest)):
         return None
-    return factor, known
+    return factor, known_unit
 
 
 def changing(words: str) -> bool:
@@ -106,12 +111,14 @@ def changing(words: str) -> bool:
     [True, True, True, False, False, False]
     """
     said = words.lower().replace(",", " ").split()
-    # `half` also begins nouns (`half lives`), so it counts alone or before `of`, as other shares and counts do.
+    # `half` also begins nouns (`half lives`), so it counts only alone or before `of`. The same holds for other shares
+    # and for counts: `3 tenths`, `3 tenths of a mile`.
     if not said or said[0] in _CHANGING - {"half"} or (said[0] in _SHARES | _ONES and said[1:2] in ([], ["of"])):
         return bool(said)
     if said[0] in _OPERATING and not _ONES.isdisjoint(said[1:]):
         return True
+    # `3 and a half`, `3 two thirds`: a count directly before a share, anywhere in the text.
     return any(
-        one in ("a", "an", *_ONES) and share in _SHARES | {"quarter", "quarters"}
-        for one, share in itertools.pairwise(said)
+        count in ("a", "an", *_ONES) and share in _SHARES | {"quarter", "quarters"}
+        for count, share in itertools.pairwise(said)
     )

@@ -1,5 +1,7 @@
-"""The visible text of a response, in which an answer is searched: without thoughts, comments, struck-out or invisible
-text; and the boxes in it, `\\\\boxed{...}` and `\\\\fbox{...}`, found in linear time."""
+"""The visible text of a response, in which answers are searched, and the boxes in that text.
+
+Thoughts, comments, and struck-out or invisible text are left out. Boxes, `\\\\boxed{...}` and `\\\\fbox{...}`, are
+found in linear time."""
 
 from __future__ import annotations
 
@@ -9,18 +11,22 @@ from dataclasses import dataclass
 from posttrain.verifier.thoughts import spoken
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
-_LATEX_COMMENT = re.compile(r"^[ \t]*%[^\n]*$", re.MULTILINE)
+_LATEX_COMMENT = re.compile(r"^[ \t]*%[^\n]*$", re.MULTILINE)  # A line that begins with `%`.
 _ODD = re.compile(r"(?<!\\)(?:\\\\)*\\(?!\\)")
-"""A backslash that is not doubled: the text is not the escaped form of another."""
-_STRUCK = re.compile(r"~~(?=\S)[^~\n]{1,200}~~")
+"""A backslash that is not doubled: `\\frac`. A text in which every backslash is doubled is the escaped form of
+another."""
+_STRUCK = re.compile(r"~~(?=\S)[^~\n]{1,200}~~")  # `~~41~~`
 _UNSEEN = re.compile(r"\\(?:[hv]?phantom|[bx]?cancel|sout|st)(?![A-Za-z])\s*\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}?")
-"""Commands that print nothing or strike out what they print."""
+"""Commands that print nothing or strike out what they print: `\\phantom{3}`, `\\cancel{3}`."""
+# Tags of HTML that only change the look of a text: `<b>`, `</span>`, `<br/>`.
 _TAGS = re.compile(
     r"</?(?:b|i|u|p|em|strong|span|div|br|center|mark|small|big)(?:\s[^<>\n]{0,100})?\s?/?>", re.IGNORECASE
 )
+# A label inside a formula: `$\text{Answer: }` at the start of `$\text{Answer: }42$`. Groups: the delimiter, the label.
 _LABEL = re.compile(
     r"(\$\$|\$|\\\[|\\\()?[ \t]{0,4}\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}\n]{1,60}:)\s*\}"
 )
+# A decimal whose last digit is repeated at least three times before dots: `0.333...`, `0.1666…`.
 _ELLIPSIS = re.compile(r"(?<![\w.])(\d{1,20}\.\d{0,20}?)(\d)\2{2,}(?:\.\.\.|…|\\ldots(?![A-Za-z])|\\dots(?![A-Za-z]))")
 
 
@@ -32,9 +38,10 @@ def seen(text: str) -> str:
     >>> seen("0.333...")
     '0.\\\\overline{3}'
     """
-    # Thoughts go first and comments before the answer's tags, so that no tag or box in them counts. A pattern runs only
-    # where its mark is in the text, since a plain search is cheaper.
+    # Thoughts are removed first, and comments before the answer's tags are searched, so that no tag or box inside them
+    # counts. A pattern runs only if its mark is in the text, because a plain search is cheaper.
     text = spoken(text)
+    # A response in which every backslash is doubled (`\\boxed{3}`) was escaped once too often.
     if "\\\\" in text and _ODD.search(text) is None:
         text = text.replace("\\\\", "\\")
     if "<!--" in text:
@@ -53,18 +60,19 @@ def seen(text: str) -> str:
 
 
 def _tagged(text: str) -> str | None:
+    """The text between the last `<answer>` tags; None if there are none, or if the opening tag is quoted."""
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, end)
-    # A quoted tag is an example of the form and holds no answer.
+    # A quoted tag is an example of the form and holds no answer: "write `<answer>4</answer>`".
     return None if begin < 0 or text[begin - 1 : begin] in ("'", '"', "`") else text[begin + len("<answer>") : end]
 
 
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 """A whole number, with or without commas between its thousands."""
 _BRACE = re.compile(
-    r"\\(?:boxed|fbox)\s*\{"
-    # TeX takes one argument without braces: a digit, a letter or a command. Whole numbers and fractions are
-    # accepted too, as they are meant.
+    r"\\(?:boxed|fbox)\s*\{"  # `\boxed{`, whose end is found by counting braces
+    # A box without braces: `\boxed\frac12`, `\boxed 1,234.5`, `\boxed x`. TeX would take one digit, one letter or one
+    # command. Whole numbers and fractions are accepted too, because the writer means them. Group 1: the content.
     r"|\\(?:boxed|fbox)(?![A-Za-z])\s*(\\[dt]?frac(?:\s?\d\s?\d|\{[^{}\n]{1,60}\}\{[^{}\n]{1,60}\})"
     rf"|[-+−]?{DIGITS}(?:\.\d+)?|[A-Za-z](?![A-Za-z]))"
     # An escaped brace or backslash is a token, so that the brace in it opens and closes nothing.
@@ -74,7 +82,7 @@ _BRACE = re.compile(
 
 @dataclass(frozen=True)
 class Box:
-    """A complete box: where its command begins, where it ends, and what is in it."""
+    """A complete box: the position of its command, the position after its end, and its content."""
 
     start: int
     end: int
@@ -82,28 +90,29 @@ class Box:
 
 
 def boxes_of(text: str) -> tuple[list[Box], bool]:
-    """The complete outermost boxes, in the order of their ends, and whether a box after them is never closed."""
-    # On the stack, for each open brace: where its command begins, where its content begins, and whether it is a box.
-    # `inside` counts the boxes among them, and only a box with none around it is reported.
+    """The complete outermost boxes, in the order of their ends, and whether a box is never closed."""
+    # One entry of the stack for each open brace: the position of its command, the position of its content, and whether
+    # it belongs to a box. `open_boxes` counts the boxes on the stack. A box is reported only if no other box is around
+    # it.
     stack: list[tuple[int, int, bool]] = []
-    inside, out = 0, list[Box]()
+    open_boxes, found = 0, list[Box]()
     if "\\boxed" not in text and "\\fbox" not in text:
-        return out, False
+        return found, False
     for match in _BRACE.finditer(text):
         token = match.group()
         if match[1] is not None:
-            if not inside:
-                out.append(Box(match.start(), match.end(), match[1]))
+            if not open_boxes:
+                found.append(Box(match.start(), match.end(), match[1]))
             continue
         if len(token) == 2 and token[0] == "\\":
             continue
         if token != "}":
             box = token != "{"
             stack.append((match.start(), match.end(), box))
-            inside += box
+            open_boxes += box
         elif stack:
             command, start, box = stack.pop()
-            inside -= box
-            if box and not inside:
-                out.append(Box(command, match.end(), text[start : match.start()]))
-    return out, inside > 0
+            open_boxes -= box
+            if box and not open_boxes:
+                found.append(Box(command, match.end(), text[start : match.start()]))
+    return found, open_boxes > 0
