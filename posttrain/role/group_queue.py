@@ -1,7 +1,7 @@
-"""GROUP SOURCE: where a step's groups come from. `StepGroups` plays them for the step, `GroupQueue` ahead of it.
+"""GROUP SOURCE: where a step's groups come from. `StepGroups` plays them in the step, `GroupQueue` ahead of it.
 
 In a `GroupQueue` groups are asked one by one, in the order of the prompts, and taken in the same order. How many may be
-on their way follows from `plan.staleness.capacity`. So three things hold whatever takes how long:
+on their way follows from `plan.staleness.capacity`. So three things hold, however long each group takes:
 
 - no token is older than the bound, because a group is not asked earlier;
 - the groups of a step are the next ones that were asked, so nothing is chosen by how fast it was answered;
@@ -70,7 +70,7 @@ class GroupSource(Protocol):
         ...
 
     async def proceed(self) -> None:
-        """Called during an update: what is on its way may go on."""
+        """Called during an update: groups that are being played may go on."""
 
     async def learned(self) -> None:
         """Called after each step, with its weights in place."""
@@ -81,7 +81,7 @@ class GroupSource(Protocol):
         ...
 
     async def close(self) -> None:
-        """Cancel what is on its way."""
+        """Cancel the groups that are being played."""
 
 
 @dataclass
@@ -102,7 +102,9 @@ class StepGroups:
     async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
         self.versions.append(version)
         rollout, metered = self.rollout, MeteredSampler(self.rollout.sampler)
-        if shared := len(self.versions) > 1:  # then checks sample turns of their own, which the engine counts too
+        # With several versions, checks sample turns of their own on this engine. Its counters hold
+        # these turns too, so the turns of the groups are counted apart.
+        if shared := len(self.versions) > 1:
             rollout = replace(rollout, sampler=metered)
         played, passed = await rollout.until(self.prompts, request, self.sampling, self.stream, seen)
         # Once a step: all of its groups were drawn by the pass rates at its beginning.
@@ -120,8 +122,8 @@ class StepGroups:
 
 
 class MeteredSampler:
-    """A sampler that counts what it said to one caller. Groups that are played at once share an engine, whose own
-    counters tell of all of them together. The rest of `Sampler` is that of `inner`."""
+    """A sampler that counts the tokens and turns of one caller. Groups that are played at once share an engine, and its
+    own counters are sums over all of them. The rest of `Sampler` is that of `inner`."""
 
     def __init__(self, inner: Sampler, tokens: int = 0, turns: int = 0) -> None:
         self.inner, self.tokens, self.turns = inner, tokens, turns
@@ -153,7 +155,7 @@ class AskedGroup:
 
     @property
     def said(self) -> Gauge:
-        """Tokens and turns that the engine said for it so far."""
+        """Tokens per turn that the engine said for it so far (a sum of tokens, a count of turns)."""
         return Gauge(self.sampler.tokens, self.sampler.turns)
 
     @property
@@ -185,9 +187,9 @@ class GroupQueue:
     versions: deque[int]
     """Versions of the learner at the beginning of the last steps. As many as this deque has room for."""
     idle: Callable[[], Awaitable[None]]
-    """Waits until an engine that computes in this process has nothing to say now, or one elsewhere has the turns that
-    were asked; where turns are paused it does not wait, and they stop because the learner computes in the same
-    thread."""
+    """Waits until the engine needs no time of this process. An engine in this process has then ended the turns that
+    were begun; an engine elsewhere has received the turns that were asked. Where turns are paused it does not wait:
+    they stop because the learner computes in the same thread."""
     cursor: int = 0
     _waiting: deque[AskedGroup] = field(default_factory=deque[AskedGroup])
     _taken: int = 0
@@ -203,7 +205,7 @@ class GroupQueue:
     async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
         self.index, self._taken, self._played = index, 0, 0
         self.versions.append(version)
-        # Order: first what was given up gets its places back, then new groups fill the room that is left.
+        # Order: first groups that were given up are asked again in their places. Then new groups fill the room left.
         self._ask_given_up()
         self._admit()
         self._full = {"queue/groups": float(len(self._waiting)), "queue/ended": float(self._ended)}
@@ -211,8 +213,8 @@ class GroupQueue:
         while self._taken < request.groups and len(played) < request.most * request.groups:
             if self._error is not None:
                 raise self._error
-            # Always the oldest one, also where later ones have ended: what ends first is short, and to take it first
-            # would choose by length. It stays in the queue while it is waited for, so that a checkpoint holds it.
+            # Always the oldest group, even where later ones have ended. Short answers end first, so taking what has
+            # ended would choose by length. The group stays in the queue while we wait, so that a checkpoint holds it.
             asked = self._waiting[0]
             group = await asked.group
             self._waiting.popleft()
@@ -222,37 +224,38 @@ class GroupQueue:
             said, self.cursor = said + asked.said, asked.cursor
             self._taken, self._played = self._taken + passed[-1], len(played)
             self._admit()
-        # An engine in this process gets no time while the learner computes: turns that were begun are said first.
+        # An engine in this process gets no time while the learner computes. So turns that were begun end first.
         await self.idle()
         self._last = tuple(played)
         engine = {"engine/tokens": said}
         if self.asks_again:
             engine, self._lost = engine | {"rollout/asked_again": Gauge(self._lost, 1)}, 0
-        # The oldest of them: no token of the step is older.
+        # `min(begun)`: no token of the step is older than the oldest group.
         return TakenGroups(self._last, tuple(passed), min(begun), tuple(self.versions), engine)
 
     async def proceed(self) -> None:
-        """Sampling comes before learning: a tool that is called early works while the learner computes."""
+        """Let sampling go first during an update: a tool that is called early works while the learner computes."""
         await self.idle()
 
     async def learned(self) -> None:
         if self.deterministic:
             await self.rest()
         self._ask_given_up()
-        # With `deterministic` everything that the old rates ask for
-        # has been asked by now, what replaces refused groups included.
+        # With `deterministic`, every group that the old pass rates ask for has been
+        # asked by now, also those that replace refused groups.
         self.prompts.learn(self._last)
         self._last = ()
 
     async def ready(self) -> None:
-        """Before new weights come: groups that have not ended are waited for, or given up, or they go on."""
+        """Called before new weights come. Groups that have not ended are waited for (`deterministic`), given up
+        (`asks_again`), or go on."""
         if self.deterministic:
             await self.rest()
         elif self.asks_again:
-            # They keep their places in the queue: the same groups are asked again, in the same order.
+            # Given-up groups keep their places in the queue: they are asked again, in the same order.
             self._given_up += [a for a in self._waiting if not a.group.done()]
             for asked in self._given_up:
-                # Cancelled, and waited for below: an episode that still ran would say turns under the new weights.
+                # Cancelled here and awaited below: an episode that still ran would say turns under the new weights.
                 asked.group.cancel()
             await asyncio.gather(*(a.group for a in self._given_up), return_exceptions=True)
             self._lost += len(self._given_up)
@@ -293,7 +296,7 @@ class GroupQueue:
         )
 
     async def close(self) -> None:
-        # An episode cleans up its environment when it is cancelled, so the end of each is waited for.
+        # A cancelled episode still cleans up its environment, so the end of each is awaited.
         running = [a.group for a in self._waiting]
         for one in running:
             one.cancel()
@@ -316,8 +319,8 @@ class GroupQueue:
             if not q.siblings:
                 self._ask(task, q.visit, q.index, q.cursor)
                 continue
-            # A future that has its result already: what was played is not
-            # played again, and `take` need not know where it comes from.
+            # A future that has its result already: the group is not played
+            # again, and `take` handles it like any other group.
             group = next(groups)
             known = asyncio.get_running_loop().create_future()
             known.set_result(group)
@@ -330,7 +333,7 @@ class GroupQueue:
     def _room(self) -> int:
         """Number of groups that may still be asked now. No more are asked for a step than it may play."""
         wanted, most = self.request.groups, self.request.most
-        # Groups that have ended and are refused fill no place of a step, so they do not count as waiting.
+        # Groups that ended and that the filter refuses fill no place of a step, so they do not count as waiting.
         bound = capacity(
             staleness=self.staleness,
             prompts=wanted,
@@ -356,7 +359,7 @@ class GroupQueue:
         at = StepNumber(self.index, self.steps)
         rollout, request = replace(self.rollout, sampler=sampler), replace(self.request, at=at)
         playing = asyncio.ensure_future(rollout.group(task, visit, request, self.sampling, self.stream))
-        # Without a filter every ended group has a place in some step, so its end makes no room.
+        # Only the filter makes room when a group ends: without it every ended group has a place in some step.
         if self.request.mixed:
             playing.add_done_callback(lambda _: self._again())
         return sampler, playing

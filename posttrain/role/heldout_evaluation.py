@@ -43,8 +43,8 @@ class EvaluationReport:
     """
 
     accuracy: Score
-    """Share of answers that are right. It is pass@1. Of no prompts where the outcomes are grades that tell no share of
-    right answers (`core.measure.right`)."""
+    """Share of answers that are right, which is pass@1. It has no prompts where outcomes are grades from which no
+    share of right answers follows (`core.measure.right`)."""
     reward: Score
     """Mean raw outcome. It leads where outcomes are grades."""
     greedy: Score | None
@@ -52,7 +52,7 @@ class EvaluationReport:
     greedy_reward: Score | None
     """Mean raw outcome of the argmax answers."""
     pass_at: dict[int, Score]
-    """pass@k, by k; where accuracy is told."""
+    """pass@k, by k; empty where there is no accuracy."""
     failed: int
     """Episodes without a reward because a reward source broke."""
     abstained: int
@@ -68,7 +68,7 @@ class EvaluationReport:
     """Other quantities that the environment measures (`core.abilities.Abilities.measures`)."""
 
     def __repr__(self) -> str:
-        """In a line; the episodes are in `groups`."""
+        """The scores in one line. The episodes themselves are in `groups`."""
         told = [f"{n} {g.mean:.4g}" for n, g in self.measures.items()]
         for name, score in (
             ("greedy reward", self.greedy_reward),
@@ -127,8 +127,8 @@ async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, 
 
     The seeds are the same in every evaluation, so runs can be compared prompt by prompt.
     """
-    # The evaluation's own seed and visit 0, whatever step it is: the same tasks get the same
-    # random numbers each time. Nothing is learned from it, so no top tokens are stored.
+    # Always the evaluation's own seed and visit 0: the same tasks get the same random numbers
+    # in every evaluation. Nothing is learned from these episodes, so no top-k tokens are stored.
     fixed, sampling = replace(rollout, seed=how.seed), replace(sampling, top=0)
     groups = await together(
         [fixed.group(t, 0, RolloutRequest(groups=1, siblings=how.samples), sampling, "evaluation") for t in tasks]
@@ -152,13 +152,13 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
     # (judged samples, right ones) of each task. With grades that
     # tell no share of right answers there is no accuracy at all.
     solved = [(len(x), sum(map(right.of, x.tolist()))) for x in judged] if grades.tells else []
-    # pass@k needs k judged samples of every task, also of those of which some could not be judged.
+    # pass@k needs k judged samples of every task, so the task with the fewest decides which k are possible.
     most = min((n for n, _ in solved), default=0)
     ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k <= most} | ({most} if most else set()))
     episodes = [e for g in groups for e in g.episodes]
     broken = sum(failed(e.verdicts) for e in episodes)
     argmax = None if greedy is None else _by_task(greedy, figures)
-    # Only where something is measured: else what is paid is the outcome itself, and it would be told twice.
+    # Only where something is measured. Elsewhere the outcome is what is paid, and it would be reported twice.
     paid = _by_task([g for g in groups if any(e.truth is not None for e in g.episodes)], lambda g: np.array(g.rewards))
     return EvaluationReport(
         accuracy=Score.of([pass_at_k(n, c, 1) for n, c in solved]),
@@ -176,12 +176,13 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
 
 
 def _by_task(groups: Sequence[Group], of: Callable[[Group], np.ndarray]) -> list[np.ndarray]:
-    found: dict[str, list[np.ndarray]] = {}
+    """The numbers of the groups of each task, joined. Tasks without any number are left out."""
+    by_task: dict[str, list[np.ndarray]] = {}
     for g in groups:
         # Rows that ask the same are one task, since their answers are
         # not independent: else the interval would be too narrow.
-        found.setdefault(g.task.asked, []).append(of(g))
-    return [x for each in found.values() if len(x := np.concatenate(each))]
+        by_task.setdefault(g.task.asked, []).append(of(g))
+    return [x for each in by_task.values() if len(x := np.concatenate(each))]
 
 
 def figures(group: Group) -> np.ndarray:

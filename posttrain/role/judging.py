@@ -56,13 +56,13 @@ def attempt_of(
         text: decodes token ids.
         upto: the number of spoken tokens up to a character of the last of `turns`.
     """
-    # The last turn begins at the last spoken token whose predecessor is not spoken.
+    # The last turn begins at the last spoken token that follows a token which was not spoken.
     mask, ids = (segments[-1].mask, segments[-1].ids) if segments else (np.zeros(0, bool), np.zeros(0, np.int32))
     begin = max(np.flatnonzero(mask & ~np.append(False, mask[:-1])), default=0)
     opened = opening(text(ids[max(0, begin - TAIL) : begin])) if begin else ""
     said = tuple(i for s in segments for i in s.ids[s.mask].tolist())
-    # The opening tag is put in front of each turn, so a character
-    # of the turn as the verifier sees it lies that much further.
+    # The opening tag is put in front of each turn. So character n of a turn as the
+    # verifier sees it is character n - len(opened) of the turn as it was said.
     return Attempt(task, tuple(opened + t for t in turns), stop, lambda n: upto(n - len(opened)), state, said)
 
 
@@ -75,7 +75,7 @@ async def judged(environment: Environment, attempt: Attempt, alone: bool = True)
         alone: whether no other judge follows. Then the environment gives at least one verdict.
     """
     verdicts = await environment.judge(attempt)
-    # An environment judges by all of its sources in one call, so a broken one is asked again with the others.
+    # An environment judges by all of its sources in one call, so the working sources are asked again with a broken one.
     for _ in range(JUDGE_RETRIES):
         if not _broken(verdicts):
             break
@@ -113,8 +113,8 @@ class SiblingVerdicts:
     async def judge(
         self, attempt: Attempt, segments: Sequence[Segment], sibling: int | None = None
     ) -> tuple[Judged, ...]:
-        """The verdicts of an attempt, or those of an equal one. Of a sibling, sources that judge the whole group are
-        left for `together`."""
+        """The verdicts of an attempt, or those of an equal one. For a sibling, sources that judge the whole group are
+        not asked here but in `together`."""
         # The whole group is judged at once later. Until then the
         # attempt is kept, and the environment leaves those sources out.
         if sibling is not None and self.environment.abilities.together is not None:
@@ -122,10 +122,10 @@ class SiblingVerdicts:
             attempt = replace(attempt, batched=True)
         if attempt.state is not None:
             return await judged(self.environment, attempt, self.alone)
-        # A batched attempt has fewer verdicts, so it is another one.
+        # A batched attempt has fewer verdicts, so it does not share them with one that is not batched.
         name = (attempt.batched, attempt.stop, attempt.turns, *_tokens(segments))
         if name not in self._begun:
-            # A task, not a coroutine that the first asker awaits: its verdict must not die with that sibling.
+            # A task, and not a coroutine that the first asker awaits: if that sibling is cancelled, the verdict stays.
             self._begun[name] = asyncio.create_task(judged(self.environment, attempt, self.alone))
         # One sibling may be cancelled while another waits for the same verdict.
         return await asyncio.shield(self._begun[name])
@@ -141,7 +141,7 @@ class SiblingVerdicts:
         first: dict[tuple[Any, ...], tuple[Judged, ...]] = {}
         for i, verdicts in zip(ended, found, strict=True):
             e = out[i]
-            # An index is equal to nothing else: an episode with a state shares with nobody.
+            # The key `(i,)` is unique: an episode with a state shares its verdicts with no other.
             same = (i,) if e.state is not None else (e.stop, e.text, *_tokens(e.segments))
             out[i] = replace(e, verdicts=(*e.verdicts, *first.setdefault(same, verdicts)))
         return out, logged
@@ -200,10 +200,10 @@ async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tu
         again = [i for i, verdicts in enumerate(out) if _broken(verdicts)]
         if not again:
             break
-        # A verdict of a judge that compares is about the group: asked about some alone it would be another one.
+        # The verdicts of a comparing judge depend on the whole group, so it is asked about the whole group again.
         about = range(len(episodes)) if isinstance(judge, ComparingJudge) and judge.compares else again
         for i, verdicts in zip(about, await _asked(judge, [episodes[i] for i in about]), strict=True):
-            # Verdicts that were given stay, also where the judge was asked about everybody again.
+            # Verdicts that did not fail stay, also where the judge was asked about the whole group again.
             if i in again:
                 out[i] = verdicts
     return [tuple(replace(j, verdict=redacted(j.verdict)) for j in verdicts) for verdicts in out]
@@ -213,7 +213,7 @@ async def _asked(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tuple
     """The verdicts of one call. If it raises, or returns another number of them, all of its episodes failed."""
     try:
         found = [tuple(verdicts) for verdicts in await judge.judge(episodes)]
-    # A wrong setting or a broken invariant is no outage: asking again would not help, and the run must stop.
+    # A wrong setting or a broken invariant is not temporary: asking again would not help, and the run must stop.
     except (ConfigError, InvariantError):
         raise
     except Exception as error:

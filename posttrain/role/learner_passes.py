@@ -1,4 +1,4 @@
-"""Data that observers read of the forward and backward passes of one optimizer step."""
+"""What observers read of the forward and backward passes of one optimizer step: scores, and gradients of the loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Needs:
 
 @dataclass
 class Passes:
-    """Arrays per micro-batch, in order, in float64. Only what was needed is kept."""
+    """Scores and gradients of each micro-batch, in order, in float64. Only what an observer needs is kept."""
 
     needs: Needs
     micros: list[Batch] = field(default_factory=list[Batch])
@@ -54,7 +54,7 @@ class Passes:
     @classmethod
     def of(cls, needs: Needs, learner: Learner, scale: float = 1.0) -> Passes:
         """Start recording, before the first forward pass."""
-        # What is left over from an earlier step would be added to this one's gradients.
+        # A gradient left over from an earlier step would be added to this step's gradients.
         before = [p.grad for p in learner.parameters().values()] if needs.gradients else []
         return cls(needs, stale_gradients=sum(g is not None and bool(held(g).any()) for g in before), scale=scale)
 
@@ -70,7 +70,8 @@ class Passes:
         Raises:
             InvariantError: the parts do not have one value for each of its tokens.
         """
-        # A micro-batch keeps the order that its episodes have in the minibatch, so its tokens' places rise.
+        # Within a micro-batch the tokens keep the order of the minibatch, so `flatnonzero` gives
+        # the places of its values in their order.
         places = [np.flatnonzero(np.isin(batch.sequence_M, chosen)) for chosen in self.episodes]
         place = np.concatenate([np.zeros(0, np.int64), *places])
         if not np.array_equal(np.sort(place), np.arange(batch.spoken)) or [*map(len, places)] != [*map(len, parts)]:
@@ -100,8 +101,8 @@ class Passes:
             # moment. Divided by the scale, it is the gradient of the loss itself.
             scores.entropy.register_hook(lambda grad: self.entropy_grad.append(_numbers(grad) / self.scale))
         if scores.value is not None and scores.value.requires_grad:
-            said = _numbers(scores.value)
-            scores.value.register_hook(lambda grad: self.value.append((said, _numbers(grad) / self.scale)))
+            value_M = _numbers(scores.value)
+            scores.value.register_hook(lambda grad: self.value.append((value_M, _numbers(grad) / self.scale)))
         if scores.balance is not None:
             self._balance(scores.balance)
         if scores.logp is not None and scores.logp.requires_grad:

@@ -34,8 +34,8 @@ class PeakMemory:
         kind = device.partition(":")[0]
         self._torch: Any = None if kind in ("cpu", "meta") else torch.get_device_module(kind)
         self._device = device
-        # Linux alone can set the peak of resident memory back.
-        # Elsewhere it is that since the process began, and is told so.
+        # Only Linux can reset the peak of resident memory. Elsewhere the
+        # peak counts from the start of the process, and `what` says so.
         self._resets = self._torch is not None or _reset_resident()
 
     @property
@@ -81,7 +81,8 @@ def _reset_resident() -> bool:
 
 
 def mebibytes(count: float) -> str:
-    """
+    """A number of bytes in MiB, for people.
+
     >>> mebibytes(3 * 2**20), mebibytes(5_000 * 2**20)
     ('3 MiB', '5,000 MiB')
     """
@@ -100,7 +101,8 @@ def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # they hold the activations
+        # The frames of the failed pass still hold its activations: clearing them frees the memory.
+        traceback.clear_frames(error.__traceback__)
         tokens, longest = len(packed.ids_N), int(packed.lengths_S.max())
         lower = (
             f"a sequence is never cut, and this one is longer than micro_tokens={micro_tokens}: lower model.context or"

@@ -55,8 +55,8 @@ def pack(
     Args:
         a: the stage's algorithm with its adaptive coefficients as they are now.
         version: of the weights at the start of the step.
-        now: log-probs under the learner's weights of the moment, for what chooses tokens by them. None: no optimizer
-            step is taken between the minibatches.
+        now: computes log-probs under the learner's weights of the moment, for choices of tokens that read them. None:
+            no optimizer step is taken between the minibatches.
     """
     groups = [g for g in credit.groups if any(not e.dropped for e in g.episodes)]
     if not groups:
@@ -73,7 +73,7 @@ def pack(
             # the shuffle was: the batch is a function of its members alone.
             chosen = [groups[j] for j in sorted(part)]
             rng = seeds.generator(seed, "tokens", step, epoch, i)
-            # Number of the optimizer step. The weights after it have the version at the start plus that, plus 1.
+            # Number of the optimizer step in this step, from 0. The weights after it have version + step_of + 1.
             step_of = epoch * len(parts) + i
             yield _minibatch(
                 a,
@@ -96,23 +96,23 @@ def _minibatch(
     rng: np.random.Generator,
     now: Callable[[Packed], np.ndarray] | None,
 ) -> Minibatch:
-    # Weights are normalised over all episodes that count, and only then are silent ones left out: the denominator must
-    # not depend on which answers have credit.
+    # First weights are normalised over all episodes that count. Only then are silent episodes left out: the
+    # denominator must not depend on which answers have credit.
     members = [(i, e) for i, g in enumerate(groups) for e in g.episodes if not e.dropped]
     per_token = weigh(a.aggregate, [e.episode.spoken for _, e in members], [i for i, _ in members], max_tokens)
-    loud = [
+    with_weight = [
         (e, w)
         for (_, e), w in zip(members, per_token, strict=True)
         if a.reads_silent_tokens or any(np.any(x != 0) for x in e.advantage)
     ]
-    if not loud:
+    if not with_weight:
         return Minibatch(None, first, len(members))
-    credits = [e for e, _ in loud]
-    batch = _batch(credits, np.array([w for _, w in loud]))
-    # Over the whole minibatch, before anybody splits it: choices of
-    # tokens and shares of imitation must not depend on micro-batches.
-    look = MinibatchContext(a, batch, credits, versions, rng, now)
-    made = {stream: x_M for maker in WHOLE for stream, x_M in maker.make(look).items()}
+    credits = [e for e, _ in with_weight]
+    batch = _batch(credits, np.array([w for _, w in with_weight]))
+    # These streams are made over the whole minibatch, before it is split: choices
+    # of tokens and weights of imitation must not depend on micro-batches.
+    context = MinibatchContext(a, batch, credits, versions, rng, now)
+    made = {stream: x_M for maker in WHOLE for stream, x_M in maker.make(context).items()}
     return Minibatch(batch.having(made), first, len(members))
 
 
@@ -124,17 +124,17 @@ def _batch(credits: Sequence[EpisodeCredit], weights: np.ndarray) -> Batch:
             "a batch holds tokens of a server whose weights and log-probs are not ours (version OUTSIDE): nothing can"
             " be learned from them"
         )
-    held = [e.streams for e in credits]
+    streams_E = [e.streams for e in credits]
     streams = {
         MU: np.concatenate([s.logp[s.mask] for s in segments]),
         VERSION: np.concatenate([s.version[s.mask] for s in segments]),
         WEIGHT: np.repeat(weights, [e.episode.spoken for e in credits]),
     }
     streams |= {
-        # Streams of credit and of models, in the order of first appearance.
-        # One that some episodes have and others lack is an error of its maker.
-        stream: _stream([h.get(stream) for h in held], stream.name)
-        for stream in dict.fromkeys(s for h in held for s in h)
+        # Streams of credit and of models, in the order of first appearance. A
+        # stream that only some episodes have is an error: `_stream` raises it.
+        stream: _stream([h.get(stream) for h in streams_E], stream.name)
+        for stream in dict.fromkeys(s for h in streams_E for s in h)
     }
     batch = Batch.of(segments, sequence, streams=streams)
     if batch.spoken != sum(e.episode.spoken for e in credits):

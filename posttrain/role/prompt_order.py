@@ -24,7 +24,7 @@ class RevisitingTasks(Protocol):
         ...
 
     def passes(self, draws: int) -> list[tuple[float, int]]:
-        """Returns for each list of tasks: how often so many draws go through it, and how many tasks it has."""
+        """Returns for each list of tasks: how often `draws` draws go through it, and how many tasks it has."""
         ...
 
 
@@ -73,7 +73,7 @@ class Prompts:
             return self._walk()
         if chosen.drawn:
             return self._draw(chosen)
-        # One epoch at most: after it every task has been weighed, and no other will come.
+        # One epoch at most: by then every task has been asked for its weight, and all weights are 0.
         for _ in range(self.source.count or 1):
             task, visit = self._walk()
             # A task that was never played counts as never solved, so it comes.
@@ -118,7 +118,7 @@ class Prompts:
         if self.curriculum is None:
             return
         for group in groups:
-            # Demonstrations say nothing about what the policy can do.
-            own = [e.solved for e in group.judged if not e.shown]
-            if own:
-                self.rates[group.task.id] = sum(own) / len(own)
+            # Demonstrations do not show what the policy can do.
+            solved = [e.solved for e in group.judged if not e.shown]
+            if solved:
+                self.rates[group.task.id] = sum(solved) / len(solved)

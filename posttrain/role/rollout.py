@@ -108,7 +108,7 @@ class Rollout:
         try:
             with asked_for(RequestOwner(stream, task.id, visit, sibling)):
                 stop = await self._play(task, talk)
-        # Ours: a broken invariant or a wrong config is true of the run, not of this episode.
+        # Our own errors: a broken invariant or a wrong config concerns the whole run, not this episode.
         except PosttrainError:
             raise
         except Exception as error:
@@ -121,7 +121,8 @@ class Rollout:
         segments = talk.segments()
         text, upto = self.dialogue(task.id).text, talk.spoken_upto
         attempt = attempt_of(task, talk.turns, stop, segments, text, upto, talk.state)
-        member = sibling if talks is not None else None  # a greedy answer beside the siblings is none of them
+        # The greedy answer is played without `talks`. It is no sibling, so it has no number among them.
+        member = sibling if talks is not None else None
         verdicts = await (
             judged(self.environment, attempt, not self.judges)
             if judging is None
@@ -137,7 +138,7 @@ class Rollout:
                     return await self.plays.play(task, talk, bool(self.players))
                 return await self.environment.play(task, talk)
         except TimeoutError:
-            # The environment may raise a TimeoutError of its own, which is its failure and no end of the episode.
+            # The environment may raise a TimeoutError of its own: that is a failure, and not our time limit.
             if not clock.expired():
                 raise
             return Stop.TIME
@@ -148,7 +149,7 @@ class Rollout:
         return here if self.plays is None else merge(here, self.plays.gauges())
 
     def clock(self) -> Mapping[str, float]:
-        """Numbers that the processes count that play episodes elsewhere."""
+        """Numbers that depend on time, from processes that play episodes elsewhere; empty where none do."""
         return {} if self.plays is None else self.plays.clock()
 
     def _episode(
@@ -169,10 +170,10 @@ class Rollout:
     async def show(
         self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None, judging: SiblingVerdicts
     ) -> Episode:
-        """An episode whose turns are a demonstration's instead of the policy's. It is judged like any other."""
+        """An episode whose turns come from a demonstration instead of the policy. It is judged like any other."""
         if self.renderer is None:
             raise InvariantError("groups are shown demonstrations, and the rollout has no renderer to write them with")
-        # A place of its own: demonstrations take no random number from a sampled sibling.
+        # The stream "shown" is separate, so a demonstration changes no random number of a sampled sibling.
         rng = seeds.generator(self.seed, "shown", task.id, visit, sibling)
         texts = abilities.demonstrations(self.environment)
         prompt, completion = texts.write(task, style or texts.styles[-1], rng, 0.0)
@@ -205,11 +206,13 @@ class Rollout:
         shown, greedy = request.shown, request.greedy
         # Numbers of siblings: 0 to started - 1 are sampled, and demonstrations come
         # behind them, so that no two share random numbers, also where some are aborted.
-        own = request.siblings - (shown.siblings if shown else 0)
-        started, talks = own + request.extra, dict[int, Conversation]()
+        wanted = request.siblings - (shown.siblings if shown else 0)
+        started, talks = wanted + request.extra, dict[int, Conversation]()
         judging = SiblingVerdicts(self.environment, not self.judges)
-        # `settled` returns the first `own` that end, in the order of their numbers, and cancels the rest.
-        said = settled([self.episode(task, visit, i, sampling, stream, talks, judging) for i in range(started)], own)
+        # `settled` waits for the first `wanted` episodes that end, cancels the rest, and returns in order of numbers.
+        sampled = settled(
+            [self.episode(task, visit, i, sampling, stream, talks, judging) for i in range(started)], wanted
+        )
         places = range(started, started + shown.siblings) if shown else ()
         more = [self.show(task, visit, i, sampling, shown.style if shown else None, judging) for i in places]
         if greedy:
@@ -217,19 +220,19 @@ class Rollout:
             argmax = replace(sampling, greedy=True, top=0)
             more.append(self.episode(task, visit, 0, argmax, f"{stream}/greedy", None, judging))
         try:
-            ended, others = await together([said, together(more)])
+            ended, others = await together([sampled, together(more)])
         finally:
             await judging.close()
-        # Aborted siblings have no episode, but their turns cost the
-        # engine its time: they are counted by their conversations.
+        # An aborted sibling has no episode, but the engine spent time on its
+        # turns. So its tokens are counted from its conversation.
         spoken = sum(talk.engine_tokens for i, talk in talks.items() if i not in {e.sibling for e in ended})
         aborted = started - len(ended)
         # The greedy answer is the last of `others`, so the first `request.siblings` are the siblings.
         siblings, logged = await judging.together((*ended, *others)[: request.siblings], request.at)
         episodes = await with_judges(self.judges, (*siblings, *others[len(others) - greedy :]))
-        # The greedy answer was judged with the siblings, in one call, and is none of them from here on.
-        best = episodes.pop() if greedy else None
-        return Group(task, visit, tuple(episodes), best, aborted, spoken, logged)
+        # Judges read the greedy answer in one call with the siblings. Here it is taken out of them.
+        greedy_answer = episodes.pop() if greedy else None
+        return Group(task, visit, tuple(episodes), greedy_answer, aborted, spoken, logged)
 
     async def until(
         self,

@@ -1,4 +1,8 @@
-"""Router choices of the learner at the start of a step, in place of the sampler's (`model.router_replay=start`)."""
+"""SCORE: computes the streams that an algorithm reads of a step's judged episodes, such as log-probs and values.
+
+With `model.router_replay=start` the episodes first get the router choices of the learner, in place of the sampler's
+(`at_start`).
+"""
 
 from __future__ import annotations
 
@@ -45,22 +49,22 @@ def score(
     Args:
         implicit: the implicit process reward model, where the algorithm reads one.
         hints: what the reference reads instead of the policy's prompts, where the algorithm has a hint.
-        reroute: the experts of every token are those that the learner's routers choose now (`rerouted`).
+        reroute: whether the experts of every token become those that the learner's routers choose now (`at_start`).
     """
     episodes = [e for g in groups for e in g.judged]
     if not episodes:
         return ()
     if reroute:
         episodes = at_start(episodes, learner)
-    # All episodes of the step in one packed sequence: each model then scores the step in passes of its own size, and
-    # what several streams need of the policy comes from one of them.
-    own = [s for e in episodes for s in e.segments]
+    # All episodes of the step are packed into one sequence. Each model then scores it in passes of a size that fits,
+    # and streams that need the same numbers of the policy share one pass.
+    segments = [s for e in episodes for s in e.segments]
     told = _told(groups, a, hints)
     hinted = None if told is None else [s for t in told for s in t.segments]
     if hinted is not None:
-        same_words(own, hinted)
-    look = Scoring(
-        Packed.of(own),
+        same_words(segments, hinted)
+    scoring = Scoring(
+        Packed.of(segments),
         a,
         learner,
         reference if hints is None else hints.teacher(learner, reference),
@@ -68,9 +72,9 @@ def score(
         implicit,
         None if hinted is None else Packed.of(hinted),
     )
-    # Makers run in order over the one packed sequence; each stream is cut back
-    # to episodes, since credit works by episode and packing may leave some out.
-    made = {stream: _cut(stream, x_M, episodes) for maker in SCORED for stream, x_M in maker.make(look).items()}
+    # Makers run in order over the packed sequence. Each stream is cut back to
+    # episodes, because credit works by episode and `pack` may leave some out.
+    made = {stream: _cut(stream, x_M, episodes) for maker in SCORED for stream, x_M in maker.make(scoring).items()}
     scored = iter(
         Scored(e, "" if told is None else told[i].missing, streams={s: parts[i] for s, parts in made.items()})
         for i, e in enumerate(episodes)
@@ -79,7 +83,8 @@ def score(
 
 
 def _told(groups: Sequence[Group], a: Algorithm, hints: Hints | None) -> list[HintedEpisode] | None:
-    """The judged episodes as the teacher reads them; None where it reads what the policy did."""
+    """The judged episodes with the hint in their prompts, as the teacher reads them. None for an algorithm without a
+    hint: its teacher reads the policy's own episodes."""
     if a.hint is None:
         return None
     if hints is None:

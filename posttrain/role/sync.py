@@ -1,4 +1,7 @@
-"""Transfers weights from the learner to a sampler, and joins shards to whole tensors."""
+"""Weight sync: sends the learner's weights to a sampler, and proves by two checks that they arrived and are used.
+
+`Sync` pushes the weights. `InProcess` is the transport inside one process; `whole_tensors` joins shards for it.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,20 @@ class InProcess:
 
 
 def whole_tensors(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
-    """Every weight once, as soon as all of its shards have come. A weight in one shard is not copied.
+    """Every weight once, by name, as soon as all of its shards have come. A weight in one shard is not copied.
 
     Raises:
         InvariantError: a part came twice, parts overlap or leave a gap, or parts of one weight differ in dtype or full
             shape.
     """
-    # Weights go on as soon as they are whole: at no time are all
-    # of them in memory twice. `parts` holds what is half there.
+    # A weight is passed on as soon as it is whole, so memory never holds all weights twice.
+    # `parts` holds the weights that have come in part.
     done: set[str] = set()
     parts: dict[str, _Parts] = {}
     empty: dict[str, Shard] = {}
     for shard in shards:
-        # A process without a part of it says so. It is remembered, so
-        # that a weight of which nobody has any part is missed at the end.
+        # An empty shard says that a process has no part of this weight. The name is
+        # remembered, so that the check at the end finds a weight of which nobody sent a part.
         if not shard.tensor.numel() and not shard.whole:
             empty.setdefault(shard.name, shard)
             continue
@@ -117,7 +120,7 @@ class Sync:
     forget: Callable[[], None] = nothing_is_kept
     """Empties what the sampler keeps of earlier turns, as new weights do."""
     tried: bool = False
-    """Whether the sampler has been shown to compute with the learner's adapter."""
+    """Whether a push has already proved that the sampler computes with the learner's adapter."""
 
     def due(self, version: int) -> bool:
         """Returns whether the learner's weights, which are `version` now, are newer than the sampler's."""
@@ -126,8 +129,8 @@ class Sync:
     async def follow(self, version: int) -> None:
         """Push the learner's weights, which are `version` now, where they are newer than the sampler's.
 
-        Otherwise a step was left out, and the sampler forgets what it keeps of earlier turns. A run that goes on from a
-        checkpoint has a sampler that holds nothing, and its record must not tell.
+        Otherwise the optimizer step was left out, and the sampler only forgets what it keeps of earlier turns. A run
+        that is resumed here starts with an empty sampler, so the records of both runs stay equal.
         """
         if self.due(version):
             await self.push(version)
@@ -141,14 +144,14 @@ class Sync:
             InvariantError: the sampler serves other weights or another version, or computes other log-probs with them,
                 or without the adapter.
         """
-        # Groups that are asked ahead end, are given up or pause first: otherwise a turn would span two versions.
+        # First the groups that were asked ahead end, are given up, or pause: else a turn would span two versions.
         if self.ready is not None:
             await self.ready()
         if not self.tried:
             await self._try_adapter(self.sampler.version + 1)
             self.tried = True
-        # Two proofs, since each misses what the other finds: equal bytes can be used wrongly (an old cache, another
-        # dtype), and a tensor that these few tokens do not touch can be missing though their scores agree.
+        # Two checks, because each misses errors that the other finds. Fingerprint: equal bytes can still be used
+        # wrongly (an old cache, another dtype). Scores: a tensor that these few tokens do not touch can be wrong.
         served, ours = await self._send(version)
         await self._scores_alike(version, ours)
         return served
@@ -168,8 +171,8 @@ class Sync:
             ours, theirs = self.learner.packed_score(packed), await self.sampler.score(self.probe_ids)
             base = trial.without(packed)
             changed, apart = Gap.of(ours, base), Gap.of(theirs, base)
-            # Both against the model without the adapter. The half leaves room
-            # for rounding; a sampler that ignores the adapter is near 0.
+            # Both are compared with the model without the adapter. A sampler that ignores
+            # the adapter has a distance near 0; half of the learner's leaves room for rounding.
             if not apart.mean > changed.mean / 2:
                 raise InvariantError(
                     f"the sampler does not compute with the adapter: a loud one changes the learner's log-probs by"
@@ -201,17 +204,19 @@ class Sync:
         return served, scores
 
     async def _meanwhile(self, version: int, left: Callable[[], Awaitable[None]]) -> tuple[str, str, np.ndarray]:
-        """Send the weights, and compute what the learner says of them while they are installed: the fingerprint that is
-        served, the learner's, and its log-probs of the probe."""
-        # The order is what saves time: weights leave first, and while
-        # others install them the learner computes its half of both proofs.
+        """Send the weights, and compute the learner's half of both checks while they are installed.
+
+        Returns the served fingerprint, the learner's fingerprint, and the learner's log-probs of the probe.
+        """
+        # This order saves time: the weights leave first. While the engine
+        # installs them, the learner computes its half of both checks.
         sending = asyncio.ensure_future(self.transport.send(version, self.learner.shards(), self.sampler))
         try:
             await left()
             ours, scores = self.learner.fingerprint(), self.learner.packed_score(packed_text(self.probe_ids))
             return await sending, ours, scores
         finally:
-            # The learner's half raised: nothing may go on sending weights that nobody will compare.
+            # Where the learner's half raised, sending is stopped: nobody would compare these weights.
             if not sending.done():
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
@@ -225,9 +230,9 @@ class Sync:
         n, packed = len(self.probe_ids), packed_text(self.probe_ids)
         ours = self.learner.packed_score(packed) if ours is None else ours
         theirs = await self.sampler.score(self.probe_ids)
-        found = Gap.of(theirs, ours)
-        bound = allowed(self.dtype, found, ours, lambda: self.learner.exact(packed), packed.sampling.temperature)
-        if not found.worst <= bound.worst:
+        apart = Gap.of(theirs, ours)
+        bound = allowed(self.dtype, apart, ours, lambda: self.learner.exact(packed), packed.sampling.temperature)
+        if not apart.worst <= bound.worst:
             gap = np.abs(theirs.astype(np.float64) - ours)
             # NaN would lose every comparison; as infinity it is the worst.
             # Token 0 has no log-prob, and people count from 1: so + 2.

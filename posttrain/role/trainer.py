@@ -70,7 +70,7 @@ NAMED = 4
 
 @dataclass
 class Packing:
-    """A measure of how well the micro-batches of an optimizer step are filled, and of what they share."""
+    """Counts of the tokens in the micro-batches of an optimizer step: how full they are, and how much they share."""
 
     room: int
     """Positions that a micro-batch may compute, or packed tokens that it may have where nothing is shared."""
@@ -82,7 +82,10 @@ class Packing:
         self.computed += len(micro.ids_N) if scores.computed is None else scores.computed
 
     def gauges(self) -> Gauges:
-        """A minibatch that fits into one pass wastes no room, nor does a pass of more tokens, some of them shared."""
+        """Gauges of one optimizer step.
+
+        A minibatch in one pass wastes no room. A pass with more tokens than `room`, some of them shared, wastes none.
+        """
         total, passes = sum(self.sizes), len(self.sizes)
         room = sum(max(self.room, n) for n in self.sizes) if passes > 1 else total
         return {
@@ -194,14 +197,14 @@ class Trainer:
         """
         packed = PackedEvent(index, batch, first, self.version)
         watch.emit(packed)
-        # Both are changed by the step, and observers are told those that it used.
+        # The step changes both numbers. Observers are told the values that it used.
         lr, scale = self.optimizer.lr, self.optimizer.loss_scale
         passes = Passes.of(watch.needs(packed), self.learner, scale)
         self.learner.train_mode(True)
         parts, packing = list[Terms](), Packing(self.micro_tokens)
         micros = self._micros(batch)
-        # Ranks may have different numbers of micro-batches, and every pass is one exchange of all of them: a rank with
-        # fewer takes part in the others' passes with a loss of 0, or they would wait for it.
+        # Ranks may have different numbers of micro-batches, and all ranks take part in every pass. A rank with fewer
+        # micro-batches joins the others' last passes with a loss of 0, or they would wait for it.
         waiting = max(self.ranks.every(len(micros))) - len(micros)
         with self.frozen():
             for episodes, micro in micros:
@@ -224,8 +227,8 @@ class Trainer:
         seen = loss.gauges(batch, parts)
         share = seen[STEP_SHARE].mean if STEP_SHARE in seen else 1.0
         watch.emit(DifferentiatedEvent(packed, passes, share))
-        # A gradient that is not finite though every loss is can come from the scale of float16 alone: then the step is
-        # left out, and the next scale is smaller. Without a scale it is a fault of the run.
+        # With a loss scale (float16) the gradient can overflow though every loss is finite. Then the step is left out,
+        # and the next scale is smaller. Without a scale such a gradient is a fault of the run.
         overflow = scale > 1 and all(bool(torch.isfinite(part.loss)) for part in parts)
         updated = self._update(batch, loss, overflow, share)
         # A step that was left out changed no weight: nothing was learned.
@@ -260,8 +263,8 @@ class Trainer:
         return [(mine[chosen], micro) for chosen, micro in zip(bins, micros, strict=True)]
 
     def _keep_step(self, batch: Batch, loss: Loss, passes: int) -> None:
-        """Take part in the `passes` of ranks that have more micro-batches: weights and gradients of all ranks come
-        together in every pass. Each is of the smallest unit, with its loss multiplied by 0."""
+        """Take part in `passes` more passes, because other ranks have more micro-batches and exchange weights and
+        gradients in every pass. Each of these passes is of the smallest unit, with its loss multiplied by 0."""
         for _ in range(passes):
             one = smallest_unit(batch)
             # 0 times the loss adds 0 to every gradient, and the exchanges of forward and backward take place.
@@ -273,8 +276,8 @@ class Trainer:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Inside: no gradient of a parameter is computed that the optimizer does not update."""
-        # A gradient that nobody takes would cost time and memory in every micro-batch.
+        """Inside, gradients are computed only for parameters that the optimizer updates."""
+        # Other gradients would cost time and memory in every micro-batch.
         moved = self.trained()
         still = [p for n, p in self.learner.parameters().items() if n not in moved]
         for p in still:
@@ -289,8 +292,8 @@ class Trainer:
         """The optimizer's step. If the gradient is not finite, each unit's loss is computed alone to find the cause.
 
         Args:
-            overflow: the scale of the loss alone can be that cause. Then the step is left out, and the next one has a
-                smaller scale.
+            overflow: whether the scale of the loss alone can be that cause. Then the step is left out, and the next
+                step has a smaller scale.
             share: of the learning rate, which the step uses.
         """
         lr, scale = self.optimizer.lr * share, self.optimizer.loss_scale
@@ -310,15 +313,15 @@ class Trainer:
         compute each unit together."""
         out: list[int] = []
         parameters = list(self.learner.parameters().values())
-        # One unit at a time is slow, and it is done once, when the run is about to stop: the user needs names.
+        # One unit at a time is slow. It happens once, when the run is about to stop and the user needs names.
         for unit in range(batch.units):
             episodes = batch.members(unit)
             one = batch.select(episodes)
             total = loss.terms(one, self._forward(one, loss)).loss
             total.backward()
             # The loss too: it may be infinite where no gradient is.
-            found = [total, *(held(p.grad) for p in parameters if p.grad is not None)]
-            if not all(self.ranks.every(all(bool(torch.isfinite(x).all()) for x in found))):
+            numbers = [total, *(held(p.grad) for p in parameters if p.grad is not None)]
+            if not all(self.ranks.every(all(bool(torch.isfinite(x).all()) for x in numbers))):
                 out.extend(episodes.tolist())
             for p in parameters:
                 # Each unit is looked at alone, and nothing of this may reach the next optimizer step.
@@ -332,10 +335,10 @@ class Trainer:
 
 def key(episode: Episode) -> bytes:
     """The spoken tokens and their log-probs as bytes. Finds an episode again in a batch."""
-    said = [x for s in episode.segments for x in (s.ids[s.mask], s.logp[s.mask])]
-    # First the ids of all segments, then their log-probs, as `named` finds
-    # them in a batch. Log-probs tell siblings apart that said the same.
-    return b"".join(x.tobytes() for x in (*said[::2], *said[1::2]))
+    ids_and_logps = [x for s in episode.segments for x in (s.ids[s.mask], s.logp[s.mask])]
+    # First the ids of all segments, then their log-probs: `named` builds the same bytes
+    # from a batch. Log-probs tell siblings with equal tokens apart.
+    return b"".join(x.tobytes() for x in (*ids_and_logps[::2], *ids_and_logps[1::2]))
 
 
 @contextmanager
@@ -344,9 +347,11 @@ def named(batch: Batch, credit: Credit, where: str) -> Iterator[None]:
     try:
         yield
     except NonFiniteGradient as error:
-        of = {key(e.episode): e.episode for g in credit.groups for e in g.episodes}
-        said = [batch.sequence_M == e for e in error.culprits]
-        found = [of.get(batch.target_M[at_M].tobytes() + batch[MU][at_M].tobytes()) for at_M in said]
+        episodes = {key(e.episode): e.episode for g in credit.groups for e in g.episodes}
+        tokens_of_culprits = [batch.sequence_M == e for e in error.culprits]
+        found = [
+            episodes.get(batch.target_M[at_M].tobytes() + batch[MU][at_M].tobytes()) for at_M in tokens_of_culprits
+        ]
         names = [
             f"task {e.task.id!r} visit {e.visit} sibling {e.sibling} (reward {e.reward:g})"
             for e in found

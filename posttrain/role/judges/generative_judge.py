@@ -57,9 +57,10 @@ class Vote:
 class GenerativeJudge:
     """`core.ports.EpisodeJudge` of a policy that learned to judge.
 
-    The score of an answer is the mean over its votes: 1 won, 0 lost, 1/2 a tie where the verdict is a choice; its
-    points where the verdict is points (for a fixed number of votes in the order of their sum, 2504.02495); p(Yes) where
-    one answer is judged alone. An answer without any other in its group is compared with itself.
+    The score of an answer is a mean over its votes. Where the verdict is a choice, a vote counts 1 (won), 0 (lost) or
+    1/2 (tie). Where the verdict is points, it counts these points; with a fixed number of votes their mean ranks
+    answers as their sum does (2504.02495). Where one answer is judged alone, it counts p(Yes). An answer that is alone
+    in its group is compared with itself.
     """
 
     name: str
@@ -70,11 +71,11 @@ class GenerativeJudge:
     renderer: Renderer
     """The judge's own tokenizer."""
     sampling: Sampling
-    """Resolved."""
+    """The sampling contract of the judgements, resolved."""
     seed: int
     votes: int = 1
     rivals: int = 0
-    """Each answer is compared with the next so many of its group, and so with twice as many; 0: with all."""
+    """Each answer is compared with this many answers after it and before it, on a circle of its group; 0: with all."""
     meta: JudgeMember | None = None
     """A reward model of judgements. Of the votes about one comparison, the half that it scores highest counts."""
     resolution: float = RESOLUTION
@@ -103,7 +104,8 @@ class GenerativeJudge:
         self._thread.close()
 
     async def verdicts(self, episodes: Sequence[Episode]) -> list[Verdict]:
-        # Places n are comparisons, i answers of the group, k votes about one comparison.
+        """The verdict about each answer of a group."""
+        # Indices: n counts comparisons, i answers of the group, k the votes about one comparison.
         asked = comparisons(len(episodes), self.judging.sides, self.rivals)
         votes = await together([self._votes(episodes, sides) for sides in asked])
         kept = [self.kept(each) for each in votes]
@@ -111,13 +113,13 @@ class GenerativeJudge:
         out: list[Verdict] = []
         for i, episode in enumerate(episodes):
             about = [n for n, sides in enumerate(asked) if i in sides]
-            said = " ".join(self._written(episodes, i, votes[n], kept[n]) for n in about)
+            why = " ".join(self._written(episodes, i, votes[n], kept[n]) for n in about)
             values = [v for n in about for v in self._values(i, votes[n], kept[n])]
             if yes and values:
-                # One answer alone: the score is the mean chance of Yes, which
-                # says more than the share of votes that said it.
+                # One answer is judged alone: the score is the mean chance of Yes.
+                # It is finer than the share of votes that said Yes.
                 values = [mean_yes(np.array([yes[n][k] for k in kept[n]])) for n in about]
-            out.append(self._verdict(episode, values, said, [v for n in about for v in votes[n]]))
+            out.append(self._verdict(episode, values, why, [v for n in about for v in votes[n]]))
         return out
 
     # --- asking ------------------------------------------------------------------------------------------------------
@@ -130,10 +132,11 @@ class GenerativeJudge:
         return await together([self._vote(episodes, *one) for one in each])
 
     async def _vote(self, episodes: Sequence[Episode], sides: tuple[int, ...], order: int, vote: int) -> Vote:
+        """Vote number `vote` about the answers at `sides`, shown in this order."""
         first = episodes[sides[0]]
         task = first.task
         question = task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
-        # The random numbers belong to the siblings and the order in which they are shown, not to the place in a list.
+        # The random numbers follow from the siblings and the order in which they are shown, not from list positions.
         siblings = [episodes[i].sibling for i in sides]
         prompt = self.judging.prompt(question, [whole(episodes[i].text) for i in sides])
         try:
@@ -151,16 +154,16 @@ class GenerativeJudge:
             DataError: the prompt cannot be encoded, or is too long.
         """
         ids = self.renderer.prompt(prompt, str(place[0]))
-        found: Vote | None = None
-        # A new place for each draw: with the same one the judge would say the same again.
+        drawn: Vote | None = None
+        # Each draw has a random place of its own: with the same place the judge would write the same text again.
         for draw in range(DRAWS):
             said = await self.sampler.generate(ids, self.sampling, seeds.key(self.seed, "judge", *place, draw))
             text = self.renderer.text(said.ids)
-            found = Vote(sides, np.concatenate([ids, said.ids]), len(ids), self.judging.read(text), text)
-            if found.scores is not None:
+            drawn = Vote(sides, np.concatenate([ids, said.ids]), len(ids), self.judging.read(text), text)
+            if drawn.scores is not None:
                 break
-        assert found is not None
-        return found
+        assert drawn is not None
+        return drawn
 
     async def _yes(self, votes: Sequence[Vote]) -> list[float]:
         """log p(Yes) of each vote about one answer, given its own reasoning; -inf where it has no verdict."""
@@ -171,12 +174,12 @@ class GenerativeJudge:
 
     async def log_says(self, vote: Vote, end: str) -> float:
         """log p(this verdict) after the reasoning of a vote that has a verdict."""
-        # The last place where a verdict stands: the reasoning may speak of Yes and No before.
+        # Everything before the last verdict in the text: the reasoning may name Yes and No earlier.
         before = vote.text[: max(vote.text.rfind(e) for e in self.judging.ends)]
         ids = self._verdict_ids(before + end)
         says_yes(self.renderer, ids, before + end)
-        # logp[i] is that of token i + 1, so the judgement's tokens begin at spoken - 1. Those of the reasoning
-        # are the same for every verdict and are left out: only where the two texts part is the verdict.
+        # logp[i] belongs to token i + 1, so the judgement's tokens begin at spoken - 1. The tokens of the
+        # reasoning are the same for every verdict. The verdict begins where `ids` and `before` differ.
         logp = await self.sampler.score(np.concatenate([vote.ids[: vote.spoken], ids]))
         return float(logp[vote.spoken - 1 + _shared(self.renderer.encode(before), ids) :].sum())
 
@@ -238,8 +241,10 @@ def _marks(vote: Vote, i: int) -> list[str]:
 
 
 def comparisons(count: int, sides: int, rivals: int = 0) -> list[tuple[int, ...]]:
-    """Returns the comparisons in a group of `count` answers: each alone, or each pair once; with `rivals` each answer
-    with the next so many, around a circle. A single answer is compared with itself.
+    """Returns the comparisons in a group of `count` answers: each answer alone, or each pair once.
+
+    With `rivals` each answer is compared only with the `rivals` answers after it, around a circle. A single answer is
+    compared with itself.
 
     >>> comparisons(3, 1), comparisons(3, 2), comparisons(4, 2, rivals=1), comparisons(1, 2)
     ([(0,), (1,), (2,)], [(0, 1), (0, 2), (1, 2)], [(0, 1), (1, 2), (2, 3), (0, 3)], [(0, 0)])
@@ -248,8 +253,8 @@ def comparisons(count: int, sides: int, rivals: int = 0) -> list[tuple[int, ...]
         return [(i,) for i in range(count)]
     if count == 1:
         return [(0, 0)]
-    # Each answer meets `rivals` behind it and `rivals` before it on the circle: with
-    # so many it meets everybody, and around the circle some pairs would come twice.
+    # Each answer meets `rivals` answers after it and `rivals` before it on the circle. Where
+    # 2 * rivals reaches count - 1 it meets all others, and the circle would give some pairs twice.
     if not rivals or 2 * rivals >= count - 1:
         return [(i, j) for i in range(count) for j in range(i + 1, count)]
     return [(min(i, j), max(i, j)) for i in range(count) for j in ((i + d) % count for d in range(1, rivals + 1))]
@@ -258,7 +263,7 @@ def comparisons(count: int, sides: int, rivals: int = 0) -> list[tuple[int, ...]
 def _shared(a: np.ndarray, b: np.ndarray) -> int:
     """The number of tokens with which both begin."""
     most = min(len(a), len(b))
-    # The True at the end stands for two that are alike as far as both go.
+    # The True at the end is found where the shorter array is a beginning of the longer one.
     return int(np.argmax(np.append(a[:most] != b[:most], True)))
 
 
@@ -291,8 +296,8 @@ async def asked(judge: GenerativeJudge, tasks: Sequence[Task], votes: int) -> li
 
 
 def right(judging: Judging, task: Task, vote: Vote) -> bool:
-    """Eq. 10 of 2504.02495: whether the better side has the highest score. It is the pair's label that says which one
-    is better, never a vote."""
+    """Whether the better side has the highest score (2504.02495, Eq. 10). The pair's label says which side is better,
+    never a vote."""
     return chosen(vote.scores) == judging.better(task)
 
 
@@ -328,8 +333,10 @@ def meta_rows(judging: Judging, judged: Sequence[JudgedTask]) -> list[dict[str, 
 
 
 def labels_are_the_pairs(judging: Judging, labelled: Sequence[tuple[Task, Vote, bool]]) -> None:
-    """InvariantError where a label is not whether the vote names the pair's better side, counted a second way: over all
-    judgements of a pair, the good ones name one side alone, and that is the better one."""
+    """InvariantError where a judgement that is labelled good names another side than the pair's better one.
+
+    This checks the labels in a second way: it counts the sides that good judgements name, over all pairs.
+    """
     named: Counter[tuple[str, int | None]] = Counter()
     better = {task.id: judging.better(task) for task, _, _ in labelled}
     for task, vote, good in labelled:

@@ -1,5 +1,8 @@
-"""A policy that learned to verify as a process reward model: it reads an answer up to the end of each step, writes its
-reasoning and a verdict, and the step's score is the chance of Yes after that reasoning (2504.16828, 2504.00891)."""
+"""A process reward model that writes: a policy that learned to verify judges each step of an answer.
+
+It reads the answer up to the end of a step, and writes its reasoning and a verdict. The step's score is the chance of
+Yes after that reasoning (2504.16828, 2504.00891).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ class GenerativeStepJudge:
     """`core.ports.EpisodeJudge` of a verifier that writes.
 
     Every beginning of an answer that ends with a step is verified `votes` times. Equal beginnings of siblings
-    are verified once. What the scores become is a choice of the reward, as for every process reward model.
+    are verified once. The reward says what becomes of the scores (`step_judge.step_verdicts`), as for every process
+    reward model.
     """
 
     verifier: GenerativeJudge
@@ -72,18 +76,18 @@ class GenerativeStepJudge:
         ends = [self.steps(e) for e in episodes]
         texts = [self.beginnings(e) if upto else [] for e, upto in zip(episodes, ends, strict=True)]
         asked: dict[str, tuple[Episode, int]] = {}
-        for e, upto, own in zip(episodes, ends, texts, strict=True):
-            for number, (end, text) in enumerate(zip(upto, own, strict=True), 1):
-                # The step's end in characters must lie within its last token,
-                # else text and token number are of different steps.
-                said = [self.ends.text(_said(e)[:n]) for n in (end - 1, end)]
-                reads_to_the_step(text, said[0], said[1], f"task {e.task.id!r}, step {number} of {len(upto)}")
-                # In order of siblings: the first that has this beginning gives
-                # its place to the random numbers, whoever is verified first.
+        for e, upto, beginnings in zip(episodes, ends, texts, strict=True):
+            for number, (end, text) in enumerate(zip(upto, beginnings, strict=True), 1):
+                # The step's end in characters must lie within its last token:
+                # else the text and the number of tokens belong to different steps.
+                prefixes = [self.ends.text(_said(e)[:n]) for n in (end - 1, end)]
+                reads_to_the_step(text, prefixes[0], prefixes[1], f"task {e.task.id!r}, step {number} of {len(upto)}")
+                # In order of siblings: the random numbers are those of the first sibling
+                # with this beginning, whichever is verified first.
                 asked.setdefault(text, (e, number))
-        found = [self.verified(e.task, text, e.visit, e.sibling, number) for text, (e, number) in asked.items()]
-        votes = dict(zip(asked, await together(found), strict=True))
-        return [self._given(upto, [votes[t] for t in own]) for upto, own in zip(ends, texts, strict=True)]
+        asking = [self.verified(e.task, text, e.visit, e.sibling, number) for text, (e, number) in asked.items()]
+        votes = dict(zip(asked, await together(asking), strict=True))
+        return [self._given(upto, [votes[t] for t in beginnings]) for upto, beginnings in zip(ends, texts, strict=True)]
 
     def steps(self, e: Episode) -> tuple[int, ...]:
         """Returns the number of spoken tokens up to the end of each step.
@@ -92,10 +96,11 @@ class GenerativeStepJudge:
             ConfigError: the episode has several turns.
         """
         one_turn(self.name, e)
-        said = _said(e)
-        return self.ends.upto(said, step_ends(self.ends.text(said), self.separator)) if len(said) else ()
+        spoken = _said(e)
+        return self.ends.upto(spoken, step_ends(self.ends.text(spoken), self.separator)) if len(spoken) else ()
 
     def beginnings(self, e: Episode) -> list[str]:
+        """The answer's text up to the end of each step."""
         text = self.ends.text(_said(e))
         return [text[:end] for end in step_ends(text, self.separator)]
 
@@ -110,7 +115,7 @@ class GenerativeStepJudge:
         kept = self.verifier.kept(votes)
         chance = await together([self._chance(v) for v in votes])
         marks = [UNREAD if c is None else f"{c:.12g}" + ("" if k in kept else LEFT_OUT) for k, c in enumerate(chance)]
-        # Of the votes that count, each gives its chance: fsum makes the mean independent of their order.
+        # The mean chance of the votes that count. fsum makes it independent of their order.
         counted = [c for k in kept if (c := chance[k]) is not None]
         if not counted:
             return StepVotes(None, ",".join(marks), f"such as {votes[0].text[-60:]!r}")
@@ -132,11 +137,12 @@ class GenerativeStepJudge:
         return chance_of_yes(yes, no)
 
     def _given(self, ends: Sequence[int], votes: Sequence[StepVotes]) -> tuple[Judged, ...]:
+        """The verdicts about one answer, from the end and the votes of each step."""
         r = self.reward
         if not ends:
             return (Judged(self.name, r.weight, Verdict.abstain("it has no step"), measured=r.measured, by_model=True),)
         scores = [v.score for v in votes if v.score is not None]
-        # One unread step fails the whole answer: scores of the other steps would be taken for those of all.
+        # One unread step fails the whole answer: the other scores would be read as those of all steps.
         if len(scores) < len(votes):
             bad = next(i for i, v in enumerate(votes) if v.score is None)
             why = f"no vote about step {bad + 1} has a verdict: {votes[bad].sample}"
@@ -159,4 +165,5 @@ def reads_to_the_step(text: str, before: str, upto: str, step: str) -> None:
 
 
 def _said(e: Episode) -> np.ndarray:
+    """The spoken tokens of an answer of one turn."""
     return e.segments[-1].ids[e.segments[-1].mask]

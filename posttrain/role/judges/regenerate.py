@@ -1,8 +1,9 @@
-"""Wrong answers said anew from their first wrong step, on beginnings that the engine has computed already.
+"""Regeneration: a wrong answer is continued anew from the end of its last right step.
 
-The first wrong step is found by completions, or by the scores that the answer's steps have. Completions halve the steps
-(2406.06592): the first half is right if any completion from its end is, because a completion keeps what stands before
-it. An answer of L steps needs log2 L of such questions, rounded up.
+The first wrong step is found by completions, or by the scores that the answer's steps have. The search by completions
+halves the steps (2406.06592). If any completion from the end of the first half is right, then the first half is right,
+because a completion keeps these steps. An answer of L steps needs log2 L such tests, rounded up. The beginnings of
+completions are in the engine's cache already.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ From = Callable[[int], Awaitable[tuple[Episode, ...]]]
 
 @dataclass(frozen=True, eq=False)
 class RegeneratedAnswer:
-    """A wrong answer, with where it was said anew."""
+    """A wrong answer, the place of its first wrong step, and completions from its steps."""
 
     episode: Episode
     ends: tuple[int, ...]
@@ -60,32 +61,33 @@ def right_steps(scores: Sequence[float], at: float) -> int:
 
 
 def scored_steps(e: Episode) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The end of each step that has a score, and the scores. Where steps end with the same token, it is one step with
-    the lowest of their scores: nothing can be said anew between them.
+    """The end of each step that has a score, and the scores. Steps that end with the same token count as one step with
+    the lowest of their scores, because no completion can start between them.
 
     Raises:
         ConfigError: two sources score its steps.
     """
-    own = [j for j in e.verdicts if j.end is not None and not j.paid and j.verdict.score is not None]
-    if len(sources := {j.source for j in own}) > 1:
+    of_steps = [j for j in e.verdicts if j.end is not None and not j.paid and j.verdict.score is not None]
+    if len(sources := {j.source for j in of_steps}) > 1:
         raise ConfigError(
             f"the steps of an answer to task {e.task.id!r} have scores of {' and '.join(sorted(sources))}, and one of"
             " them must find the first wrong step: leave one out of env.rewards"
         )
     lowest: dict[int, float] = {}
     # Descending, so that the lowest score of an end is written last and stays.
-    for end, score in sorted(((j.end or 0, j.verdict.score or 0.0) for j in own), reverse=True):
+    for end, score in sorted(((j.end or 0, j.verdict.score or 0.0) for j in of_steps), reverse=True):
         lowest[end] = score
     ordered = sorted(lowest.items())
     return tuple(end for end, _ in ordered), tuple(score for _, score in ordered)
 
 
 async def halved(steps: int, from_step: From) -> tuple[int, dict[int, tuple[Episode, ...]]] | None:
-    """(steps before the first wrong one, the completions that were asked) of a wrong answer with so many steps. None:
-    at some step no completion could be judged, so nothing is known."""
+    """(steps before the first wrong one, the completions that were asked) of a wrong answer with `steps` steps. None
+    where no completion of some step could be judged, so that nothing is known."""
     asked: dict[int, tuple[Episode, ...]] = {}
-    # Bisection, since from one wrong step on nothing ends right: log2(steps) rounds of completions instead of all.
-    low, high = 0, steps  # the first `low` steps can end right, the first `high` ones cannot
+    # Bisection takes log2(steps) rounds of completions. It assumes that after a wrong step no completion is right.
+    # After the first `low` steps a completion can be right, after the first `high` steps it cannot.
+    low, high = 0, steps
     while high - low > 1:
         middle = (low + high) // 2
         asked[middle] = await from_step(middle)
@@ -129,15 +131,15 @@ class Regenerator:
         judging = SiblingVerdicts(self.labeler.rollout.environment)
         first: dict[bytes, Episode] = {}
         wrong = [(e, self._ends(e)) for e in wrong_ones(group)]
-        # Before anything is asked: which sibling stands for a
-        # beginning follows from their order, not from who asks first.
+        # This is set before anything is asked: the sibling that completes a
+        # beginning follows from the order of siblings, not from who asks first.
         for e, ends in wrong:
             for upto in ends:
                 first.setdefault(self.labeler.said(e)[:upto].tobytes(), e)
         try:
             found = await together([self._answer(e, ends, first, known, judging) for e, ends in wrong])
         finally:
-            # Completions are tasks of their own, which several answers may wait for. After an error nobody does.
+            # Several answers may wait for one task of completions. After an error nobody waits for it.
             for task in known.values():
                 task.cancel()
             await judging.close()
@@ -165,7 +167,7 @@ class Regenerator:
         if self.how.by == "completions":
             found = await halved(len(ends), from_step)
             return None if found is None else RegeneratedAnswer(e, ends, *found)
-        # All steps are scored well and the answer is wrong: its scores do not say where it went wrong.
+        # `kept == len(ends)`: all steps have good scores though the answer is wrong, so nothing is known.
         kept = right_steps(scored_steps(e)[1], self.how.at)
         if kept == len(ends):
             return None
@@ -173,11 +175,12 @@ class Regenerator:
 
 
 def wrong_ones(group: Group) -> list[Episode]:
+    """The group's answers that were judged and are not right."""
     return [e for e in group.episodes if e.figure is not None and not e.right.of(e.figure)]
 
 
 def regenerated_gauges(answers: Sequence[RegeneratedAnswer]) -> Gauges:
-    # A set, since siblings that begin alike share their completions.
+    # A set, because siblings with the same beginning share its completions.
     completions = {c for a in answers for own in a.asked.values() for c in own}
     return {
         "reject/right_steps": Gauge(sum(a.kept for a in answers), sum(len(a.ends) for a in answers)),

@@ -47,7 +47,7 @@ class JudgeMember:
     reads_last: bool = False
     """Whether its head reads the last token, and nothing else."""
     blank: int | None = None
-    """The token that its head passes over at the end of a sequence; None: none."""
+    """The token that its head ignores at the end of a sequence; None: it ignores none."""
     stage: str = ""
     """The stage of this run that trained it; '' for any other."""
 
@@ -59,8 +59,8 @@ class JudgeMember:
             DataError: it cannot be encoded, or is too long for the model.
         """
         if self.renderer is None:
-            said = episode.segments[-1]
-            ids, mask = said.ids, said.mask
+            last = episode.segments[-1]
+            ids, mask = last.ids, last.mask
         else:
             if len(episode.turns) > 1:
                 raise ConfigError(
@@ -107,21 +107,21 @@ class RewardModelJudge:
 
     def verdicts(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
         """One verdict about each episode. What a model cannot read or score is `failed`."""
-        found = [self._scores(member, episodes) for member in self.members]
-        given = [self._verdict([f[i] for f in found]) for i in range(len(episodes))]
+        scores_K = [self._scores(member, episodes) for member in self.members]
+        verdicts = [self._verdict([f[i] for f in scores_K]) for i in range(len(episodes))]
         return [
             (Judged(self.name, self.weight, v, None, False, self.resolution, self.measured, by_model=True),)
-            for v in given
+            for v in verdicts
         ]
 
     def _scores(self, member: JudgeMember, episodes: Sequence[Episode]) -> list[float | str]:
-        """Its score of each episode, or why there is none."""
+        """One model's score of each episode, or the reason why there is none."""
         out: list[float | str] = []
         read: list[Segment] = []
         for episode in episodes:
             try:
                 read.append(member.segment(episode))
-                # It holds the place of a score that comes with the batch below.
+                # A number in the place of the score, which the batch below computes.
                 out.append(0.0)
             except DataError as error:
                 out.append(f"{member.name}: {error}")
@@ -146,8 +146,7 @@ class RewardModelJudge:
 
 
 def combined(score_KS: np.ndarray, combine: Combine, pessimism: float) -> np.ndarray:
-    """[K, S] -> [S]: the scores of K models as one: mean - pessimism * std (of the K models as they are), or the
-    worst.
+    """[K, S] -> [S]: the scores of K models as one: mean - pessimism * std (ddof 0), or the worst.
 
     >>> combined(np.array([[1.0, 2.0], [3.0, 2.0]]), "mean", 0.5).tolist()
     [1.5, 2.0]
@@ -156,6 +155,6 @@ def combined(score_KS: np.ndarray, combine: Combine, pessimism: float) -> np.nda
     """
     if combine == "worst":
         return score_KS.min(0)
-    # Models that disagree about an answer have not seen its like:
-    # there an optimum of the mean would be an optimum of their errors.
+    # Models disagree about answers that are unlike their training data. There the
+    # highest mean would reward their errors, so disagreement is subtracted.
     return score_KS.mean(0) - pessimism * score_KS.std(0)

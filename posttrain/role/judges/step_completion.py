@@ -42,32 +42,38 @@ class TokenEnds:
     _widths: dict[int, int] = field(default_factory=dict[int, int])
 
     def upto(self, ids: np.ndarray, ends: Sequence[int]) -> tuple[int, ...]:
-        """Returns the number of the answer's tokens that make so many characters, for each of `ends`, which rise. The
-        last step ends with the last token, the stop token included.
+        """Returns for each step the number of tokens up to its end. The last step ends with the last token, the stop
+        token included.
 
-        A token that two steps share belongs to the first of them. A step that would have no token of its own ends
-        where the one before it does, which the caller sees as two equal numbers.
+        A token that two steps share belongs to the first of them. A step without a token of its own ends at the same
+        token as the step before it: the caller then sees two equal numbers.
+
+        Args:
+            ends: the number of characters up to the end of each step, rising.
         """
         if not ends:
             return ()
-        # Decoding single tokens once and adding up is linear. It is right where the widths sum to the
-        # whole text; bytes of a character in several tokens break that, and then prefixes are decoded.
+        # Adding up the widths of single tokens takes linear time. It is right where the widths sum to the
+        # length of the whole text. A character whose bytes lie in several tokens breaks this: then prefixes
+        # are decoded instead.
         widths = [self._width(int(i)) for i in ids]
         whole = len(self.text(ids))
         if sum(widths) == whole:  # each token has its own text, as almost all tokenizers write it
             # The first token whose text reaches the end of the step; + 1 makes a number of tokens of its index.
             upto_T = np.cumsum(widths)
-            found = np.searchsorted(upto_T, np.array(ends[:-1], np.int64)) + 1
+            tokens_before = np.searchsorted(upto_T, np.array(ends[:-1], np.int64)) + 1
         else:
-            found = [self._bisected(ids, end) for end in ends[:-1]]
-        return (*(int(n) for n in found), len(ids))
+            tokens_before = [self._bisected(ids, end) for end in ends[:-1]]
+        return (*(int(n) for n in tokens_before), len(ids))
 
     def _width(self, token: int) -> int:
+        """The number of characters of a token that is decoded alone."""
         if token not in self._widths:
             self._widths[token] = len(self.text(np.array([token], np.int32)))
         return self._widths[token]
 
     def _bisected(self, ids: np.ndarray, characters: int) -> int:
+        """The least number of tokens whose text has this many characters."""
         return bisect_left(range(len(ids)), characters, key=lambda n: len(self.text(ids[:n])))
 
 
@@ -87,14 +93,14 @@ class ContinuedSampler:
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         """The tokens said before, and what the engine says after them: at most `max_tokens` together."""
         begun = self.said
-        # It is one turn: what was said before counts in its limits.
+        # Both parts are one turn: the tokens said before count in its limits.
         left = sampling.max_tokens - len(begun.ids)
         if left < 1:
             return replace(begun, stop=Stop.LENGTH)
         rest = replace(sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - len(begun.ids)))
         new = await self.inner.generate(np.concatenate([ids, begun.ids]).astype(np.int32), rest, place)
         sets = None if begun.kept is None else [*begun.kept.sets(), *(new.kept.sets() if new.kept else [])]
-        # A transcript wants the kept set of every token that was said, the ones said before included.
+        # A transcript needs the kept set of every spoken token, those of `said` included.
         kept = None if sets is None else TruncationSets.of(sets)
         return SampledTurn(
             np.concatenate([begun.ids, new.ids]).astype(np.int32),
@@ -125,7 +131,7 @@ class LabelledAnswer:
 
     episode: Episode
     steps: tuple[str, ...]
-    """Joined they are what the policy said."""
+    """The steps' texts. Joined, they are the answer of the policy."""
     tokens: tuple[int, ...]
     """Spoken tokens up to the end of each step."""
     values: StepValues
@@ -134,7 +140,7 @@ class LabelledAnswer:
     completions: tuple[tuple[Episode, ...], ...] = ()
     """The completions from the end of each step. Of the last step of an answer that ended: the answer itself."""
     early: bool = False
-    """Whether it is the beginning of another one, and the policy itself did not end there."""
+    """Whether this is the shortened beginning of another answer: the policy itself did not end here."""
 
     def row(self, step: int) -> dict[str, Any]:
         """The labels as a row of a data file, as `environment.judged.judged_rows` reads it. `step`: of the stage."""
@@ -167,8 +173,8 @@ class StepLabeler:
     stream: str
 
     async def label(self, groups: Sequence[Group]) -> tuple[LabelledAnswer, ...]:
-        """Every judged answer with at least one step, in order. Answers that could not be judged are left out, and
-        so are those of which all completions of a step could not be.
+        """Every judged answer with at least one step, in order. An answer is left out where it could not be judged, or
+        where none of the completions of one of its steps could be judged.
 
         Raises:
             ConfigError: an answer has several turns.
@@ -192,13 +198,15 @@ class StepLabeler:
         return [*whole, *(x for x in early if x is not None)]
 
     async def _early(self, answer: LabelledAnswer, judging: SiblingVerdicts) -> LabelledAnswer | None:
-        """The answer as one that ends after one of its earlier steps, without the separator behind it. None where it
-        has one step, where nothing is a stop token, where no token ends before the separator, or where the environment
-        could not judge it."""
+        """The answer as if it had ended after one of its earlier steps, without the separator behind this step.
+
+        None where the answer has one step, where there is no stop token, where no token ends before the separator, or
+        where the environment could not judge the shortened answer.
+        """
         e, stage = answer.episode, self.stage
         if len(answer.steps) < 2 or not self.sampling.stop_ids:
             return None
-        # Which step it ends after is drawn at a place of its own, so that no completion is drawn otherwise for it.
+        # The step is drawn with random numbers of its own, so the random numbers of completions stay the same.
         place = (f"{self.stream}/early", e.task.id, e.visit, e.sibling)
         number = int(seeds.generator(self.rollout.seed, *place).integers(1, len(answer.steps)))
         text = "".join(answer.steps[:number]).rstrip()
@@ -206,7 +214,7 @@ class StepLabeler:
         while text.endswith(stage.separator):
             text = text.removesuffix(stage.separator).rstrip()
         upto, _ = self.ends.upto(self.said(e), (len(text), len(e.text)))
-        # No token ends at this character, so no sequence of tokens is this text.
+        # Where no token ends at this character, no beginning of the tokens has this text.
         if self.ends.text(self.said(e)[:upto]) != text:
             return None
         # The environment is played with the shortened answer, so that it is judged, and stopped, as any answer.
@@ -214,17 +222,18 @@ class StepLabeler:
             self.rollout, sampler=RecitedSampler(self.rollout.sampler, ended(e, upto, self.sampling)), judges=()
         )
         stream = f"{self.stream}/early/{e.sibling}"
-        own = await ends.episode(e.task, e.visit, e.sibling, self.sampling, stream, judging=judging)
-        if own.figure is None or own.stop not in ENDED:
+        shortened = await ends.episode(e.task, e.visit, e.sibling, self.sampling, stream, judging=judging)
+        if shortened.figure is None or shortened.stop not in ENDED:
             return None
         # The steps before the last one keep their labels: their completions go on from
         # places before the new end. The last step is judged by this answer itself, once.
-        tokens, before = self.cut(own), slice(number - 1)
+        tokens, before = self.cut(shortened), slice(number - 1)
         values = StepValues(
-            right=(*answer.values.right[before], int(own.right.of(own.figure))), asked=(*answer.values.asked[before], 1)
+            right=(*answer.values.right[before], int(shortened.right.of(shortened.figure))),
+            asked=(*answer.values.asked[before], 1),
         )
-        steps, completions = steps_of_text(own.text, stage.separator), (*answer.completions[before], (own,))
-        return LabelledAnswer(own, steps, tokens, values, self.soft(values), completions, early=True)
+        steps, completions = steps_of_text(shortened.text, stage.separator), (*answer.completions[before], (shortened,))
+        return LabelledAnswer(shortened, steps, tokens, values, self.soft(values), completions, early=True)
 
     async def _answer(
         self, e: Episode, known: dict[bytes, asyncio.Task[tuple[Episode, ...]]], judging: SiblingVerdicts
@@ -266,7 +275,8 @@ class StepLabeler:
         return e.segments[-1].ids[e.segments[-1].mask]
 
     def cut(self, e: Episode) -> tuple[int, ...]:
-        """Spoken tokens up to the end of each step. None where it has no step, or two steps end with one token."""
+        """Spoken tokens up to the end of each step. Empty where there is no step, or where two steps end with the same
+        token."""
         tokens = self.ends.upto(self.said(e), step_ends(e.text, self.stage.separator))
         return tokens if len(set(tokens)) == len(tokens) else ()
 
@@ -300,11 +310,14 @@ class StepLabeler:
 
 
 def ended(e: Episode, upto: int, sampling: Sampling) -> SampledTurn:
-    """The first `upto` tokens that the policy said, and a stop token, which it did not say there: its log-prob is
-    written as 0, as those of demonstrations are. Nothing is learned from them as samples."""
+    """The first `upto` tokens that the policy said, and a stop token that it did not say there.
+
+    The log-prob of the stop token is written as 0, as in demonstrations. Nothing is learned from these tokens as
+    samples.
+    """
     first = begun(e, upto)
     stop, zero = np.array((sampling.stop_ids or ())[:1], np.int32), np.zeros(1, np.float32)
-    # The stop token was not drawn, so the set that it would have been drawn from is unknown: it alone stands for it.
+    # The stop token was not drawn, so the set that truncation would have kept is unknown. It holds the token alone.
     kept = None if first.kept is None else TruncationSets.of([*first.kept.sets(), stop])
     version = np.concatenate([first.version, first.version[-1:]])
     return SampledTurn(np.concatenate([first.ids, stop]), np.concatenate([first.logp, zero]), version, Stop.SAID, kept)

@@ -1,4 +1,4 @@
-"""The labels of steps as a stream of a minibatch, and a process reward model's score at every token."""
+"""Process reward models: the labels of steps as a stream to train them, and their judge of the steps of an answer."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def step_scores(learner: TokenScorer, packed: Packed) -> np.ndarray:
     learner.train_mode(False)
     out: list[np.ndarray] = []
     with torch.no_grad():
-        # Parts in order, so their scores are joined as they come.
+        # `split` keeps the order, so the scores of the parts are simply joined.
         for part in packed.split(SCORE_TOKENS):
-            given = learner.forward(part, Reads(rewards=True, logp=False)).rewards
-            out.append(torch.sigmoid(given.outputs[:, 0].double()).cpu().numpy())
+            rewards = learner.forward(part, Reads(rewards=True, logp=False)).rewards
+            out.append(torch.sigmoid(rewards.outputs[:, 0].double()).cpu().numpy())
     return np.concatenate(out)
 
 
@@ -69,17 +69,17 @@ def step_labels(judged: Sequence[Judgement], stage: RewardModel, batch: Batch, e
             )
         if stage.soft and not j.values:
             raise j.told(f"it has no values, and {stage.name}.soft=true learns them; set {stage.name}.soft=false")
-        own = slice(int(first[s]), int(first[s + 1]))
-        tokens = ends.upto(batch.target_M[own], joined(j.steps, j.separator)[1])
+        tokens_of_row = slice(int(first[s]), int(first[s + 1]))
+        tokens = ends.upto(batch.target_M[tokens_of_row], joined(j.steps, j.separator)[1])
         if len(set(tokens)) < len(tokens):
             raise j.told("two of its steps end in the same token: leave the row out, or use a separator of its own")
         # NaN is no label: the loss leaves such a token out.
         hard = [{1: 1.0, 0: math.nan, -1: 0.0}[x] for x in j.labels]
-        said = list(j.values) if stage.soft else hard
-        if all(math.isnan(x) for x in said):
+        wanted = list(j.values) if stage.soft else hard
+        if all(math.isnan(x) for x in wanted):
             raise j.told("none of its steps is right or wrong: leave the row out")
-        # `out[own]` is a view, so this writes into `out`; number of tokens less 1 is the index of the last one.
-        out[own][np.array(tokens) - 1] = said
+        # `out[...]` of a slice is a view, so this writes into `out`. A count of n tokens ends at index n - 1.
+        out[tokens_of_row][np.array(tokens) - 1] = wanted
     return out
 
 
@@ -95,8 +95,9 @@ class StepScorer(Protocol):
 class StepJudge:
     """`core.ports.EpisodeJudge` of a process reward model.
 
-    What it gives is a choice of the reward (`config.env.Reward.steps`): a score of each step, which is no part of the
-    outcome; the same as payments at the ends of the steps; or one verdict, the steps' scores as one number.
+    The reward chooses the form of its verdicts (`config.env.Reward.steps`). score: a score of each step, which is no
+    part of the outcome. pay: the same scores as payments at the ends of the steps. outcome: one verdict, with the
+    steps' scores as one number.
     """
 
     name: str
@@ -116,23 +117,23 @@ class StepJudge:
         """The verdicts about each episode. What the model cannot read is `failed`; an answer without a step is
         abstained from."""
         read: list[Segment] = []
-        found: list[tuple[int, ...] | Verdict] = []
+        ends_or_verdict: list[tuple[int, ...] | Verdict] = []
         for e in episodes:
             ends = self.steps(e)
             try:
                 segment = self.member.segment(e) if ends else None
             except DataError as error:
-                found.append(Verdict.failed("unreadable", str(error)))
+                ends_or_verdict.append(Verdict.failed("unreadable", str(error)))
                 continue
-            found.append(ends or Verdict.abstain("it has no step"))
+            ends_or_verdict.append(ends or Verdict.abstain("it has no step"))
             read += [] if segment is None else [segment]
-        # Only episodes with a segment were read. They are taken back in order, and the others keep their verdict.
+        # Only episodes with a segment were scored. Their scores come in order; the others have their verdict already.
         scored = iter(self._scores(read))
         return [
             (Judged(self.name, self.reward.weight, f, measured=self.reward.measured, by_model=True),)
             if isinstance(f, Verdict)
             else self.given(f, next(scored)[np.array(f) - 1].tolist())
-            for f in found
+            for f in ends_or_verdict
         ]
 
     def steps(self, e: Episode) -> tuple[int, ...]:
@@ -186,6 +187,7 @@ def step_verdicts(
 
 
 def paid_by(r: Reward) -> str:
+    """What a process reward model's scores become under this reward, in words for people."""
     what = {
         "score": "each step's score, read by algorithms that compare steps",
         "pay": "each step's score, paid at its end",

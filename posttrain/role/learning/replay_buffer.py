@@ -44,14 +44,14 @@ class ReplayBuffer:
             apart: the mean of |log(policy / sampler)| over a group's tokens, now.
         """
         left = Counter[str]()
-        # Age first, since it costs nothing. The ratio needs a forward pass for each group
-        # that is looked at, so groups are looked at in random order until there are enough.
+        # Age comes first, because it costs nothing. The ratio needs a forward pass for each group that
+        # is tested, so groups are tested in random order only until enough are chosen.
         self._leave(left, "age", [b for b in self.held if step - b.step > self.config.age])
         chosen = list[BufferedGroup]()
         for one in self._order(step):
             if len(chosen) == self.config.groups:
                 break
-            # A group that is too far away now is not asked about again: it leaves for good.
+            # A group whose policy is too far away now leaves for good: it is not tested again.
             if self.config.ratio is not None and apart(one.group) > self.config.ratio:
                 self._leave(left, "ratio", [one])
             else:
@@ -64,8 +64,8 @@ class ReplayBuffer:
             "replay/left_by_age": Gauge(left["age"], 1),
             "replay/left_by_ratio": Gauge(left["ratio"], 1),
         }
-        less = [self.config.discount**age for age in ages]
-        return tuple(replace(b.group, again=True, discount=d) for b, d in zip(chosen, less, strict=True))
+        discounts = [self.config.discount**age for age in ages]
+        return tuple(replace(b.group, again=True, discount=d) for b, d in zip(chosen, discounts, strict=True))
 
     def add(self, step: int, groups: Sequence[Group]) -> None:
         """Take in the groups that a step has learned from for the first time. The oldest ones leave for them."""
@@ -88,6 +88,7 @@ class ReplayBuffer:
         self.held = [BufferedGroup(g, r.begun) for r, g in zip(rows, groups, strict=True)]
 
     def _leave(self, left: Counter[str], why: str, gone: Sequence[BufferedGroup]) -> None:
+        """Remove these groups, and count them in `left` under the reason `why`."""
         left[why] += len(gone)
         out = {id(b) for b in gone}
         self.held = [b for b in self.held if id(b) not in out]
@@ -101,8 +102,8 @@ class ReplayBuffer:
         before = Counter[str]()
         rounds = list[int]()
         for b in mixed:
-            # How many groups of the same prompt stand before it. A stable sort by that takes one
-            # of each prompt, then a second of each, and keeps the random order within a round.
+            # The round of a group is the number of groups of the same prompt before it. A stable sort by rounds takes
+            # one group of each prompt, then a second of each. Within a round the random order stays.
             rounds.append(before[b.group.task.id])
             before[b.group.task.id] += 1
         return [mixed[i] for i in np.argsort(np.array(rounds, np.int64), kind="stable")]

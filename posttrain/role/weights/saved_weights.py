@@ -1,8 +1,8 @@
-"""Tensors on disk that several processes wrote, each its own parts, and that any number of processes read.
+"""Weights and optimizer state on disk, which any number of processes write and read, and copies of weights in memory.
 
-One process writes `weights.safetensors`, as always. Of n processes each writes `weights-00001-of-0000n.safetensors`
-and so on: its parts under the names of the tensors, and in the metadata where each part lies. Whoever reads asks for
-the box of a tensor that it needs, and reads no more than that.
+A single process writes `weights.safetensors`. Of n processes each writes a file of its own, such as
+`weights-00001-of-00004.safetensors`. It holds the process's parts under the names of the tensors; its metadata says
+where each part lies. A reader asks for the box of a tensor that it needs, and reads only that from the files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from posttrain.system import read_untrusted
 from posttrain.system.errors import RunFolderError
 
 LIE = "shards"
-"""The metadata of a part: for each tensor its full shape, and where the part begins."""
+"""Key in the metadata of a file of parts: for each tensor its full shape, and where the part begins."""
+# Of `weights-00002-of-00004`: the groups 00002 and 00004.
 PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 BROKEN = (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError, IndexError)
 """Errors that a damaged file raises."""
@@ -42,7 +43,7 @@ def part_files(path: Path) -> list[Path]:
     Raises:
         RunFolderError: some parts are missing, or parts of two writers lie beside each other.
     """
-    # Five digits with zeros: the order of names is that of ranks.
+    # Five digits with leading zeros: sorted names are in the order of ranks.
     found = sorted(p for p in path.parent.glob(f"{path.stem}-*{path.suffix}") if PART.search(p.stem))
     if path.exists() or not found:
         return [path] if path.exists() else []
@@ -58,10 +59,10 @@ def part_files(path: Path) -> list[Path]:
 def write_part(path: Path, shards: Iterable[Shard], rank: int, world: int) -> None:
     """Write this process's parts. A tensor that every process has whole is written by the first one."""
     # Empty parts are not written: safetensors would hold a name with nothing in it.
-    own = {s.name: s for s in shards if (s.whole and rank == 0) or (s.tensor.numel() and not s.whole)}
-    tensors = {name: s.tensor.detach().contiguous() for name, s in own.items()}
-    lie = {name: [list(s.shape), list(s.offsets)] for name, s in own.items()}
-    save_file(tensors, part_name(path, rank, world), None if world == 1 else {LIE: json.dumps(lie)})
+    shards_by_name = {s.name: s for s in shards if (s.whole and rank == 0) or (s.tensor.numel() and not s.whole)}
+    tensors = {name: s.tensor.detach().contiguous() for name, s in shards_by_name.items()}
+    places = {name: [list(s.shape), list(s.offsets)] for name, s in shards_by_name.items()}
+    save_file(tensors, part_name(path, rank, world), None if world == 1 else {LIE: json.dumps(places)})
 
 
 class SavedTensors:
@@ -86,12 +87,12 @@ class SavedTensors:
                 raise self.damaged(error) from error
 
     def _read(self, file: Path, parts: bool) -> None:
-        with safe_open(file, "pt") as held:
+        with safe_open(file, "pt") as opened:
             # A file that is alone holds whole tensors and needs no places.
-            lie: dict[str, Any] = json.loads(held.metadata()[LIE]) if parts else {}
-            for name in held.keys():  # noqa: SIM118  # not a dictionary
-                size = tuple(held.get_slice(name).get_shape())
-                shape, begin = map(tuple, lie[name]) if parts else (size, (0,) * len(size))
+            places: dict[str, Any] = json.loads(opened.metadata()[LIE]) if parts else {}
+            for name in opened.keys():  # noqa: SIM118  # not a dictionary
+                size = tuple(opened.get_slice(name).get_shape())
+                shape, begin = map(tuple, places[name]) if parts else (size, (0,) * len(size))
                 # Every part says the full shape, and all must say the same.
                 if self.shapes.setdefault(name, shape) != shape or len(begin) != len(shape):
                     raise ValueError(f"parts of {name!r} say different shapes")
@@ -101,20 +102,20 @@ class SavedTensors:
         """The part of a tensor that begins at `begin` and is as large as `size`."""
         out: Tensor | None = None
         filled = 0
-        for file, at, held in self._parts[name]:
+        for file, at, part_size in self._parts[name]:
             # The box that this part and the wanted one have in common, in coordinates
             # of the whole tensor. Each side then subtracts its own begin.
             low = [max(a, b) for a, b in zip(at, begin, strict=True)]
-            high = [min(a + n, b + m) for a, n, b, m in zip(at, held, begin, size, strict=True)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(at, part_size, begin, size, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            there = tuple(slice(a - x, b - x) for a, b, x in zip(low, high, at, strict=True))
+            inside_part = tuple(slice(a - x, b - x) for a, b, x in zip(low, high, at, strict=True))
             try:
                 with safe_open(file, "pt") as opened:
-                    found: Tensor = opened.get_slice(name)[there] if there else opened.get_tensor(name)
+                    found: Tensor = opened.get_slice(name)[inside_part] if inside_part else opened.get_tensor(name)
             except BROKEN as error:
                 raise self.damaged(error) from error
-            # One part holds all that is wanted: no second tensor is made and copied into.
+            # Where one part holds the whole box it is returned as it is: no second tensor is filled.
             if tuple(found.shape) == size:
                 return found
             out = torch.empty(size, dtype=found.dtype) if out is None else out
@@ -182,8 +183,8 @@ def load_average(folder: Path, learner: Learner) -> None:
         RunFolderError: it has none.
     """
     load_weights(folder, learner)
-    held = _load(folder / OPTIMIZER) if part_files(folder / OPTIMIZER) else {}
-    averages = {n.removeprefix(AVERAGE): t for n, t in held.items() if n.startswith(AVERAGE)}
+    state = _load(folder / OPTIMIZER) if part_files(folder / OPTIMIZER) else {}
+    averages = {n.removeprefix(AVERAGE): t for n, t in state.items() if n.startswith(AVERAGE)}
     if not averages:
         raise RunFolderError(
             f"{folder} holds no moving average of the weights: a stage keeps one with optimizer.ema=0.99, in the"
