@@ -1,4 +1,7 @@
-"""The stage that learns from reward: `ask` and `learn` of the step, on the six roles."""
+"""The stage that learns from reward: its driver, the start of its roles, and the lines that it prints at the start.
+
+The step itself is `ask` and `learn` of `stages.training_step`.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +56,18 @@ class ReinforceState(StageState):
     walked: int = 0
     """Number of asked tasks whose groups a step has taken."""
     queue: tuple[QueuedGroup, ...] = ()
-    """Groups that were asked ahead, in order. Of those that had ended, the episodes lie beside the weights."""
+    """Groups that were asked ahead, in order. The episodes of groups that had ended are files of the checkpoint."""
     replay: tuple[QueuedGroup, ...] = ()
-    """Groups that the replay buffer held. `begun` is the step."""
+    """Groups that the replay buffer held. Their `begun` is the step that added them."""
     versions: tuple[int, ...] = ()
     """Versions of the weights at the beginning of the last steps."""
     memory: AdaptiveState = AdaptiveState()
-    """State that the algorithm remembers."""
+    """Adaptive coefficients and moving averages of the algorithm."""
     rates: dict[str, float] = field(default_factory=dict[str, float])
     visits: dict[str, int] = field(default_factory=dict[str, int])
     """Pass rates (`rates`) and visits of each task that a curriculum has seen."""
     reference: str = ""
-    """Name of the kept weights the reference was last refreshed with; '' where it never was."""
+    """Name of the kept weights with which the reference was last refreshed; '' where it never was."""
     implicit: str = ""
     """Fingerprint of the implicit process reward model; '' where the algorithm reads none."""
 
@@ -101,15 +104,16 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
                 f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has"
                 " nothing to choose from"
             )
-        # The push comes before the queue: groups of a checkpoint that had not ended are asked again at once, of these
-        # weights.
+        # The weights are pushed before the queue is resumed. Groups of the checkpoint that had not ended are asked
+        # again at once, and the engine must answer them with these weights.
         await parts.publish()
         self._resume_queue(checkpoint)
         await self.watch.begin(self.roles)
         return partial(ask, self.roles), partial(learn, self.roles)
 
     async def close(self) -> None:
-        # First, so that no push of a later stage waits for the groups that are cancelled here.
+        # First disconnect the queue from the weight sync. Else a push of a later stage would wait for the groups that
+        # are cancelled here.
         self.parts.sync.ready = self.parts.queue = None
         await self.roles.groups.close()
 
@@ -129,12 +133,12 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         state.replay, kept = (buffer.rows(), [b.group for b in buffer.held]) if buffer else ((), [])
         implicit = self.roles.implicit
         state.implicit = implicit.fingerprint() if implicit else ""
-        # What is to be written is fixed now. Files are written later, inside the checkpoint's folder.
+        # The groups to write are chosen now. `write` is called later, with the checkpoint's folder.
         written = [(name, groups) for name, groups in ((QUEUE, ended), (REPLAY, kept)) if groups]
 
         def write(folder: Path) -> None:
-            for name, found in written:
-                save_groups(folder / name, found)
+            for name, groups_of_file in written:
+                save_groups(folder / name, groups_of_file)
             if implicit is not None:
                 (folder / IMPLICIT).mkdir()
                 save_weights(folder / IMPLICIT, implicit.trainer.learner)
@@ -143,11 +147,15 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         return write
 
     def reads(self, packed: Packed) -> Reads:
-        a = self.stage.algorithm
-        # `reads` is asked for the warm-up, where only the number of candidates a token matters: any ids of the right
-        # shape do.
-        some = np.resize(packed.target_M, (packed.spoken, a.stores_top)) if a.stores_top else None
-        return Reads(a.entropy is not None, a.learns_values is not None, some, heard=a.hears)
+        algorithm = self.stage.algorithm
+        # `reads` is called for the warm-up only. There the number of candidates a token matters, and not which tokens
+        # they are: any ids of the right shape will do.
+        candidates_MK = (
+            np.resize(packed.target_M, (packed.spoken, algorithm.stores_top)) if algorithm.stores_top else None
+        )
+        return Reads(
+            algorithm.entropy is not None, algorithm.learns_values is not None, candidates_MK, heard=algorithm.hears
+        )
 
     def remember(self, asked: Experience, step: Step) -> Step:
         self.state.memory = self.roles.adaptive
@@ -166,7 +174,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         own = replace(stage.optimizer, lr=stage.optimizer.lr * baseline.lr_factor)
         learner, optimizer = self.parts.beside(own)
         model = ImplicitModel(Trainer(learner, optimizer, stage.micro_tokens), baseline.beta)
-        # `beside` has copied the policy as it is now. Since the stage began this model has learned by itself.
+        # `beside` has copied the present policy. In a resumed stage this model had already learned by itself, so its
+        # own weights are loaded.
         if checkpoint is not None:
             load_weights(checkpoint / IMPLICIT, learner)
             load_optimizer(checkpoint / IMPLICIT, optimizer)
@@ -202,10 +211,11 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         return Hints(how, self.setting.rollout, average)
 
     def _groups(self, prompts: Prompts, sampling: Sampling) -> GroupSource:
-        """Groups are played for the step that learns from them, or ahead of it."""
+        """The source of the groups: played for the step that learns from them (`StepGroups`), or ahead of it
+        (`GroupQueue`)."""
         stage, state, rollout, stream = self.stage, self.state, self.setting.rollout, stream_of(self.stage)
-        # A sample may be up to `most_behind` steps old, so the versions at the beginning of these steps and of this one
-        # are kept. A stage that begins had its first weights at all of them.
+        # A sample may be up to `most_behind` steps old. So the versions of the weights are kept for the present step
+        # and for `most_behind` steps before it. Where the stage begins, there is only the first version.
         begun = (self.trainer.version,) * stage.most_behind
         versions = deque(state.versions or begun, maxlen=stage.most_behind + 1)
         if not stage.staleness:
@@ -239,48 +249,54 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             groups.restore(state.queue, load_groups(checkpoint / QUEUE, state.queue, groups.prompts.source.task))
 
     def _reference(self, checkpoint: Path | None) -> Reference | None:
-        """The frozen model the algorithm reads: a named one, or the policy as the stage began or as it was last
-        refreshed with."""
+        """The frozen model that the algorithm reads: a named model, the policy as the stage began, or the policy of the
+        last refresh. None where the algorithm reads none."""
         parts = self.parts
         if not self.stage.algorithm.reads & {"reference", "teacher"} or self.stage.algorithm.own_teacher:
             return None
-        # After a refresh even a named reference is the policy of some step, which is read from the kept weights.
+        # After a refresh the reference is the policy of an earlier step, even where the settings name a model. Then it
+        # is loaded from the kept weights.
         if self.stage.reference is not None and not self.state.reference:
             return same_reference(self, parts.teacher(self.stage.reference))
         return frozen_start(self, checkpoint, self.state.reference)
 
     def _refresh(self, step: Step) -> Step:
-        """The policy becomes its own reference where the algorithm says so; its weights are kept, for a resumed run."""
+        """Every `refresh` steps of the algorithm the policy becomes its own reference. Returns the step's line, with a
+        note about it."""
         every = self.stage.algorithm.refresh
         if not every or step.index % every:
             return step
         self.roles.reference = reference = self.parts.freeze()
         self.state.reference_digest = reference.digest
         self.state.reference = f"{step.stage}-reference-{step.index:06d}"
-        # Kept under a name of the step: a resumed run could compute these weights in no other way.
+        # The weights are kept under a name with the step's number, for a resumed run, which cannot compute them again.
         keep(self.parts, self.progress, self.state.reference)
         return replace(step, notes=(*step.notes, f"the reference is now the policy of step {step.index}"))
 
 
 def staleness_words(stage: Reinforce, deterministic: bool) -> list[str]:
-    """Says what it means for this stage that samples may be older than the weights that learn from them."""
-    a, most, again = stage.algorithm, stage.most_behind, stage.replay
-    if not most and again is None:
+    """Lines about samples that are older than the weights which learn from them: how old, and with what effect."""
+    a, steps_behind, again = stage.algorithm, stage.most_behind, stage.replay
+    if not steps_behind and again is None:
         return []
     ahead = f"{stage.name}: staleness={stage.staleness}"
     waits = "; new weights wait until all that was asked has ended" if stage.staleness and deterministic else ""
-    out = [f"{ahead}: samples may be {most} step{'s' * (most > 1)} older than the learner{waits}"] if most else []
+    lines = (
+        [f"{ahead}: samples may be {steps_behind} step{'s' * (steps_behind > 1)} older than the learner{waits}"]
+        if steps_behind
+        else []
+    )
     if again is not None:
-        out.append(
+        lines.append(
             f"{stage.name}: each step learns again from up to {again.groups} groups of the {again.age} steps before it"
         )
     if a.anchor == "start" and not a.correction:
-        out.append(
+        lines.append(
             f"{stage.name}: {a.name} compares with the learner at the start of a step, so it cannot see that samples"
             " are older, and learns from them as if they were its own. algorithm=decoupled_ppo,"
             " algorithm.anchor=behaviour or algorithm.correction=truncate sees it"
         )
-    return out
+    return lines
 
 
 PRODUCTIVE = (0.1, 0.8)
@@ -288,8 +304,11 @@ PRODUCTIVE = (0.1, 0.8)
 
 
 def productive_band(report: EvaluationReport) -> str:
-    """Says whether reinforcement has work to do: the pass rate before it is `PRODUCTIVE`; of grades, whether the
-    answers to one prompt differ in reward. No rate is said where nothing could be judged."""
+    """A line that says whether there is something to learn from: whether the pass rate lies in the band `PRODUCTIVE`.
+
+    Where outcomes are grades, it says whether the answers to one prompt differ in reward. Where nothing could be
+    judged, it says why no rate is known.
+    """
     if report.unmeasured:
         return (
             f"pass rate before RL: not known, none of {report.unjudged} held-out samples could be judged."
@@ -315,7 +334,7 @@ def productive_band(report: EvaluationReport) -> str:
 
 
 def _spread_before(report: EvaluationReport) -> str:
-    """The band of rewards that are grades: groups teach where their answers earn differently."""
+    """`productive_band` for grades: a group teaches something only where its answers earn different rewards."""
     groups = [g for g in report.groups if sum(e.figure is not None for e in g.episodes) > 1]
     begun = f"mean reward before RL: {number_text(report.reward.mean, '.4g')}"
     if not groups:

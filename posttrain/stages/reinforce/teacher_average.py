@@ -1,4 +1,4 @@
-"""A teacher whose weights are a moving average of the policy's: the one that the optimizer keeps (`Optimizer.ema`)."""
+"""A teacher whose weights are the moving average that the optimizer keeps (`optimizer.ema`)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from posttrain.system.errors import InvariantError
 
 @dataclass(frozen=True)
 class AveragePolicy:
-    """The policy's own model, with the averages in the place of its weights for as long as it scores.
+    """The policy's own model, which gets the averages in place of its weights while it scores.
 
-    The averages lie in the optimizer's state, so a resumed run has them. They are copied in and the weights copied
-    back, which leaves every bit as it was.
+    The averages are part of the optimizer's state, so a resumed run has them. After scoring, the policy's weights are
+    copied back bit by bit.
     """
 
     learner: Learner
@@ -54,18 +54,19 @@ class AveragePolicy:
 
     @contextmanager
     def _averaged(self) -> Generator[None]:
+        """Inside the block the learner's model has the averages as its weights."""
         state = self.optimizer.state_tensors()
-        own = snapshot(self.learner)
-        # Averages are kept in the type of the optimizer's state. A parameter without one stands still, and keeps its
-        # value.
-        averages = {n: state[AVERAGE + n].to(p.dtype) for n, p in own.items() if AVERAGE + n in state}
+        policy_weights = snapshot(self.learner)
+        # The averages may have another dtype than the parameters. A parameter without an average does not train, so it
+        # keeps its value.
+        averages = {n: state[AVERAGE + n].to(p.dtype) for n, p in policy_weights.items() if AVERAGE + n in state}
         if not averages:
             raise InvariantError(
                 "the teacher is a moving average of the policy, and the optimizer keeps none: set optimizer.ema"
             )
         try:
-            restore(self.learner, {**own, **averages})
+            restore(self.learner, {**policy_weights, **averages})
             yield
         finally:
-            # In every case: a step that fails while the teacher scores must not go on with the averages as policy.
-            restore(self.learner, own)
+            # Also after an error: the policy must not keep the averages as its weights.
+            restore(self.learner, policy_weights)

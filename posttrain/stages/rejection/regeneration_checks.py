@@ -1,5 +1,7 @@
-"""Checks that a wrong answer was said anew from its first wrong step. That step is found again, from the verdicts
-alone."""
+"""Checks that wrong answers were generated anew from their first wrong step.
+
+The first wrong step is found a second time here, from the verdicts alone.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +17,34 @@ from posttrain.system.errors import InvariantError
 
 
 def goes_on_from_its_step(a: RegeneratedAnswer, how: Regenerate, text: Callable[[np.ndarray], str]) -> None:
-    """The answer is wrong, its steps end where they do, completions go on from them, and the first wrong step is that
-    of the completions' verdicts or of the scores.
+    """Checks one answer `a` that was generated anew.
+
+    The answer must be wrong, its steps must end at the recorded tokens, each completion must begin with the answer's
+    tokens up to its step, and the first wrong step must follow from the verdicts or the scores.
 
     Raises:
-        InvariantError: names the task and the step.
+        InvariantError: one of these is not so; the message names the task and the step.
     """
-    e, own = a.episode, said(a.episode)
-    named = f"an answer to task {e.task.id!r} that is said anew, {text(own)!r},"
+    e, ids = a.episode, said(a.episode)
+    named = f"an answer to task {e.task.id!r} that is said anew, {text(ids)!r},"
     if e.figure is None or e.right.of(e.figure):
-        told = "not judged" if e.figure is None else "right"
-        raise InvariantError(f"{named} was {told}: only wrong ones are")
+        judged_as = "not judged" if e.figure is None else "right"
+        raise InvariantError(f"{named} was {judged_as}: only wrong ones are")
     by_text = how.by == "completions"
-    ends = token_ends(text, own, step_lengths(text(own), how.separator)) if by_text else _scored(e)[0]
+    ends = token_ends(text, ids, step_lengths(text(ids), how.separator)) if by_text else _scored(e)[0]
     if list(a.ends) != ends:
         raise InvariantError(
             f"{named} has steps that end at tokens {ends}, and was cut at {list(a.ends)}: completions would begin"
             " inside a step"
         )
-    # Steps are asked by halves, so only some of them have completions.
+    # The first wrong step is searched by bisection, so only some steps have completions.
     for number, completions in a.asked.items():
         upto = ends[number - 1]
         for c in completions:
-            if c.task.id != e.task.id or said(c)[:upto].tolist() != own[:upto].tolist():
+            if c.task.id != e.task.id or said(c)[:upto].tolist() != ids[:upto].tolist():
                 raise InvariantError(
                     f"{named} has a completion from the end of step {number} that begins with"
-                    f" {text(said(c)[:upto])!r}, and not with {text(own[:upto])!r}: it goes on from another place"
+                    f" {text(said(c)[:upto])!r}, and not with {text(ids[:upto])!r}: it goes on from another place"
                 )
     kept = _furthest(a) if by_text else _right_by_scores(e, how.at)
     if a.kept != kept:
@@ -48,8 +52,8 @@ def goes_on_from_its_step(a: RegeneratedAnswer, how: Regenerate, text: Callable[
             f"{named} keeps {a.kept} of its {len(ends)} steps, and the first wrong one comes after {kept}: right steps"
             " would be said anew, or the error stay"
         )
-    # Bisection ends between two neighbours: the last right step, and one that was asked and found wrong. The last step
-    # needs no asking, since the whole answer is wrong.
+    # Bisection ends with two neighbours: the last right step, and the step after it, which was asked and found wrong.
+    # If that is the last step of the answer, it was not asked, since the whole answer is wrong.
     if by_text and kept + 1 < len(ends) and kept + 1 not in a.asked:
         raise InvariantError(
             f"{named} was right from the end of step {kept} of {len(ends)}, and step {kept + 1} was not asked: nothing"
@@ -58,27 +62,34 @@ def goes_on_from_its_step(a: RegeneratedAnswer, how: Regenerate, text: Callable[
 
 
 def said_anew(a: RegeneratedAnswer, how: Regenerate) -> tuple[Episode, ...]:
-    """The completions from the end of the last right step."""
+    """The completions that go on from the end of the last right step; () where there are none."""
     kept = _right_by_scores(a.episode, how.at) if how.by == "scores" else _furthest(a)
     return a.asked.get(kept, ())
 
 
 def _furthest(a: RegeneratedAnswer) -> int:
-    """The last step from whose end a completion was right. What comes after it is wrong: that step was asked too, or it
-    is the last one, and the answer itself is wrong."""
-    right = [n for n, own in a.asked.items() if any(c.right.of(c.figure) for c in own)]
-    return max(right, default=0)
+    """The number of the last step (from 1) from whose end a completion was right; 0 where there is none.
+
+    The step after it is wrong: it was asked too and had no right completion, or it is the last step of a wrong answer.
+    """
+    right_steps = [
+        n
+        for n, completions in a.asked.items()
+        if any(completion.right.of(completion.figure) for completion in completions)
+    ]
+    return max(right_steps, default=0)
 
 
 def _scored(e: Episode) -> tuple[list[int], list[float]]:
-    """Ends and scores of the steps; of those that end with one token the lowest."""
+    """(token at which each step ends, score of each step). Of several scores at one token the lowest counts."""
     scored = [(j.end, j.verdict.score) for j in e.verdicts if not j.paid and j.end is not None]
     ends = sorted({end for end, score in scored if score is not None})
     return ends, [min(score for at, score in scored if at == end and score is not None) for end in ends]
 
 
 def _right_by_scores(e: Episode, at: float) -> int:
-    scores, kept = _scored(e)[1], 0
-    while kept < len(scores) and scores[kept] >= at:
-        kept += 1
-    return kept
+    """How many steps from the first one have a score of at least `at`, up to the first that has not."""
+    scores, right_steps = _scored(e)[1], 0
+    while right_steps < len(scores) and scores[right_steps] >= at:
+        right_steps += 1
+    return right_steps

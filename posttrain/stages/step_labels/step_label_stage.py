@@ -1,4 +1,7 @@
-"""The stage that labels steps of the policy's own answers by completing them. It trains nothing."""
+"""The stage that labels the steps of the policy's own answers: it completes each answer from the end of each step.
+
+A step is as good as the completions that follow it. The labelled answers become rows of a file. Nothing is trained.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +80,7 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
             labeler=StepLabeler(rollout, stage, sampling, ends, stream_of(stage)),
         )
         await parts.publish()
-        # The counters of what the engine did before the stage are emptied, so that the first step counts its own work
-        # alone.
+        # This call empties the engine's counters, so that the first step counts its own work alone.
         parts.sampler.gauges()
         await self.watch.begin(self.roles)
         return self._ask, self._learn
@@ -116,17 +118,19 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         return await h.watch.after(step)
 
     def _write(self, work: LabelWork) -> None:
-        """Add the step's rows to those of the steps before it. Rows of a step that is taken again are replaced."""
+        """Add the step's rows to the rows of earlier steps. A resumed run may take a step again: its rows are
+        replaced."""
         name = rows_name(self.stage.name)
         before = [] if work.index == 1 else [r for r in rows_of(self.parts.book.kept(name)) if r["step"] < work.index]
         rows = [*before, *(a.row(work.index) for a in work.answers)]
-        # The file is written whole each time, in a folder that takes the old one's place: no row is ever cut.
+        # `keep` writes the whole file into a new folder, which then replaces the old one. So no row is ever half
+        # written.
         text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
         self.parts.book.keep(name, lambda folder: _text(folder / ROWS, text))
 
     def remember(self, asked: LabelWork, step: Step) -> Step:
         self.state.cursor = self.roles.prompts.cursor
-        # Only after the last step: a later one may still find an answer with steps.
+        # Checked only after the last step, since any step may still find an answer with steps.
         if asked.index == self.stage.steps and not rows_of(self.parts.book.kept(rows_name(self.stage.name))):
             raise DataError(
                 f"{self.stage.name}: no answer has a label. Answers need a step that ends with {self.stage.separator!r}"
@@ -140,13 +144,16 @@ def _text(path: Path, text: str) -> None:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows in a kept folder."""
+    """The labelled rows of a folder that the run keeps under `rows_name`."""
     return [json.loads(line) for line in (folder / ROWS).read_text(encoding="utf-8").splitlines()]
 
 
 def unjudged_gauges(work: LabelWork) -> Gauges:
-    """Counts the answers that had no verdict to label them by. Labels come from the truth where it is measured, and a
-    reward that is paid, such as that of a model which a later stage trains, is then not asked for."""
+    """Counts the answers without a verdict to label them by (`Episode.figure` is None).
+
+    Where the truth is measured, labels come from it. A reward that is paid is then not needed, for example the reward
+    of a model that a later stage trains.
+    """
     episodes = [e for g in work.experience.played for e in g.episodes]
     return {
         "rollout/unjudged": Gauge.of([e.figure is None for e in episodes]),
@@ -155,7 +162,7 @@ def unjudged_gauges(work: LabelWork) -> Gauges:
 
 
 def label_gauges(work: LabelWork) -> Gauges:
-    """Gauges of what the labels of one step say, and what they cost."""
+    """Gauges of one step's labels: how many, how many are right, and how many completions they cost."""
     answers = [a for a in work.answers if not a.early]
     judged = sum(e.figure is not None for g in work.experience.played for e in g.episodes)
     soft = [x for a in answers for x in a.values.soft]

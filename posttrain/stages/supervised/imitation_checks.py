@@ -17,13 +17,14 @@ from posttrain.role.roles import SupervisedRoles
 
 
 class ImitationCheck(Observer):
-    """Every demonstrated turn ends in one stop token. A stage's first one has the prompt that a rollout would get."""
+    """Checks that every demonstrated turn ends in one stop token, and that the stage's first demonstration has the
+    prompt that a rollout of its task would get."""
 
     def __init__(self, *, first: bool) -> None:
         self._first = first
-        """Whether the stage starts here, not from a checkpoint."""
+        """Whether the first demonstration is still to be compared. False from the beginning in a resumed stage."""
         self._documents = False
-        """Whether texts of the data are learned whole."""
+        """Whether the data has documents: texts that are learned whole, without a prompt."""
 
     async def begin(self, roles: SupervisedRoles) -> None:
         talks = [r.conversation for r in abilities.declared(roles.environment).rows or ()]
@@ -47,18 +48,20 @@ class ImitationCheck(Observer):
             cursor=(event.index - 1) * stage.batch,
         )
         task, _ = next(prompts)
-        # The first token that counts has its source at the end of the prompt.
+        # A source is the position before a token that counts, so the first source is the last token of the prompt.
         shown = batch.ids_N[: int(batch.source_M[0]) + 1]
         asked = [np.asarray(roles.dialogue(task.id).see(p, task.tools)) for p in _prompts(roles, event.index, task)]
-        # `same_question` is called only for its error: it compares again, and says where the two differ.
+        # No prompt is equal. `same_question` compares the first one again and raises the error that says where they
+        # differ.
         if asked and not any(np.array_equal(shown, ids) for ids in asked):
             same_question(shown, asked[0], roles.text)
 
 
 def _prompts(roles: SupervisedRoles, index: int, task: Task) -> list[str | Sequence[Message]]:
-    """Prompts that may stand before the first learned turn of a demonstration. Where the chat template rewrites
-    history, that may be any turn. A message with calls is written by the template as its own form wants it, so prompts
-    with such a message are left out.
+    """The prompts that may stand before the first learned turn of a demonstration; [] where none can be compared.
+
+    Where the chat template rewrites history, each learned turn is a sequence of its own, so any of them may come first.
+    The template writes tool calls in its own form, so prompts with a message that has calls are left out.
     """
     stage = roles.stage
     if (talk := conversation_of(roles.environment, stage, task)) is not None:
@@ -69,7 +72,8 @@ def _prompts(roles: SupervisedRoles, index: int, task: Task) -> list[str | Seque
 
 
 def _before_turns(talk: LearnedConversation, rewritten: bool) -> list[str | Sequence[Message]]:
+    """The messages before the first learned turn, or with `rewritten` before each learned turn."""
     if isinstance(talk.messages, str):
         return []
-    found = [talk.messages[:i] for i in (talk.learned if rewritten else talk.learned[:1])]
-    return [p for p in found if not any("tool_calls" in m for m in p)]
+    prompts = [talk.messages[:i] for i in (talk.learned if rewritten else talk.learned[:1])]
+    return [prompt for prompt in prompts if not any("tool_calls" in m for m in prompt)]

@@ -1,4 +1,4 @@
-"""The supervised stage: imitate what the environment demonstrates, one minibatch of maximum likelihood a step."""
+"""The supervised stage: it imitates what the environment demonstrates, one minibatch of maximum likelihood a step."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class SupervisedDriver(Driver[Supervised, SupervisedState, DataBatch], stage=Sup
         self, checkpoint: Path | None
     ) -> tuple[Callable[[int], Awaitable[DataBatch]], Callable[[DataBatch], Awaitable[Step]]]:
         stage = self.stage
-        bound = (
+        length = (
             f"{stage.steps} steps" if self.limit is None else f"as long as {stage.time_of} took ({self.limit:.0f} s)"
         )
-        bound += "" if stage.wall_time is None else f" or {stage.wall_time:g} s"
+        length += "" if stage.wall_time is None else f" or {stage.wall_time:g} s"
         wrong = f", {stage.wrong:.0%} of them wrong" if stage.wrong else ""
         source = self.setting.environment.train
-        say_passes(self, source, f"imitate '{stage.style}' texts{wrong}; {stage.batch} a step, {bound}")
+        say_passes(self, source, f"imitate '{stage.style}' texts{wrong}; {stage.batch} a step, {length}")
         self.roles = SupervisedRoles(
             **data_parts(self),
         )
@@ -44,11 +44,17 @@ class SupervisedDriver(Driver[Supervised, SupervisedState, DataBatch], stage=Sup
         return self._ask, partial(learn_from, self.roles, loss=Likelihood(), called="demonstration")
 
     async def _ask(self, index: int) -> DataBatch:
-        h = self.roles
+        roles = self.roles
         with self.clock.of("learn"):
-            # Steps count from 1, and the data from 0: a minibatch is a function of how many came before it.
-            seed, before = h.run.seed, index - 1
+            # Steps are counted from 1, and the minibatches of the data from 0.
+            seed, minibatches_before = roles.run.seed, index - 1
             batch = await demonstrations(
-                h.environment, h.renderer, h.dialogue, self.stage, seed=seed, step=before, context=h.context
+                roles.environment,
+                roles.renderer,
+                roles.dialogue,
+                self.stage,
+                seed=seed,
+                step=minibatches_before,
+                context=roles.context,
             )
         return DataBatch(index, batch)
