@@ -22,7 +22,7 @@ from posttrain.role.roles import JudgedRoles
 
 
 class LiveRules(Observer):
-    """Every rule that holds after a step adds a note to it. What is printed of them is `diagnose.rules.notes_once`.
+    """Every rule that holds after a step adds a note to it. `diagnose.rules.notes_once` chooses what is printed.
 
     It must be the last observer, since it reads the whole line of the record.
     """
@@ -63,12 +63,15 @@ def _marked(tokenizer: object) -> list[int]:
 
 
 PASSES, UPDATE = "passes", "update"
-"""Forward and backward passes of a minibatch; from the end of them to the optimizer's step, with what is checked of the
-gradient."""
+"""Two phases of a minibatch: its forward and backward passes; and what follows up to the optimizer's step, the checks of
+the gradient included."""
 
 
 class PhasePeaks(Observer):
-    """It must be the first observer, so that what others do after an event counts for the next phase."""
+    """Ends a phase of the clock at each event of a minibatch, so that each phase has its own peak of memory.
+
+    It must be the first observer, so that what others do after an event counts for the next phase.
+    """
 
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         match event:

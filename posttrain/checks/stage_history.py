@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from posttrain.core.gauge import Step
 
 FIRST, KEPT = 8, 64
-"""The first and the last steps that are kept while the stage runs. When a stage is resumed, all earlier ones are there
-at first."""
+"""How many of the first and of the last steps are kept while the stage runs. A resumed stage begins with all earlier
+steps."""
 
 
 class StageHistory:

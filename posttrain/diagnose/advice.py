@@ -1,6 +1,6 @@
-"""Advice after a run: what is read of a stage, and the pieces of advice, each where it is right.
+"""Advice after a run: the facts that are read of a stage, and each piece of advice with its condition.
 
-`tests/diagnose/test_advice.py` has, for each, a situation in which it is said and one in which it must not be.
+For each piece `tests/diagnose/test_advice.py` has a situation in which it is given, and one in which it must not be.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HELDOUT_SHARE = 5
 
 Word = Literal["learned", "got worse", "did not learn", "cannot be told", "paid more, not more often right"]
 By = Literal["reward", "pairs", "loss", "nothing"]
-"""By what the sentence goes."""
+"""What the sentence about a stage is based on: held-out rewards, held-out pairs, the held-out loss, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Case:
     word: Word
     by: By
     gain: Gain | None = None
-    """Gain of the quantity that the sentence goes by."""
+    """Gain of the quantity that the sentence is based on."""
     width: float = 1.0
     """Width of the scale of that quantity."""
     change: float | None = None
     """By how much it became better."""
     exploited: bool = False
-    """Whether what is paid rose, and what is measured did not."""
+    """Whether the reward that is paid rose, and the score that is only measured did not."""
     found: tuple[str, ...] = ()
     """Messages of live rules in the last fifth of the stage's steps."""
     prompts: int | None = None
@@ -67,11 +67,12 @@ class Case:
 
     @property
     def curve(self) -> Curve:
-        """Held-out scores by step, of what leads; higher is better."""
+        """Held-out scores by step: mean rewards where outcomes are grades, else accuracy. Higher is better."""
         return self.s.heldout_reward if self.s.graded else self.s.heldout
 
     @property
     def best(self) -> tuple[int, float]:
+        """(step, score) of the highest held-out score."""
         return max(self.curve, key=lambda p: p[1], default=(0, 0.0))
 
     @property
@@ -106,6 +107,7 @@ class Case:
 
     @property
     def rose(self) -> float:
+        """By how much the training reward rose."""
         began, ended = self.began_and_ended
         return ended - began
 
@@ -144,7 +146,7 @@ class Case:
 
     @property
     def longer(self) -> str:
-        """The setting with which the stage goes on for as long again; '' where its time is what ends it."""
+        """The setting that makes the stage twice as long; '' where a time limit ends it."""
         stage = self.s.stage
         if stage.wall_time is not None or stage.time_of is not None:
             return ""
@@ -153,7 +155,7 @@ class Case:
         return f"{stage.name}.steps={2 * stage.steps}"
 
     def rate(self, times: float) -> str:
-        """The setting of so many times the learning rate."""
+        """The setting of `times` times the learning rate."""
         return f"{self.s.name}.optimizer.lr={self.s.stage.optimizer.lr * times:.1g}"
 
     def show(self, *words: str) -> str:
@@ -162,7 +164,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Advice:
-    """One piece. Of those with one topic only the first that is right is said."""
+    """One piece of advice. Of the pieces of one topic only the first that applies is given."""
 
     name: str
     topic: str
@@ -175,6 +177,7 @@ def advice(case: Case, most: int = 3) -> tuple[str, ...]:
 
 
 def chosen(case: Case) -> list[Advice]:
+    """The pieces that apply, the first one of each topic."""
     parts = (_to_tell,) if case.by == "nothing" else (_paid, _heldout, _worse, _flat, _onward, _rows)
     of_topic = dict[str, Advice]()
     for piece in chain.from_iterable(part(case) for part in parts):
@@ -182,11 +185,12 @@ def chosen(case: Case) -> list[Advice]:
     return list(of_topic.values())
 
 
+# Topics that several functions share: of all their pieces of one topic only the first is given.
 TELL, CAUSE = "how to tell", "cause"
 
 
 def _to_tell(c: Case) -> Iterator[Advice]:
-    """Of a stage of which nothing can be told."""
+    """Advice for a stage of which nothing can be told: how to make it tell."""
     env, stage, path = c.env, c.s.stage, c.env_path
     cut_short = c.s.end is None or c.s.end.step == 0
     if not env.heldout:
@@ -215,12 +219,12 @@ def _to_tell(c: Case) -> Iterator[Advice]:
             )
         yield Advice("the score before", TELL, text)
     if stage.leaves_policy:
-        said = f"{c.show('--eval')}  # what was said, and what the rewards said of it"
-        yield Advice("what was said there", TELL, said)
+        command = f"{c.show('--eval')}  # what was said, and what the rewards said of it"
+        yield Advice("what was said there", TELL, command)
 
 
 def _paid(c: Case) -> Iterator[Advice]:
-    """Of a stage that is paid more and is no better: what is paid is not what is wanted."""
+    """Advice for a stage that is paid more and is no better: what is paid is not what is wanted."""
     if c.word == "paid more, not more often right":
         look = f"{c.show('--eval', '--best')}  # what is paid now, and is it what you want?"
         yield Advice("what is paid now", "paid", look)
@@ -241,7 +245,7 @@ def _paid(c: Case) -> Iterator[Advice]:
 
 
 def _heldout(c: Case) -> Iterator[Advice]:
-    """Of a stage that more held-out prompts would tell of."""
+    """Advice for a stage whose result more held-out prompts would make clear."""
     if not c.still or c.word != "cannot be told":
         return
     if c.room:
@@ -264,7 +268,7 @@ def _heldout(c: Case) -> Iterator[Advice]:
 
 
 def _worse(c: Case) -> Iterator[Advice]:
-    """What rules said, and the causes of a fall."""
+    """Advice from what rules said, and about the causes of a fall."""
     lr = f"{c.s.name}.optimizer.lr="
     # A rate that a rule has computed from what it saw is better than a factor of three.
     if (c.still or c.word == "got worse") and any(lr in x for x in c.found):
@@ -277,7 +281,7 @@ def _worse(c: Case) -> Iterator[Advice]:
         if 0 < at < c.s.steps and score > c.curve[0][1] + 0.01 * c.width:
             text = f"it was best at step {at} ({number_text(score)}): take --checkpoint best, or stop there"
             yield Advice("best at a step", CAUSE, text)
-    # How far the training reward must have risen for it; under any other word it is not said.
+    # How far the training reward must have risen for the next piece. Under any other word it is never given.
     enough = {"did not learn": 0.05, "got worse": 0.02}.get(c.word, math.inf) * c.width
     if isinstance(c.s.stage, Reinforce) and c.by == "reward" and c.rose > enough:
         text = "its training reward rose and held-out did not: use more prompts, or fewer steps"
@@ -288,7 +292,7 @@ def _worse(c: Case) -> Iterator[Advice]:
 
 
 def _flat(c: Case) -> Iterator[Advice]:
-    """Causes of a stage that did not learn."""
+    """Advice about the causes of a stage that did not learn."""
     level, passed = c.one_level, None if c.s.graded else c.s.accuracy
     # A reward that is one number for all answers has nothing to learn from, whatever the rate.
     if c.still and c.s.graded and level is not None and not c.found:
@@ -318,7 +322,7 @@ def _flat(c: Case) -> Iterator[Advice]:
 
 
 def _onward(c: Case) -> Iterator[Advice]:
-    """Of a stage that samples: what to read, and whether to go on."""
+    """Advice for a stage that samples: what to read, and whether to go on."""
     if c.still and isinstance(c.s.stage, Reinforce):
         yield Advice("read what it says", "look", f"{c.show()}  # read what it says, and what it is paid for")
     points = [x for _, x in c.curve]
@@ -330,7 +334,7 @@ def _onward(c: Case) -> Iterator[Advice]:
 
 
 def _rows(c: Case) -> Iterator[Advice]:
-    """Of a stage that goes by pairs or by loss."""
+    """Advice for a stage that is judged by its held-out pairs or by its held-out loss."""
     # A stage that fell is not to go on for longer.
     unsure = c.word == "cannot be told" and not c.fell and bool(c.longer)
     if c.by == "pairs" and unsure:

@@ -47,7 +47,7 @@ def learned(of: RunOutcome) -> Learning:
 
 
 IDLE = 0.25
-"""Share of steps without an optimizer step from which on they are told."""
+"""If at least this share of the steps took no optimizer step, the sentence says so."""
 
 
 def said_at_the_end(record: Sequence[Step], s: StageOutcome) -> tuple[str, ...]:
@@ -60,14 +60,14 @@ def said_at_the_end(record: Sequence[Step], s: StageOutcome) -> tuple[str, ...]:
 def stage_learned(
     run: Run, s: StageOutcome, folder: str, found: tuple[str, ...] = (), prompts: int | None = None
 ) -> Learning:
-    """The answer for one stage. It goes by accuracy where rewards are pass or fail, else by the mean reward.
+    """The answer for one stage. It is based on accuracy where rewards are pass or fail, else on the mean reward.
 
-    A reward that rose while accuracy did not has its own word, where something says what is right of grades
-    (`env.right`, or several sources, of which one may be the answer's): a policy may be paid for other things.
+    A reward that rose while accuracy did not has a word of its own: the policy may be paid for other things. This needs
+    grades of which something says which are right (`env.right`, or several sources).
 
     Args:
-        found: what live rules said in its last steps.
-        prompts: of the data, where they were counted.
+        found: messages of live rules in its last steps.
+        prompts: number of prompts of the data, where they were counted.
     """
 
     nothing = Case(run, s, folder, "cannot be told", "nothing", found=found, prompts=prompts)
@@ -93,18 +93,19 @@ def stage_learned(
         return _answer(paid, f"{s.name} is paid more, but not more often right: {figures}{beside}")
     # The proxy rose for sure, and neither of the measured figures did.
     if s.proxy is not None and s.proxy.low > 0 and max(gain.low, s.reward.low) <= 0:
-        more = f"its reward pays {s.proxy.means} for held-out answers, gain {s.proxy}"
+        proxy_words = f"its reward pays {s.proxy.means} for held-out answers, gain {s.proxy}"
         return _answer(
             replace(paid, exploited=True),
-            f"{s.name} is paid more, and no gain is seen in what is measured: {more}; {figures}",
+            f"{s.name} is paid more, and no gain is seen in what is measured: {proxy_words}; {figures}",
         )
-    said = {"learned": "learned", "got worse": "got worse", "did not learn": "did not learn"}.get(word)
-    if said is None:
+    verb = {"learned": "learned", "got worse": "got worse", "did not learn": "did not learn"}.get(word)
+    if verb is None:
         return _answer(case, f"cannot be told whether {s.name} learned: {figures}, which holds 0{beside}")
-    return _answer(case, f"{s.name} {said}: {figures}{beside}")
+    return _answer(case, f"{s.name} {verb}: {figures}{beside}")
 
 
 def _answer(case: Case, text: str) -> Learning:
+    """The answer with its advice. The text is completed where many steps changed no weights."""
     s = case.s
     if s.updates and s.idle >= IDLE * s.steps:
         text += f"; {s.idle} of its {s.steps} steps changed no weights: they had no credit, or were skipped"
@@ -112,8 +113,10 @@ def _answer(case: Case, text: str) -> Learning:
 
 
 def _wants_right(run: Run, s: StageOutcome) -> bool:
-    """Returns whether the share of right answers is compared with the mean reward: some answer was right, and what
-    counts as right is named."""
+    """Returns whether the share of right answers is compared with the mean reward of a graded stage.
+
+    Some answer must have been right, and it must be known what is right: it is named, or several sources are paid.
+    """
     env = run.env_of(s.stage)
     paid = [r for r in env.rewards if not r.measured and r.weight]
     # Where nothing was ever right, the share of right answers tells nothing of the reward.
@@ -122,7 +125,7 @@ def _wants_right(run: Run, s: StageOutcome) -> bool:
 
 
 def _beside(s: StageOutcome) -> str:
-    """The accuracy beside a mean reward, where it says something."""
+    """Words with the accuracy, to follow those of a mean reward; '' where it says nothing."""
     if not s.graded or s.tells is None or s.accuracy is None:
         return ""
     at = "1" if s.tells.at is None else f"{s.tells.at:g}"
@@ -131,7 +134,7 @@ def _beside(s: StageOutcome) -> str:
 
 
 def _ordering(nothing: Case, after: Score, before: float) -> Learning:
-    """The answer for a stage whose data has pairs and no reward: it goes by the held-out pairs."""
+    """The answer for a stage whose data has pairs and no reward, based on the held-out pairs."""
     s, case = nothing.s, replace(nothing, by="pairs", change=after.mean - before)
     figures = f"it orders {after} of held-out pairs as they were judged, and {before:.3f} before"
     # The interval of the later share alone, as the earlier one came without an interval.
@@ -143,7 +146,7 @@ def _ordering(nothing: Case, after: Score, before: float) -> Learning:
 
 
 def _likelier(nothing: Case, gain: Gain) -> Learning:
-    """The answer for a stage that imitates where nothing judges answers: it goes by the held-out loss."""
+    """The answer for a stage that imitates and whose answers nothing judges, based on the held-out loss."""
     s, case = nothing.s, replace(nothing, by="loss", gain=gain, change=-gain.mean)
     figures = (
         f"held-out loss {gain.means} (before -> step {s.heldout_losses[-1][0]}; perplexity"
@@ -159,6 +162,7 @@ def _likelier(nothing: Case, gain: Gain) -> Learning:
 
 
 def _word(gain: Gain, width: float) -> Word:
+    """The word for a gain with its interval, on a scale of this width."""
     if gain.low > 0:
         return "learned"
     if gain.high < 0:

@@ -1,4 +1,4 @@
-"""One held-out evaluation of a run, and what is read of two: how outcomes are to be read, their scale, and gains."""
+"""One held-out evaluation of a run, and what is computed from two of them: the scale of their outcomes, and gains."""
 
 from __future__ import annotations
 
@@ -58,10 +58,12 @@ def common_scale(measured: Sequence[Measurement]) -> tuple[float, float]:
 
 
 def proxy_gain(before: Measurement, after: Measurement) -> Gain | None:
-    """The gain of what is paid, on the scale from its smallest to its largest mean of a prompt. None where it was not
-    measured apart."""
+    """The gain of what is paid, on the scale from the smallest to the largest mean of a prompt.
+
+    None where what is paid is not recorded apart from what is measured.
+    """
     if not before.proxy or not after.proxy:
         return None
-    given = [*before.proxy.values(), *after.proxy.values()]
+    means = [*before.proxy.values(), *after.proxy.values()]
     # Where every mean is equal the scale has no width, and 1 stands for it.
-    return Gain.of(before.proxy, after.proxy, max(given) - min(given) or 1.0)
+    return Gain.of(before.proxy, after.proxy, max(means) - min(means) or 1.0)

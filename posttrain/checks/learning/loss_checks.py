@@ -1,6 +1,7 @@
-"""Tests a loss on synthetic numbers before its first use.
+"""Checks that a loss has the gradients of its definition: before the first step, and at `due` steps.
 
-They are far off policy. A real first step is on policy, which would hide most mistakes.
+Before the first step it is tested on synthetic numbers, which are far off policy. A real first step is on policy, which
+would hide most mistakes. At `due` steps the gradients of the step's own minibatch are compared.
 """
 
 from __future__ import annotations
@@ -59,10 +60,9 @@ def agrees_on_synthetic_batch(a: Algorithm) -> None:
 
 
 def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.ndarray, least: int = 1) -> None:
-    """The policy term alone makes no token with credit > 0 less likely, and none with credit < 0 more likely. At
-    `least` so many tokens move with their credit.
+    """The policy term alone makes no token with credit > 0 less likely, and none with credit < 0 more likely.
 
-    The factor of a trust region is never negative, so this holds for every algorithm, covered by `demand` or not.
+    At least `least` tokens must move with their credit. The factor of a trust region is never negative, so this holds for every algorithm, covered by `demand` or not.
     """
     clip = None if a.clip is None else a.clip.without_top()
     # All that may pull against the credit on purpose is taken out.
@@ -94,10 +94,12 @@ def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.nd
 
 
 def _numbers(x: torch.Tensor) -> np.ndarray:
+    """The numbers of a tensor in float64."""
     return x.detach().double().numpy()
 
 
 def _gradient(x: torch.Tensor) -> np.ndarray:
+    """The gradient of a tensor in float64; zeros where it has none."""
     return np.zeros(len(x)) if x.grad is None else x.grad.double().numpy()
 
 
@@ -188,8 +190,9 @@ def gradient_agrees(
     """The gradient by each log-prob, over all micro-batches, is that which `define` computes from the log-probs.
 
     Args:
-        told: what is said of a spoken token in the message.
-        causes: the usual causes of a difference, the one of a proportion of -1 first.
+        define: the definition, from the log-probs [M]; it gives None where it does not cover the loss.
+        told: words for the message about a spoken token, by its place in the batch.
+        causes: the end of the message, after "-1 is ": the usual causes, that of a proportion of -1 first.
     """
     logp_M, asked_M = passes.joined(batch, passes.logp), passes.joined(batch, passes.logp_grad)
     if passes.stale_gradients:
@@ -220,22 +223,22 @@ def gradient_agrees(
 
 def entropy_and_value_agree(a: Algorithm, batch: Batch, passes: Passes) -> None:
     """The gradient by each entropy is minus the weighted bonus, and by each value that of the value loss."""
-    told: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    compared: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     # With candidates or chosen tokens the bonus has another form, which is not covered.
     if a.entropy is not None and passes.entropy_grad and plain(a.entropy) and a.distill is None and a.tokens is None:
-        told["entropy"] = (passes.joined(batch, passes.entropy_grad), -a.entropy.coef * batch[WEIGHT])
+        compared["entropy"] = (passes.joined(batch, passes.entropy_grad), -a.entropy.coef * batch[WEIGHT])
     if a.learns_values is not None and passes.value and plain(a.learns_values):
         value_M, asked_M = (passes.joined(batch, column) for column in zip(*passes.value, strict=True))
         want = value_demand(a.learns_values, batch, value_M)
         if want is not None:
-            told["value"] = (asked_M, want)
-    for name, (got, want) in told.items():
+            compared["value"] = (asked_M, want)
+    for name, (asked, want) in compared.items():
         size = float(np.abs(want).max(initial=0.0))
         # Where a micro-batch told nothing the lengths differ, and nothing can be subtracted.
-        if len(got) != len(want) or float(np.abs(got - want).max(initial=0.0)) > 1e-4 * size + 1e-12:
+        if len(asked) != len(want) or float(np.abs(asked - want).max(initial=0.0)) > 1e-4 * size + 1e-12:
             raise InvariantError(
                 f"the loss asks the wrong thing of the {name}: its gradient is up to"
-                f" {float(np.abs(got).max(initial=0.0)):.4g}, and {a.name} asks for up to {size:.4g} (largest"
-                f" difference {float(np.abs(got - want).max(initial=0.0)) if len(got) == len(want) else np.nan:.3g})."
+                f" {float(np.abs(asked).max(initial=0.0)):.4g}, and {a.name} asks for up to {size:.4g} (largest"
+                f" difference {float(np.abs(asked - want).max(initial=0.0)) if len(asked) == len(want) else np.nan:.3g})."
                 " Check its sign, its coefficient and its weights"
             )

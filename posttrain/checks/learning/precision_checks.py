@@ -25,23 +25,26 @@ BOUND = 0.1
 
 
 def gradient_of(learner: Learner, passes: Passes, names: list[str]) -> float:
-    """The norm of the gradient of these parameters: a second backward pass from d loss / d log-prob and d loss / d
-    entropy, in float64 from the parameters on. nan where it overflows."""
+    """The norm of the gradient of these parameters, by a second backward pass; nan where it overflows.
+
+    The pass starts from the recorded d loss / d log-prob and d loss / d entropy. The gradients of the micro-batches are
+    summed in float64.
+    """
     parameters = learner.parameters()
     total: dict[str, torch.Tensor] = {}
     # In training mode, as the passes that are repeated were.
     learner.train_mode(True)
     for i, micro in enumerate(passes.micros):
-        read = bool(passes.entropy_grad)
-        scores = learner.forward(micro, Reads(entropy=read))
+        with_entropy = bool(passes.entropy_grad)
+        scores = learner.forward(micro, Reads(entropy=with_entropy))
         outputs, cotangents = [scores.logp], [passes.logp_grad[i]]
-        if read:
+        if with_entropy:
             outputs, cotangents = [*outputs, scores.entropy], [*cotangents, passes.entropy_grad[i]]
         # The loss's scale goes in again, so that small cotangents do not vanish in float16, and out in float64 below.
-        given = [torch.as_tensor(c * passes.scale).to(o) for o, c in zip(outputs, cotangents, strict=True)]
+        factors = [torch.as_tensor(c * passes.scale).to(o) for o, c in zip(outputs, cotangents, strict=True)]
         # A loss may not reach every parameter of every micro-batch.
-        found = torch.autograd.grad(outputs, [parameters[n] for n in names], given, allow_unused=True)
-        for name, g in zip(names, found, strict=True):
+        gradients = torch.autograd.grad(outputs, [parameters[n] for n in names], factors, allow_unused=True)
+        for name, g in zip(names, gradients, strict=True):
             if g is not None:
                 total[name] = total.get(name, 0) + g.double() / passes.scale
     learner.train_mode(False)
@@ -49,8 +52,11 @@ def gradient_of(learner: Learner, passes: Passes, names: list[str]) -> float:
 
 
 def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, torch.Tensor]) -> tuple[float, float]:
-    """The norms of the gradient that the optimizers of all ranks hold, and of the one of `gradient_of`. Every rank
-    calls it with the passes of all, and computes a share of them; where it has none it takes part with nothing."""
+    """Two norms over all ranks: of the gradient that the optimizers hold, and of that of a second backward pass.
+
+    The second pass is that of `gradient_of`. Every rank calls this with the passes of all ranks and computes a share of
+    them. A rank that has no share left still takes part in the exchanges.
+    """
     ranks, parameters = learner.ranks, learner.parameters()
     gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
     # This pass must leave the gradients of the step as they are.
@@ -60,16 +66,16 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
     # The ranks take one micro-batch each, round by round.
     for begin in range(0, len(passes.micros), ranks.world):
         i = begin + ranks.rank
-        mine = i < len(passes.micros)
+        has_share = i < len(passes.micros)
         # A rank without one goes through another's, times 0: its layers' exchanges are waited for by all.
-        i = i if mine else begin
+        i = i if has_share else begin
         for p in parameters.values():
             p.grad = None
         scores = learner.forward(passes.micros[i], Reads(entropy=bool(passes.entropy_grad)))
-        sums = [(torch.as_tensor(passes.logp_grad[i] * passes.scale * mine).to(scores.logp) * scores.logp).sum()]
+        sums = [(torch.as_tensor(passes.logp_grad[i] * passes.scale * has_share).to(scores.logp) * scores.logp).sum()]
         if passes.entropy_grad and scores.entropy is not None:
-            given = torch.as_tensor(passes.entropy_grad[i] * passes.scale * mine).to(scores.entropy)
-            sums.append((given * scores.entropy).sum())
+            factor = torch.as_tensor(passes.entropy_grad[i] * passes.scale * has_share).to(scores.entropy)
+            sums.append((factor * scores.entropy).sum())
         # One backward pass for both, since they share a graph.
         torch.stack(sums).sum().backward()
         for name in gradients:
@@ -78,7 +84,7 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
     learner.train_mode(False)
     for name, p in parameters.items():
         p.grad = kept[name]
-    norms = (math.sqrt(math.fsum(square_sum(g) for g in one.values())) for one in (gradients, total))
+    norms = (math.sqrt(math.fsum(square_sum(g) for g in grads.values())) for grads in (gradients, total))
     # A rank holds rows, so both norms are joined from those of all ranks.
     first, second = (joint_norm(of_one_copy(ranks, norm, "gradient")) for norm in norms)
     return first, second

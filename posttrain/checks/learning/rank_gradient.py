@@ -1,5 +1,8 @@
-"""Checks that the gradient that ranks have together is the gradient: of every parameter, summed once over all of
-them."""
+"""Checks of the gradient that several ranks have together: every parameter gets one, and ranks are summed exactly once.
+
+Two checks test the sum. `summed_once` moves the weights along the gradient and looks whether the log-probs change as
+the gradient says. `products_agree` computes the gradient of each linear layer from its inputs and from what comes back.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +52,20 @@ def cotangent(logp: torch.Tensor) -> torch.Tensor:
 def silent_on_all_ranks(
     learner: ShardedLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
 ) -> list[str]:
-    """The parameters of which no rank's rows get a gradient. Every rank calls it with the same tokens, and each weighs
-    its part with 1 / ranks.
+    """Returns the names of the parameters of which no rank's rows get a gradient.
+
+    Every rank calls it with the same tokens and weighs its loss with 1 / ranks.
 
     Raises:
         InvariantError: on every rank, where the value head gets no gradient, or the gradients are not summed once.
     """
     adapter = learner.policy.lora
-    dora = adapter is not None and adapter.dora  # PEFT's gradient leaves its norm out, which moves with the weights
+    # PEFT treats the norm of DoRA as a constant. It moves with the weights, so their gradient is not exact.
+    dora = adapter is not None and adapter.dora
     by_layer = dora or learner.narrow is not None or learner.policy.dtype in NARROW
     if by_layer:
-        learner.score(packed)  # a first pass has passes of its own, which compare what is shared
+        # The first pass makes more passes, which prove shared beginnings. Made here, none of them is under the hooks.
+        learner.score(packed)
     with products(learner, parameters if by_layer else {}) as wanted:
         scores = learner.forward(packed, Reads(value=bool(head)))
         total = (scores.logp * cotangent(scores.logp)).sum()
@@ -87,8 +93,10 @@ def silent_on_all_ranks(
 def silent_in_parts(
     learner: TensorLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
 ) -> list[str]:
-    """The parameters of which some rank's part gets no gradient, or none of them where a part may be unused. Each rank
-    computes all tokens, and calls it with the same ones.
+    """Returns the names of the parameters of which some rank's part gets no gradient.
+
+    Where a part may rightly be unused (an expert), a parameter counts only if no rank's part gets one. Each rank
+    computes all tokens, and calls this with the same ones.
 
     Raises:
         InvariantError: the value head gets no gradient, or the gradients of all parts are not that of the log-probs.
@@ -116,7 +124,10 @@ def silent_in_parts(
 
 
 def _as_chosen(learner: TensorLearner, packed: Packed) -> tuple[TensorLearner, Packed]:
-    """A mixture and a batch whose experts are those of now, so that small moves of the weights change no choice."""
+    """The learner and the batch with the experts fixed to those that the weights choose at present.
+
+    A small move of the weights then changes no choice. A model without experts is returned as it is.
+    """
     routers = learner.routers()
     if routers is None:
         return learner, packed
@@ -126,7 +137,7 @@ def _as_chosen(learner: TensorLearner, packed: Packed) -> tuple[TensorLearner, P
 
 
 def _taken(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Their gradients, which they have no more."""
+    """Copies of the parameters' gradients, which are then cleared."""
     found = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
     for p in parameters.values():
         p.grad = None
@@ -136,6 +147,7 @@ def _taken(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
 def _of_logp(
     learner: ShardedLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
+    """The gradients of the weighted sum of the log-probs alone; the parameters' own gradients are cleared."""
     scores = learner.forward(packed)
     ((scores.logp * cotangent(scores.logp)).sum() / learner.ranks.world).backward()
     found = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
@@ -146,10 +158,14 @@ def _of_logp(
 
 @contextmanager
 def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-    """Inside a pass of the same tokens on every rank: what the gradient of each linear layer must be, from what goes in
-    and what comes back. This rank's rows of it, in float64, times the number of ranks."""
+    """While it is open, computes what the gradient of each linear layer must be, from what goes in and what comes back.
+
+    The pass inside must be of the same tokens on every rank. The result has this rank's rows of each gradient, in
+    float64, times the number of ranks.
+    """
     wanted, hooks = dict[str, Tensor](), list[Any]()
 
+    # `turned`: the weight is [in, out], as that of Conv1D.
     def listen(name: str, turned: bool) -> Any:
         whole: Any = learner.like(name, parameters[name].detach())
         # A rank holds some rows of the weight, from `begin` on.
@@ -186,19 +202,20 @@ def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator
 
 
 def products_agree(learner: ShardedLearner, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """The gradient of each linear layer is the sum over ranks. Below float32 this takes the place of `summed_once`,
-    whose moves would be rounded away, and with DoRA, whose gradient is not that of the log-probs. Embedding and norms
-    are cut and summed in the same way, and are not read.
+    """The gradient of each linear layer is the sum over ranks.
+
+    This takes the place of `summed_once` below float32, where its moves would be rounded away, and with DoRA, whose
+    gradient is not that of the log-probs. Embeddings and norms are cut and summed in the same way, and are not read.
 
     Raises:
-        InvariantError: on every rank, where one is not, or there is no such layer.
+        InvariantError: on every rank, where a gradient is not that sum, or no layer could be compared.
     """
-    own = {
+    products_here = {
         # <found, wanted> and <wanted, wanted> of this rank's rows: their sums over ranks give the share found / wanted.
         n: (float((found[n].double() * w).sum()) if n in found else 0.0, float((w * w).sum()))
         for n, w in wanted.items()
     }
-    table = learner.ranks.every(own)
+    table = learner.ranks.every(products_here)
     shares: dict[str, float] = {}
     for name in table[0]:
         # One share over all ranks, since a single rank's rows may have hardly any gradient.
@@ -228,23 +245,23 @@ def summed_once(
         ranks, squared = learner.holders, learner.norm(gradient) ** 2
     else:
         ranks = learner.ranks
-        own = math.sqrt(math.fsum(square_sum(g) for g in gradient.values()))
-        squared = joint_norm(of_one_copy(ranks, own, "gradient")) ** 2
+        norm_here = math.sqrt(math.fsum(square_sum(g) for g in gradient.values()))
+        squared = joint_norm(of_one_copy(ranks, norm_here, "gradient")) ** 2
     # Nothing to move along; that a parameter is silent is told elsewhere.
     if not squared or not math.isfinite(squared):
         return
     before = {n: parameters[n].detach().clone() for n in gradient}
     # Forward and back: the difference of the two has no quadratic term.
-    said: list[float] = []
+    sums: list[float] = []
     for sign in (1.0, -1.0):
         for name, g in gradient.items():
             # MOVED g / |g|^2 changes the sum by MOVED to first order, where g is its gradient.
             parameters[name].copy_(before[name] + sign * (MOVED / squared) * g)
         logp = learner.score(packed).astype(np.float64)
-        said.append(float(logp @ np.linspace(0.5, 1.5, len(logp))))
+        sums.append(float(logp @ np.linspace(0.5, 1.5, len(logp))))
     # The weights themselves are put back, not the moves taken back, which would leave rounding.
     for name, kept in before.items():
         parameters[name].copy_(kept)
-    share = (said[0] - said[1]) / 2 / MOVED
+    share = (sums[0] - sums[1]) / 2 / MOVED
     if not abs(share - 1) <= BOUND:
         raise InvariantError(WRONG.format(ranks.world, f"along it they change by {share:.3g} times what it says"))

@@ -14,6 +14,7 @@ from posttrain.core.types import Episode
 
 
 def verdict_terms(e: Episode) -> list[float]:
+    """The terms of an episode's raw reward: weight times score of each verdict that counts."""
     # A score of a step that is not paid is no part of the outcome.
     return [j.weight * j.verdict.score for j in e.verdicts if j.counts and j.verdict.score is not None]
 
@@ -21,22 +22,30 @@ def verdict_terms(e: Episode) -> list[float]:
 def implicit_worth(
     baseline: Any, i: int, mates: Sequence[int], samples: Sequence[tuple[int, Scored]]
 ) -> np.ndarray | None:
-    """The implicit process rewards from each token on, each less the mean of the other siblings' mean ones."""
+    """The sum of implicit process rewards from each token to the end of answer `i`, each less the siblings' level.
+
+    An implicit reward is beta times the log-ratio of a token. The level is the mean over the other siblings of their
+    mean log-ratios. None where a sibling has no scores.
+
+    Args:
+        mates: the places in `samples` of the answer's group, its own included.
+    """
     # One sibling without scores leaves the level of the others unknown.
     if any(IMPLICIT not in samples[j][1] or REFERENCE not in samples[j][1] for j in mates):
         return None
-    own = {j: _log_ratio(samples[j][1]) for j in mates}
-    others = [float(own[j].mean()) if len(own[j]) else 0.0 for j in mates if j != i]
+    ratios = {j: _log_ratio(samples[j][1]) for j in mates}
+    others = [float(ratios[j].mean()) if len(ratios[j]) else 0.0 for j in mates if j != i]
     # The level is a mean over answers of their means over tokens, so that a long answer counts no more than a short
     # one.
     level = math.fsum(others) / len(others) if others else 0.0
-    lead = own[i] - level
+    lead = ratios[i] - level
     # The sum from each token to the end: the leads are turned round, summed by a convolution with ones, and turned
     # back.
     return baseline.beta * np.convolve(lead[::-1], np.ones(len(lead)))[: len(lead)][::-1] if len(lead) else lead
 
 
 def _log_ratio(s: Scored) -> np.ndarray:
+    """The log-ratio of the implicit reward model to the reference, for each spoken token."""
     return np.concatenate(s[IMPLICIT]).astype(np.float64) - np.concatenate(s[REFERENCE])
 
 
@@ -52,12 +61,19 @@ def value_targets(baseline: Any, s: Scored, shaped: float, paid: np.ndarray) -> 
 def turn_rewards(e: Episode) -> np.ndarray:
     """Returns the rewards that the environment paid for turns, at the last spoken token of each."""
     # `end` counts spoken tokens from 1.
-    given = [(j.end or 0, j.weight * (j.verdict.score or 0.0)) for j in e.verdicts if j.paid]
-    return np.array([math.fsum(score for end, score in given if end == t) for t in range(1, e.spoken + 1)])
+    rewards = [(j.end or 0, j.weight * (j.verdict.score or 0.0)) for j in e.verdicts if j.paid]
+    return np.array([math.fsum(score for end, score in rewards if end == t) for t in range(1, e.spoken + 1)])
 
 
 def advantages_to_go(value: Any, v: np.ndarray, shaped: float, paid: np.ndarray) -> np.ndarray:
-    """GAE as an explicit sum over spoken tokens: A_t = sum_k (gamma lambda)^k delta_{t+k}."""
+    """GAE as an explicit sum over spoken tokens: A_t = sum_k (gamma lambda)^k delta_{t+k}.
+
+    Args:
+        value: the value baseline, with its settings.
+        v: the estimate of each token's value.
+        shaped: the reward that comes with the last token.
+        paid: the penalty of each token, less the reward of a turn that ends there.
+    """
     if not len(v):
         return v
     # A penalty is paid with a minus. The rest of the reward comes with the last token.

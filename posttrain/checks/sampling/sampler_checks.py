@@ -1,8 +1,8 @@
-"""The noise band: how far sampler and learner differ on the same weights, and whether the algorithm tolerates it.
+"""Checks that sampler, learner and reference agree on the same weights, and that rollouts hold what the engine sampled.
 
-On policy, a ratio against the sampler is 1 plus this noise. A trust region or a correction that is narrower than the
-band clips tokens by their rounding, not because the policy moved. In bfloat16, GSPO's bounds 3e-4 / 4e-4 clipped 72 to
-94 % of sequences.
+The noise band is how far sampler and learner differ on the same weights by rounding. On policy, a ratio against the
+sampler is 1 plus this noise. A trust region or a correction that is narrower than the band clips tokens by their
+rounding, not because the policy moved. In bfloat16, GSPO's bounds 3e-4 / 4e-4 clipped 72 to 94 % of sequences.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ MOST = 0.01
 
 
 def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M: np.ndarray, dtype: str) -> Gauges:
-    """The band of a run at its first step, when both sides hold the same weights; ConfigError if `a` is narrower.
+    """The noise band of a run at its first step, when both sides hold the same weights.
+
+    ConfigError if a trust region or a correction of `a` is narrower: if the noise alone clips more than `MOST` of the
+    tokens.
 
     Args:
         mu_M, learner_M: log-probs of the same tokens by sampler and learner.
@@ -83,6 +86,7 @@ def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M
 
 
 def _silent(loudness_M: torch.Tensor) -> float:
+    """The share of tokens whose factor is 0."""
     return float((loudness_M == 0).double().mean())
 
 
@@ -145,8 +149,10 @@ def reference_unmoved(reference: Reference) -> None:
 
 
 def keeps_caches(engine: object) -> bool:
-    """Returns whether turns go on under new weights over the caches of the old ones (engine.update=stale). The tokens
-    that they say then have log-probs of neither, which the engine's gauge of the gap is there to tell."""
+    """Returns whether turns go on under new weights over the caches of the old ones (engine.update=stale).
+
+    Their tokens then have log-probs of neither version. The gauge `engine/stale_gap` tells how far off these are.
+    """
     return getattr(engine, "update", "") == "stale"
 
 
@@ -182,18 +188,19 @@ def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None
 
 
 def said_by_these_weights(groups: Sequence[Group], promised: Sequence[int]) -> None:
-    """Every spoken token was said by one of the versions that were promised; the last of them is the learner's.
+    """Every spoken token was said by one of the promised versions of the weights.
 
-    If samples may not be older than the learner, that is the only one. With `staleness=K` they are those of the learner
-    at the beginning of this step and of the K steps before it.
+    The last promised version is the learner's; it is the only one if samples may not be older than the learner. With
+    `staleness=K` the promised versions are those of the learner at the beginning of this step and of the K steps before
+    it.
     """
     now, others = promised[-1], sorted({*promised[:-1]} - {promised[-1]})
     # Tokens of demonstrations and of opponents have marks in the place of a version.
-    fine = {*promised, SHOWN, OPPOSED}
+    known = {*promised, SHOWN, OPPOSED}
     for g in groups:
         for e in g.episodes:
             for s in e.segments:
-                other = [v for v in s.version[s.mask].tolist() if v not in fine]
+                other = [v for v in s.version[s.mask].tolist() if v not in known]
                 if other:
                     also = f" and samples may also be of {', '.join(map(str, others))}" if others else ""
                     raise InvariantError(
@@ -241,8 +248,10 @@ def _price(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
 
 
 def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
-    """The log-probs of a training pass, as they would be with the sampler's experts: where the learner of a mixture
-    chooses by itself, what that changes in its scores is taken from them. Where they agree anyway they are kept.
+    """The log-probs of a training pass, as they would be with the sampler's experts.
+
+    The learner of a mixture may choose other experts than the sampler. Then the change that this makes in its scores is
+    subtracted. Log-probs that agree with the sampler's anyway are returned as they are.
 
     With `router_replay=start` the minibatch has the learner's choices in place of the sampler's. Then the pass is
     compared with the learner's scores alone, and `ExpertsCheck` compares these with the sampler's.
@@ -303,21 +312,21 @@ class SamplerCheck(Observer):
         version = np.concatenate([s.version[s.mask] for s in segments])
         mu = np.concatenate([s.logp[s.mask] for s in segments])
         # Tokens of earlier weights, as in groups that waited in a queue, are not compared.
-        own, dtype = version == roles.trainer.version, roles.run.model.dtype
+        fresh, dtype = version == roles.trainer.version, roles.run.model.dtype
         exact = lambda: follows.exact(packed)  # noqa: E731
         same = roles.run.exact
         # The mixture's own choice is another model than the sampler's where rounding decides between two experts.
-        read = learner if follows is roles.learner else follows.score(packed)
-        seen = sampler_agrees(packed, mu, read, own, dtype=dtype, exact=exact, text=roles.text, same=same)
+        scored = learner if follows is roles.learner else follows.score(packed)
+        seen = sampler_agrees(packed, mu, scored, fresh, dtype=dtype, exact=exact, text=roles.text, same=same)
         if same:  # by code that shares nothing with the sampler's
             packed_pass = roles.learner.packed_score(packed)
-            sampler_agrees(packed, mu, packed_pass, own, dtype=dtype, exact=exact, text=roles.text)
+            sampler_agrees(packed, mu, packed_pass, fresh, dtype=dtype, exact=exact, text=roles.text)
         band = noise_band(
             roles.stage.algorithm,
-            mu[own],
-            learner[own],
+            mu[fresh],
+            learner[fresh],
             # Episodes are numbered anew without holes, as sums over episodes need it.
-            np.unique(packed.sequence_M[own], return_inverse=True)[1],
+            np.unique(packed.sequence_M[fresh], return_inverse=True)[1],
             dtype,
         )
         # Only a reference that began as the policy is at a distance of 0.
@@ -326,13 +335,13 @@ class SamplerCheck(Observer):
             routers = roles.learner.routers()  # a reference follows no choices
             alone = learner if routers is None else routers.read(packed, replay=False).logp
             no_distance_yet(alone, reference, dtype, lambda: roles.learner.exact(packed), packed.sampling.temperature)
-        return ObserverReport(merge(seen, band), (*_told(band, dtype), *_price(roles.learner.price(packed), own)))
+        return ObserverReport(merge(seen, band), (*_told(band, dtype), *_price(roles.learner.price(packed), fresh)))
 
     def _ratio_is_one(
         self, roles: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]
     ) -> Gauges:
         """On the first optimizer step after a push, every token sampled with the current weights has rho = 1."""
-        out: list[Gauges] = []
+        gauges: list[Gauges] = []
         for micro, logp in micros:
             exact = lambda batch=micro: as_sampled(roles.learner).exact(batch)  # noqa: E731
             fresh = micro[VERSION] == packed.version
@@ -341,7 +350,7 @@ class SamplerCheck(Observer):
                 # could have.
                 fresh &= ~np.isin(micro.segment_M, micro.segment_M[~fresh])
             learner = _with_its_experts(roles, micro, logp.astype(np.float32), fresh)
-            out.append(
+            gauges.append(
                 sampler_agrees(
                     micro,
                     micro[MU],
@@ -353,4 +362,4 @@ class SamplerCheck(Observer):
                     same=roles.run.exact,
                 )
             )
-        return merge(*out)
+        return merge(*gauges)

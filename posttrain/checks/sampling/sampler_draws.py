@@ -33,7 +33,7 @@ from posttrain.system import dataclass_json
 from posttrain.system.errors import InvariantError
 
 TEMPERATURES = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
-"""Temperatures of the distributions that tokens might come from instead, sharper and flatter than the reported one."""
+"""Temperatures of the alternatives of the bet: distributions sharper and flatter than the reported one."""
 MOST = 10.0
 """Largest factor of one token, before its discount."""
 STAKES = (0.02, 0.2, 0.8)
@@ -61,13 +61,16 @@ class CheckedDraws:
     episodes: tuple[Episode, ...]
     """The episode of each segment."""
     at_M: np.ndarray
-    """int64: the index of each among its episode's spoken tokens."""
+    """int64: the index of each checked token among the spoken tokens of its episode."""
     full: bool
     """Whether no further token would have been added."""
 
 
 def look(episodes: Sequence[Episode], first: int) -> CheckedDraws | None:
-    """The first `PROBED` tokens from episode `first` on, around the end of the list; None if there are none."""
+    """The first `PROBED` spoken tokens from episode `first` on; None if there are none.
+
+    After the last episode of the list the first one follows.
+    """
     chosen: list[tuple[Episode, Segment, int]] = []
     left, packed = PROBED, 0
     # Around the end of the list: which episode comes first depends on the step's number alone.
@@ -109,10 +112,12 @@ def uniforms(looked: CheckedDraws, seed: int, stream: str) -> np.ndarray:
     for segment, e in enumerate(looked.episodes):
         # A turn has random numbers of its own, so a longer turn before it moves nothing.
         keys = [seeds.key(seed, stream, e.task.id, e.visit, e.sibling, turn) for turn in range(len(e.turns))]
-        whole = np.concatenate([np.zeros(0), *(seeds.uniforms(key, n) for key, n in zip(keys, e.turns, strict=True))])
-        here = looked.packed.segment_M == segment
+        of_episode = np.concatenate(
+            [np.zeros(0), *(seeds.uniforms(key, n) for key, n in zip(keys, e.turns, strict=True))]
+        )
+        of_segment = looked.packed.segment_M == segment
         # The beginning of an episode's tokens: places that `beginning` cut off have uniforms that nobody reads.
-        out[here] = whole[looked.at_M[here]]
+        out[of_segment] = of_episode[looked.at_M[of_segment]]
     return out
 
 
@@ -255,9 +260,9 @@ def bet_on_answers(
 
 
 def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
-    """Play one round for each pair of neighbouring siblings. They are equal with at most the probability of the answer.
+    """Play one round for each pair of neighbouring siblings: a bet that they say the same.
 
-    With p that probability and c the share that is bet, the factor is 1 + c (1 - p) / p if they are equal, else 1 - c.
+    The chance of that is at most p, the probability of the first one's answer. With p that probability and c the share that is bet, the factor is 1 + c (1 - p) / p if they are equal, else 1 - c.
     An answer with a probability above a half is not bet on. Of an answer that broke or was cut, the known tokens count:
     an equal answer has at least these. An empty answer is not bet on.
 
@@ -342,6 +347,6 @@ def draws_are_true(roles: ReinforceRoles, bets: Bets, episodes: Sequence[Episode
         return drawn_again(looked, learner.odds(looked.packed), uniform, apart, roles.text)
     odds = lambda packed: learner.odds(packed, TEMPERATURES)  # noqa: E731
     # In float32 the bound of the dtype stands for the noise, without a pass in float64.
-    cheap, believed = dtype == "float32", unmeasured(dtype, roles.sampling.temperature).worst
-    of = lambda packed: believed if cheap else noise(dtype, learner, packed)  # noqa: E731
-    return bet_on_answers(bets.draws, episodes, first, odds, of)
+    is_float32, assumed = dtype == "float32", unmeasured(dtype, roles.sampling.temperature).worst
+    noise_of = lambda packed: assumed if is_float32 else noise(dtype, learner, packed)  # noqa: E731
+    return bet_on_answers(bets.draws, episodes, first, odds, noise_of)

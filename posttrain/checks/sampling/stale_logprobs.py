@@ -31,10 +31,12 @@ from posttrain.system.errors import InvariantError
 
 
 def fresh_segments(groups: Sequence[Group], version: int, stale: bool = False) -> list[Segment]:
-    """Segments with tokens of `version`, as many as a check reads: those that other weights began come first, since
-    their caches were made by these.
+    """Segments with tokens of `version`, as many as a check reads.
+
+    Segments that other weights began come first: their caches were made by those weights, so they are most at risk.
 
     Args:
+        version: that of the weights that the learner has at present.
         stale: caches are kept on purpose (engine.update=stale). Then segments that other weights began are left out.
     """
     mixed, pure = list[Segment](), list[Segment]()
@@ -54,8 +56,10 @@ def fresh_segments(groups: Sequence[Group], version: int, stale: bool = False) -
 
 
 def start_is_the_learner(batch: Batch, learner_M: np.ndarray, dtype: str, exact: Exact) -> None:
-    """The log-probs of the start of a step, which a proximal ratio divides by, are the learner's own before its first
-    optimizer step."""
+    """The stream `START`, which a proximal ratio divides by, has the learner's own log-probs.
+
+    It is called before the step's first optimizer step.
+    """
     gap = Gap.of(batch[START], learner_M)
     bound = allowed(dtype, gap, learner_M, exact, batch.sampling.temperature)
     if not gap.within(bound):
@@ -133,11 +137,11 @@ def _all_of(e: Episode, version: int) -> bool:
 
 
 TURNS = 4
-"""Turns that are sampled after a push, each after another prompt of the last step."""
+"""Turns that are sampled after a push, each of them after a different prompt of the last step."""
 TOKENS = 16
 """Most tokens of one of them."""
 PATIENCE = 8
-"""After so many steps whose turns did not end in time, the learner waits for them."""
+"""After this many steps whose turns did not end in time, the learner waits for them."""
 PROBE = Task("probe of the checks", "")
 
 
@@ -155,6 +159,7 @@ class ProbeCheck(Observer):
         self._version = 0
         """Version of the weights that both sides had when the turns were asked."""
         self._missed = 0
+        """Steps whose turns did not end in time, since the last comparison."""
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PlayedEvent) or not roles.stage.most_behind:
@@ -198,6 +203,7 @@ class ProbeCheck(Observer):
             await asyncio.gather(self._saying, return_exceptions=True)
 
     async def _say(self, roles: ReinforceRoles, index: int) -> list[Group]:
+        """Sample the turns of the probe, each as a group of one episode."""
         sampler, stream = roles.sync.sampler, _stream(roles)
 
         async def turn(i: int, prompt: np.ndarray) -> Group:
@@ -213,6 +219,7 @@ class ProbeCheck(Observer):
         return list(await asyncio.gather(*(turn(i, p) for i, p in enumerate(self._prompts))))
 
     def _compare(self, roles: ReinforceRoles, said: asyncio.Task[list[Group]]) -> ObserverReport:
+        """Compare turns that have ended with the learner, and forget them."""
         # Forgotten first: a task that is compared is not compared again.
         self._saying, self._missed = None, 0
         with roles.clock.of("check"):

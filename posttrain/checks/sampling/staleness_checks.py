@@ -1,7 +1,7 @@
-"""Checks that groups that are asked ahead of the updates are the ones that come next, as old as they say, and
-unchanged.
+"""Checks of groups that are asked ahead of the updates: they come in order, are as old as they say, and do not change.
 
-Every check here is exact: nothing in it is left to chance. They hold without staleness too, where they say less.
+Groups that are learned from again (replay) are checked too. Every check is exact: nothing in it is left to chance. The
+checks also hold without staleness, where they say less.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def promised_as_begun(promised: Sequence[int], begun: Sequence[int]) -> None:
     """The versions that samples may have are those of the learner at the beginning of the last steps.
 
     Args:
-        begun: what this check has seen of them, which may be fewer, oldest first.
+        begun: the versions at the beginning of the steps that this check has seen, oldest first. There may be fewer.
     """
     n = min(len(promised), len(begun))
     # What this check has not seen (steps before a resumed run) cannot be compared: only the common end is.
@@ -91,7 +91,7 @@ def as_old_as_asked(played: Sequence[Group], asked: Sequence[int], exactly: bool
     """No token of a group is older than the weights that the sampler had when the group was to be asked.
 
     Args:
-        asked: that version, for each group.
+        asked: the sampler's version when each group was to be asked.
         exactly: `deterministic=true` promises that all tokens of the group are of this version.
     """
     for g, version in zip(played, asked, strict=False):
@@ -128,11 +128,11 @@ def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> N
         whole: they wait for groups that were asked, so a group has one.
     """
     for g in groups:
-        own = _versions(g)
-        if whole and len(set(own.tolist())) > 1:
+        versions = _versions(g)
+        if whole and len(set(versions.tolist())) > 1:
             raise InvariantError(
-                f"task {g.task.id!r} has tokens of versions {sorted(set(own.tolist()))}: with deterministic=true new"
-                " weights wait until every group that was asked has ended. They were pushed before, and the run cannot"
+                f"task {g.task.id!r} has tokens of versions {sorted(set(versions.tolist()))}: with deterministic=true"
+                " new weights wait until every group that was asked has ended. They were pushed before, and the run cannot"
                 " be repeated"
             )
         for e in g.episodes:
@@ -216,11 +216,10 @@ def unchanged_in_the_queue(known: Mapping[str, str], groups: Sequence[Group]) ->
 
 
 def learned_before(replayed: Sequence[Group], learned: Mapping[str, tuple[str, int]], step: int, age: int) -> None:
-    """Checks that the groups a step learns from again were learned from before, at most `age` steps ago, and are what
-    they were then.
+    """Groups that a step learns from again were learned from at most `age` steps ago, and have not changed since.
 
     Args:
-        learned: `digest_of` of the groups that were learned from, and the step, by `name_of`.
+        learned: (`digest_of`, step) of each group that was learned from, by `name_of`.
     """
     names = [name_of(g) for g in replayed]
     if twice := sorted({n for n in names if names.count(n) > 1}):
@@ -236,6 +235,7 @@ def learned_before(replayed: Sequence[Group], learned: Mapping[str, tuple[str, i
 
 
 def name_of(g: Group) -> str:
+    """A name for a group that no other group of the stage has."""
     return f"{g.task.id}/{g.visit}"
 
 
@@ -250,9 +250,12 @@ class AheadCheck(Observer):
         self._asked = deque[int]((kept or {}).get("asked", ()))
         """The sampler's version when each group was to be asked, of those that no step has taken yet."""
         self._digests = dict[str, str]((kept or {}).get("digests", {}))
+        """The digest of each ended group that waits in the queue, by `name_of`."""
         self._exact = kept is None or bool(kept)
         """Whether `_asked` is known: not where a stage goes on from a checkpoint that lacks it."""
         self._begun = deque[int]()
+        """The learner's versions at the beginning of the last steps."""
+        # Prompts that steps have taken, and the sampler's version when the step's groups had been taken.
         self._taken, self._served = 0, 0
         self._roles: ReinforceRoles | None = None
         self._now: Experience | None = None
@@ -296,8 +299,8 @@ class AheadCheck(Observer):
 
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
         if self._now is not None and roles.stage.most_behind:
-            own = [s for g in self._now.played for e in g.episodes if e.own for s in e.segments]
-            said = [s.version[s.mask] for s in own]
+            segments = [s for g in self._now.played for e in g.episodes if e.own for s in e.segments]
+            said = [s.version[s.mask] for s in segments]
             ages_as_stamped(step.gauges, np.concatenate([np.zeros(0, np.int32), *said]), self._now.promised)
         self._now = None
         return None
@@ -324,15 +327,18 @@ class AheadCheck(Observer):
         if stage.algorithm.filter is None and self._exact:
             self._admitted(stage, e.index, roles.sync.sampler.version)
             # The oldest that were asked are the ones that this step took.
-            own = [self._asked.popleft() for _ in e.played]
-            as_old_as_asked(e.played, own, whole)
+            asked = [self._asked.popleft() for _ in e.played]
+            as_old_as_asked(e.played, asked, whole)
         # What has ended since then must not change any more.
         for g in _ended(roles):
             self._digests.setdefault(name_of(g), digest_of(g))
 
     def _admitted(self, stage: Reinforce, index: int, served: int) -> None:
-        """At the beginning of step `index` groups are asked until those of `staleness` further steps are on their way,
-        as far as the stage has so many steps."""
+        """Notes the sampler's version for each group that is asked at the beginning of step `index`.
+
+        Groups are asked until those of this step and of `staleness` further steps are on their way, or those of the
+        steps that the stage has left.
+        """
         ahead = min(stage.staleness + 1, stage.steps - index + 1) * stage.prompts
         # Only what is missing is added: the others were asked in earlier steps, under earlier weights.
         self._asked.extend([served] * (ahead - len(self._asked)))
@@ -360,6 +366,7 @@ class ReplayCheck(Observer):
 
 
 def _ended(roles: ReinforceRoles) -> tuple[Group, ...]:
+    """The groups that have ended and wait in the queue."""
     return roles.groups.queued()[1] if isinstance(roles.groups, GroupQueue) else ()
 
 

@@ -1,4 +1,4 @@
-"""The definitions of what engines count."""
+"""The definitions of the gauges of engines, of the queue of groups, and of the processes that play episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The definitions of what learned values, implicit reward models, samples of older weights and experts measure."""
+"""The definitions of the gauges of learned values, implicit reward models, older samples, replay and experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gauges of what was played in a step, and words about what could not be judged."""
+"""Gauges of what was played in a step, words about what could not be judged, and definitions of held-out gauges."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ from posttrain.diagnose.gauges.gauge_definition import Definition
 
 
 def components(episodes: Sequence[Episode]) -> Gauges:
-    """Gauges of each source's raw scores, one count per episode, and of the kinds of its verdicts."""
+    """Gauges of each source's raw scores (one number per episode), of its abstentions, and of the kinds of verdicts."""
     scores: defaultdict[str, list[float]] = defaultdict(list)
     kinds: Counter[str] = Counter()
-    silent: Counter[str] = Counter()
+    abstained: Counter[str] = Counter()
     judged = 0
     for e in episodes:
-        own: defaultdict[str, list[float]] = defaultdict(list)
+        by_source: defaultdict[str, list[float]] = defaultdict(list)
         for j in e.verdicts:
             judged += 1
             family = "failed" if j.verdict.state is State.FAILED else "verdict"
             kinds[f"{family}/{j.verdict.kind}"] += bool(j.verdict.kind)
-            silent[f"abstained/{j.source}"] += j.counts and j.verdict.state is State.ABSTAIN
+            abstained[f"abstained/{j.source}"] += j.counts and j.verdict.state is State.ABSTAIN
             if j.counts and j.verdict.score is not None:
-                own[j.source].append(j.verdict.score)
+                by_source[j.source].append(j.verdict.score)
         # A source that pays for turns has several scores in an episode: their sum is what the episode got of it.
-        for source, given in own.items():
-            scores[source].append(sum(given))
-    found = {f"reward/{source}": Gauge.of(x) for source, x in sorted(scores.items())}
-    found |= {name: Gauge(n, len(episodes)) for name, n in sorted(silent.items()) if n}
-    return found | {name: Gauge(n, judged) for name, n in sorted(kinds.items()) if n}
+        for source, of_episode in by_source.items():
+            scores[source].append(sum(of_episode))
+    gauges = {f"reward/{source}": Gauge.of(x) for source, x in sorted(scores.items())}
+    gauges |= {name: Gauge(n, len(episodes)) for name, n in sorted(abstained.items()) if n}
+    return gauges | {name: Gauge(n, judged) for name, n in sorted(kinds.items()) if n}
 
 
 def ages(behind: np.ndarray, most: int) -> Gauges:
-    """By how many steps each token is older than the weights that learn from it: mean, largest, and, where samples may
-    be older, the share of each number."""
+    """Gauges of by how many steps each token is older than the weights that learn from it.
+
+    They are the mean and, where samples may be up to `most` steps older, the largest and the share of each number.
+    """
     out = {"rollout/versions_behind": Gauge.of(behind)}
     if not most or not len(behind):
         return out
@@ -61,8 +63,10 @@ def _lengths(credit: Credit, asked: Experience) -> Gauge:
 
 
 def _solved(episodes: Sequence[Episode]) -> Gauge:
-    """The share of right answers, of what is measured where something is. Counts nothing where outcomes are grades and
-    no right one is named: rules that read it are about pass and fail."""
+    """The share of right answers. An answer's figure is what is measured, or its reward where nothing is.
+
+    Nothing is counted where outcomes are grades and no right one is named: rules that read it are about pass and fail.
+    """
     judged = [e for e in episodes if e.figure is not None]
     right = judged[0].right if judged else Right()
     # Outcomes that are not all 0 and 1 have no share of right ones, unless the user names what is right.
