@@ -63,8 +63,8 @@ def _marked(tokenizer: object) -> list[int]:
 
 
 PASSES, UPDATE = "passes", "update"
-"""Two phases of a minibatch: its forward and backward passes; and what follows up to the optimizer's step, the checks of
-the gradient included."""
+"""Two phases of a minibatch: its forward and backward passes; and what follows up to the optimizer's step, the checks
+of the gradient included."""
 
 
 class PhasePeaks(Observer):

@@ -1,4 +1,4 @@
-"""Makes one figure of scores, as benchmarks of reward models do: RewardBench 1 and 2 (docs/design/papers.md, C08)."""
+"""The figures of benchmarks of reward models: RewardBench 1 and 2, and ProcessBench (docs/design/papers.md, C08)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ SECTIONS: dict[str, dict[str, int]] = {
         "hep-rust": 164,
     },
 }
-"""RewardBench 1: the subsets of each section with their weights. They are the numbers of pairs, except math-prm, whose
-447 pairs weigh as much as all code."""
+"""RewardBench 1: the subsets of each section with their weights. A weight is the subset's number of pairs. The
+exception is math-prm, whose 447 pairs weigh as much as all code."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def reward_bench(right: Mapping[str, Sequence[bool]]) -> BenchScore:
     parts: dict[str, float] = {}
     for name, weights in SECTIONS.items():
         # Only subsets with data: a part of the benchmark gives the mean of what it has.
-        there = {s: w for s, w in weights.items() if len(right.get(s, ()))}
-        if there:
-            each = math.fsum(w * float(np.mean(right[s])) for s, w in there.items())
-            parts[name] = each / sum(there.values())
+        weighted = {s: w for s, w in weights.items() if len(right.get(s, ()))}
+        if weighted:
+            total = math.fsum(w * float(np.mean(right[s])) for s, w in weighted.items())
+            parts[name] = total / sum(weighted.values())
     if not parts:
         raise DataError("RewardBench: there is no pair to score")
     return BenchScore(math.fsum(parts.values()) / len(parts), parts)
@@ -86,7 +86,7 @@ def best_of_four(chosen: float, rejected: Sequence[float]) -> float:
     >>> best_of_four(0.7, [0.7, 0.2, 0.1]), best_of_four(0.6, [0.7, 0.2, 0.1])
     (0.5, 0.0)
     """
-    # A chosen completion that shares the maximum would be drawn as the best in one of so many cases.
+    # If n completions share the maximum, a random choice among them is the chosen one in 1 of n cases.
     top = max(chosen, *rejected)
     return 1 / (1 + sum(x == top for x in rejected)) if chosen == top else 0.0
 
@@ -110,15 +110,18 @@ class TiesPrompt:
 
 
 def ties(tied: Mapping[str, TiesPrompt], reference: Mapping[str, TiesPrompt]) -> BenchScore:
-    """RewardBench 2, the subset Ties: .30 + .30 for the accuracies, .20 where the gap exceeds the spread, .20 where the
-    smaller gap of both versions does, and .01 for the mean of tanh(smaller gap / spread - 1).
+    """RewardBench 2, the subset Ties: a weighted sum of five parts.
+
+    They are the accuracies on the tied and on the reference prompts (weight .30 each), the share of prompts whose gap
+    exceeds the spread (.20), the share whose smaller gap of both versions does (.20), and the mean of
+    tanh(smaller gap / spread - 1) (.01).
 
     Where all correct completions have the same score, the last term takes its limit, 1 or -1 by the gap's sign, and 0
     without a gap.
 
     Args:
         tied: prompts with several correct completions.
-        reference: the same prompts' versions with one.
+        reference: the versions of the same prompts with one correct completion.
 
     Raises:
         DataError: one of them is empty, or they share no prompt.
@@ -171,7 +174,9 @@ class ProcessBenchScore:
 
     @staticmethod
     def of(truth: Sequence[int], found: Sequence[int]) -> ProcessBenchScore:
-        """From the index of the first wrong step of each answer, -1 where there is none, and the index that was found.
+        """The score of the indices that were `found`, given the true index of the first wrong step of each answer.
+
+        An index counts from 0; -1 says that no step is wrong.
 
         >>> score = ProcessBenchScore.of([1, 0, -1, -1], [1, 2, -1, -1])
         >>> score.erroneous, score.correct, round(score.f1, 4)

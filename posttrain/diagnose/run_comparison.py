@@ -1,5 +1,7 @@
-"""The settings in which runs differ, as a reader wants them: what matters most first, and what only one side has as one
-line.
+"""Compares runs: the settings in which they differ, and by how much their held-out scores differ.
+
+Runs that differ in their seed alone form a group. Groups are compared with the first one, over the held-out prompts
+that all runs share, and over seeds where both groups have several.
 """
 
 from __future__ import annotations
@@ -28,31 +30,32 @@ FIRST = (
     *("", "algorithm.name", "model", "env", "steps", "epochs", "optimizer.lr", "prompts", "siblings", "batch", "beta"),
     *("sampling", "algorithm", "optimizer"),
 )
-"""Settings by their weight, without the name of their stage; '' is a stage itself. The others come behind."""
+"""The order of settings that matter most, without the name of their stage; '' is a stage itself. All others follow."""
 
 
 def differing(runs: Sequence[Run], each: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Returns for each run the settings in which some of the runs differ, ordered by their weight.
+    """Returns for each run the settings in which some of the runs differ, the most important first.
 
-    A stage that one of them lacks is one line. What lies below a setting that differs, such as the numbers of a piece
-    that one of them has not, is told with it.
+    A stage that one of the runs lacks is one setting. A setting that one of the runs lacks, such as a number of a piece
+    of the algorithm, is not listed apart where a setting above it differs: it is part of that one's value.
 
     Args:
         each: all settings of each run, by their paths.
     """
     stages = [{s.name: f"{type(s).__name__.lower()}, {s.steps} steps" for s in run.stages} for run in runs]
-    some = {n for of in stages for n in of if any(n not in other for other in stages)}
+    partial = {n for of in stages for n in of if any(n not in other for other in stages)}
     # A stage that some runs lack is one setting: its kind and its steps.
-    each = [{**of, **{n: own.get(n, NONE) for n in some}} for of, own in zip(each, stages, strict=True)]
+    each = [{**of, **{n: own.get(n, NONE) for n in partial}} for of, own in zip(each, stages, strict=True)]
     names = [n for n in dict.fromkeys(n for of in each for n in of) if len({of.get(n, NONE) for of in each}) > 1]
     # A number below a setting that one run lacks follows from the setting above it, so that one tells it.
     lacking = {n for n in names if any(n not in of for of in each)}
-    told = [n for n in names if n not in lacking or not any(p in names for p in _above(n))]
-    told.sort(key=lambda n: _weight(n, {s for of in stages for s in of}))
-    return [{n: _value(n, of) for n in told} for of in each]
+    listed = [n for n in names if n not in lacking or not any(p in names for p in _above(n))]
+    listed.sort(key=lambda n: _weight(n, {s for of in stages for s in of}))
+    return [{n: _value(n, of) for n in listed} for of in each]
 
 
 def _above(path: str) -> list[str]:
+    """The paths above this one: `a.b.c` has `a` and `a.b`."""
     parts = path.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
@@ -66,6 +69,7 @@ def _value(path: str, of: Mapping[str, str]) -> str:
 
 
 def _weight(path: str, stages: set[str]) -> int:
+    """The place of a setting in the order of `FIRST`."""
     head, _, rest = path.partition(".")
     # The weight does not depend on what the stage is called.
     rest = rest if head in stages else path
@@ -75,15 +79,15 @@ def _weight(path: str, stages: set[str]) -> int:
 OF_THE_MACHINE = ("threads", "trackers", "keep_checkpoints", "slots", "deterministic")
 """Settings that do not make two runs different kinds of run: they change speed, files or the last bits."""
 PER_STAGE = ("checkpoint_every", "eval_every", "micro_tokens")
-"""The same of every stage."""
+"""The same kind of settings, of every stage."""
 LETTERS = "ABCDEFGHIJKL"
 
 
 What = Literal["accuracy", "reward", "loss"]
-"""By what runs are compared: by their held-out loss where nothing judges answers. Its values are negative, so that
-higher is better, as of the others."""
+"""The figure by which runs are compared. Where nothing judges answers it is the held-out loss, whose values are stored
+as negative numbers: so higher is better for all figures."""
 SAME_LOSS = 0.01
-"""A difference of held-out losses that matters to nobody, in nats."""
+"""A difference of held-out losses below which two runs count as the same, in nats."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +122,15 @@ class GroupGain:
 
     group: RunGroup
     over_prompts: Gain
-    """Each prompt with the mean over the group's seeds."""
+    """The gain over prompts. Each prompt has its mean over the group's seeds."""
     over_seeds: Score | None
-    """The difference with an interval over seeds, `prompts` being how many differences or seeds it is of. None where
-    either group has one seed, or where the seeds do not differ: no interval can be had from either."""
+    """The difference with an interval over seeds; its `prompts` is the number of differences or seeds. None where
+    either group has one seed, or where all seeds give the same: then there is no interval."""
     by_seed: bool
-    """Whether that compares runs of the same seed with each other."""
+    """Whether `over_seeds` compares runs of the same seed with each other."""
     seeds: tuple[int, int]
-    """Different seeds of the first group and of this one. Runs of the same seed are one of them, by their mean."""
+    """Numbers of different seeds, of the first group and of this one. Runs of the same seed count once, by their
+    mean."""
     word: Literal["better", "worse", "the same", "cannot be told"]
 
 
@@ -163,10 +168,10 @@ def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> Run
     _refuse(runs)
     shared = _shared(runs)
     what: What = "reward" if any(r.measured.graded for r in runs) else "accuracy"
-    if any(by := [r.by_loss for r in runs]):
-        if not all(by):
-            told = [f"{r.of.folder} by {'held-out loss' if r.by_loss else 'what judges answers'}" for r in runs]
-            raise ConfigError(f"these runs are measured differently ({'; '.join(told)}), so nothing can be paired")
+    if any(by_loss := [r.by_loss for r in runs]):
+        if not all(by_loss):
+            figures = [f"{r.of.folder} by {'held-out loss' if r.by_loss else 'what judges answers'}" for r in runs]
+            raise ConfigError(f"these runs are measured differently ({'; '.join(figures)}), so nothing can be paired")
         # The mean over rows has to be the mean over tokens, which depends on which rows are shared.
         what, runs = "loss", [_over(r, shared) for r in runs]
     groups = _groups(runs)
@@ -176,21 +181,29 @@ def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> Run
 
 def run_mean(run: ComparedRun, what: str, prompts: Sequence[Hashable]) -> float:
     """A run's score over the prompts that all runs share."""
-    mine = _values(run, what)
-    return float(np.mean([mine[p] for p in prompts]))
+    scores = _values(run, what)
+    return float(np.mean([scores[p] for p in prompts]))
 
 
 def _values(run: ComparedRun, what: str) -> Mapping[Hashable, float]:
+    """The compared figure of a run for each held-out prompt."""
     return run.measured.right if what == "accuracy" else run.measured.paid
 
 
 def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
+    """A run with its last held-out measurement, or that of the named stage.
+
+    It is an evaluation of answers; without one the held-out loss, or the order of held-out pairs.
+
+    Raises:
+        ConfigError: there is none.
+    """
     found = of.last
     if stage is not None:
-        there = {s.name: s for s in of.stages}
-        if stage not in there:
-            raise ConfigError(f"{of.folder} has taken no step of a stage {stage!r}; {nearest(stage, there)}")
-        found = there[stage]
+        by_name = {s.name: s for s in of.stages}
+        if stage not in by_name:
+            raise ConfigError(f"{of.folder} has taken no step of a stage {stage!r}; {nearest(stage, by_name)}")
+        found = by_name[stage]
     if found is not None and found.end is None and found.likelihoods:
         return _by_loss(of, found)
     if found is not None and found.end is None and found.misordered:
@@ -222,7 +235,7 @@ def _by_loss(of: RunOutcome, found: StageOutcome) -> ComparedRun:
 
 
 def _over(run: ComparedRun, shared: Sequence[Hashable]) -> ComparedRun:
-    """The same with values whose mean over the shared rows is the mean over all their tokens."""
+    """The run with other values of its rows: their mean over the shared rows is the mean loss over all tokens."""
     last = [*run.stage.likelihoods.values()][-1]
     values = {k: -x for k, x in last.values([str(k) for k in shared]).items()}
     return replace(
@@ -231,6 +244,7 @@ def _over(run: ComparedRun, shared: Sequence[Hashable]) -> ComparedRun:
 
 
 def _remedy(of: RunOutcome, found: StageOutcome | None) -> str:
+    """What to do so that a run has something to compare, for the message of an error."""
     if found is not None and not of.run.env_of(found.stage).heldout:
         return "Start it with env.heldout=100"
     if found is not None and isinstance(found.stage, RewardModel):
@@ -246,7 +260,7 @@ def _refuse(runs: Sequence[ComparedRun]) -> None:
     """ConfigError where figures of these runs mean different things."""
     first = runs[0]
     for other in runs[1:]:
-        # A file counts by its name: copies of one reward may lie at different places. `_notes` tells of it.
+        # A file counts by its name: copies of one reward may lie at different places. `_notes` says where they do.
         if _rewards(first) != _rewards(other):
             raise ConfigError(
                 f"{first.of.folder} and {other.of.folder} are judged by different rewards, so their scores mean"
@@ -275,24 +289,25 @@ def _shared(runs: Sequence[ComparedRun]) -> list[Hashable]:
 
 def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
     """Runs with equal settings together, in the order in which they were given."""
-    found: dict[str, list[ComparedRun]] = {}
+    by_settings: dict[str, list[ComparedRun]] = {}
     # In the order given, so that A is what the user named first.
     settings = [settings_of(r.of.run) for r in runs]
     for run, of in zip(runs, settings, strict=True):
-        found.setdefault(repr(sorted(of.items())), []).append(run)
-    if len(found) > len(LETTERS):
-        raise ConfigError(f"compare takes at most {len(LETTERS)} different settings: {len(found)} were given")
-    firsts = [members[0].of.run for members in found.values()]
+        by_settings.setdefault(repr(sorted(of.items())), []).append(run)
+    if len(by_settings) > len(LETTERS):
+        raise ConfigError(f"compare takes at most {len(LETTERS)} different settings: {len(by_settings)} were given")
+    firsts = [members[0].of.run for members in by_settings.values()]
     each = differing(firsts, [settings_of(run) for run in firsts])
     return tuple(
-        RunGroup(letter, tuple(members), of) for letter, members, of in zip(LETTERS, found.values(), each, strict=False)
+        RunGroup(letter, tuple(members), of)
+        for letter, members, of in zip(LETTERS, by_settings.values(), each, strict=False)
     )
 
 
 def settings_of(run: Run) -> dict[str, str]:
-    """The settings that make a kind of run, as text by their paths: without the seed and what is of the machine.
+    """The settings that make a kind of run, as text by their paths: without the seed and the settings of the machine.
 
-    An algorithm is told by its name and its own choices, and not by those of its parents.
+    Of an algorithm they have its name and its own choices, and not those of its parents.
     """
     out: dict[str, str] = {}
     for path, (_, value) in values(run).items():
@@ -307,21 +322,28 @@ def settings_of(run: Run) -> dict[str, str]:
 
 
 def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashable]) -> GroupGain:
+    """The gain of `other` over `first`, with the word for it."""
     measured = [r.measured for g in (first, other) for r in g.runs]
     low, high = common_scale(measured)
     # A difference of 0.01 nats is taken as 5 % of the scale, which is the bound for "the same" below.
     scale = SAME_LOSS / 0.05 if what == "loss" else 1.0 if what == "accuracy" else high - low
-    each = _mean(first, what, prompts), _mean(other, what, prompts)
-    over = Gain.free(*each) if what == "loss" else Gain.of(*each, scale)
+    means = _mean(first, what, prompts), _mean(other, what, prompts)
+    over_prompts = Gain.free(*means) if what == "loss" else Gain.of(*means, scale)
     a, b = (_by_seed(g, what, prompts) for g in (first, other))
     seeds = over_seeds(a, b)
     # Both kinds of doubt must be gone: other prompts, and other seeds.
-    sure = [over, *([seeds] if seeds is not None else [])]
-    word = "better" if all(x.low > 0 for x in sure) else "worse" if all(x.high < 0 for x in sure) else "cannot be told"
+    intervals = [over_prompts, *([seeds] if seeds is not None else [])]
+    word = (
+        "better"
+        if all(x.low > 0 for x in intervals)
+        else "worse"
+        if all(x.high < 0 for x in intervals)
+        else "cannot be told"
+    )
     # "The same" needs an interval that lies within 5 % of the scale on both sides, not one that holds 0.
-    if word == "cannot be told" and over.low > -0.05 * scale and over.high < 0.05 * scale:
+    if word == "cannot be told" and over_prompts.low > -0.05 * scale and over_prompts.high < 0.05 * scale:
         word = "the same"
-    return GroupGain(other, over, seeds, a.keys() == b.keys() and seeds is not None, (len(a), len(b)), word)
+    return GroupGain(other, over_prompts, seeds, a.keys() == b.keys() and seeds is not None, (len(a), len(b)), word)
 
 
 def _mean(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[Hashable, float]:
@@ -334,16 +356,19 @@ def _mean(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[Hasha
 
 def _by_seed(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[int, float]:
     """The score of each seed: a run that was made twice counts once."""
-    found: dict[int, list[float]] = {}
+    scores: dict[int, list[float]] = {}
     for r in group.runs:
-        found.setdefault(r.seed, []).append(run_mean(r, what, prompts))
-    return {seed: math.fsum(values) / len(values) for seed, values in found.items()}
+        scores.setdefault(r.seed, []).append(run_mean(r, what, prompts))
+    return {seed: math.fsum(values) / len(values) for seed, values in scores.items()}
 
 
 def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score | None:
-    """The difference of scores by seed, with Student's interval over seeds: of the differences where both have the same
-    seeds, else by Welch. None where a group has one seed, or where no seed differs from another: the interval would be
-    a point, and claim to know what another seed would give."""
+    """The difference of scores by seed, with Student's interval over seeds.
+
+    Where both groups have the same seeds it is the interval of the paired differences, else Welch's. None where a group
+    has one seed, or where all seeds give the same. The interval would be a point then, and claim to know what another
+    seed would give.
+    """
     if min(len(first), len(other)) < 2:
         return None
     if first.keys() == other.keys():
@@ -366,6 +391,7 @@ def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score 
 
 
 def _notes(runs: Sequence[ComparedRun], shared: Sequence[Hashable]) -> list[str]:
+    """The facts that a reader must know before believing the figures."""
     out: list[str] = []
     most = max(len(r.measured.right) for r in runs)
     if len(shared) < most:

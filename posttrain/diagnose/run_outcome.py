@@ -1,5 +1,8 @@
-"""The outcome of a run, read from its folder alone: held-out scores with the step they were measured at, and gains that
-are paired by prompt. The run may be finished, running or killed, and may be somebody else's."""
+"""The outcome of a run, read from its folder alone.
+
+It has held-out scores with the step they were measured at, and gains that are paired by prompt. The run may be
+finished, running or killed, and may be somebody else's.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ Curve = tuple[tuple[int, float], ...]
 
 
 NOTHING_ORDERED = "its held-out judgements order nothing: all of them say the same"
-"""Why a reward model that measured itself at its end has no figure."""
+"""The reason why a reward model has no figure although it was measured at its end."""
 LOSSES = ("sft/loss", "preference/loss", "ranking/loss")
-"""Gauges of the loss of stages that learn from data."""
+"""Gauges of the loss, one for each kind of stage that learns from data."""
 
 
 @dataclass(frozen=True)
@@ -68,24 +71,25 @@ class StageOutcome:
     updates: int = 0
     """Optimizer steps that its steps took. A step without credit takes none."""
     idle: int = 0
-    """Steps that took none."""
+    """Steps that took no optimizer step."""
     time_of: str | None = None
+    """`Stage.time_of`."""
     agreement: Score | None = None
     """Share of held-out pairs that the stage's scores order as they were judged; None where it reads no judgements."""
     agreement_before: float | None = None
     agreements: Curve = ()
-    """That share by the steps taken, the first and the last one included."""
+    """The share `agreement` by the steps taken, the first and the last measurement included."""
     began: str = START
     """Name of the weights it started from."""
     likelihoods: Mapping[int, HeldoutLoss] = field(default_factory=dict[int, HeldoutLoss])
     """Held-out losses by the steps taken, in order; empty where the stage imitates nothing."""
     misordered: Mapping[int, HeldoutLoss] = field(default_factory=dict[int, HeldoutLoss])
-    """The same of held-out pairs: 0 for one that is ordered as judged, else 1."""
+    """For a stage that reads judgements, by the steps taken: 0 for a held-out pair that is ordered as judged, else
+    1."""
 
     @property
     def loss(self) -> Gain | None:
-        """The gain of the held-out loss, from before the first step to the last measurement. None: not both were
-        made."""
+        """The gain of the held-out loss, from before the first step to the last measurement; None without both."""
         ends = [*self.likelihoods.values()]
         return ends[0].gain(ends[-1]) if len(ends) > 1 and 0 in self.likelihoods else None
 
@@ -107,8 +111,8 @@ class StageOutcome:
         """The bound of a right answer, where the share of right answers says something (`Grades.tells`)."""
         both = common_grades(self.start, self.end)
         if both is None:
-            # No episodes were recorded, so how outcomes are to be read is not known. The accuracy that the stage told
-            # is all.
+            # No episodes were recorded, so nothing says how outcomes are to be read. Only the accuracy that the stage
+            # itself reported tells whether there is a share of right answers.
             known = self.end is not None and bool(self.end.accuracy.known)
             return Right() if known or not self.graded else None
         return both.right if both.tells else None
@@ -133,7 +137,7 @@ class RunOutcome:
     @property
     def last(self) -> StageOutcome | None:
         """The stage that the run's verdict is about: the last one whose weights the run goes on with."""
-        # A stage that hands nothing on is a side path: the verdict of the run is not about it.
+        # The run does not go on with the weights of a stage that hands nothing on.
         return next((s for s in reversed(self.stages) if s.stage.hands_on), self.stages[-1] if self.stages else None)
 
     @property
@@ -154,31 +158,37 @@ def read_outcome(folder: Path | str) -> RunOutcome:
     steps, evaluations = run_reader.steps(folder), [f for f in run_reader.episode_files(folder) if f.kind == "eval"]
     state = _state(folder)
     reading = _Reading(folder, file.run, evaluations)
-    out = [
+    stages = [
         _stage(file.run, stage, [s for s in steps if s.stage == stage.name], reading, state.get(stage.name, {}))
         for stage in file.run.stages
         # A stage counts as soon as it took a step or was measured. Later ones of a run that is cut are not there.
         if any(s.stage == stage.name for s in steps) or any(f.stage == stage.name for f in evaluations)
     ]
-    return RunOutcome(folder, file, tuple(out))
+    return RunOutcome(folder, file, tuple(stages))
 
 
 def _state(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Returns what the newest checkpoint says of each stage: its result where it is done, else its progress."""
-    found = newest(folder)
-    if found is None:
+    """Returns what the newest checkpoint stores of each stage: the result of one that ended, else its progress."""
+    checkpoint = newest(folder)
+    if checkpoint is None:
         return {}
-    with run_reader.damage_is_named(f"{found.folder}/state.json"):
-        state = found.state
+    with run_reader.damage_is_named(f"{checkpoint.folder}/state.json"):
+        state = checkpoint.state
         # Results are of stages that have ended. Of the one that was running there is only its progress.
-        out: dict[str, Mapping[str, Any]] = {r["name"]: {**r, "done": True} for r in state["results"]}
+        by_stage: dict[str, Mapping[str, Any]] = {r["name"]: {**r, "done": True} for r in state["results"]}
         if (running := state.get("running")) is not None:
             stage = run_reader.run_file(folder).run.stages[state["stage"]]
-            out[stage.name] = running
-    return out
+            by_stage[stage.name] = running
+    return by_stage
 
 
 def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, known: Mapping[str, Any]) -> StageOutcome:
+    """The outcome of one stage.
+
+    Args:
+        steps: its recorded steps.
+        known: what the newest checkpoint stores of it (`_state`).
+    """
     done = bool(known.get("done"))
     taken = max((s.index for s in steps), default=0)
     start = reading.start(stage)
@@ -186,7 +196,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
     end = _still(stage, steps, start, reading.end(stage)) if done else reading.end(stage)
     with run_reader.damage_is_named("the state of the newest checkpoint"):
         # Without recorded episodes the figures of the checkpoint remain, and no prompt can be paired.
-        if end is None and done and known.get("reward"):  # no episodes were recorded
+        if end is None and done and known.get("reward"):
             end = Measurement(
                 stage.name,
                 int(known["steps"]),
@@ -202,25 +212,25 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         before = None if known.get("agreement_before") is None else float(known["agreement_before"])
         greedy = None if greedy is None else float(greedy)
         seconds = None if seconds is None else float(seconds)
-    # The ends are measured outside of any step's line, so they are put beside the curve of the lines.
-    ends = {0: before, taken: agreement and agreement.mean}
-    share = dict(_curve(steps, "heldout/agreement")) | {i: x for i, x in ends.items() if x is not None}
+    # Measurements before the first step and after the last are in no step's line, so they are added to the curve.
+    end_points = {0: before, taken: agreement and agreement.mean}
+    agreements = dict(_curve(steps, "heldout/agreement")) | {i: x for i, x in end_points.items() if x is not None}
     # After a kill the losses may be of steps that the record has lost.
-    rows = {i: x for i, x in reading.losses(stage).items() if i <= taken}
+    losses = {i: x for i, x in reading.losses(stage).items() if i <= taken}
     unpaired = _unpaired(run, stage, taken, start, end)
-    # A reward model that measured itself and told no agreement had held-out judgements that are all alike.
+    # A reward model was measured and has no agreement: its held-out judgements are all alike.
     if done and stage.eval and not stage.leaves_policy and run.env_of(stage).heldout and agreement is None:
         unpaired = NOTHING_ORDERED
-    both = (start, end) if start is not None and end is not None and not unpaired else None
+    pair = (start, end) if start is not None and end is not None and not unpaired else None
     return StageOutcome(
         stage=stage,
         steps=taken,
         done=done,
         start=start,
         end=end,
-        accuracy=Gain.of(both[0].right, both[1].right) if both else None,
-        reward=paid_gain(*both) if both else None,
-        proxy=proxy_gain(*both) if both else None,
+        accuracy=Gain.of(pair[0].right, pair[1].right) if pair else None,
+        reward=paid_gain(*pair) if pair else None,
+        proxy=proxy_gain(*pair) if pair else None,
         unpaired=unpaired,
         rewards=_curve(steps, "rollout/reward"),
         losses=next((c for n in LOSSES if (c := _curve(steps, n))), ()),
@@ -235,21 +245,22 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         time_of=stage.time_of,
         agreement=agreement,
         agreement_before=before,
-        agreements=tuple(sorted(share.items())),
+        agreements=tuple(sorted(agreements.items())),
         began=starts(run.stages, stage),
         # A stage that reads judgements writes 0 or 1 of each pair in the same place where others write a loss.
-        likelihoods={} if stage.judged else rows,
-        misordered=rows if stage.judged else {},
+        likelihoods={} if stage.judged else losses,
+        misordered=losses if stage.judged else {},
     )
 
 
 def _told(curve: Curve, start: Measurement | None, end: Measurement | None) -> Curve:
-    """The accuracy by step, where it says something (`Grades.tells`)."""
+    """The curve of the accuracy; empty where accuracy says nothing of the outcomes (`Grades.tells`)."""
     grades = common_grades(start, end)
     return curve if grades is None or grades.tells else ()
 
 
 def _updates(steps: Sequence[Step]) -> int:
+    """The optimizer steps that these steps took."""
     counts = (s.gauges["optim/steps"].sum for s in steps if "optim/steps" in s.gauges)
     return sum(int(x) for x in counts if math.isfinite(x))
 
@@ -257,8 +268,11 @@ def _updates(steps: Sequence[Step]) -> int:
 def _still(
     stage: Stage, steps: Sequence[Step], start: Measurement | None, end: Measurement | None
 ) -> Measurement | None:
-    """The last measurement as one of the stage's last step, where no step since then changed the weights. Such weights
-    are not evaluated again."""
+    """The measurement of the weights at the end of a stage.
+
+    Weights that no step changed since the last measurement are not evaluated again. So that measurement counts as one
+    of the stage's last step.
+    """
     last, taken = end or start, max((s.index for s in steps), default=0)
     since = [s for s in steps if s.index > (end.step if end is not None else 0)]
     # A line without a count of updates does not show that nothing moved.
@@ -268,11 +282,13 @@ def _still(
 
 
 def _score(measured: Sequence[float]) -> Score:
+    """A score from (mean, low end, high end) of a checkpoint."""
     mean, low, high = (float(x) for x in measured)
     return Score(mean, low, high, 0)
 
 
 def _curve(steps: Sequence[Step], name: str) -> Curve:
+    """The finite means of a gauge by step."""
     return tuple(
         (s.index, s.gauges[name].mean)
         for s in steps
@@ -293,7 +309,7 @@ def _with_ends(middle: Curve, start: Measurement | None, end: Measurement | None
 def _unpaired(run: Run, stage: Stage, taken: int, start: Measurement | None, end: Measurement | None) -> str:
     """Returns the reason why the stage's end cannot be compared with its start, prompt by prompt; '' where it can."""
     env = run.env_of(stage)
-    # The first reason is the one to remove first: no tasks, no measurement, no record, and only then what one lacks.
+    # In the order in which a user must remove them: no tasks, no measurement, no record; then what start or end lacks.
     if not env.heldout:
         return "no task is held out"
     if not stage.eval:
@@ -322,8 +338,11 @@ class _Reading:
         self._read: dict[tuple[str, int], Measurement] = {}
 
     def start(self, stage: Stage) -> Measurement | None:
-        """Returns the measurement of the weights that a stage started from: made before that stage, or at the end of
-        the stage whose weights they are."""
+        """Returns a measurement of the weights that a stage started from; None if there is none.
+
+        It was made before the stage, at the end of the stage whose weights they are, or before another stage that
+        started from the same weights.
+        """
         # First its own measurement, then the end of the stage that it goes on from, then another stage's from the same
         # weights.
         if (stage.name, 0) in self.files:
@@ -340,6 +359,7 @@ class _Reading:
         return None
 
     def losses(self, stage: Stage) -> dict[int, HeldoutLoss]:
+        """The held-out losses of a stage by the steps taken."""
         return run_reader.losses(self.folder, stage.name)
 
     def end(self, stage: Stage) -> Measurement | None:
@@ -354,7 +374,7 @@ class _Reading:
 
 
 def measurement(file: EpisodeFile) -> Measurement:
-    """Read one evaluation. Tokens are left alone: only what was asked, sampled with and paid."""
+    """Read one evaluation: its tasks, the settings of its sampling, and its verdicts. Tokens are not read."""
     columns = step_format.read_columns(file.path)
     with run_reader.damage_is_named(str(file.path)):
         meta: dict[str, list[dict[str, Any]]] = json.loads(columns["meta"].tobytes())
@@ -362,21 +382,21 @@ def measurement(file: EpisodeFile) -> Measurement:
         keys = [json.dumps([t["prompt"], t["answer"], t["info"]], sort_keys=True) for t in meta["tasks"]]
         paid: dict[Hashable, list[float]] = {}
         proxy: dict[Hashable, list[float]] = {}
-        told = list[tuple[float | None, Right]]()
+        outcomes = list[tuple[float | None, Right]]()
         for episode in meta["episodes"]:
             judged = [step_format.verdict_from_plain(v) for v in episode["verdicts"]]
-            # `figure` is there where something is measured and not paid. It is what the score is made of; what is paid
-            # is the proxy.
+            # `figure` is stored where something is measured and not paid. Then it is the outcome, and the reward is the
+            # proxy.
             reward = episode.get("figure", episode["reward"])
-            told.append((reward, right_of(judged, episode.get("right_at"), "figure" in episode)))
+            outcomes.append((reward, right_of(judged, episode.get("right_at"), "figure" in episode)))
             if reward is not None:
                 paid.setdefault(keys[episode["task"]], []).append(float(reward))
             if "figure" in episode and episode["reward"] is not None:
                 proxy.setdefault(keys[episode["task"]], []).append(float(episode["reward"]))
         samplings = {json.dumps(meta["samplings"][i], sort_keys=True) for e in meta["episodes"] for i in e["samplings"]}
     means = {key: float(np.mean(values)) for key, values in paid.items()}
-    grades = Grades.each(told)
-    # After all are read, since one rule holds for them all.
+    grades = Grades.each(outcomes)
+    # Only after all episodes are read: one rule of what is right holds for all of them.
     right = {key: grades.right.share(values) for key, values in paid.items()}
     return Measurement(
         file.stage,

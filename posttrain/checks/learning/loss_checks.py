@@ -62,7 +62,8 @@ def agrees_on_synthetic_batch(a: Algorithm) -> None:
 def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.ndarray, least: int = 1) -> None:
     """The policy term alone makes no token with credit > 0 less likely, and none with credit < 0 more likely.
 
-    At least `least` tokens must move with their credit. The factor of a trust region is never negative, so this holds for every algorithm, covered by `demand` or not.
+    At least `least` tokens must move with their credit. The factor of a trust region is never negative, so this holds
+    for every algorithm, covered by `demand` or not.
     """
     clip = None if a.clip is None else a.clip.without_top()
     # All that may pull against the credit on purpose is taken out.
@@ -232,13 +233,13 @@ def entropy_and_value_agree(a: Algorithm, batch: Batch, passes: Passes) -> None:
         want = value_demand(a.learns_values, batch, value_M)
         if want is not None:
             compared["value"] = (asked_M, want)
-    for name, (asked, want) in compared.items():
+    for name, (got, want) in compared.items():
         size = float(np.abs(want).max(initial=0.0))
         # Where a micro-batch told nothing the lengths differ, and nothing can be subtracted.
-        if len(asked) != len(want) or float(np.abs(asked - want).max(initial=0.0)) > 1e-4 * size + 1e-12:
+        if len(got) != len(want) or float(np.abs(got - want).max(initial=0.0)) > 1e-4 * size + 1e-12:
             raise InvariantError(
                 f"the loss asks the wrong thing of the {name}: its gradient is up to"
-                f" {float(np.abs(asked).max(initial=0.0)):.4g}, and {a.name} asks for up to {size:.4g} (largest"
-                f" difference {float(np.abs(asked - want).max(initial=0.0)) if len(asked) == len(want) else np.nan:.3g})."
+                f" {float(np.abs(got).max(initial=0.0)):.4g}, and {a.name} asks for up to {size:.4g} (largest"
+                f" difference {float(np.abs(got - want).max(initial=0.0)) if len(got) == len(want) else np.nan:.3g})."
                 " Check its sign, its coefficient and its weights"
             )

@@ -262,9 +262,10 @@ def bet_on_answers(
 def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
     """Play one round for each pair of neighbouring siblings: a bet that they say the same.
 
-    The chance of that is at most p, the probability of the first one's answer. With p that probability and c the share that is bet, the factor is 1 + c (1 - p) / p if they are equal, else 1 - c.
-    An answer with a probability above a half is not bet on. Of an answer that broke or was cut, the known tokens count:
-    an equal answer has at least these. An empty answer is not bet on.
+    The chance of that is at most p, the probability of the first one's answer. With p that probability and c the share
+    that is bet, the factor is 1 + c (1 - p) / p if they are equal, else 1 - c. An answer with a probability above a
+    half is not bet on. Of an answer that broke or was cut, the known tokens count: an equal answer has at least these.
+    An empty answer is not bet on.
 
     Raises:
         InvariantError: the stake exceeds 1 / `ALPHA`.

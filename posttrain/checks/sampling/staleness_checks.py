@@ -132,8 +132,8 @@ def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> N
         if whole and len(set(versions.tolist())) > 1:
             raise InvariantError(
                 f"task {g.task.id!r} has tokens of versions {sorted(set(versions.tolist()))}: with deterministic=true"
-                " new weights wait until every group that was asked has ended. They were pushed before, and the run cannot"
-                " be repeated"
+                " new weights wait until every group that was asked has ended. They were pushed before, and the run"
+                " cannot be repeated"
             )
         for e in g.episodes:
             # In the order in which they were said, across the segments of a rewritten history.

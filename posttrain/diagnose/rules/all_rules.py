@@ -1,9 +1,9 @@
 """Rules that are tested during a run: a condition on the gauges of the last steps, its meaning, and what to do.
-Findings become notes of a step.
 
-A rule warns and never stops a run, because it reads symptoms. What must never happen is a canary (`posttrain.checks`).
-Rules about the size of updates are in `policy_rules`, rules about rewards and answers in `reward_rules`. This module
-has those about broken machinery, and asks all of them.
+The findings become notes of a step. A rule warns and never stops a run, because it reads symptoms. What must never
+happen is a canary (`posttrain.checks`). Rules about the size of updates are in `policy_rules`, rules about rewards and
+answers in `reward_rules`, rules about rounds of rejection sampling in `round_rules`. This module has those about broken
+machinery, and `findings` asks all of them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePrefe
     """The findings of all rules for this kind of stage at the end of its record so far."""
     if isinstance(stage, Rejection):
         rounds = [s for s in history if "reject/round" in s.gauges]
-        # Rounds tell of themselves at their first step; at others nothing new can hold.
+        # A round has its gauges at its first step. At the other steps nothing new can be found.
         if not rounds or rounds[-1] is not history[-1]:
             return []
-        return [Finding(n, said) for n, condition in ROUND_RULES.items() if (said := condition(rounds, stage))]
+        return [Finding(n, message) for n, condition in ROUND_RULES.items() if (message := condition(rounds, stage))]
     if not history:
         return []
     if isinstance(stage, OnlinePreference):
-        return [Finding(n, said) for n, condition in PLAYED_RULES.items() if (said := condition(history, stage))]
-    return [Finding(n, said) for n, condition in RULES.items() if (said := condition(history, stage))]
+        return [Finding(n, message) for n, condition in PLAYED_RULES.items() if (message := condition(history, stage))]
+    return [Finding(n, message) for n, condition in RULES.items() if (message := condition(history, stage))]
 
 
 def _still(steps: Sequence[Step]) -> bool:
-    """Returns whether these steps were measured and changed nothing that the policy says: where the policy is certain
-    of every token, as under top_k=1, values alone may learn."""
+    """Returns whether these steps were measured and changed nothing that the policy says.
+
+    A policy that is certain of every token, as under top_k=1, does not change, while its values may still learn.
+    """
     # Where it was not measured nothing is known, so it does not count as still.
     return not any(known(steps, "policy/kl_step") or (1.0,))
 
@@ -110,7 +112,7 @@ def source_is_mute(history: Sequence[Step], stage: Stage) -> str:
 
 
 CALLS = 4
-"""Steps in a row in which no call of a tool succeeds, before that is said."""
+"""The rule speaks after this many steps in a row in which no call of a tool succeeds."""
 MADE = ("refused", "timeout")
 """Ends of a call that reached a tool and got no result."""
 

@@ -1,4 +1,4 @@
-"""Notes of a run by kind: said once in the terminal, and counted at the end. The record keeps each at its step."""
+"""Notes of a run by kind: printed once in the terminal, and counted at the end. The record has every note."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from posttrain.core.gauge import Step
 RULE = "rule "
 """A note that begins with this and a rule's name is a finding of that rule."""
 SHOWN = 8
-"""Steps that a line names before it goes on with dots."""
+"""The most steps that a line names. Dots stand for the others."""
 WORDS = 60
-"""Characters of a note that stand for it where it is counted."""
+"""The most characters of a note in a line that counts it."""
 
 
 def kind_of(note: str) -> str:
-    """The rule that a note comes from; of other notes their words, without numbers and what stands in brackets."""
+    """The name of the rule that a note comes from. For other notes: their words, without numbers and without what
+    stands in brackets."""
     if note.startswith(RULE):
         return note.removeprefix(RULE).partition(":")[0]
     # Numbers and brackets change from step to step; the words around them are the kind.
@@ -32,12 +33,12 @@ class RepeatedNote:
     rule: str
     """Name of the rule; '' for a note that is no finding."""
     message: str
-    """At its first step."""
+    """The words of the note at its first step."""
     steps: tuple[int, ...]
 
     @property
     def count(self) -> str:
-        """At how many steps it held, with its name or its first words."""
+        """A line with the rule's name, or the note's first words, and the steps at which it held."""
         words = self.message if len(self.message) <= WORDS else self.message[:WORDS].rpartition(" ")[0] + " ..."
         return f"{self.stage}: {self.rule or words} held at {self._times}"
 
@@ -64,14 +65,16 @@ def notes_of(steps: Iterable[Step]) -> list[RepeatedNote]:
     for step in steps:
         for note in step.notes:
             kinds.setdefault((step.stage, kind_of(note)), []).append((step.index, note))
-    out: list[RepeatedNote] = []
-    for (stage, kind), seen in kinds.items():
-        note = seen[0][1]
+    repeated: list[RepeatedNote] = []
+    for (stage, kind), occurrences in kinds.items():
+        note = occurrences[0][1]
         is_rule = note.startswith(RULE)
         message = note.removeprefix(RULE).partition(": ")[2] if is_rule else note
         # A step may have one kind of note several times, and counts once.
-        out.append(RepeatedNote(stage, kind if is_rule else "", message, tuple(dict.fromkeys(i for i, _ in seen))))
-    return out
+        repeated.append(
+            RepeatedNote(stage, kind if is_rule else "", message, tuple(dict.fromkeys(i for i, _ in occurrences)))
+        )
+    return repeated
 
 
 class SaidOnce:
@@ -83,18 +86,20 @@ class SaidOnce:
 
     def new(self, step: Step) -> Sequence[str]:
         """The notes of a step that are of a kind not seen before in its stage."""
-        out: list[str] = []
+        new_notes: list[str] = []
         for note in step.notes:
             if (key := (step.stage, kind_of(note))) not in self._known:
                 self._known.add(key)
-                out.append(note)
+                new_notes.append(note)
         if step.notes:
             # Gauges and clock are not needed to count, and would be held until the end.
             self._seen.append(replace(step, gauges={}, clock={}))
-        return out
+        return new_notes
 
     def take_counts(self) -> list[str]:
-        """A line for each kind of note that held at more than one step since the last call. Findings of rules are left
-        out: the report of the run lists them with their steps."""
+        """A line for each kind of note that held at more than one step since the last call.
+
+        Findings of rules are left out: the report of the run lists them with their steps.
+        """
         seen, self._seen = self._seen, []
         return [n.count for n in notes_of(seen) if len(n.steps) > 1 and not n.rule]

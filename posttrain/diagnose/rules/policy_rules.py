@@ -15,7 +15,7 @@ NEAR = 2.5e-6
 """Nats a token below which a step changes nothing that sampling shows. A learning rate ten times too low gives 2e-5, a
 hundred times 2e-7."""
 STILL = 8
-"""Steps in a row that change nothing, before that is said."""
+"""The rule speaks after this many steps in a row that change nothing."""
 SOLVED_SHARE = 0.9
 """Share of right answers above which a policy has so little left to learn that small steps say nothing."""
 GOOD = 2e-3
@@ -28,8 +28,13 @@ CERTAIN = 0.02
 
 
 def better_lr(stage: Reinforce, distance: float) -> str:
-    """The setting of a learning rate at which a step would change the policy by `GOOD`, from one that changes it by
-    `distance`. At most 1000 times up or down."""
+    """The setting of a learning rate at which a step would change the policy by `GOOD` nats a token.
+
+    Args:
+        distance: the nats a token by which a step changes it at the present rate.
+
+    The rate changes by a factor of at most 1000, up or down.
+    """
     # The distance grows with the square of the rate, so the factor is the root of the ratio.
     factor = min(1e3, max(1e-3, (GOOD / max(distance, 1e-12)) ** 0.5))
     return f"{stage.name}.optimizer.lr={rounded(stage.optimizer.lr * factor)}"
@@ -74,11 +79,15 @@ def collapse(history: Sequence[Step], stage: Reinforce) -> str:
     if was - max(fallen) >= max(5 * scatter, _half(history, was)):
         return _collapsed(history, stage, was, now, f"after step {history[-3].index}", far)
     # A slow fall never stands out of its own scatter, so the trend is asked.
-    slow = trend(history, "rollout/reward", 12)
+    slow_trend = trend(history, "rollout/reward", 12)
     # The later of the two must hold too: a trend whose last steps rise again is no collapse.
-    if slow is None or slow.sure > -5 or slow.before - max(slow.after, *fallen) < _half(history, slow.before):
+    if (
+        slow_trend is None
+        or slow_trend.sure > -5
+        or slow_trend.before - max(slow_trend.after, *fallen) < _half(history, slow_trend.before)
+    ):
         return ""
-    return _collapsed(history, stage, slow.before, slow.after, f"within {slow.steps} steps", far)
+    return _collapsed(history, stage, slow_trend.before, slow_trend.after, f"within {slow_trend.steps} steps", far)
 
 
 def _half(history: Sequence[Step], was: float) -> float:
@@ -90,6 +99,7 @@ def _half(history: Sequence[Step], was: float) -> float:
 
 
 def _collapsed(history: Sequence[Step], stage: Reinforce, was: float, now: float, when: str, far: float) -> str:
+    """The message of a collapse: the reward fell from `was` to `now`, and a step changed the policy by `far` nats."""
     reference = mean(history[-1], "policy/kl_reference")
     beyond = f" The policy is {reference:.2g} nats from the reference." if reference is not None else ""
     if far >= 0.05:
@@ -209,13 +219,13 @@ def length_drifts(history: Sequence[Step], stage: Reinforce) -> str:
     shorter = max(now) <= 0.4 * was and was >= 4
     if not longer and not shorter:
         return ""
-    own = stage.algorithm.aggregate in ("sequence_mean", "prompt_mean")
-    weighs = ", for tokens that weigh less in a long answer (algorithm=dr_grpo weighs all alike)" if own else ""
+    by_sequence = stage.algorithm.aggregate in ("sequence_mean", "prompt_mean")
+    weighs = ", for tokens that weigh less in a long answer (algorithm=dr_grpo weighs all alike)" if by_sequence else ""
     limit = f"{stage.name}.sampling.max_tokens={stage.sampling.max_tokens}"
-    how = f"{cut_now:.0%} are cut off at {limit}, {cut_then:.0%} at first"
+    cut_words = f"{cut_now:.0%} are cut off at {limit}, {cut_then:.0%} at first"
     return (
         f"answers have become {'longer' if longer else 'shorter'}: {was:.3g} tokens at first, {is_:.3g} now"
-        f"{f' ({how})' if longer else ''}, and the reward does not rise with it ({reward.words})."
+        f"{f' ({cut_words})' if longer else ''}, and the reward does not rise with it ({reward.words})."
         f" Look for a reward that reads length{weighs}, and for a reward that does not depend on what is said, under"
         " which a policy drifts"
     )

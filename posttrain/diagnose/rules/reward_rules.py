@@ -26,16 +26,17 @@ from posttrain.diagnose.rules.rule import (
 )
 
 SAME = 6
-"""Steps in a row, before it is said that tasks are too hard or too easy. Fewer have no spread by chance."""
+"""Rules about tasks that are too hard or too easy speak after this many steps in a row. Fewer may have no spread by
+chance."""
 HARD, EASY = 0.02, 0.9
 """Shares of right answers below and above which there is little to learn."""
 ENDED = 0.5
-"""Share of answers that are cut off in a step; below it most ended by themselves."""
+"""Share of answers that are cut off in a step. Below it most answers ended by themselves."""
 FLAT = 30
-"""Steps before it is said that the reward does not rise."""
+"""The least number of steps after which a rule says that the reward does not rise."""
 EXACT = 0.05
-"""Largest error of the reward's change, as a share of the reward, at which it is said that it does not rise. A batch of
-36 answers has 0.1 after 30 steps, and hides the rise of a policy that learns slowly."""
+"""Largest error of the reward's change, as a share of the reward, with which a rule says that the reward does not rise.
+With batches of 36 answers the error is 0.1 after 30 steps, and hides the rise of a policy that learns slowly."""
 
 
 @rule
@@ -122,12 +123,13 @@ def too_easy(history: Sequence[Step], stage: Reinforce) -> str:
 
 
 def _moved(history: Sequence[Step]) -> bool:
-    """Returns whether the policy was better or a step broke it: then tasks and limits are not at fault."""
+    """Returns whether the policy was better at first, or a step broke it. Then tasks and limits are not at fault."""
     # A few right answers at the start show that the tasks can be solved.
     return broken(history) or average(known(history[:3], "rollout/solved")) > 3 * HARD
 
 
 MOST_CUT = 0.8
+"""Share of answers that are cut off, from which on the limit on tokens is at fault and not the tasks."""
 
 
 @rule
@@ -166,6 +168,8 @@ def never_stops(history: Sequence[Step], stage: Reinforce) -> str:
 
 
 def _past_an_end(history: Sequence[Step]) -> bool:
+    """Returns whether at least half of the answers of each of the last four steps say a special token that is no stop
+    token."""
     special = last(history, "rollout/special", 4)
     return bool(special) and min(special) >= 0.5
 
@@ -230,7 +234,7 @@ def reward_without_truth(history: Sequence[Step], stage: Stage) -> str:
 
 
 STAYS = 0.1
-"""Share of the truth that it may have risen at most, three standard errors included, where it is said that it stays."""
+"""The truth counts as staying where it has risen by at most this share of itself, three standard errors included."""
 
 
 @played_rule
@@ -315,8 +319,11 @@ def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
 
 
 def _level(history: Sequence[Step], seen: Trend) -> float:
-    """Returns the size with which the error of a change of the reward is compared: the reward where it is a share, and
-    for grades two standard deviations, which is about the mean of a share."""
+    """Returns the size with which the error of a change of the reward is compared.
+
+    For rewards in [0, 1] it is the reward itself, but at most two standard deviations. For others it is two standard
+    deviations, which is about the mean of a share.
+    """
     # Rewards below 0 or above 1 have no zero to hold an error against.
     highest = max(abs(seen.before), abs(seen.after))
     spread = 2 * scale(history, "rollout/reward", highest)
@@ -324,41 +331,43 @@ def _level(history: Sequence[Step], seen: Trend) -> float:
 
 
 def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:
-    """Returns the reasons why the reward may not rise, the likeliest first, by the gauges of the last steps. Each says
-    what to change."""
+    """Returns the reasons why the reward may not rise, by the gauges of the last eight steps, the likeliest first.
+
+    Each says what to change.
+    """
     # The last eight steps: what is wrong now, and not what the stage began with.
-    gauge = {
+    gauges = {
         n: average(known(history[-8:], n))
         for n in ("rollout/truncated", "rollout/solved", "credit/silent", "policy/kl_step", "canary/mute_sources")
     }
-    name, far = stage.name, gauge["policy/kl_step"]
-    out: list[str] = []
-    if gauge["canary/mute_sources"] > 0:
-        out.append("a reward source gives 0 to right answers too (posttrain check RUN)")
-    if gauge["rollout/truncated"] > 0.3:
-        out.append(
-            f"{gauge['rollout/truncated']:.0%} of the answers are cut off ({name}.sampling.max_tokens="
+    name, far = stage.name, gauges["policy/kl_step"]
+    reasons: list[str] = []
+    if gauges["canary/mute_sources"] > 0:
+        reasons.append("a reward source gives 0 to right answers too (posttrain check RUN)")
+    if gauges["rollout/truncated"] > 0.3:
+        reasons.append(
+            f"{gauges['rollout/truncated']:.0%} of the answers are cut off ({name}.sampling.max_tokens="
             f"{2 * stage.sampling.max_tokens})"
         )
-    if gauge["credit/silent"] > 0.7:
-        easy = gauge["rollout/solved"] > 0.5
-        why = f"the tasks are too {'easy' if easy else 'hard'}"
-        how = "use harder ones" if easy else "teach first, or use easier ones"
+    if gauges["credit/silent"] > 0.7:
+        easy = gauges["rollout/solved"] > 0.5
+        reason = f"the tasks are too {'easy' if easy else 'hard'}"
+        remedy = "use harder ones" if easy else "teach first, or use easier ones"
         if graded(history):
-            why, how = "siblings earn the same", "use finer grades, or tasks of another difficulty"
-        out.append(
-            f"{gauge['credit/silent']:.0%} of the groups have no spread: {why} ({how}, or {name}.siblings="
+            reason, remedy = "siblings earn the same", "use finer grades, or tasks of another difficulty"
+        reasons.append(
+            f"{gauges['credit/silent']:.0%} of the groups have no spread: {reason} ({remedy}, or {name}.siblings="
             f"{2 * stage.siblings})"
         )
     if 0 < far < 20 * NEAR:
-        out.append(f"a step changes the policy by only {far:.1g} nats a token ({better_lr(stage, far)})")
+        reasons.append(f"a step changes the policy by only {far:.1g} nats a token ({better_lr(stage, far)})")
     if far > 0.05:
-        out.append(
+        reasons.append(
             f"a step changes the policy by {far:.1g} nats a token, too much to go anywhere ({better_lr(stage, far)})"
         )
     # Last what can always be, and what no gauge shows.
     return [
-        *out,
+        *reasons,
         "the reward does not depend on what the policy can change (look at rewards beside answers: posttrain show RUN)",
         f"the batch is too noisy to learn from ({name}.prompts={2 * stage.prompts})",
     ]

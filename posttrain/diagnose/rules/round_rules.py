@@ -1,4 +1,4 @@
-"""Rules about what a rejection sampling stage keeps: whether it stays various, and whether there is any."""
+"""Rules about what a rejection sampling stage keeps: that it keeps something, keeps variety, and can judge answers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from posttrain.core.gauge import Step
 from posttrain.diagnose.rules.rule import known, mean, round_rule
 
 VARIOUS = 1.5
-"""Different right completions of a prompt in the first rounds, below which there is no variety to lose."""
+"""Different right completions of a prompt in the first round. Below this there is no variety to lose."""
 LEFT = 0.4
-"""Share of that variety, beyond the one completion that is always there, below which it has collapsed. Healthy rounds
-lose some of it, because imitation makes likely what was kept."""
+"""The variety has collapsed below this share of what it was in the first round. The one completion that every kept
+prompt has is not counted. Healthy rounds lose some variety, because imitation makes likely what was kept."""
 SURE = 4.0
 """Standard errors by which the share of prompts must have fallen."""
 FALLEN = 0.75

@@ -31,6 +31,7 @@ ones, in order."""
 
 
 def rule(condition: Condition) -> Condition:
+    """A decorator that adds a condition to `RULES` under the function's name."""
     RULES[condition.__name__] = condition
     return condition
 
@@ -41,16 +42,18 @@ pairs of its own samples, too."""
 
 
 def played_rule(condition: PlayedCondition) -> PlayedCondition:
+    """A decorator that adds a condition to `RULES` and to `PLAYED_RULES`."""
     RULES[condition.__name__] = PLAYED_RULES[condition.__name__] = condition
     return condition
 
 
 ROUND_RULES: dict[str, RoundCondition] = {}
-"""The rules of a stage that imitates its own samples. A condition gets the first steps of its rounds, which are those
-that ask."""
+"""The rules of a stage that imitates its own samples. A condition gets the first step of each round: the one that
+samples."""
 
 
 def round_rule(condition: RoundCondition) -> RoundCondition:
+    """A decorator that adds a condition to `ROUND_RULES`."""
     ROUND_RULES[condition.__name__] = condition
     return condition
 
@@ -67,51 +70,54 @@ def known(steps: Sequence[Step], name: str) -> list[float]:
 
 
 def graded(history: Sequence[Step]) -> bool:
-    """Returns whether the rewards of these steps are grades: some have no share of right answers
+    """Returns whether the rewards of these steps are grades: some step has a reward and no share of right answers
     (`core.measure.right`)."""
     return any(mean(s, "rollout/reward") is not None and mean(s, "rollout/solved") is None for s in history)
 
 
 def last(history: Sequence[Step], name: str, count: int) -> list[float]:
     """The gauge's means in the last `count` steps; empty where one of them lacks it."""
-    found = known(history[-count:], name)
-    return found if len(found) == count else []
+    means = known(history[-count:], name)
+    return means if len(means) == count else []
 
 
 def first(history: Sequence[Step], name: str, count: int) -> list[float]:
     """The gauge's means in the first `count` steps of the stage; empty where one of them lacks it."""
-    found = known(history[:count], name)
-    return found if len(found) == count and history[0].index == 1 else []
+    means = known(history[:count], name)
+    return means if len(means) == count and history[0].index == 1 else []
 
 
 def average(values: Sequence[float]) -> float:
+    """The mean of these numbers; 0 where there is none."""
     return sum(values) / len(values) if values else 0.0
 
 
 def scale(history: Sequence[Step], name: str, was: float) -> float:
-    """Returns the size with which a change of this gauge is compared: the share that it was. For grades, whose zero may
-    mean nothing, it is the standard deviation of single values, by the gauge that has it or by the scatter of the
-    steps' means."""
+    """Returns the size with which a change of this gauge is compared.
+
+    For a share of right answers it is the earlier value `was`. Grades have no zero that means something, so for them it
+    is the standard deviation of single values: from the gauge NAME_std, or from the scatter of the steps' means.
+    """
     values = known(history, name)
     shares = all(0 <= x <= 1 for x in values)
     # Of a share 0 means that nothing is right, so a change can be held against the share itself.
     if shares and not graded(history):
         return abs(was)
-    measured = known(history, f"{name}_std")
+    stds = known(history, f"{name}_std")
     groups = known(history, "rollout/groups")  # siblings are alike: a step has as many values that differ
     # A step's mean scatters by the spread of single values over the root of their number, which is multiplied out here.
     count = average(groups or [s.gauges[name].count for s in history if mean(s, name) is not None])
-    spread = average(measured) if measured else (scatter(running_values(history, name)) * count) ** 0.5
+    spread = average(stds) if stds else (scatter(running_values(history, name)) * count) ** 0.5
     return min(abs(was), spread) if shares else spread
 
 
 def running_values(history: Sequence[Step], name: str) -> list[float]:
-    """The gauge's means in the steps that follow one another up to now."""
+    """The gauge's means in the last steps that follow one another without a gap."""
     return known(running(history), name)
 
 
 def scatter(values: Sequence[float]) -> float:
-    """The variance of single values, from the differences of neighbours, so that a drift does not count as noise."""
+    """The variance of the values about their drift, from the differences of neighbours: a drift is no noise."""
     # A drift enters a difference of neighbours only with one step of it. Each squared difference is twice the variance.
     return average([(y - x) ** 2 for x, y in pairwise(values)]) / 2
 
@@ -142,7 +148,7 @@ class Trend:
 
 
 def running(history: Sequence[Step]) -> list[Step]:
-    """The steps that follow one another up to now."""
+    """The last steps that follow one another without a gap."""
     steps = list(history)
     # The history has the first steps and the last: what lies before the hole between them is no part of a trend.
     for i in range(len(steps) - 1, 0, -1):
@@ -158,7 +164,7 @@ def ends(values: Sequence[float], at: int, count: int) -> tuple[tuple[float, flo
 
 
 def trend(history: Sequence[Step], name: str, least: int) -> Trend | None:
-    """The trend over the steps that follow one another up to now; None where fewer than `least` have the gauge."""
+    """The trend over the last steps without a gap; None where fewer than `least` of them have the gauge."""
     values = running_values(history, name)
     # Thirds of fewer than six steps would be single values.
     if len(values) < max(least, 6):
