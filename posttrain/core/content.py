@@ -60,7 +60,7 @@ def content_of(value: Any) -> Content:
     """
     if isinstance(value, str):
         return value
-    # An empty list is an error and not an empty text: nothing says what was meant.
+    # An empty list is an error and not an empty text: it does not say what was meant.
     if not isinstance(value, list | tuple) or not value:
         kind = "an empty list" if isinstance(value, list | tuple) else type(value).__name__
         raise DataError(f"content is {kind}, wanted text or a list of parts with at least one")
@@ -73,7 +73,7 @@ def _part(number: int, value: Any) -> ContentPart:
     if not isinstance(value, Mapping):
         wanted = "{'type': 'text', 'text': '...'}"
         raise DataError(f"content part {number} is {type(value).__name__}, wanted an object such as {wanted}")
-    # A column of structs fills the fields that a part does not have with None: they count as not given.
+    # A column of structs (parquet, arrow) writes None into fields that a part does not have: they count as not given.
     given: dict[str, Any] = {str(name): x for name, x in cast("Mapping[Any, Any]", value).items() if x is not None}
     kind = given.get("type")
     if not isinstance(kind, str) or kind not in TYPES:
@@ -96,7 +96,7 @@ def text_of(value: Content) -> str:
 
 
 def unread(value: Content) -> str:
-    """The reason why a text model cannot read it; '' if it can."""
+    """The reason why a text model cannot read this content; '' if it can."""
     media = [] if isinstance(value, str) else [part for part in value if part.type != "text"]
     if not media:
         return ""
@@ -127,8 +127,8 @@ def mapped(value: Content, change: Callable[[str], str]) -> Content:
 
 
 def conversation(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """A prompt for people to read. Text and a single message of the user are shown as they are; of other messages each
-    begins with its role.
+    """A prompt for people to read. Text, and a single message of the user, are shown as they are. With other messages,
+    each message begins with its role.
 
     >>> conversation([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2"}])
     'system: Be brief.\\nuser: 2+2'
@@ -141,7 +141,7 @@ def conversation(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def prompt_words(prompt: str | Sequence[Mapping[str, Any]], most: int = 80) -> str:
-    """A prompt in a message of ours, in quotes: the conversation, of a long one its beginning and its end.
+    """A prompt in quotes, for an error message. A long one is cut to its beginning and its end.
 
     >>> prompt_words([{"role": "user", "content": "2+2"}])
     "'2+2'"
@@ -151,6 +151,7 @@ def prompt_words(prompt: str | Sequence[Mapping[str, Any]], most: int = 80) -> s
 
 
 def _message(message: Mapping[str, Any]) -> str:
+    """One message as a line: its role, its text, and its tool calls."""
     calls = [c.get("function", c) for c in message.get("tool_calls") or ()]
     called = [f"[calls {c.get('name')} {c.get('arguments')}]" for c in calls]
     return f"{message.get('role')}: {' '.join(x for x in (shown(message.get('content') or ''), *called) if x)}"

@@ -23,6 +23,7 @@ class Gauge:
 
     @property
     def mean(self) -> float:
+        """NaN where the count is 0."""
         return self.sum / self.count if self.count else math.nan
 
     @staticmethod
@@ -34,6 +35,7 @@ Gauges = dict[str, Gauge]
 
 
 def merge(*parts: Mapping[str, Gauge]) -> Gauges:
+    """Gauges of all parts; those of the same name are added."""
     out: Gauges = {}
     for part in parts:
         for name, gauge in part.items():

@@ -27,6 +27,7 @@ class Judgement:
     """`file:line` of the row, for messages; empty where no file holds it."""
 
     def told(self, why: str) -> DataError:
+        """An error about this judgement, with its place."""
         return DataError(f"{self.place or f'the judgement of task {self.task.id!r}'}: {why}")
 
 
@@ -37,9 +38,9 @@ class Pair(Judgement):
     chosen: str
     rejected: str
     margin: float | None = None
-    """By how much, where the data says so."""
+    """By how much the chosen completion was preferred, where the data says so."""
     weight: float = 1.0
-    """How much it counts beside others."""
+    """Weight of this pair in the loss, beside other pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)

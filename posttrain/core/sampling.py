@@ -120,6 +120,7 @@ class Sampling:
         self._check_support()
 
     def _named_ids(self) -> dict[str, list[int]]:
+        """The token ids that each setting names."""
         return {
             "stop_ids": [*(self.stop_ids or ())],
             "logit_bias": [i for i, _ in self.logit_bias],
@@ -151,7 +152,7 @@ class Sampling:
             return
         if not self.allowed_ids:
             raise ConfigError("sampling.allowed_ids is empty, so nothing could be said: list some ids, or none for all")
-        # A sequence of one token is banned everywhere.
+        # Only bans of one token hold at every position; a longer sequence bans its last token only sometimes.
         left = set(self.allowed_ids) - {s[0] for s in self.bad_ids if len(s) == 1}
         if not left:
             raise ConfigError(
@@ -205,8 +206,8 @@ class Sampling:
         Args:
             spell: how the tokenizer writes a word; needed where the contract has words.
         """
-        # Once is enough: resolving again with other stop ids would
-        # change a contract that tokens were already drawn under.
+        # A resolved contract stays as it is: resolving it again with other stop ids
+        # would change a contract under which tokens were drawn already.
         if self.resolved:
             return self
         stops = tuple(stop_ids) if self.stop_ids is None else self.stop_ids
@@ -220,7 +221,7 @@ class Sampling:
         bad = _minimal([*self.bad_ids, *(tuple(ids) for word in self.bad_words for ids in spell(word))])
         allowed = self.allowed_ids
         if self.allowed_words:
-            # Stop ids too, or no turn could end but by its length.
+            # Stop ids are allowed too: else a turn could end only by its length.
             told = {i for word in self.allowed_words for ids in spell(word) for i in ids}
             allowed = tuple(sorted(told | set(allowed or ()) | set(stops)))
         return replace(self, stop_ids=stops, bad_ids=bad, bad_words=(), allowed_ids=allowed, allowed_words=())
@@ -252,7 +253,7 @@ class Sampling:
 
 
 def _minimal(sequences: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Each sequence once, without those that end in another one, because what they ban is banned already."""
-    # (5, 7) is banned already where (7,) is: its last token never comes.
-    once = dict.fromkeys(sequences)
-    return tuple(s for s in once if not any(s[-n:] in once for n in range(1, len(s))))
+    """Each sequence once, without sequences that end in another one: what they ban is banned already."""
+    # Where (7,) is banned, (5, 7) is banned already: its last token is never sampled.
+    distinct = dict.fromkeys(sequences)
+    return tuple(s for s in distinct if not any(s[-n:] in distinct for n in range(1, len(s))))

@@ -86,7 +86,7 @@ class Streamed(Generic[X]):
 
 @dataclass(frozen=True)
 class Maker(Generic[C]):
-    """Makes streams. `wanted` decides whether, `made` computes them; both read the same context C."""
+    """Makes streams. `wanted` decides whether they are made, `made` computes them; both read the same context C."""
 
     makes: tuple[Stream, ...]
     wanted: Callable[[C], bool]
@@ -173,7 +173,7 @@ class Distilled(Protocol):
 
 
 class ReadsStreams(Protocol):
-    """An algorithm, by what it reads of the models (`policy_rows.algorithm.Algorithm`)."""
+    """The properties of an algorithm that say which streams it reads (`ladder.algorithm.Algorithm`)."""
 
     @property
     def name(self) -> str: ...
@@ -198,7 +198,7 @@ class Scoring:
     implicit: Scorer | None = None
     """The implicit process reward model, where the algorithm reads one."""
     hinted: Packed | None = None
-    """The same spoken tokens behind the prompts that the teacher reads; None: it reads the policy's."""
+    """The same spoken tokens after the teacher's prompts; None: the teacher reads the policy's prompts."""
 
     @property
     def reference(self) -> Examiner:
@@ -211,9 +211,9 @@ class Scoring:
 
     @cached_property
     def own(self) -> Mapping[str, np.ndarray]:
-        """All that the policy is asked about its own tokens (`OWN`), from one forward pass."""
-        # Cached: four makers read it, and the layers run once. A maker is asked
-        # only where its own condition holds, so everything it reads is there.
+        """The policy's numbers about its own tokens, by the names of `OWN`, from one forward pass."""
+        # Cached: four makers read it, and the model runs once. A maker runs only
+        # where its condition in `OWN` holds, so the number that it reads is there.
         return self.learner.examine(self.packed, [name for name, wanted in OWN.items() if wanted(self)])
 
     @property
@@ -285,8 +285,8 @@ def _start_is_scored(s: Scoring) -> bool:
     With one optimizer step per step they equal those of the training forward, so they are scored only where credit
     already needs them.
     """
-    # Before the first optimizer step the policy is its own start. From
-    # the second on it is not, so START must be known before the first.
+    # Before the first optimizer step the policy's log-probs are those of the start. From the second
+    # step on they are not, so START must be computed before the first.
     return s.algorithm.start_before_loss or ("start" in s.algorithm.reads and s.optimizer_steps > 1)
 
 
@@ -313,8 +313,8 @@ OWN: dict[str, Callable[[Scoring], bool]] = {
 }
 """The numbers that the policy gives about its own tokens (`Learner.examine`), and the condition of each."""
 
-# The policy's own streams read `Scoring.own`, whichever of them comes first. All run
-# before the first optimizer step, which is what "at the start of the step" means.
+# All makers run before the first optimizer step: that is what "at the start of the step" means.
+# The first maker that reads `Scoring.own` causes the forward pass.
 SCORED: list[Maker[Scoring]] = [
     Maker((START,), OWN["score"], lambda s: (s.own["score"],)),
     Maker((REFERENCE,), lambda s: "reference" in s.algorithm.reads, lambda s: (s.reference.score(s.read),)),

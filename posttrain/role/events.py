@@ -7,10 +7,10 @@ may raise, which stops the run. Observers never change what is computed.
     LabelledEvent         answers were cut into steps, and completed from the end of each
     RegeneratedEvent      wrong answers were said anew from their first wrong step
     KeptEvent             completions were selected to be imitated, and the weights to train are in place
-    ScoredEvent           the models scored them; credit is not computed yet
-    OutcomesEvent         an implicit process reward model is about to learn their outcomes
+    ScoredEvent           the models scored the judged answers; credit is not computed yet
+    OutcomesEvent         an implicit process reward model is about to learn the answers' outcomes
     PackedEvent           a minibatch was packed; there was no forward pass on it yet
-    DifferentiatedEvent   its gradient was computed; the optimizer has not stepped yet
+    DifferentiatedEvent   the minibatch's gradient was computed; the optimizer has not stepped yet
     LearnedEvent          the optimizer has stepped; the sampler has the old weights
     PushedEvent           the sampler serves the new weights
 
@@ -171,7 +171,7 @@ Event = (
 
 @dataclass(frozen=True)
 class ObserverReport:
-    """Gauges and notes that an observer adds to the step's line of the record."""
+    """Gauges and notes (short texts) that an observer adds to the step's line of the record."""
 
     gauges: Gauges = field(default_factory=Gauges)
     notes: tuple[str, ...] = ()
@@ -220,7 +220,7 @@ class Observers:
 
     def needs(self, event: PackedEvent) -> Needs:
         out = Needs()
-        # What one observer needs is kept for all of them, once.
+        # The union of all needs: what several observers need is kept once, for all.
         for one in self._all:
             out = out | one.needs(self._roles, event)
         return out
@@ -239,7 +239,7 @@ class Observers:
 
     def emit(self, event: Event) -> None:
         for one in self._all:
-            # An observer that raises ends the step here: those behind it do not get the event.
+            # An observer that raises ends the step here: the observers after it do not get the event.
             self._add(one.on_event(self._roles, event))
 
     async def after(self, step: Step) -> Step:
@@ -250,7 +250,7 @@ class Observers:
         return step
 
     def line(self, step: Step) -> Step:
-        """The whole line of the record, with what the observers add when they read it."""
+        """The whole line of the record, with the reports that the observers add to it."""
         for one in self._all:
             if (report := one.on_line(self._roles, step)) is not None:
                 step = _with(step, report)
@@ -258,7 +258,7 @@ class Observers:
 
     def take(self) -> ObserverReport:
         """The reports gathered since the last call, as one."""
-        # Reports are gathered since phases come before the step's line exists.
+        # Reports are gathered, because the phases come before the step's line exists.
         seen, self._gauges, self._notes = ObserverReport(self._gauges, self._notes), {}, ()
         return seen
 

@@ -51,31 +51,31 @@ class RoleCosts:
     most: dict[str, float] = field(default_factory=dict[str, float])
     """The same of the whole stage."""
     _open: list[float] = field(default_factory=list[float])
-    """Memory that the roles that are not over had in use before a role within them began."""
+    """A stack with one number for each role that is running, the innermost last: its peak bytes so far."""
     _now: tuple[tuple[str, float], ...] = ()
-    """(role, when it began) of the roles that are not over, the innermost last."""
+    """(role, when it began) of the roles that are running, the innermost last."""
 
     @property
     def now(self) -> tuple[str, float] | None:
-        """The innermost role that is not over, and the seconds since it began; None between roles. It may be asked from
-        any thread."""
+        """The innermost running role, and the seconds since it began; None between roles. Any thread may ask."""
         open_now = self._now
         return (open_now[-1][0], time.perf_counter() - open_now[-1][1]) if open_now else None
 
     def spent(self, role: str) -> float:
-        """Seconds of a role so far, of the whole stage. It may be asked from any thread."""
+        """Seconds of a role so far, in the whole stage. Any thread may ask."""
         return self.total.get(role, 0.0) + sum(time.perf_counter() - since for name, since in self._now if name == role)
 
     @contextmanager
     def of(self, role: str) -> Iterator[None]:
-        # The process has one peak counter, and the inner role sets it back. So what the outer role had
-        # used until now is put on the stack, and what the inner one uses is added to it when that ends.
+        """Measures a role: around its work."""
+        # The process has one peak counter, and an inner role resets it. So the outer role's peak until now
+        # is put on the stack. When the inner role ends, its peak counts for the outer one too.
         if self._open:
             self._open[-1] = max(self._open[-1], self.peak.read())
         self._open.append(0.0)
         self.peak.reset()
         begun = time.perf_counter()
-        # A new tuple each time: other threads read it without a lock and see it whole.
+        # A new tuple each time, and never a changed one: other threads read it without a lock.
         self._now = (*self._now, (role, begun))
         try:
             yield
@@ -91,11 +91,11 @@ class RoleCosts:
                 self._open[-1] = max(self._open[-1], used)
 
     def phase(self, name: str = "") -> None:
-        """A phase of the innermost role ends now. What it took at most is noted as `ROLE/name`; '' notes nothing."""
+        """A phase of the innermost role ends now. Its peak memory is noted as `ROLE/name`; '' notes nothing."""
         if not self._open:
             return
-        # The counter forgets with the reset below. The role's own peak
-        # is the largest of its phases, so it is kept on the stack.
+        # The reset below clears the counter. The role's own peak is the
+        # largest of its phases, so it is kept on the stack.
         used = self.peak.read()
         self._open[-1] = max(self._open[-1], used)
         if name:
@@ -105,11 +105,12 @@ class RoleCosts:
         self.peak.reset()
 
     def take(self) -> dict[str, float]:
+        """The seconds per role since the last call."""
         taken, self.seconds = self.seconds, {}
         return taken
 
     def take_memory(self) -> dict[str, float]:
-        """The peak bytes since the last call."""
+        """The peak bytes per role since the last call."""
         taken, self.memory = self.memory, {}
         return taken
 
@@ -189,7 +190,7 @@ class OnlineRoles(StageRoles[OnlinePreference]):
 
     @property
     def place(self) -> int:
-        """By which the completions are drawn that are kept for pairs."""
+        """Random key of the draws that choose which completions become pairs."""
         return seeds.key(self.run.seed, "pairs", self.stage.name)
 
 
@@ -222,6 +223,7 @@ class LabelRoles(StageRoles[StepLabeling]):
 
 
 def stream_of(stage: Stage) -> str:
+    """The name of the random stream of a stage's rollouts."""
     return f"train/{stage.name}"
 
 

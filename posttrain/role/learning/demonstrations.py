@@ -1,4 +1,4 @@
-"""Supervised minibatches from an environment's demonstrations: the prompt is masked, and one stop token ends each."""
+"""Supervised minibatches from an environment's demonstrations: the prompt is masked, a stop token ends a completion."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ async def demonstrations(
 ) -> Batch:
     """The minibatch of one supervised step. It is a function of (seed, stage, step), so a resumed run needs no state.
 
-    Its one stream is WEIGHT. A demonstrated token weighs its own weight (1 where the data gives none) / their sum.
+    Its one stream is WEIGHT. The weight of a token is that of the data (1 where the data gives none), divided by the
+    sum of all weights.
     """
     return together(await demonstrated(environment, renderer, dialogue, stage, seed=seed, step=step, context=context))
 
@@ -58,6 +59,7 @@ class Demonstrated:
 
 
 def together(ones: Sequence[Demonstrated]) -> Batch:
+    """The demonstrations as one minibatch."""
     sequence = [i for i, d in enumerate(ones) for _ in d.segments]
     return imitated([s for d in ones for s in d.segments], sequence, np.concatenate([d.weight_M for d in ones]))
 
@@ -69,10 +71,10 @@ def imitated(
 
     Args:
         sequence: the episode of each segment; None: one segment each.
-        weight_M: of each spoken token. They are divided by their sum. None: all count alike.
+        weight_M: the weight of each spoken token; the weights are divided by their sum. None: all tokens have the same.
     """
     spoken = sum(s.spoken for s in segments)
-    # A mean over tokens, not over demonstrations: a long one counts as much as it has tokens.
+    # A mean over tokens, not over demonstrations: a longer demonstration counts more.
     shares = np.full(spoken, 1.0 / spoken) if weight_M is None else weight_M / weight_M.sum()
     return Batch.of(segments, sequence, streams={WEIGHT: shares})
 
@@ -88,7 +90,7 @@ async def demonstrated(
     context: int,
 ) -> list[Demonstrated]:
     """The demonstrations of one supervised step, in order."""
-    # The walk begins where this step stands, and the generator belongs to the step: no step needs the one before it.
+    # The cursor is computed from the step, and the generator belongs to the step: no step needs an earlier one.
     walk = Prompts(environment.train, seeds.torch_seed(seed, f"sft/{stage.name}"), cursor=step * stage.batch)
     rng = seeds.generator(seed, f"demonstrate/{stage.name}", step)
     tasks = [next(walk)[0] for _ in range(stage.batch)]
@@ -104,17 +106,17 @@ async def shown(
     rng: np.random.Generator,
     context: int,
 ) -> Demonstrated:
-    """The demonstration of a task that a stage imitates: all that counts of its conversation, or its completion."""
+    """The demonstration of a task that a stage imitates: the learned turns of its conversation, or its completion."""
     if (talk := conversation_of(environment, stage, task)) is not None:
-        found = renderer.conversation(talk, task.id, task.tools, stage.tool_arguments)
-        segments = tuple(_fits(_segment(ids, weight_T > 0), task, context) for ids, weight_T in found)
-        # Weights of seen tokens are 0 and stay out: there is one
-        # weight for each token that is learned, in packing order.
-        return Demonstrated(segments, np.concatenate([w[w > 0] for _, w in found]))
+        pairs = renderer.conversation(talk, task.id, task.tools, stage.tool_arguments)
+        segments = tuple(_fits(_segment(ids, weight_T > 0), task, context) for ids, weight_T in pairs)
+        # Tokens that are only read have weight 0 and are left out: there
+        # is one weight for each learned token, in packing order.
+        return Demonstrated(segments, np.concatenate([w[w > 0] for _, w in pairs]))
     prompt, completion = abilities.demonstrations(environment).write(task, stage.style, rng, stage.wrong)
     if isinstance(completion, str):
         return Demonstrated.of(demonstration(renderer, task, prompt, completion, context))
-    # Several turns: what stands between them is the environment's answer, which is known only by playing.
+    # Several turns: the environment's answers between them are known only by playing the episode.
     said = await recited(environment, renderer, dialogue(task.id), task, prompt, completion, LIKELIHOOD)
     return Demonstrated.of(_fits(said.transcript.segment(), task, context))
 
@@ -128,17 +130,17 @@ def imitating(stage: Stage) -> Supervised | None:
 
 def conversation_of(environment: Environment, stage: Supervised, task: Task) -> LearnedConversation | None:
     """Returns the conversation of a task as far as a stage learns from it; None where it learns a completion alone."""
-    found = None if stage.wrong else abilities.demonstrations(environment).conversation(task, stage.style)
-    if found is None or stage.turns == "all":
-        return found
-    # A last turn right behind the task's prompt is its completion, which is written without a conversation.
-    return None if found.last.after(task.prompt) else found.last
+    whole = None if stage.wrong else abilities.demonstrations(environment).conversation(task, stage.style)
+    if whole is None or stage.turns == "all":
+        return whole
+    # Where the last turn comes directly after the task's prompt, it is the completion: it needs no conversation.
+    return None if whole.last.after(task.prompt) else whole.last
 
 
 def _segment(ids: np.ndarray, learned_T: np.ndarray) -> Segment:
-    """A sequence of which some tokens are learned."""
+    """A sequence in which the tokens of `learned_T` are learned."""
     transcript = Transcript(LIKELIHOOD)
-    # Runs of equal kind, added by the door for it: a token that is not learned has no log-prob and no label.
+    # Each run of equal tokens is added by its own method: `show` for learned tokens, `see` for all others.
     edges = np.flatnonzero(np.diff(learned_T.astype(np.int8))) + 1
     for part, learns in zip(np.split(ids, edges), (p[0] for p in np.split(learned_T, edges)), strict=True):
         (transcript.show if learns else transcript.see)(part)
@@ -163,8 +165,9 @@ def demonstration(
 
 
 def _fits(segment: Segment, task: Task, context: int) -> Segment:
+    """The segment; DataError where it is longer than the model's context."""
     if len(segment.ids) > context:
-        # Far beyond the context the exact number helps nobody.
+        # Where it is far beyond the context, the message gives no exact number.
         many = f"{len(segment.ids)}" if len(segment.ids) <= 2 * context else f"more than {2 * context}"
         raise DataError(
             f"the demonstration of task {task.id!r} has {many} tokens and the model's context is {context}: shorten it,"

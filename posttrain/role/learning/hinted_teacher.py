@@ -1,7 +1,7 @@
 """Sequences for a teacher that is shown more than the policy: the same answers behind prompts with a hint.
 
 Worked example: the policy was asked [p q] and said [A B]; the prompt with the hint is [p h q]. The teacher reads
-[p h q A B], and its log-probs of A and B stand beside the policy's. No label moves: what is spoken stays spoken.
+[p h q A B], and its log-probs of A and B stand beside the policy's. The mask moves along: A and B stay spoken tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Hints:
 
     how: Hint
     rollout: Rollout
-    """It played the episodes: its environment writes the prompts, its encoder makes them tokens."""
+    """The rollout that played the episodes: its environment writes the hinted prompts, its encoder makes the tokens."""
     average: Examiner | None = None
     """The teacher whose weights are a moving average of the policy's, where it is asked."""
 
@@ -52,16 +52,16 @@ class Hints:
         return tuple(self._hinted(group, e) for e in group.judged)
 
     def _hinted(self, group: Group, e: Episode) -> HintedEpisode:
-        # Each reason why an episode has no hint is kept with it: it then has
-        # no gradient, and its credit says why (`EpisodeCredit.dropped`).
+        # An episode without a hint has no gradient. The reason stays with
+        # the episode, and its credit shows it (`EpisodeCredit.dropped`).
         given = self.given(group, e)
         if not isinstance(given, Task):
             return HintedEpisode(e.segments, given)
         prompt = abilities.hints(self.rollout.environment)(given)
         if prompt is None:
             return HintedEpisode(e.segments, "the environment has no hint for this task")
-        # An environment that always writes the task's own answer would make a teacher
-        # that knows the solution, where one that saw a sibling was asked for.
+        # hint.of=sibling asks for a teacher that saw a sibling's answer. An environment that
+        # always writes the task's own answer would make a teacher that knows the solution.
         if self.how.of == "sibling" and not holds(prompt, str(given.answer)):
             raise ConfigError(
                 f"environment {self.rollout.environment.name!r}: the hint of task {e.task.id!r} does not hold the"
@@ -70,16 +70,16 @@ class Hints:
             )
         if len(e.segments) != 1:
             return HintedEpisode(e.segments, "its history was rewritten, so it has several prompts")
-        found = behind(e.segments[0], self.asked(e), self.ids(e.task, prompt))
-        if len(found.ids) > self.rollout.sampler.context:
+        hinted = behind(e.segments[0], self.asked(e), self.ids(e.task, prompt))
+        if len(hinted.ids) > self.rollout.sampler.context:
             return HintedEpisode(e.segments, "with a hint it is longer than the model's context")
-        return HintedEpisode((found,))
+        return HintedEpisode((hinted,))
 
     def given(self, group: Group, e: Episode) -> Task | str:
         """The task whose answer is the hint for an episode; or why there is none."""
         if self.how.of == "answer":
             return e.task
-        # Never its own answer: a teacher that has read what it scores would call every token of it certain.
+        # Never the episode's own answer: a teacher that has read it would call every token of it certain.
         right = [o for o in group.judged if o is not e and o.solved]
         return replace(e.task, answer=said(self.rollout.dialogue(e.task.id), right[0])) if right else NOBODY
 
@@ -91,17 +91,18 @@ class Hints:
         """
         segment = e.segments[0]
         # argmax of a mask finds its first True; without any it would say 0.
-        own = segment.ids[: int(np.argmax(segment.mask)) if segment.spoken else len(segment.ids)]
-        # The prompt is exchanged as tokens. If the environment had written more into it, the
-        # hinted prompt would lack that, and the two models would read different questions.
-        if not np.array_equal(own, self.ids(e.task, e.task.prompt)):
+        prompt_ids = segment.ids[: int(np.argmax(segment.mask)) if segment.spoken else len(segment.ids)]
+        # The hinted prompt replaces the policy's prompt as tokens. If the environment had written more than
+        # the task's prompt, the hinted prompt would lack this text, and the models would read different questions.
+        if not np.array_equal(prompt_ids, self.ids(e.task, e.task.prompt)):
             raise ConfigError(
                 f"environment {self.rollout.environment.name!r} asks task {e.task.id!r} with more than its prompt, so"
                 " the prompt with a hint cannot take its place. Write all of it into `Task.prompt`, or set hint=none"
             )
-        return own
+        return prompt_ids
 
     def ids(self, task: Task, prompt: str | Sequence[Message]) -> np.ndarray:
+        """int32: a prompt of a task as tokens."""
         tools = task.tools or (self.rollout.environment.abilities.tools or (lambda _: ()))(task)
         return self.rollout.dialogue(task.id).see(prompt, tools)
 
@@ -117,17 +118,18 @@ def said(dialogue: Dialogue, e: Episode) -> str:
 
 
 def holds(prompt: str | Sequence[Message], text: str) -> bool:
+    """Returns whether some message of the prompt contains the text."""
     contents = [prompt] if isinstance(prompt, str) else [content_of(m["content"]) for m in prompt]
     return any(text in (c if isinstance(c, str) else "".join(part.text for part in c)) for c in contents)
 
 
 def behind(segment: Segment, own: np.ndarray, prompt: np.ndarray) -> Segment:
-    """The segment behind another prompt. All that follows its own prompt stays as it is, but for the experts that the
-    sampler chose: a teacher that reads more chooses by itself.
+    """The segment with another prompt. Everything after the prompt stays as it is, except the experts that the sampler
+    chose: they are removed, because a teacher with another prompt chooses its own experts.
 
     Args:
-        own: int32, its own prompt: the tokens before its first spoken one.
-        prompt: int32, the other one.
+        own: int32, the segment's own prompt: the tokens before its first spoken one.
+        prompt: int32, the new prompt.
     """
     # All arrays of the segment are cut at the same place, so each spoken token keeps its log-prob and version.
     after, n = slice(len(own), None), len(prompt)
@@ -143,8 +145,8 @@ def behind(segment: Segment, own: np.ndarray, prompt: np.ndarray) -> Segment:
 
 def same_words(own: Sequence[Segment], hinted: Sequence[Segment]) -> None:
     """Raises InvariantError where the teacher would be asked about other tokens than the policy said."""
-    for mine, other in zip(own, hinted, strict=True):
-        if not np.array_equal(mine.ids[mine.mask], other.ids[other.mask]):
+    for said_to_policy, other in zip(own, hinted, strict=True):
+        if not np.array_equal(said_to_policy.ids[said_to_policy.mask], other.ids[other.mask]):
             raise InvariantError(
                 "behind its hint the teacher would score other tokens than the policy said. The hint goes before them,"
                 " and the mask moves with the tokens"

@@ -1,5 +1,7 @@
-"""The implicit process reward model of a reinforcement stage (PRIME): it learns the outcomes of each step's answers,
-and its log-probs say which tokens they were owed to."""
+"""The implicit process reward model of a reinforcement stage (PRIME).
+
+It learns the outcomes of each step's answers. Its log-probs then say which tokens an outcome was owed to.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,13 @@ class ImplicitModel:
         batch = outcome_batch(answers, outcomes(answers))
         watch.emit(OutcomesEvent(index, batch))
         seen = self.trainer.step(batch, OutcomeLoss(self.beta))
-        # Gauges of the trainer have the same names as those of the policy's own step, and would be added to them.
-        own = {n: g for n, g in seen.items() if n.startswith("implicit/")}
-        if "optim/grad_norm" in seen:  # else the scale of the loss was too large, and the step was left out
-            own["implicit/grad_norm"] = seen["optim/grad_norm"]
-        return own | {"implicit/answers": Gauge(len(answers), 1)}
+        # Other gauges of this trainer are left out: they have the names of the policy's gauges, and would be added to
+        # them.
+        kept = {n: g for n, g in seen.items() if n.startswith("implicit/")}
+        # Without this gauge the scale of the loss was too large, and the step was left out.
+        if "optim/grad_norm" in seen:
+            kept["implicit/grad_norm"] = seen["optim/grad_norm"]
+        return kept | {"implicit/answers": Gauge(len(answers), 1)}
 
 
 def outcomes(answers: Sequence[Scored]) -> np.ndarray:

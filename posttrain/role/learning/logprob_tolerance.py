@@ -1,4 +1,8 @@
-"""Fixed token ids as a packed batch, so that learner and sampler can score the same sequence."""
+"""How far two correct computations of the same log-probs may differ, by dtype and by the learner's measured error.
+
+Learner and sampler score the same tokens, such as a fixed text (`packed_text`). `allowed` is the bound for their
+difference; `noise` is a bound for a single log-prob.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +38,14 @@ class Gap:
 
     @staticmethod
     def of(one_M: np.ndarray, two_M: np.ndarray) -> Gap:
-        """Between two computations of the same log-probs. A difference that is not finite counts as infinite."""
+        """The gap of two computations of the same log-probs. A difference that is not finite counts as infinite."""
         apart = np.abs(one_M.astype(np.float64) - two_M)
-        # NaN is within no bound, but a comparison with it is False on either side: infinity says the same in numbers.
+        # Every comparison with NaN is False, so NaN could pass a test by accident. Infinity fails every bound.
         apart = np.where(np.isfinite(apart), apart, np.inf)
         return Gap(float(apart.max(initial=0.0)), float(apart.sum() / max(1, apart.size)))
 
     def within(self, bound: Gap) -> bool:
+        """Whether both numbers are at most those of the bound."""
         return self.worst <= bound.worst and self.mean <= bound.mean
 
 
@@ -49,14 +54,14 @@ LEAST: Mapping[str, Gap] = {"float32": Gap(2e-3, 2e-5), "bfloat16": Gap(0.25, 0.
 CEILING: Mapping[str, Gap] = {"float32": Gap(0.05, 2e-3), "bfloat16": Gap(2.0, 0.2), "float16": Gap(0.25, 0.025)}
 """The largest gap that is ever allowed, by dtype."""
 MARGIN = 8.0
-"""How many times the error of one computation against float64 two of them may differ."""
+"""Two computations may differ by this many times the error of one of them against float64."""
 Exact = Callable[[], np.ndarray | None]
 """Computes the same log-probs [M] in float64; None if the model is too large."""
 
 
 def unmeasured(dtype: str, temperature: float) -> Gap:
     """The bound without a float64 computation: `LEAST`, divided by the temperature where that is below 1."""
-    # Logits are divided by the temperature, and with them their rounding errors.
+    # The temperature divides the logits, and also their rounding errors.
     by, least, most = 1 / min(1.0, temperature), LEAST[dtype], CEILING[dtype]
     return Gap(min(by * least.worst, most.worst), min(by * least.mean, most.mean))
 
@@ -75,22 +80,25 @@ def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperatu
         return unmeasured(dtype, temperature)
     # Two correct computations each differ from the exact one by about this much.
     # How much that is depends on the weights, so no fixed number would do.
-    own = Gap.of(learner_M, exact_M)
+    learner_error = Gap.of(learner_M, exact_M)
     return Gap(
-        min(max(least.worst, MARGIN * own.worst), most.worst), min(max(least.mean, MARGIN * own.mean), most.mean)
+        min(max(least.worst, MARGIN * learner_error.worst), most.worst),
+        min(max(least.mean, MARGIN * learner_error.mean), most.mean),
     )
 
 
 def as_sampled(learner: Learner) -> Learner:
-    """Returns the model that a sampler is compared with: the learner, whose experts are those that the sampler chose
-    where it is a mixture. Where two experts score alike rounding decides, and a learner that chooses by itself is
-    another model."""
+    """Returns the model that a sampler is compared with: the learner, with the experts that the sampler chose.
+
+    Where two experts have nearly equal scores, rounding decides. A learner that chooses its own experts would then be
+    another model.
+    """
     routers = learner.routers()
     return learner if routers is None else routers.followed()
 
 
 FLOOR: Mapping[str, float] = {"float32": LEAST["float32"].worst, "bfloat16": 0.03, "float16": 4e-3}
-"""The least noise assumed, by dtype, since a few tokens may show too little of it."""
+"""The least noise that `noise` assumes, by dtype, because a few tokens may show too little of it."""
 
 
 def noise(dtype: str, learner: Learner, packed: Packed) -> float:

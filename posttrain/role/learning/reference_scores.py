@@ -1,7 +1,8 @@
-"""Log-probs of a frozen reference, computed once for the completions that a stage will learn from.
+"""Log-probs of a frozen reference, computed once for the completions of a stage; and the opponent of a policy.
 
 A stage that learns from data meets the same completions again. Their reference log-probs never change, so they are
-computed before the first step and kept in the run folder, and no reference model is held in memory.
+computed before the first step and kept in the run folder, and no reference model is held in memory. An `Opponent` is
+another model that says completions in a stage of online preferences.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from posttrain.system.errors import InvariantError, RunFolderError
 
 FILE = "scores.safetensors"
 KEY = 16
-"""Bytes of a segment's digest."""
+"""Number of bytes of a segment's digest."""
 
 
 class LogProbs(Protocol):
@@ -62,8 +63,8 @@ class ReferenceScores:
         return sum(len(x) for x in self._by_digest.values())
 
     def missing(self, segments: Iterable[Segment]) -> list[Segment]:
-        """The segments without scores; equal ones once."""
-        # The same completion often stands in several rows of a data set.
+        """The segments without scores, each distinct segment once."""
+        # A data set often has the same completion in several rows.
         distinct = {digest_of_segment(s): s for s in segments}
         return [s for key, s in distinct.items() if key not in self._by_digest]
 
@@ -107,8 +108,8 @@ class ReferenceScores:
         """
         if not folder.is_dir():
             return ReferenceScores(reference)
-        # From the outside in: the folder's digests, what kind of file it is, its format,
-        # and at last whether the numbers fit together. The file may come from elsewhere.
+        # The file may come from elsewhere. The checks go from the outside in: the digests of the
+        # folder, the kind of file, its format, and last whether the numbers fit together.
         if wrong := files.damage(folder):
             raise RunFolderError(f"{folder}: {wrong}. Remove it, and --resume computes it again")
         path = folder / FILE
@@ -118,8 +119,8 @@ class ReferenceScores:
             with safe_open(path, "numpy") as file:
                 keys, lengths, logp = (file.get_tensor(n) for n in ("keys", "lengths", "logp"))
                 by = file.metadata().get("reference", "")
-            # Everything that `of` and the split below rely on. Log-probs that
-            # are not finite would become a gradient of NaN many steps later.
+            # The conditions on which `of` and the split below rely. Log-probs
+            # that are not finite would give a NaN gradient many steps later.
             ok = (
                 keys.shape == (len(lengths), KEY)
                 and keys.dtype == np.uint8
@@ -154,8 +155,8 @@ class OpponentSampler:
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         said = await self.engine.generate(ids, sampling, place)
-        # The version says whose token it is: without it the opponent's
-        # tokens would pass for the policy's, in checks and in credit.
+        # The version OPPOSED marks the tokens: without it checks and credit
+        # would take the opponent's tokens for the policy's.
         return replace(said, version=np.full_like(said.version, OPPOSED))
 
 
@@ -172,6 +173,6 @@ class Opponent:
         return cast("Sampler", OpponentSampler(self.engine))
 
     async def follow(self, version: int) -> None:
-        """Bring its weights of the policy up to `version`, with the checks of every push."""
+        """Bring the policy's weights that it holds up to `version`, with the checks of every push."""
         if self.sync is not None:
             await self.sync.follow(version)

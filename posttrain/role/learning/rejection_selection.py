@@ -1,11 +1,11 @@
 """Selects which of its own samples a rejection sampling stage keeps, and makes the minibatches that imitate them.
 
-    episodes -> candidates   judged, whole, and under the prompt without a hint; regenerated ones too
-    candidates -> kept       by the method's rule, equal ones once, a limit a prompt
+    episodes -> candidates   judged and whole completions, regenerated ones too, each after the prompt without a hint
+    candidates -> kept       by the method's rule; equal completions once; at most a number for each prompt
     kept -> minibatches      shuffled passes, each a function of (seed, stage, round, pass)
 
-An episode that could not be judged is no candidate, and no wrong answer either: it only counts as unjudged. A
-completion that was cut off is none, whatever it earned, because imitating it would teach never to stop.
+An episode that could not be judged is no candidate. It is not a wrong answer either: it only counts as unjudged. A
+completion that was cut off is no candidate, whatever its reward, because imitating it would teach never to stop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from posttrain.system.errors import RunFolderError
 
 FILE = "candidates.safetensors"
 HINTED = "/hinted"
-"""Ends the id of a task that is asked with its answer as a hint."""
+"""Suffix of the id of a task that is asked with its answer as a hint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +50,8 @@ class Candidate:
     hinted: bool = False
     """Whether the policy was given the answer as a hint."""
     begun: tuple[int, int] | None = None
-    """For a completion from the end of a step of a wrong answer: that answer's sibling, and the number of its steps
-    that were kept. The candidate's own `sibling` is then its number among the completions from there."""
+    """Of a regenerated completion: the sibling number of the wrong answer, and how many of its steps were kept. The
+    candidate's own `sibling` is then its number among the completions from there."""
 
     @property
     def plain(self) -> bool:
@@ -66,7 +66,7 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class RoundSamples:
-    """Everything that a round's rollouts gave, counted: its candidates, and what became of the others."""
+    """The result of a round's rollouts: the candidates, and counts of all completions."""
 
     candidates: tuple[Candidate, ...]
     prompts: int
@@ -81,14 +81,14 @@ class RoundSamples:
 
 
 def imitation(segment: Segment, prompt: np.ndarray | None = None) -> Segment:
-    """A sampled segment as something to imitate, under the model's own distribution.
+    """A sampled segment as a segment to imitate, scored under the model's own distribution (`LIKELIHOOD`).
 
     Args:
-        prompt: tokens that stand before its first spoken token, instead of those that stood there.
+        prompt: tokens that replace those before its first spoken token; None: they stay.
     """
     first = int(np.argmax(segment.mask))
-    # Whatever prompt it was said to, it is learned behind the one that the policy will
-    # be asked with. Its sampler's log-probs belong to the other prompt and are dropped.
+    # The completion is learned after the prompt that the policy will be asked with, whatever
+    # prompt it was sampled with. The sampler's log-probs are dropped: they belong to that prompt.
     head = segment.ids[:first] if prompt is None else prompt
     ids = np.concatenate([head, segment.ids[first:]]).astype(np.int32)
     mask = np.concatenate([np.zeros(len(head), bool), segment.mask[first:]])
@@ -99,7 +99,7 @@ def imitation(segment: Segment, prompt: np.ndarray | None = None) -> Segment:
 def prompt_ids(group: Group) -> np.ndarray | None:
     """The tokens that the policy was shown before it first spoke about a task; None where no episode got so far."""
     for e in group.episodes:
-        # The prompt is that of the task, so the first episode that has one tells it for all.
+        # All episodes have the prompt of the task, so the first one that has tokens is read.
         if e.segments and e.segments[0].mask.any():
             return e.segments[0].ids[: int(np.argmax(e.segments[0].mask))]
     return None
@@ -135,12 +135,12 @@ def _candidate(e: Episode, name: str, prompt: np.ndarray | None = None) -> Candi
 
 
 def regenerated_candidates(regenerated: Sequence[RegeneratedAnswer]) -> list[Candidate]:
-    """Candidates that were said in place of first wrong steps. Siblings that begin alike share their completions, and
-    each of these is a candidate once."""
+    """Candidates among the completions that replace a first wrong step. Siblings with the same beginning share
+    completions; each completion is a candidate once."""
     found: dict[Episode, Candidate] = {}
     for a in regenerated:
         for c in a.completions:
-            # The first answer in order names the beginning; others that share these completions add nothing.
+            # `begun` names the first answer in order; later answers with the same completions add nothing.
             if c.reward is not None and whole(c) and c not in found:
                 found[c] = replace(_candidate(c, c.task.id), begun=(a.episode.sibling, a.kept))
     return list(found.values())
@@ -152,18 +152,19 @@ def without_hint(prompts: Mapping[str, np.ndarray | None], name: str) -> np.ndar
 
 
 def to_ask_again(plain: Sequence[Group], keep: Keep) -> list[Group]:
-    """The groups that are asked again, with a hint or from their steps: some completion was judged, and none that was
-    is kept.
+    """The groups that are asked again, with a hint or from their steps: at least one completion was judged, and the
+    rule keeps none of the judged ones.
 
-    Where nothing could be judged, nothing is known. Where history was rewritten, a completion has no one prompt.
+    A group is left out where nothing could be judged, because nothing is known of it. It is left out too where history
+    was rewritten, because a completion then has several prompts.
     """
     out: list[Group] = []
     for group in plain:
-        # The same rule that keeps decides whether to ask again, so no
-        # prompt is asked again of which something was kept.
-        own = [e.reward for e in group.judged if e.reward is not None and whole(e)]
+        # The rule of `select` decides here too, so a prompt with a
+        # kept completion is not asked again.
+        rewards = [e.reward for e in group.judged if e.reward is not None and whole(e)]
         single = all(len(e.segments) == 1 for e in group.episodes)
-        if group.judged and single and prompt_ids(group) is not None and not keep.chosen(own):
+        if group.judged and single and prompt_ids(group) is not None and not keep.chosen(rewards):
             out.append(group)
     return out
 
@@ -203,8 +204,8 @@ class Selection:
 
 
 def select(candidates: Sequence[Candidate], method: RejectionMethod, improvement: int = 0) -> Selection:
-    """Returns the candidates that the method keeps. Of equal and of too many ones the first sampled stay, so the choice
-    depends on what was sampled and how it was judged alone."""
+    """Returns the candidates that the method keeps. Of equal candidates, and of more than the limit, the first sampled
+    ones stay. So the choice depends only on what was sampled and how it was judged."""
     prompts: dict[str, list[Candidate]] = {}
     for c in candidates:
         prompts.setdefault(c.prompt, []).append(c)
@@ -216,13 +217,14 @@ def select(candidates: Sequence[Candidate], method: RejectionMethod, improvement
     for name, ones in prompts.items():
         chosen = [ones[i] for i in method.keep.chosen([c.reward for c in ones], improvement)]
         different = once(chosen) if method.distinct else chosen
-        # How many different answers sampling found; hints and regenerated ends would hide that it finds fewer.
-        if own := {c.key for c in chosen if c.plain}:
-            distinct[name] = len(own)
-        few = different if method.most is None else different[: method.most]
+        # The number of different answers that plain sampling found. With hinted and regenerated
+        # ones it would stay high although sampling itself finds fewer.
+        if plain_keys := {c.key for c in chosen if c.plain}:
+            distinct[name] = len(plain_keys)
+        limited = different if method.most is None else different[: method.most]
         passing, duplicates = passing + len(chosen), duplicates + len(chosen) - len(different)
-        over += len(different) - len(few)
-        kept += few
+        over += len(different) - len(limited)
+        kept += limited
     return Selection(tuple(kept), passing, duplicates, over, distinct)
 
 
@@ -235,22 +237,22 @@ def once(chosen: Sequence[Candidate]) -> list[Candidate]:
 
 
 def steps_of(kept: int, own: int, epochs: int) -> int:
-    """Optimizer steps of a round with so many kept completions, at most `own` of them a step."""
-    # As many steps as `drawn` cuts a pass into.
+    """Optimizer steps of a round with `kept` kept completions, at most `own` of them a step."""
+    # A pass has the number of steps into which `drawn` cuts it.
     return epochs * math.ceil(kept / own)
 
 
 def drawn(kept: Sequence[Candidate], own: int, position: int, key: tuple[int, str, int]) -> list[Candidate]:
-    """The kept completions of one step. A pass shuffles all of them and cuts them into steps of nearly equal size, so
-    no step has one twice.
+    """The kept completions of one step. A pass shuffles all kept completions and cuts them into steps of nearly equal
+    size, so no completion is twice in a step.
 
     Args:
         position: steps of the round before this one.
         key: (seed, stage, round).
     """
     seed, stage, round = key
-    # position // parts is the pass, position % parts the step within it. `array_split` makes
-    # parts that differ by one at most, where slices of `own` would leave a small last one.
+    # position // parts is the pass, position % parts the step within it. Parts of `array_split`
+    # differ in size by one at most; slices of `own` completions could leave a small last part.
     parts = math.ceil(len(kept) / own)
     order = seeds.generator(seed, f"kept/{stage}", round, position // parts).permutation(len(kept))
     return [kept[i] for i in np.array_split(order, parts)[position % parts]]
@@ -260,10 +262,10 @@ def drawn(kept: Sequence[Candidate], own: int, position: int, key: tuple[int, st
 
 
 def write(folder: Path, asked: RoundSamples) -> None:
-    """The candidates of a round, for a stage that is resumed inside it."""
+    """Writes the candidates of a round, for a stage that is resumed inside it."""
     ones = asked.candidates
     segments = [s for c in ones for s in c.segments]
-    # Safetensors hold numbers alone, so the texts are bytes of JSON.
+    # A safetensors file holds numbers only, so texts are stored as bytes of JSON.
     names = json.dumps([c.prompt for c in ones]).encode()
     save_file(
         {
@@ -280,8 +282,8 @@ def write(folder: Path, asked: RoundSamples) -> None:
 
 
 def _place(c: Candidate) -> tuple[int, ...]:
-    """The numbers that tell a candidate from the others of its prompt, and its number of segments. 0 steps were kept of
-    an answer where none was regenerated."""
+    """The numbers that tell a candidate from the others of its prompt, and its number of segments. (0, 0) stands for
+    `begun=None`."""
     return (c.visit, c.sibling, int(c.hinted), *(c.begun or (0, 0)), len(c.segments))
 
 
@@ -295,21 +297,21 @@ def read(folder: Path) -> RoundSamples:
     with read_untrusted.opened(path, RunFolderError):
         pass
     try:
-        held = load_file(path)
-        ends = np.cumsum(held["lengths"])
-        parts = [slice(b - n, b) for b, n in zip(ends.tolist(), held["lengths"].tolist(), strict=True)]
-        segments = [_segment(held["ids"][part], held["mask"][part]) for part in parts]
-        names = json.loads(held["prompts"].tobytes())
+        arrays = load_file(path)
+        ends = np.cumsum(arrays["lengths"])
+        parts = [slice(b - n, b) for b, n in zip(ends.tolist(), arrays["lengths"].tolist(), strict=True)]
+        segments = [_segment(arrays["ids"][part], arrays["mask"][part]) for part in parts]
+        names = json.loads(arrays["prompts"].tobytes())
         found: list[Candidate] = []
         at = 0
-        for name, place, reward in zip(names, held["places"].tolist(), held["rewards"].tolist(), strict=True):
-            visit, sibling, hinted, of, kept, count = place
-            # Regenerated ones keep at least one step, so 0 stands for none (`_place`).
-            begun = (of, kept) if kept else None
-            own = tuple(segments[at : at + count])
-            found.append(Candidate(name, visit, sibling, reward, own, bool(hinted), begun))
+        for name, place, reward in zip(names, arrays["places"].tolist(), arrays["rewards"].tolist(), strict=True):
+            visit, sibling, hinted, wrong_sibling, kept, count = place
+            # A regenerated completion keeps at least one step, so 0 steps mean `begun=None` (`_place`).
+            begun = (wrong_sibling, kept) if kept else None
+            its_segments = tuple(segments[at : at + count])
+            found.append(Candidate(name, visit, sibling, reward, its_segments, bool(hinted), begun))
             at += count
-        return RoundSamples(tuple(found), *(int(x) for x in held["counts"]))
+        return RoundSamples(tuple(found), *(int(x) for x in arrays["counts"]))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{path} is damaged ({error}). Go on from a checkpoint of another round") from error
 
