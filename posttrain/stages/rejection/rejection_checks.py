@@ -1,5 +1,9 @@
-"""Checks that a rejection sampling stage imitates what it should: right answers, once, under their own prompt, from the
-right weights. The candidates that were kept are compared with what was played, by code of its own."""
+"""Checks that a rejection sampling stage imitates right answers, each once, under its own prompt, from the right
+weights.
+
+The kept candidates are compared with the episodes that were played. The selection is computed a second time here,
+without the stage's code.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +40,23 @@ from posttrain.stages.rejection.regeneration_checks import goes_on_from_its_step
 from posttrain.system.errors import InvariantError
 
 Place = tuple[str, int, int, bool, tuple[int, int] | None]
-"""Which completion of a round it is: prompt, visit, sibling, whether it had a hint, and what it goes on from
-(`Candidate.begun`)."""
+"""Names a completion of a round: prompt, visit, sibling, whether it had a hint, and the answer and step that it goes on
+from (`Candidate.begun`)."""
 Row = tuple[bytes, bytes]
-"""The prompt's tokens of a sequence, and the tokens after it with which of them count."""
+"""A sequence as (ids of its prompt, ids after the prompt followed by as many flags: 1 for an id that counts, else
+0)."""
 SCORED = 4096
-"""Tokens of a round that the learner scores too, to compare with the sampler."""
+"""Most sampled tokens of a round that the learner scores too, to compare its log-probs with the sampler's."""
 
 
 def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement: int) -> bool | None:
-    """Returns whether a completion with this reward may be kept beside `others`, all rewards of its prompt, its own
-    included. None: the rule is none of the shipped ones, so nothing is known of it."""
-    # A reward at the threshold up to rounding passes: what is looked for is a mistake, not the last bit.
+    """Returns whether the rule `keep` may keep a completion with this reward; None for a rule that is not shipped.
+
+    Args:
+        others: the rewards of all completions of its prompt, its own included.
+        improvement: how many earlier rounds imitated from the same candidates.
+    """
+    # A reward that misses the threshold only by rounding passes.
     slack = 1e-6 * max(1.0, abs(reward))
     match keep:
         case Passing(at=at):
@@ -57,7 +66,8 @@ def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement:
         case Best(above=above):
             return reward >= max(others) and (above is None or reward > above)
         case TopShare(share=share, above=above):
-            # Equal ones may be kept in any order, so only those above count; at least one is always kept.
+            # Of equal rewards any may be kept, so only the completions with a higher reward count. At least one
+            # completion is always kept.
             better = sum(x > reward for x in others)
             return better < max(1, share * len(others) + slack) and (above is None or reward > above)
         case _:
@@ -65,11 +75,13 @@ def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement:
 
 
 def place(c: Candidate) -> Place:
+    """The name of a candidate as `Place`."""
     return c.prompt, c.visit, c.sibling, c.hinted, c.begun
 
 
 def kept_was_played(kept: Sequence[Candidate], played: Mapping[Place, Episode]) -> None:
-    """Every kept completion is one that was played, judged and not cut off, with the reward that its verdicts give."""
+    """Checks that every kept completion was played, judged and not cut off, and has the reward that its verdicts
+    give."""
     for c in kept:
         e = played.get(place(c))
         if e is None:
@@ -92,7 +104,8 @@ def kept_was_played(kept: Sequence[Candidate], played: Mapping[Place, Episode]) 
 
 
 def kept_passes(kept: Sequence[Candidate], rewards: Mapping[str, Sequence[float]], m: RejectionMethod, i: int) -> None:
-    """Every kept completion passes the method's rule among the completions of its prompt."""
+    """Checks that every kept completion passes the method's rule among the completions of its prompt. `i`: the number
+    of the improvement."""
     for c in kept:
         if may_be_kept(m.keep, c.reward, rewards[c.prompt], i) is False:
             raise InvariantError(
@@ -107,7 +120,7 @@ def kept_passes(kept: Sequence[Candidate], rewards: Mapping[str, Sequence[float]
 def nothing_is_lost(
     kept: Sequence[Candidate], rewards: Mapping[str, Sequence[float]], m: RejectionMethod, i: int
 ) -> None:
-    """Something is kept of every prompt that has a completion which passes the method's rule."""
+    """Checks that of every prompt with a completion that passes the method's rule, at least one completion is kept."""
     lost = sorted({name for name, own in rewards.items() if m.keep.chosen(own, i)} - {c.prompt for c in kept})
     if lost:
         raise InvariantError(
@@ -118,7 +131,8 @@ def nothing_is_lost(
 
 
 def kept_once(kept: Sequence[Candidate], m: RejectionMethod) -> None:
-    """No prompt has two equal kept completions where the method wants distinct ones, nor more than its limit."""
+    """Checks that no prompt has more kept completions than the method allows, and no two equal ones if the method wants
+    distinct ones."""
     # Equal means the same spoken tokens under the same prompt.
     said = Counter((c.prompt, b"".join(s.ids[s.mask].tobytes() for s in c.segments)) for c in kept)
     if m.distinct and (twice := [k for k, n in said.items() if n > 1]):
@@ -133,11 +147,14 @@ def kept_once(kept: Sequence[Candidate], m: RejectionMethod) -> None:
 
 
 def begins_with_its_weights(stage: Rejection, round: int, now: str, start: str, asked: str, taken: int) -> None:
-    """A round trains the weights that the method says: the first ones with a new optimizer, or those that were asked.
+    """Checks that a round trains the weights that the method names.
+
+    With `weights=start` these are the weights with which the stage started, with a new optimizer. With `weights=last`
+    they are the weights that sampled the round.
 
     Args:
-        now, start, asked: fingerprints of the weights now, as the stage started, and when the round asked ('': it did
-            not).
+        now, start, asked: fingerprints of the present weights, of those at the start of the stage, and of those that
+            sampled the round ('': the round did not sample).
         taken: steps that the optimizer has taken.
     """
     if stage.method.weights == "start" and (now != start or taken):
@@ -155,12 +172,12 @@ def begins_with_its_weights(stage: Rejection, round: int, now: str, start: str, 
 
 
 def imitates_kept(batch: Batch, rows: Mapping[Row, int], kept: int, stage: Rejection, text: Any) -> None:
-    """A minibatch holds kept completions, each under the prompt of its task, and the share of demonstrations behind
-    them.
+    """Checks that a minibatch has kept completions, each under the prompt of its task, and then demonstrations.
 
     Args:
-        rows: how often each sequence may be in it.
-        kept: completions that the round kept, cut into steps of nearly equal size.
+        rows: how often each sequence may be in the minibatch.
+        kept: how many completions the round kept. They are divided into steps of nearly equal size.
+        text: decodes token ids.
     """
     if batch.sampling.temperature != 1 or batch.sampling.truncated:
         raise InvariantError(
@@ -168,8 +185,9 @@ def imitates_kept(batch: Batch, rows: Mapping[Row, int], kept: int, stage: Rejec
             f"{' of a truncated distribution' if batch.sampling.truncated else ''}: what is learned would be another"
             " model than the one that is sampled. Imitate under the model's own distribution"
         )
-    # A round has n = ceil(kept / own) steps, and step i gets kept * (i + 1) // n - kept * i // n completions, so sizes
-    # differ by at most 1. `whole` has the number of all sequences of such a step, and how many of them are kept ones.
+    # A pass over the kept completions has n = ceil(kept / own) steps. Step i (from 0) gets
+    # kept * (i + 1) // n - kept * i // n completions, so sizes differ by at most 1. Of 7 completions with own = 3, the
+    # 3 steps get 2, 2 and 3. `whole`: number of all sequences of a step -> number of the kept ones among them.
     sizes = {kept * (i + 1) // n - kept * i // n for n in [-(-kept // stage.own)] for i in range(n)}
     whole = {k + (stage.shown_beside(k) if stage.style is not None else 0): k for k in sizes}
     if batch.episodes not in whole:
@@ -180,11 +198,11 @@ def imitates_kept(batch: Batch, rows: Mapping[Row, int], kept: int, stage: Rejec
             " are lost or doubled"
         )
     own = [r for r, e in zip(rows_of(batch), batch.sequence_S.tolist(), strict=True) if e < whole[batch.episodes]]
-    # A difference of multisets: a sequence that is there more often than it was kept remains too.
+    # The difference of two multisets. A sequence that is in the minibatch more often than it was kept remains too.
     strange = Counter(own) - Counter(dict(rows))
     if strange:
         prompt, said = next(iter(strange))
-        # `said` has the tokens and then, in the same number, which of them count: the first half is text.
+        # The first half of the second part are ids, the other half flags (`Row`).
         ids = np.frombuffer(said, np.int32)
         raise InvariantError(
             f"{strange.total()} of {len(own)} imitated sequences are no kept completion under the prompt of its task,"
@@ -204,6 +222,7 @@ def rows_of(batch: Batch | Packed) -> list[Row]:
 
 
 def _row(ids: np.ndarray, mask: np.ndarray) -> Row:
+    """A sequence as `Row`. Its prompt ends before the first token that counts."""
     first = int(np.argmax(mask))
     after = np.concatenate([ids[first:], mask[first:].astype(np.int32)]).astype(np.int32)
     return ids[:first].astype(np.int32).tobytes(), after.tobytes()
@@ -212,20 +231,24 @@ def _row(ids: np.ndarray, mask: np.ndarray) -> Row:
 def expected_rows(
     kept: Sequence[Candidate], played: Mapping[Place, Episode], prompts: Mapping[str, np.ndarray]
 ) -> Counter[Row]:
-    """The sequences by which the kept completions are to be imitated, made of what was played. A completion to a hinted
-    prompt stands after the prompt that its task got without one."""
-    out: Counter[Row] = Counter()
+    """How often each sequence is to be imitated, made from the played episodes.
+
+    A completion that was sampled with a hint is imitated after the prompt of its task without the hint.
+    """
+    counts: Counter[Row] = Counter()
     for c in kept:
         for s in played[place(c)].segments:
             head, said = _row(s.ids, s.mask)
-            out[(prompts[c.prompt].astype(np.int32).tobytes() if c.hinted else head, said)] += 1
-    return out
+            counts[(prompts[c.prompt].astype(np.int32).tobytes() if c.hinted else head, said)] += 1
+    return counts
 
 
 class RejectionCheck(Observer):
-    """A check that the candidates a round keeps were played, judged and pass; that its minibatches imitate them; and
-    that its weights are those that the method says. A stage that is resumed inside a round compares minibatches with
-    what is on disk.
+    """Checks the rounds of a rejection sampling stage.
+
+    The kept candidates must have been played and judged, and must pass the rule. The minibatches must imitate them. The
+    weights must be those that the method names. In a stage that is resumed inside a round, the played episodes are no
+    longer in memory: then the minibatches are compared with the candidates on disk.
     """
 
     def __init__(self, history: StageHistory, start: str) -> None:
@@ -244,8 +267,9 @@ class RejectionCheck(Observer):
         steps = self._history.steps
         if not steps:
             return
-        # Only steps that asked have walked, and only steps that opened a round and kept something have a reward of it.
-        # With weights=start the optimizer began anew at the last of these, and has counted the steps since.
+        # Only steps that sampled have the gauge rollout/walked. Only steps that opened a round and kept something have
+        # a count in reject/reward. With weights=start each such step began with a new optimizer, so its steps are
+        # counted from the last of them.
         walked = [s.gauges["rollout/walked"].sum for s in steps if "rollout/walked" in s.gauges]
         rounds = [i for i, s in enumerate(steps) if (g := s.gauges.get("reject/reward")) is not None and g.count]
         first = rounds[-1] if rounds and roles.stage.method.weights == "start" else 0
@@ -285,14 +309,14 @@ class RejectionCheck(Observer):
         return {} if hinted else self._same_distribution(roles, groups)
 
     def _judged(self, name: str, e: Episode) -> None:
-        """Take the reward of a completion that may be kept."""
+        """Note the reward of a completion, if it may be kept: judged, not empty, not cut off, not shown."""
         reward = outcome(e.verdicts)
         if reward is not None and e.spoken and not (e.stop.cut or e.cut or e.shown):
             self._rewards.setdefault(name, []).append(reward)
 
     def _take_regenerated(self, roles: RejectionRoles, event: RegeneratedEvent) -> None:
-        """Completions that go on from another place than the last right step are not taken as played, so that none of
-        them may be kept."""
+        """Note the regenerated completions as played, but only those that go on from the last right step. So
+        `kept_was_played` raises if another one is kept."""
         how = roles.stage.method.regenerate
         assert how is not None  # nothing else makes the event
         text = roles.rollout.dialogue("").text
@@ -307,7 +331,7 @@ class RejectionCheck(Observer):
                 self._judged(c.task.id, c)
 
     def _same_distribution(self, roles: RejectionRoles, groups: Sequence[Group]) -> Gauges:
-        """Sampler and learner hold the same weights when a round asks."""
+        """Checks that sampler and learner have the same weights when a round samples: their log-probs agree."""
         chosen: list[Any] = []
         # The first segments up to `SCORED` tokens, but at least one, however long.
         for s in (s for g in groups for e in g.episodes for s in e.segments if s.mask.any()):
@@ -361,10 +385,10 @@ def steps_taken(roles: RejectionRoles) -> int | None:
 
 
 class RoundVerifierCheck(VerifierCheck):
-    """The check `VerifierCheck`, of the steps that ask: the first of each round."""
+    """`VerifierCheck` for a stage in which only the first step of a round samples."""
 
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
-        # Prompts with their answer in them say nothing of how well the policy or its judge does.
+        # With the answer in the prompt, right answers say nothing about policy or judge. Only failures are looked for.
         if isinstance(event, PlayedEvent) and is_hinted(event.experience.played):
             failures_stay_out(event.experience.played)
             return None

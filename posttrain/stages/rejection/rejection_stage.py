@@ -1,4 +1,8 @@
-"""The rejection sampling stage: ask, keep, imitate, in rounds. The first step of a round asks; each step imitates."""
+"""The rejection sampling stage: in rounds it samples, keeps the best samples, and imitates them.
+
+The first step of a round samples ("asks"). Each step of the round, the first one too, imitates a part of what was kept.
+A round may also select again from the samples of the round before, with another threshold (an improvement).
+"""
 
 from __future__ import annotations
 
@@ -64,9 +68,9 @@ class RejectionState(StageState):
     round: int = 0
     """Rounds begun."""
     asked: int = 0
-    """The round whose candidates are imitated."""
+    """The round that sampled the candidates in use, from 1; 0: none has sampled yet."""
     improvement: int = 0
-    """Earlier rounds that imitated from the same candidates."""
+    """How many earlier rounds imitated from the same candidates."""
     position: int = 0
     """Steps taken in this round."""
     planned: int = 0
@@ -75,8 +79,11 @@ class RejectionState(StageState):
 
 @dataclass(frozen=True, eq=False)
 class RejectionWork:
-    """The data that a step learns from. Only the first step of a round opens that round, and only an opening step may
-    have asked."""
+    """The data that a step learns from.
+
+    `opens` is True in the first step of a round. Only such a step can have samples: `plain`, `hinted` (prompts with
+    their answer as a hint) and `regenerated` (wrong answers said anew from their first wrong step).
+    """
 
     index: int
     opens: bool = False
@@ -84,7 +91,7 @@ class RejectionWork:
     hinted: Experience | None = None
     regenerated: tuple[RegeneratedAnswer, ...] = ()
     engine: Gauges = field(default_factory=Gauges)
-    """The engine's counters, of what was regenerated."""
+    """The engine's counters of the regeneration."""
 
 
 class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Rejection, state=RejectionState):
@@ -113,8 +120,9 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         self._kept: tuple[Candidate, ...] = ()
         await parts.publish()
         await self.watch.begin(self.roles)
-        # Resumed inside a round: its candidates are read and selected again, which depends on nothing else. The
-        # weights have moved since the round began, so the event says that nothing is selected now.
+        # Resumed inside a round: its candidates are read from the file and selected again, with the same result. The
+        # weights have changed since the round began. So the event says `selects=False`, and the check does not compare
+        # them.
         if s.asked:
             self._asked = read(parts.book.kept(self._file))
             self._kept = select(self._asked.candidates, stage.method, s.improvement).kept
@@ -150,7 +158,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         if how is None:
             return None
         by_steps = [j for j in rollout.judges if isinstance(j, StepJudge | GenerativeStepJudge)]
-        # A judge that only scores steps pays nothing, so no reward of a completion lacks its part.
+        # A judge that only scores steps pays nothing. So a completion's reward is whole without it.
         free = {id(j) for j in by_steps if j.reward.steps == "score"}
         paying = [j.name for j in rollout.judges if id(j) not in free]
         if paying:
@@ -162,14 +170,14 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
 
     @property
     def _file(self) -> str:
-        """Name of the kept candidates of the round that asked last."""
+        """Name under which the run keeps the candidates of the round that sampled last."""
         return f"{self.stage.name}-asked-{self.state.asked:04d}"
 
     # --- ask ---------------------------------------------------------------------------------------------------------
 
     async def _ask(self, index: int) -> RejectionWork:
         s, m = self.state, self.stage.method
-        # In the middle of a round its candidates are imitated, and nothing is asked.
+        # In the middle of a round: its candidates are imitated, and nothing is sampled.
         if s.position < s.planned:
             return RejectionWork(index)
         # A new round from the same candidates, with the next threshold (ReST, 2308.08998).
@@ -184,24 +192,32 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         return RejectionWork(index, True, plain, hinted, regenerated, self.roles.sync.sampler.gauges())
 
     async def _play(self, index: int) -> Experience:
-        h, stage = self.roles, self.stage
+        roles, stage = self.roles, self.stage
         request = RolloutRequest(
             groups=stage.prompts, siblings=stage.siblings, at=StepNumber(index, stage.steps), most=1
         )
-        played, passed = await h.rollout.until(h.prompts, request, h.sampling, stream_of(stage))
+        played, passed = await roles.rollout.until(roles.prompts, request, roles.sampling, stream_of(stage))
         return self._experience(index, played, passed)
 
     async def _play_hinted(self, plain: Experience) -> Experience | None:
-        """The prompts of which nothing would be kept, asked again with their answer as a hint."""
-        h, stage = self.roles, self.stage
-        hint = abilities.hints(h.environment)
-        wanted = [(g, hint(g.task)) for g in to_ask_again(plain.played, stage.method.keep)]
-        asked = [(hinted_task(g.task, prompt), g.visit) for g, prompt in wanted if prompt is not None]
-        if not asked:
+        """Asks the prompts of which nothing would be kept once more, with their answer as a hint. None: no such
+        prompt."""
+        roles, stage = self.roles, self.stage
+        hint = abilities.hints(roles.environment)
+        groups_and_prompts = [(g, hint(g.task)) for g in to_ask_again(plain.played, stage.method.keep)]
+        tasks_and_visits = [
+            (hinted_task(g.task, prompt), g.visit) for g, prompt in groups_and_prompts if prompt is not None
+        ]
+        if not tasks_and_visits:
             return None
-        request = RolloutRequest(groups=len(asked), siblings=stage.siblings, at=StepNumber(plain.index, stage.steps))
+        request = RolloutRequest(
+            groups=len(tasks_and_visits), siblings=stage.siblings, at=StepNumber(plain.index, stage.steps)
+        )
         groups = await together(
-            [h.rollout.group(task, visit, request, h.sampling, f"{stream_of(stage)}/hinted") for task, visit in asked]
+            [
+                roles.rollout.group(task, visit, request, roles.sampling, f"{stream_of(stage)}/hinted")
+                for task, visit in tasks_and_visits
+            ]
         )
         return self._experience(plain.index, tuple(groups), (True,) * len(groups))
 
@@ -232,24 +248,25 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         return step
 
     async def _open_round(self, work: RejectionWork) -> tuple[Gauges, tuple[str, ...]]:
-        """Select what the round imitates, and put the weights in place that it trains."""
+        """Begins a round: selects what it imitates, and loads the weights that it trains. Returns (gauges, notes)."""
         h, s, m = self.roles, self.state, self.stage.method
         s.round, s.position = s.round + 1, 0
         sampled = self._take_in(work)
-        # `select` reads it: a rising rule has another threshold in each improvement.
+        # Before `select`, which reads it: with a rising rule each improvement has a higher threshold.
         s.improvement = 0 if work.plain is not None else s.improvement + 1
         found = select(self._asked.candidates, m, s.improvement)
         self._kept, s.planned = found.kept, steps_of(len(found.kept), self.stage.own, self.stage.epochs)
         # In the first round the weights are still those that the stage started from.
         if self._kept and m.weights == "start" and s.round > 1:
             self._restart()
-        # After the weights are in place, which the checks of this event compare.
+        # After the weights are loaded, since the check of this event compares them.
         h.watch.emit(KeptEvent(s.round, s.improvement, self._kept))
         notes = () if self._kept else (nothing_kept(self.stage, self._asked, found, s.round),)
         return merge(sampled, found.gauges(self._asked, s.round)), notes
 
     def _take_in(self, work: RejectionWork) -> Gauges:
-        """Show what was played to the observers, write it down, and keep its candidates for a resumed run."""
+        """Emits the events of the samples, writes their episodes, and keeps the candidates for a resumed run. Returns
+        their gauges."""
         h, s = self.roles, self.state
         if work.plain is None:
             return {}
@@ -269,7 +286,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
                 groups = (*work.plain.played, *hinted)
                 self.parts.book.write_episodes(self.stage.name, work.index, Credit((), 0.0), groups)
         self._asked = candidates_of(work.plain.played, hinted, work.regenerated)
-        # Also the name of the file that is written next.
+        # Set before `keep`, since the name of the file (`_file`) depends on it.
         s.asked = s.round
         with self.clock.of("book"):
             self.parts.book.keep(self._file, partial(write, asked=self._asked))
@@ -278,8 +295,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
     def _restart(self) -> None:
         """The weights that the stage started from, with a new optimizer."""
         parts, trainer = self.parts, self.trainer
-        # Weights first: the new optimizer copies what it finds, and the engine must not take these for weights that it
-        # has.
+        # The weights come first, since a new optimizer may copy them. The version rises, so that the engine does not
+        # take these weights for the ones that it has.
         load_kept(parts, self.progress, starts(parts.run.stages, self.stage))
         trainer.version += 1
         trainer.optimizer = parts.optimize(self.stage.optimizer)
@@ -288,8 +305,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         """The kept completions of a step, and its share of demonstrations behind them."""
         h, stage = self.roles, self.stage
         segments = [s for c in ones for s in c.segments]
-        # The number of its completion, for each segment: one of several turns may have several. Demonstrations are
-        # numbered on.
+        # For each segment the number of its completion: a completion of several turns may have several segments. The
+        # numbers of the demonstrations come after those of the completions.
         sequence = [i for i, c in enumerate(ones) for _ in c.segments]
         weights = [np.ones(sum(s.spoken for s in segments))]
         if (shown := imitating(stage)) is not None:
