@@ -1,5 +1,7 @@
-"""The learner that a run over ranks works with on rank 0. What reads or changes whole weights is ordered of all ranks
-first and then done here as well."""
+"""The learner of rank 0 in a run over ranks.
+
+A method that reads or changes whole weights is first ordered of all other ranks and then done here too.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ from posttrain.system.machine import freed_at_once
 
 
 class OrderedLearner(HFLearner):
-    """A learner that rank 0 puts before a learner of one rank: each method that reads whole weights is ordered of all
-    ranks.
+    """A first base class for a learner of rank 0: it orders each method that reads whole weights of all ranks.
 
-    `forward` and `parameters` are this rank's own. A step of the trainer calls them on all ranks at once.
+    Derive `class LeadX(OrderedLearner, X)`, where `X` is the learner of one rank. `forward` and `parameters` are of
+    this rank alone. A step of the trainer calls them on all ranks at once.
     """
 
     _lead: RankLead
@@ -41,8 +43,8 @@ class OrderedLearner(HFLearner):
     """Function that each rank runs for an ordered method."""
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
-        # All ranks are in this pass only inside an order or a step of the trainer. Alone it would stand in the first
-        # exchange.
+        # Only inside an order or a step of the trainer do all ranks make this pass. One rank alone would wait in its
+        # first exchange for ever.
         if not (self._lead.busy or self._lead.stepping):
             raise InvariantError(
                 "a forward pass of one rank alone would wait for the others for ever: what differentiates outside a"
@@ -51,8 +53,9 @@ class OrderedLearner(HFLearner):
         return super().forward(packed, reads)
 
     def _do(self, method: str, *given: Any) -> Any:
-        """A method on all ranks: ordered, or called here while all do the same."""
-        # Inside an order every rank calls this method itself. A second order would find no rank that waits for one.
+        """Calls a method on all ranks; returns the result of this rank."""
+        # Inside an order every rank already runs the same code and calls this method itself, so only this rank's part
+        # is done here. A second order would find no rank that waits for one.
         if self._lead.busy:
             return getattr(super(), method)(*given)
         return self._lead.all(self._ask, method, given, what=f"{method} of the learner")
@@ -94,24 +97,24 @@ class OrderedLearner(HFLearner):
         return None if self.policy.lora is None else LeadTrial(self._lead)
 
     def routers(self) -> LearnerRouters | None:
-        found = super().routers()
-        return found if found is None or self._lead.busy else LeadRouters(**vars(found), lead=self._lead)
+        routers = super().routers()
+        return routers if routers is None or self._lead.busy else LeadRouters(**vars(routers), lead=self._lead)
 
     def _following(self) -> HFLearner:
         other = super()._following()
         if other is not self:
             assert isinstance(other, OrderedLearner)
-            # On the other ranks too it is another learner than the usual one, so its methods are ordered by a function
-            # of their own.
+            # On each rank this is a second learner beside the usual one. So its methods are ordered with another
+            # function, which finds that second learner there.
             other._ask = together.ask_followed
         return other
 
     def shards(self) -> Iterator[Shard]:
-        """The parts of all ranks, in buckets; this rank's own while all do the same."""
+        """The parts of the weights on all ranks, in buckets. Inside an order only the parts of this rank."""
         return super().shards() if self._lead.busy else self._of_all()
 
     def _of_all(self) -> Iterator[Shard]:
-        # The other ranks give bucket after bucket until the last: whoever takes these parts must take all of them.
+        # The other ranks send bucket after bucket until the last one, so the caller must take all of these parts.
         with freed_at_once(), self._lead.ordered("gather the weights", (together.send_weights, ())):
             yield from gathered(super().shards(), self._lead.ranks, self._lead.state.version)
 
@@ -139,8 +142,8 @@ class LeadLearner(OrderedLearner, ShardedLearner):
         ShardedLearner.__init__(self, policy, lead.ranks, **given)
         self._lead, read = lead, self._inside
 
-        # Every read of whole weights of the parent class goes through `_inside`, so a read that nobody ordered is found
-        # here and does not wait for ranks that will not come.
+        # In the parent class every read of whole weights goes through `_inside`. So a read without an order is found
+        # here, and raises. Else it would wait for ranks that never come.
         def inside(function: Callable[[], Any]) -> Any:
             if not (lead.busy or lead.stepping):
                 raise InvariantError(
@@ -185,7 +188,8 @@ class LeadRouters(LearnerRouters):
 
 
 class LeadTrial:
-    """`core.exchange.scores.AdapterTrial` on rank 0: every rank makes its own rows of the adapter loud."""
+    """`core.exchange.scores.AdapterTrial` on rank 0: every rank puts random numbers into its own rows of the adapter
+    ("loud"), for as long as the trial lasts."""
 
     def __init__(self, lead: RankLead) -> None:
         self._lead = lead
@@ -196,7 +200,7 @@ class LeadTrial:
         try:
             yield
         finally:
-            # In every case: the ranks would else train an adapter of random numbers.
+            # Also after an error. Else the ranks would train an adapter of random numbers.
             self._lead.all(together.make_quiet)
 
     def without(self, packed: Packed) -> np.ndarray:

@@ -22,7 +22,8 @@ from posttrain.stages.ranks.rank_lead import RankLead
 
 
 class RowCheck(Observer):
-    """A check that every rank makes of its own rows: of gradients, moments and weights. `number`: among those."""
+    """A check that every rank makes of its own rows of gradients, moments and weights. `number`: its place among these
+    checks, by which all ranks know it."""
 
     def __init__(self, inner: Observer, number: int, lead: RankLead) -> None:
         self.inner, self._number, self._lead = inner, number, lead
@@ -33,17 +34,17 @@ class RowCheck(Observer):
     async def begin(self, roles: Any) -> None:
         lead = self._lead
         lead.state.roles = roles
-        # Observers begin in their order, so the first of them carries all checks to the other ranks. Rank 0 has them
-        # already.
+        # The first check sends all checks of rows to the other ranks, since observers begin in their order. Rank 0 has
+        # them already.
         if self._number == 0:
-            others = together.watch, (roles.run.model, roles.stage, lead.state.checks, roles.sync.probe_ids)
-            with lead.ordered("take checks", others):
+            order_to_others = together.watch, (roles.run.model, roles.stage, lead.state.checks, roles.sync.probe_ids)
+            with lead.ordered("take checks", order_to_others):
                 pass
         with lead.ordered(f"begin {type(self.inner).__name__}", (together.begin_check, (self._number,))):
             await self.inner.begin(roles)
 
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
-        # Gradients, moments and weights exist as rows of each rank. What other events tell, rank 0 has whole.
+        # Gradients, moments and weights exist only as rows of each rank. Of other events rank 0 has all the data.
         if not isinstance(event, DifferentiatedEvent | LearnedEvent):
             return self.inner.on_event(roles, event)
         return self._lead.all(together.check_rows, self._number, what=f"{type(self.inner).__name__} of the own rows")
@@ -62,11 +63,16 @@ class RowCheck(Observer):
 
 
 def row_checks(lead: RankLead, found: Sequence[Observer], kinds: tuple[type[Observer], ...]) -> Observers:
-    """The observers of a stage, with those of these kinds on every rank."""
-    # The place in `own` is the number by which all ranks know a check.
-    own = [one for one in found if isinstance(one, kinds)]
-    lead.state.checks = own
-    return Observers([RowCheck(one, own.index(one), lead) if one in own else one for one in found])
+    """The observers of a stage. Those of the given kinds are wrapped in `RowCheck`, so every rank makes them."""
+    # The place in this list is the number by which all ranks know a check.
+    checks_of_rows = [observer for observer in found if isinstance(observer, kinds)]
+    lead.state.checks = checks_of_rows
+    return Observers(
+        [
+            RowCheck(observer, checks_of_rows.index(observer), lead) if observer in checks_of_rows else observer
+            for observer in found
+        ]
+    )
 
 
 def rank_observers(
@@ -74,5 +80,5 @@ def rank_observers(
     checks: Callable[[Stage, Sequence[Step], Mapping[str, Any]], Sequence[Observer]],
     kinds: tuple[type[Observer], ...],
 ) -> Callable[[Stage, Sequence[Step], Mapping[str, Any]], Observers]:
-    """`RunParts.observe` of a run over ranks."""
+    """Returns the function `RunParts.observe` of a run over ranks."""
     return lambda stage, steps, kept: row_checks(lead, checks(stage, steps, kept), kinds)

@@ -1,7 +1,8 @@
-"""Rank 0 of a run over ranks: the learner, the optimizer, the trainer and the references that the run works with there.
+"""Rank 0 of a run over ranks: how it orders work, and its optimizer, trainer and references.
 
-Each looks like the one of a run in one process. What reads or changes whole weights is ordered of all ranks first and
-then done here as well, so the step, the stages and the checks know of no ranks.
+Each of these has the interface that it has in a run of one process. A method that reads or changes whole weights is
+first ordered of all other ranks and then done here too. So the step, the stages and the checks need not know of ranks.
+`lead_learner` has the learner.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from posttrain.stages.ranks.rank_state import RankState
 from posttrain.stages.ranks.rank_worker import EXCHANGE, Proceed, StepOrder, of_exchange
 
 SETTLE = 3.0
-"""Seconds after a lost exchange in which the other ranks say why they ended."""
+"""Seconds after a failed exchange in which rank 0 waits for the other ranks to say why they ended."""
 
 
 class RankLead:
@@ -54,13 +55,13 @@ class RankLead:
         self.ranks, self.state = ranks, RankState(ranks)
         self._orders, self._processes = RankOrders(ranks, store), processes
         self._inside = 0
-        """How deep it is in work that all ranks do now."""
+        """How many orders are being carried out, one inside the other."""
         self.stepping = False
         """Whether all ranks are in a step of the trainer."""
         self._open = ""
-        """The order that is not done yet, in words."""
+        """A description of the order that is not done yet; '' where all are done."""
         self.dropped: list[int] = []
-        """References that nobody reads any more."""
+        """The numbers of references that nobody reads any more."""
         self._number = 0
         self.parallel: Parallel = parallel
         """How ranks share the model."""
@@ -73,39 +74,41 @@ class RankLead:
         return self._inside > 0
 
     def number(self) -> int:
-        """A new one, for what ranks keep."""
+        """A new number, under which all ranks keep a reference or a copy."""
         self._number += 1
         return self._number
 
     def drop(self, number: int) -> None:
-        """A reference is read no more. The ranks free it when the next one is made."""
+        """Notes that a reference is read no more. The ranks free it when the next reference is made."""
         self.dropped.append(number)
 
     def all(self, function: Callable[..., Any], *given: Any, what: str = "") -> Any:
-        """Have all ranks call `function(state, *given)`; returns what it returns here."""
+        """Have all ranks call `function(state, *given)`; returns the result of rank 0. `what`: the order in words."""
         with self.ordered(what or function.__name__.replace("_", " "), (function, given)):
             return function(self.state, *given)
 
     @contextmanager
     def ordered(self, what: str, order: Any, meanwhile: bool = False) -> Iterator[None]:
-        """Send an order. Inside the block this rank does its part.
+        """Send an order to the other ranks. Inside the block rank 0 does its own part.
 
         Args:
-            meanwhile: other orders may follow inside the block.
+            what: the order in words, for messages.
+            order: (function, its arguments after the state), or a `StepOrder`.
+            meanwhile: whether other orders may follow inside the block.
 
         Raises:
             RankLost: a rank is lost.
         """
-        # An order may be sent inside another one (`meanwhile`), so the words of the outer one come back at the end.
+        # An order may be sent inside another one (`meanwhile`). At its end the outer one is again the open order.
         outer, self._open = self._open, what
         with self.told():
             self._orders.send(what, order)
-            # In a step of the trainer the ranks stand still in each event, where observers of rank 0 may order more.
-            # Everywhere else the other ranks are at work until the block ends, and take no order.
+            # In a step of the trainer (`meanwhile`) the other ranks wait in each event for orders of rank 0's
+            # observers. In all other orders they work until the block ends, and take no further order.
             self._inside += not meanwhile
             try:
                 yield
-            except NonFiniteGradient:  # all ranks have it, and go on
+            except NonFiniteGradient:  # raised on all ranks, which then wait for the next order
                 self._open = outer
                 raise
             finally:
@@ -115,7 +118,7 @@ class RankLead:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Inside: an exchange that fails is told with its first cause."""
+        """Inside the block an exchange that fails raises `RankLost`, with the first cause as its message."""
         try:
             yield
         except RuntimeError as error:
@@ -124,7 +127,7 @@ class RankLead:
             raise RankLost(self._cause(error)) from error
 
     def proceed(self, value: Any = None) -> None:
-        """Let the ranks that stand in an event go on."""
+        """Let the ranks that wait in an event go on. `value`: what rank 0's observers returned."""
         with self.told():
             self._orders.send("go on", Proceed(value))
 
@@ -139,30 +142,36 @@ class RankLead:
     def _cause(self, error: RuntimeError) -> str:
         """Says in words which rank failed first."""
         where = f"in order {self._orders.number} ({self._open or 'go on'})"
-        stand = "Nothing was written of this step. Go on from the last checkpoint with --resume"
-        # One rank that fails breaks the exchanges of all, and each says why it ended. The first cause is a rank whose
-        # words do not begin with `EXCHANGE`, or a process that is gone without a word. It may take a moment until that
-        # is known.
-        last = time.monotonic() + SETTLE
+        advice = "Nothing was written of this step. Go on from the last checkpoint with --resume"
+        # When one rank fails, the exchanges of all ranks break, and each rank leaves its reason in the store. A reason
+        # that begins with `EXCHANGE` is only a consequence. The first cause is a rank with another reason, or a process
+        # that is gone without a reason. It may take up to `SETTLE` seconds until that is known.
+        deadline = time.monotonic() + SETTLE
         while True:
-            said, ended = self._orders.failed(), self._ended()
-            first = {r: why for r, why in said.items() if not why.startswith(EXCHANGE)}
-            gone = {r: how for r, how in ended.items() if r not in said}
-            if first:
-                rank, why = min(first.items())
-                return f"rank {rank} failed {where}: {why}. {stand}"
+            reasons, ended = self._orders.failed(), self._ended()
+            first_causes = {r: why for r, why in reasons.items() if not why.startswith(EXCHANGE)}
+            gone = {r: how for r, how in ended.items() if r not in reasons}
+            if first_causes:
+                rank, why = min(first_causes.items())
+                return f"rank {rank} failed {where}: {why}. {advice}"
             if gone:
                 rank, how = min(gone.items())
-                return f"rank {rank} is gone {where}: {how}. {stand}"
-            if time.monotonic() > last:
-                return self._stall(where, said, error, stand)
+                return f"rank {rank} is gone {where}: {how}. {advice}"
+            if time.monotonic() > deadline:
+                return self._stall(where, reasons, error, advice)
             time.sleep(0.1)
 
     def _stall(self, where: str, said: Mapping[int, str], error: RuntimeError, stand: str) -> str:
+        """The message where no rank failed by itself: which ranks waited, and for which others.
+
+        Args:
+            said: the reasons of the ranks that ended.
+            stand: a sentence about how to go on.
+        """
         late = [r for r in range(1, self.ranks.world) if r not in said]
         notes, number = self._orders.standing(), self._orders.number
-        # A rank that ended this order only waits for the next one. Such ranks are named where all others are in the
-        # same state.
+        # A rank that has ended this order waits for the next one and is not late. Such ranks are named only if there
+        # are no others.
         late = [r for r in late if notes.get(r) != f"ended order {number}"] or late
         told = "; ".join(f"rank {r} {self._stopped(r)}{notes.get(r, '')}" for r in late) or f"nobody says why ({error})"
         waits = [0, *sorted(said)]
@@ -170,24 +179,26 @@ class RankLead:
         return f"{who} waited {where} until the time-out for others: {told}. {stand}"
 
     def _stopped(self, rank: int) -> str:
+        """Part of a sentence for a rank whose process is stopped (SIGSTOP); else ''."""
         stopped = self._processes is not None and self._processes.stopped(rank)
         return "is a process that is stopped; it " if stopped else ""
 
     def _ended(self) -> dict[int, str]:
+        """How processes of other ranks ended, by rank; {} where this process has not started them."""
         if self._processes is None:
             return {}
         return {r: how for r in self._processes.pids if (how := self._processes.ended(r))}
 
 
 class LeadReference:
-    """`core.ports.Reference` on rank 0: a frozen copy of the weights, of which each rank has its rows."""
+    """`core.ports.Reference` on rank 0: a frozen copy of the weights. Each rank has its own rows of it."""
 
     def __init__(self, lead: RankLead) -> None:
         self._lead, self._number = lead, lead.number()
-        # The order to make this copy carries the numbers of those that may be freed.
+        # The order to make this copy also has the numbers of the references that may be freed.
         dropped, lead.dropped = tuple(lead.dropped), []
         self.digest: str = lead.all(together.freeze, self._number, dropped)
-        # A finalizer runs whenever the collector does, perhaps in the middle of an exchange: so it only notes the
+        # A finalizer may run at any time, perhaps in the middle of an exchange. So it sends no order and only notes the
         # number.
         weakref.finalize(self, lead.drop, self._number)
 
@@ -229,7 +240,7 @@ class LeadOptimizer(StageOptimizer):
 
 def lead_optimizer(lead: RankLead, config: Optimizer, given: tuple[Any, ...]) -> LeadOptimizer:
     """An optimizer on every rank, each for its own rows."""
-    # The order names the plain class. Only that of rank 0 knows the lead, which no other rank has.
+    # The other ranks make the plain class. Only rank 0 makes `LeadOptimizer`, which needs the lead.
     with lead.ordered("make optimizer", (together.make_optimizer, (config, StageOptimizer, given))):
         together.make_optimizer(lead.state, config, LeadOptimizer, given)
     made = lead.state.optimizer
@@ -265,20 +276,20 @@ def lead_trainer(lead: RankLead, optimizer: Any, micro_tokens: int, version: int
 
 
 class LeadObservers(Observers):
-    """The observers of a step on rank 0. The other ranks stand still in each event until they are through."""
+    """The observers of a step on rank 0. In each event the other ranks wait until these observers have finished."""
 
     def __init__(self, inner: Observers, lead: RankLead) -> None:
         super().__init__()
         self._inner, self._lead = inner, lead
 
     def needs(self, event: PackedEvent) -> Needs:
-        found = self._inner.needs(event)
-        # All ranks keep the same parts of their passes, as the observers of rank 0 need them.
-        self._lead.proceed(found)
-        return found
+        needs = self._inner.needs(event)
+        # All ranks keep the same parts of their passes: those that the observers of rank 0 need.
+        self._lead.proceed(needs)
+        return needs
 
     def emit(self, event: Event) -> None:
-        # `check_rows` reads the event on every rank; the others set theirs where they stand (`StandingObservers`).
+        # `check_rows` reads the event from the state on every rank. The other ranks set theirs in `StandingObservers`.
         self._lead.state.event = event
         self._inner.emit(event)
         self._lead.state.event = None

@@ -1,5 +1,8 @@
-"""The state that a rank holds, and the work that all ranks do together. Rank 0 orders it (`rank_lead`), the others do
-what they are told (`rank_worker`); each function here runs on every rank at once."""
+"""The state of a rank, and the work that all ranks do together.
+
+Each function here runs on every rank at once, with the state of that rank. Rank 0 orders it (`rank_lead`), and the
+other ranks carry it out (`rank_worker`).
+"""
 
 from __future__ import annotations
 
@@ -38,26 +41,26 @@ from posttrain.system.errors import DataError, RunFolderError
 
 RankLearner = ShardedLearner | TensorLearner
 Work = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function of this kind and its arguments after the state."""
+"""A function of this module, and its arguments after `state`."""
 
 
 @dataclass(frozen=True)
 class RowProbe:
-    """The fixed sequence that a check scores, where `StageRoles` has its `Sync`."""
+    """Stands in `RowRoles` where `StageRoles` has its `Sync`: only the fixed sequence that a check scores."""
 
     probe_ids: Any
 
 
 @dataclass(frozen=True)
 class RowRun:
-    """The model's settings, where `StageRoles` has its `Run`."""
+    """Stands in `RowRoles` where `StageRoles` has its `Run`: only the settings of the model."""
 
     model: Model
 
 
 @dataclass
 class RowRoles:
-    """The roles that a check of a rank's own rows reads: a part of `role.roles.StageRoles`."""
+    """The roles that a check of a rank's own rows reads, under the names that they have in `role.roles.StageRoles`."""
 
     run: RowRun
     stage: Stage
@@ -72,19 +75,21 @@ class RankState:
 
     ranks: ProcessRanks
     own: RankLearner | None = None
+    """This rank's learner; None before it is built."""
     mould: EmptyModule | None = None
+    """An empty copy of the model, into which the weights of references are filled."""
     optimizer: StageOptimizer | None = None
     trained: Trainer | None = None
     references: dict[int, Reference] = field(default_factory=dict[int, Reference])
     copies: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
-    """Weights that are kept in memory, by the number that rank 0 knows them by."""
+    """Weights that are kept in memory, by the number under which rank 0 knows them."""
     quiet: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """An adapter's own numbers while it is loud."""
+    """The adapter's own numbers, while random numbers stand in its place (`make_loud`)."""
     checks: Sequence[Observer] = ()
     """The checks of this rank's own rows."""
     roles: Any = None
     event: Event | None = None
-    """The event of the step that observers have now."""
+    """The event of the trainer's step that is being observed; None outside events."""
 
     @property
     def learner(self) -> RankLearner:
@@ -93,13 +98,14 @@ class RankState:
 
     @property
     def rows(self) -> ShardedLearner:
-        """The learner, where it has rows of every weight."""
+        """The learner, as one that has rows of every weight (`ShardedLearner`)."""
         assert isinstance(self.own, ShardedLearner)
         return self.own
 
     @property
     def sharing(self) -> Ranks:
-        """The ranks that share a minibatch: each computes all of it where its layers are cut by columns and rows."""
+        """The ranks among which a minibatch is divided. With layers cut by columns and rows (`TensorLearner`) it is not
+        divided: each rank computes all of it."""
         return ALONE if isinstance(self.own, TensorLearner) else self.ranks
 
     @property
@@ -122,7 +128,7 @@ def ask_learner(state: RankState, method: str, given: tuple[Any, ...]) -> Any:
 
 
 def ask_followed(state: RankState, method: str, given: tuple[Any, ...]) -> Any:
-    """The same of the learner whose passes follow the choices of a batch."""
+    """Calls a method of the second learner, whose passes follow a batch's choices of experts; returns its result."""
     return getattr(_routers(state).followed(), method)(*given)
 
 
@@ -138,8 +144,8 @@ def _routers(state: RankState) -> Routers:
 
 
 def freeze(state: RankState, number: int, dropped: Sequence[int]) -> str:
-    """Keep a frozen copy of the weights; returns its digest. Those that nobody reads any more are freed."""
-    # Before the new copy is made, so that memory never holds both.
+    """Keep a frozen copy of the weights as reference `number`; returns its digest. Frees the `dropped` references."""
+    # Freed before the new copy is made, so that memory never holds both.
     for old in dropped:
         state.references.pop(old, None)
     assert state.mould is not None
@@ -154,11 +160,12 @@ def freeze(state: RankState, number: int, dropped: Sequence[int]) -> str:
 
 
 def ask_reference(state: RankState, number: int, method: str, given: tuple[Any, ...]) -> Any:
+    """Calls a method of a reference; returns its result."""
     return getattr(state.references[number], method)(*given)
 
 
 def send_weights(state: RankState) -> None:
-    """Send this rank's parts of the weights to rank 0, which reads them from `gathered` itself."""
+    """Send this rank's parts of the weights to rank 0, which receives them in its own call of `gathered`."""
     # On this rank it yields nothing, and sends one bucket each time it is asked to go on.
     for _ in gathered(state.learner.shards(), state.ranks, state.version):
         pass
@@ -170,6 +177,7 @@ def make_loud(state: RankState) -> None:
 
 
 def make_quiet(state: RankState) -> None:
+    """Put the adapter's own numbers back."""
     put_rows(state.learner, state.quiet)
     state.quiet = {}
 
@@ -192,7 +200,7 @@ def see_files(state: RankState, folder: str) -> list[str]:
 
 
 def make_optimizer(state: RankState, config: Optimizer, make: Callable[..., StageOptimizer], given: Any) -> None:
-    """As in one process, master copies begin with the rounded weights."""
+    """Makes this rank's optimizer with `make`. As in one process, master copies begin with the rounded weights."""
     learner = state.learner
     if isinstance(learner, TensorLearner):
         state.optimizer = make(learner.parameters(), config, *given, parts=learner)
@@ -207,18 +215,18 @@ def make_trainer(state: RankState, micro_tokens: int, version: int) -> None:
 
 
 def watch(state: RankState, model: Model, stage: Stage, checks: Sequence[Observer], probe_ids: Any) -> None:
-    """Take checks of the own rows, which begin now."""
+    """Take the checks of this rank's own rows, for a stage that begins now."""
     state.checks = checks
     state.roles = RowRoles(RowRun(model), stage, state.learner, state.trainer, RowProbe(probe_ids))
 
 
 def begin_check(state: RankState, number: int) -> None:
-    # These ranks have no event loop. Rank 0 awaits its own check (`RowCheck.begin`).
+    # Only ranks other than 0 come here, and they have no event loop. Rank 0 awaits its own check (`RowCheck.begin`).
     asyncio.run(state.checks[number].begin(state.roles))
 
 
 def check_rows(state: RankState, number: int) -> Any:
-    """One check observes the event of now on every rank, each with its own rows."""
+    """One check observes the present event on every rank, each with its own rows; returns its report."""
     assert state.event is not None
     return state.checks[number].on_event(state.roles, state.event)
 
@@ -241,7 +249,7 @@ def _whole_state(state: RankState) -> dict[str, Tensor]:
 
 
 def read_weights(state: RankState, folder: str) -> None:
-    """Take this rank's rows of the weights in a folder, whoever wrote them."""
+    """Load this rank's rows of the weights in a folder, however many ranks wrote it."""
     of_every(state.ranks, lambda: _read_weights(state, Path(folder) / WEIGHTS))
 
 
@@ -260,45 +268,45 @@ def _read_weights(state: RankState, path: Path) -> None:
         )
     with torch.no_grad():
         for name, place in places.items():
-            # Only the box of this rank's rows is read, however many ranks wrote the files.
+            # Only the box of this rank's rows is read from the files.
             own[name].copy_(saved.box(name, place.offsets, tuple(place.tensor.shape)))
 
 
 def read_state(state: RankState, folder: str) -> None:
-    """Take this rank's part of an optimizer's state."""
+    """Load this rank's part of an optimizer's state from a folder."""
     assert state.optimizer is not None
     saved, own, optimizer = SavedTensors(Path(folder) / OPTIMIZER), state.learner.parameters(), state.optimizer
-    out: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, shape in saved.shapes.items():
         parameter = own.get(_parameter(name))
         place = None if parameter is None else part_of(state.learner, _parameter(name), parameter.detach())
-        # A number of no parameter (`steps`), or a single one of a parameter, is the same on all ranks and is read
-        # whole.
+        # Single numbers are the same on all ranks and are read whole: of the optimizer (`steps`), or of a parameter.
         if place is None or not shape:
-            out[name] = saved.tensor(name)
+            tensors[name] = saved.tensor(name)
         elif place.shape != shape:
             raise RunFolderError(
                 f"the optimizer state is of other parameters ({name!r} does not fit): resume with the model and stage"
                 " the run was started with"
             )
         else:
-            out[name] = saved.box(name, place.offsets, tuple(place.tensor.shape))
-    # Master copies are written as in one process. Over ranks that cut weights by rows the learner's own parameters are
-    # the masters, so these tensors go into them, and the optimizer is given what it has itself.
+            tensors[name] = saved.box(name, place.offsets, tuple(place.tensor.shape))
+    # The file has master copies, as a run in one process writes them. Where ranks cut weights by rows, the learner's
+    # own parameters are the masters. So these tensors are copied into the parameters, and the optimizer gets the rest.
     masters = state.learner.masters(optimizer)
-    if missing := sorted(masters.keys() - out.keys()):
+    if missing := sorted(masters.keys() - tensors.keys()):
         raise RunFolderError(f"the optimizer state lacks {missing[0]!r}: resume with the model and stage of the run")
     with torch.no_grad():
         for name in masters:
-            own[_parameter(name)].copy_(out[name])
-    kept = optimizer.state_tensors().keys()
-    optimizer.load_state_tensors({n: t for n, t in out.items() if n not in masters or n in kept})
+            own[_parameter(name)].copy_(tensors[name])
+    names_of_optimizer = optimizer.state_tensors().keys()
+    optimizer.load_state_tensors({n: t for n, t in tensors.items() if n not in masters or n in names_of_optimizer})
 
 
 def state_fingerprint(state: RankState) -> str:
     """Fingerprint of the whole state of the optimizer. One tensor is whole at a time."""
     held = _whole_state(state)
-    # Gathering is an exchange for each tensor. Ranks with other names would join parts of different tensors, or wait.
+    # Each tensor is gathered in an exchange of its own. If ranks had different names, they would join parts of
+    # different tensors, or wait for ever.
     check_same(
         state.ranks, sorted(held), "optimizer state", "A rank left out an update: go on from the last checkpoint"
     )
@@ -313,15 +321,17 @@ def state_fingerprint(state: RankState) -> str:
 
 
 def keep_copy(state: RankState, number: int) -> None:
+    """Keep a copy of this rank's parameters in memory under a number."""
     state.copies[number] = {n: p.detach().clone() for n, p in state.learner.parameters().items()}
 
 
 def put_copy(state: RankState, number: int) -> None:
+    """Put the copy of this number back into the parameters, and forget it."""
     put_rows(state.learner, state.copies.pop(number))
 
 
 def part_of(learner: RankLearner, name: str, own: Tensor) -> Shard:
-    """The rank's part of something as large as a parameter, with its place."""
+    """This rank's part `own` of a parameter, or of a tensor of the same shape, with its place in the whole."""
     if isinstance(learner, TensorLearner):
         return learner.place(name, own)
     # Weights are cut along their first dimension: a part begins at its first row, and at 0 in all other dimensions.
@@ -330,9 +340,14 @@ def part_of(learner: RankLearner, name: str, own: Tensor) -> Shard:
 
 
 def _write(state: RankState, path: Path, own: dict[str, Tensor], parameter: Callable[[str], str]) -> None:
-    """Writes the rank's own tensors. Of copies of the weights the first is written."""
-    # The first `world // replicas` ranks hold the first copy. The others write the same tensors with no rows, which
-    # `write_part` leaves out, since whoever reads expects a file of every rank.
+    """Writes this rank's tensors to its file. With several copies of the weights (`replicas`), the first one is
+    written.
+
+    Args:
+        parameter: returns the parameter to which a tensor of this name belongs.
+    """
+    # The first `world // replicas` ranks hold the first copy. The other ranks write files too, since the reader expects
+    # a file of every rank. Their tensors have no rows, so `write_part` leaves them out.
     first_copy = state.ranks.rank < state.ranks.world // state.ranks.replicas
 
     def shard(name: str, tensor: Tensor) -> Shard:

@@ -1,7 +1,7 @@
-"""A rank that is not rank 0: it does what rank 0 orders until there is nothing more.
+"""A rank other than rank 0: it does what rank 0 orders, until rank 0 ends the orders.
 
-It keeps no record, samples nothing and asks nobody. In a step of the trainer it stands still wherever observers are
-told of an event, and does there what rank 0's observers ask of all ranks.
+It writes no record and samples nothing. In a step of the trainer it waits in each event, and does what the observers of
+rank 0 order there.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from posttrain.system.errors import PosttrainError
 from posttrain.system.terminal_output import tell
 
 EXCHANGE = "an exchange with another rank failed"
-"""Begins the words of a rank that failed because another one did."""
+"""The reason of a rank that failed only because another rank did begins with these words."""
 
 
 @dataclass(frozen=True)
 class Proceed:
-    """Rank 0's observers are through with an event. `value`: what they said."""
+    """Says that rank 0's observers have finished an event. `value`: what they returned."""
 
     value: Any = None
 
@@ -58,7 +58,7 @@ def work(
         except OrdersEnded:
             return 0
         except BaseException as error:
-            # Into the store, which still works when exchanges do not. Rank 0 reads it there and names the first cause.
+            # The reason goes into the store, which still works when exchanges do not. Rank 0 reads it there.
             orders.fail(_told(error))
             if not isinstance(error, PosttrainError):
                 tell(traceback.format_exc().rstrip(), file=sys.stderr)
@@ -67,15 +67,16 @@ def work(
 
 
 def _told(error: BaseException) -> str:
-    # NotImplementedError is a RuntimeError too, but always one of this rank.
+    """The reason that a rank leaves in the store. It begins with `EXCHANGE` where another rank was the cause."""
+    # NotImplementedError is a RuntimeError too, but never comes from an exchange.
     if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError) and of_exchange(error):
         return f"{EXCHANGE}: {error}"
     return f"{type(error).__name__}: {error}"
 
 
 def of_exchange(error: BaseException) -> bool:
-    """Returns whether an error is of torch.distributed: a rank is gone, or did not come in time."""
-    # torch raises gloo's errors as plain RuntimeErrors: only their words tell them from others.
+    """Returns whether an error comes from an exchange of torch.distributed: a rank is gone, or did not come in time."""
+    # torch raises the errors of gloo, its exchange library, as plain RuntimeErrors, which only their words show.
     words = ("gloo", "Connection closed", "Connection reset", "Timed out", "timed out", "Broken pipe", "recvBytes")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
@@ -87,14 +88,15 @@ class RankWorker:
         self.state, self.orders = state, orders
 
     def until_ended(self) -> None:
+        """Do what is ordered until `OrdersEnded` is raised."""
         while True:
             self.until_proceed()
 
     def until_proceed(self) -> Any:
-        """Do what is ordered until rank 0's observers are through; returns what they said."""
+        """Do what is ordered until rank 0's observers have finished an event; returns what they returned."""
         while True:
-            # A step order runs the trainer, whose observers call this method again in each event. So the orders of an
-            # event are done inside the step, and `Proceed` ends the innermost call. Outside a step no `Proceed` comes.
+            # A `StepOrder` runs the trainer. In each event its observers (`StandingObservers`) call this method again,
+            # so orders of an event are done inside the step. `Proceed` ends that inner call. Outside a step none comes.
             order = self.orders.next()
             if isinstance(order, Proceed):
                 self.orders.done()
@@ -112,7 +114,8 @@ class RankWorker:
                 order.batch, order.loss, StandingObservers(self), index=order.index, first=order.first
             )
         except NonFiniteGradient:
-            self.state.trainer.learner.train_mode(False)  # rank 0 has the same error, and decides
+            # Rank 0 has the same error, and decides whether the run goes on.
+            self.state.trainer.learner.train_mode(False)
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class StepOrder:
 
 
 class StandingObservers(Observers):
-    """Stands where rank 0's observers are told of an event, until they are through."""
+    """In each event of a step this waits, and does what is ordered, until rank 0's observers have finished."""
 
     def __init__(self, worker: RankWorker) -> None:
         super().__init__()
