@@ -1,5 +1,7 @@
-"""`posttrain check`: probe an environment and its verifiers, from the command line or from Python, and print a table of
-the findings."""
+"""`posttrain check`: probes an environment and its verifiers, and prints a table of the findings.
+
+`check` is for Python, `show` for the command line.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from posttrain.system.terminal_output import tell
 from posttrain.verifier.user_code import named_object, user_module
 
 PATIENCE = 10.0
-"""Seconds after which a log file is told how far a check is."""
+"""Least seconds between two lines of progress where the output is a file."""
 COLOURS = {Mark.OK: "green", Mark.WARN: "yellow", Mark.FAIL: "bold red", Mark.SKIP: "dim"}
 
 
@@ -71,7 +73,7 @@ def check(
     for name, value in (("tasks", tasks), ("rate", rate)):
         if not value > 0:
             raise ConfigError(f"--{name} {value}: must be more than 0")
-    # Words about a model are no words of the environment: they say whose chat template is tried.
+    # Overrides of `model` do not change the environment: they name the model whose chat template is tried.
     model = [w for w in overrides if w.partition("=")[0].split(".")[0] == "model"]
     others = [w for w in overrides if w not in model]
     if isinstance(env, SingleTurn):
@@ -88,28 +90,28 @@ def check(
 
 
 def expected_rate(env: str | Path | Env | SingleTurn) -> float:
-    """Answers per second of a run's rollouts, generation and waiting included; without a run the default."""
+    """Answers per second of a run's rollouts, where their time includes generation and waiting. Without a run: the
+    default."""
     if isinstance(env, str | Path) and is_run(env):
-        played = [
+        counts_and_seconds = [
             (s.gauges["rollout/tokens"].count, s.clock["rollout"]) for s in steps(env) if "rollout/tokens" in s.gauges
         ]
         # A run that has just begun has no time yet, and nothing to divide by.
-        if seconds := math.fsum(s for _, s in played):
-            return math.fsum(n for n, _ in played) / seconds
+        if seconds := math.fsum(s for _, s in counts_and_seconds):
+            return math.fsum(n for n, _ in counts_and_seconds) / seconds
     return probes.RATE
 
 
 def earned(target: str | Path) -> list[float]:
-    """Returns the rewards of the answers of a run's last recorded training step; an empty list where the target is no
-    run."""
+    """Returns the rewards of a run's last recorded training step; an empty list where the target is no run."""
     files = [f for f in episode_files(target) if f.kind == "train"] if is_run(target) else []
-    told = [r.episode for r in read_episodes(files[-1].path)] if files else []
-    return [e.reward for e in told if e.reward is not None]
+    episodes = [r.episode for r in read_episodes(files[-1].path)] if files else []
+    return [e.reward for e in episodes if e.reward is not None]
 
 
 def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> SingleTurn:
     """The environment given by its name, by a run that used it, or by its configuration."""
-    # A shipped run as the frame: a check needs the settings of an environment, and a run to hold them.
+    # The settings of an environment are a part of a run, so a shipped recipe is the run around them.
     run = shipped("arithmetic")
     if strange := [w for w in overrides if w.partition("=")[0].split(".")[0] not in ("env", "seed")]:
         raise ConfigError(
@@ -142,20 +144,22 @@ def model_findings(env: SingleTurn, words: Sequence[str]) -> list[LintFinding]:
     path = str(Path(model.path, "tokenizer")) if is_run(model.path) else model.path if saved is None else saved.base
     tokenizer, config = read_tokenizer(path, model.trust_remote_code)
     stops = resolve_stops(tokenizer, config)
-    named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in stops)
+    stop_words = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in stops)
     advice = "correct generation_config.json or the chat template"
-    found = [LintFinding("model: stop tokens", f"a turn ends at {named}")]
+    found = [LintFinding("model: stop tokens", f"a turn ends at {stop_words}")]
     found += [LintFinding("model: stop tokens", n, warns=True, advice=advice) for n in turn_end(tokenizer, stops)]
     plain: Any = tokenizer
     # An environment with a `play` of its own may answer in later turns, which the template then has to write.
     follows = [] if type(env).play is SingleTurn.play else ["user"]
-    looked = template_findings(Renderer(plain, stops), env, [*env.heldout, env.train.task(0)], follows)
-    return [*found, *(looked or [LintFinding("template", "prompts are text, so no chat template is used")])]
+    of_template = template_findings(Renderer(plain, stops), env, [*env.heldout, env.train.task(0)], follows)
+    return [*found, *(of_template or [LintFinding("template", "prompts are text, so no chat template is used")])]
 
 
 def _of_file(target: str) -> Env | None:
-    """The environment of `path.py:NAME`, a `Run` or an `Env`, or a function that returns one. None where it is a class
-    of an environment, or no such file."""
+    """The settings in `path.py:NAME`, where NAME is a `Run`, an `Env`, or a function that returns one.
+
+    None where NAME is the class of an environment, or where the target is no such file.
+    """
     path, _, name = target.rpartition(":")
     if Path(path).suffix != ".py" or not Path(path).is_file():
         return None
@@ -169,7 +173,7 @@ def _of_file(target: str) -> Env | None:
 
 
 def _refuse_others(target: str) -> None:
-    """ConfigError for a target that is no environment but names something else: what to check instead."""
+    """ConfigError for a target that is a recipe or an ordinary folder; it says what to check instead."""
     if target in RECIPES and target not in GALLERY:
         env = shipped(target).env
         mine = ("env.prompts=mine.jsonl", "env.rewards=exact") if env.name == "prompts" else ()
@@ -195,13 +199,13 @@ def _wait(
 ) -> CheckReport:
     """Run the probes to their end. Where an event loop is already running (notebooks), they run in a new thread."""
     probing = partial(probes.check, env, tasks=tasks, rate=rate, progress=progress, found=found, earned=earned)
-    box: list[CheckReport | BaseException] = []
+    outcome: list[CheckReport | BaseException] = []
 
     def body() -> None:
         try:
-            box.append(asyncio.run(probing()))
+            outcome.append(asyncio.run(probing()))
         except BaseException as error:
-            box.append(error)
+            outcome.append(error)
 
     try:
         # A running loop cannot wait for another one in its thread.
@@ -211,9 +215,9 @@ def _wait(
     thread = threading.Thread(target=body, name="posttrain check")
     thread.start()
     thread.join()
-    if isinstance(box[0], BaseException):
-        raise box[0]
-    return box[0]
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
 
 
 def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: bool, trust: bool = False) -> int:
@@ -224,12 +228,12 @@ def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: 
         return 0 if report.passed else 1
     console = PlainConsole()
     with console.status("building") as status:
-        said = [time.monotonic()]
+        last_line_at = [time.monotonic()]
 
         def progress(name: str) -> None:
             status.update(Text(name))
-            if not console.is_terminal and time.monotonic() - said[0] > PATIENCE:
-                said[0] = time.monotonic()
+            if not console.is_terminal and time.monotonic() - last_line_at[0] > PATIENCE:
+                last_line_at[0] = time.monotonic()
                 console.print(name)
 
         report = check(target, *overrides, tasks=tasks, rate=rate, progress=progress, trust=trust)
@@ -250,11 +254,11 @@ def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: 
 
 def skipped(report: CheckReport) -> dict[str, list[str]]:
     """The probes that were not asked, by the reason."""
-    out: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for f in report.findings:
         if f.mark is Mark.SKIP:
-            out.setdefault(f.detail, []).append(f.probe)
-    return out
+            by_reason.setdefault(f.detail, []).append(f.probe)
+    return by_reason
 
 
 def table(report: CheckReport) -> Group:

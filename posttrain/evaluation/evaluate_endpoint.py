@@ -67,21 +67,26 @@ async def remote_rollout(
     ) as endpoint:
         found = await discover(endpoint, how.model, how.dialect)
         check(contract, found, chat=how.tokenizer is None and how.api == "chat")
-        # Sent to the server, which truncates by itself.
+        # The contract's truncation (top_p, top_k, min_p) is sent to the server, which truncates by itself.
         cut = contract if contract.truncated else None
-        # A segment under a truncated contract must have its kept sets, which no server tells.
-        told = replace(contract, top_p=1.0, top_k=0, min_p=0.0, top=0)
-        # Without a tokenizer the server's template and end of turn decide, so no stop ids are known here.
+        # The episodes carry a contract without truncation. With it each token would need the set of tokens that were
+        # kept, and no server returns that.
+        carried = replace(contract, top_p=1.0, top_k=0, min_p=0.0, top=0)
+        # Without a tokenizer the server applies its own template and stop tokens, so no stop ids are known here.
         if how.tokenizer is None:
             text = TextSampler(endpoint, found, TextVocabulary(), way=how.api, cut=cut)
-            yield Rollout(text, environment, text.dialogue, seed), told.resolve(()), found
+            yield Rollout(text, environment, text.dialogue, seed), carried.resolve(()), found
             return
         dialogue, stops = _tokens(how.tokenizer, found)
-        yield Rollout(TokenSampler(endpoint, found, cut=cut), environment, dialogue, seed), told.resolve(stops), found
+        yield (
+            Rollout(TokenSampler(endpoint, found, cut=cut), environment, dialogue, seed),
+            carried.resolve(stops),
+            found,
+        )
 
 
 def _tokens(path: str, found: RemoteModel) -> tuple[Callable[[str], RenderedDialogue], tuple[int, ...]]:
-    """(a function from task id to its dialogue, stop ids) of a tokenizer."""
+    """(a function from task id to its dialogue, stop ids) of a tokenizer: a directory, a hub id or a run folder."""
     from posttrain.engine.files.pretrained_files import read_tokenizer
     from posttrain.engine.model.stop_tokens import resolve_stops
 
@@ -105,25 +110,25 @@ async def evaluate_remote(
     """Held-out accuracy of the model at `url`, with at most `run.slots` requests at once."""
     async with remote_rollout(url, how, environment, contract, connections=run.slots, seed=run.seed) as (
         rollout,
-        told,
+        carried,
         found,
     ):
-        by = (
+        form = (
             f"token ids of {how.tokenizer}"
             if how.tokenizer
             else f"text ({how.api}); its own chat template and end of turn"
         )
-        say(f"endpoint: {url}, model {found.model}, dialect {found.dialect}; by {by}")
+        say(f"endpoint: {url}, model {found.model}, dialect {found.dialect}; by {form}")
         return await evaluate(
             replace(rollout, limits=run.env.limits, right=run.env.named_right(environment.abilities.vouched)),
             environment.heldout,
-            told,
+            carried,
             measure,
         )
 
 
 def refuse(how: EndpointOptions) -> None:
-    """ConfigError where options of an endpoint were given for another kind of target."""
+    """ConfigError where any option of an endpoint is set. It is called for other kinds of target."""
     names = {"model": "--model", "key_env": "--key-env", "tokenizer": "--tokenizer", "dialect": "--dialect"}
     given = [flag for name, flag in names.items() if getattr(how, name) is not None]
     given += ["--api"] if how.api != "chat" else []

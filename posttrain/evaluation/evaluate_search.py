@@ -1,6 +1,6 @@
-"""`posttrain eval RUN search=...`: what searches at inference are worth, and what they cost.
+"""`posttrain eval RUN search=...`: how good the answers of searches at inference are, and what they cost.
 
-What needs torch is imported inside the functions, after the request was checked.
+Some modules need torch. They are imported inside the functions, after the request was checked.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ STAGE_NAME = "search"
 
 @dataclass(frozen=True)
 class SearchReport:
-    """A report of the worth of searches on the same held-out tasks."""
+    """How good several searches are on the same held-out tasks, and what they cost."""
 
     name: str
     environment: str
     scored_by: str
-    """Name of the scorer, as a line for people; '' where nothing scored."""
+    """A line about the scorer, for people; '' where nothing scored."""
     tasks: int
     runs: int
     points: tuple[SearchPoint, ...]
-    """By what they cost; a single answer is among them."""
+    """The searches, the cheapest first. A single answer is among them."""
 
     @property
     def title(self) -> str:
@@ -101,12 +101,13 @@ def evaluate_searches(
     trust: bool = False,
     allow_fault: bool = False,
 ) -> SearchReport:
-    """Accuracy (of grades the mean reward) on held-out tasks against tokens spent, of several searches and of a single
-    answer.
+    """Measure several searches and a single answer on held-out tasks: how good the answers are, by tokens spent.
+
+    They are measured by accuracy, or by the mean reward where outcomes are grades.
 
     Args:
-        target: a run folder or one of its checkpoints, or a model, which needs `env=` or `env.prompts=`. Of a run whose
-            last weights are a reward model's, the policy before it is searched with.
+        target: a run folder or one of its checkpoints, or a model, which needs `env=` or `env.prompts=`. If the last
+            weights of a run are a reward model's, the searches use the policy before it.
         words: the searches (`search=NAME.SETTING=VALUE,...`), `search.by=`, `search.budget=`, and overrides as in
             `evaluate`.
         samples: searches of a task, with different random numbers.
@@ -151,7 +152,7 @@ def evaluate_searches(
 
 
 def _show(report: SearchReport, out: str | Path | None, quiet: bool) -> None:
-    """The table, its notes and the picture."""
+    """Print the table and its notes, and write the picture."""
     console = PlainConsole(soft_wrap=True, quiet=quiet)
     console.print(report.title)
     console.print(report.table())
@@ -172,6 +173,13 @@ def _measured(
     trust: bool,
     name: str,
 ) -> SearchReport:
+    """Build the model and run the searches.
+
+    Args:
+        own: the run folder of the target; None: the target is a model.
+        weights: the folder of the policy's weights; None: those of the model.
+        name: of the target, for the report.
+    """
     from posttrain.build.build_run import make_policy, make_roles
     from posttrain.build.open_model import kept_policy
     from posttrain.engine.learner.torch_settings import use_threads
@@ -184,21 +192,23 @@ def _measured(
         roles = closed.enter_context(closing(make_roles(run, policy, environment, ())))
         if weights is not None:
             load_weights(weights, roles.learner)
-        tools, line = _tools(request, run, policy, roles, own, closed)
+        tools, scorer_line = _tools(request, run, policy, roles, own, closed)
         points = wait(_points(request, tools, roles, environment, samples))
-    cheap = tuple(sorted(points, key=lambda p: p.tokens))
-    return SearchReport(name, environment.name, line, len(environment.heldout), samples, cheap)
+    by_cost = tuple(sorted(points, key=lambda p: p.tokens))
+    return SearchReport(name, environment.name, scorer_line, len(environment.heldout), samples, by_cost)
 
 
 async def served(roles: PolicyRoles) -> int:
-    """Serve the policy's weights. Returns their version, by which all of a search is said."""
-    await roles.sync.push(roles.engine.version + 2)  # an adapter is tried with the number between
+    """Serve the policy's weights. Returns their version: all tokens of a search are sampled with it."""
+    # A first push tries the adapter under the version `+ 1`, so the weights get the one after it.
+    await roles.sync.push(roles.engine.version + 2)
     return roles.engine.version
 
 
 async def _points(
     request: SearchRequest, tools: StepSearch, roles: PolicyRoles, environment: Environment, samples: int
 ) -> list[SearchPoint]:
+    """Serve the weights and measure each search."""
     from posttrain.search.curves import leading, search_point
 
     tools = replace(tools, version=await served(roles))
@@ -243,7 +253,7 @@ def _tools(
     if isinstance(judge, GenerativeStepJudge):
         return replace(plain, verifier=judge, separator=judge.separator), line
     _refuse_answers(request, request.by.function)
-    # A weighted vote adds the scores of equal answers, which means something for chances alone.
+    # A weighted vote adds the scores of equal answers. A sum has a meaning only where scores are probabilities.
     if isinstance(judge, RewardModelJudge) and (kind := _first(request, weighted=True)):
         raise ConfigError(
             f"search={kind}: {request.by.function} scores are no chances, and a weighted vote adds them up: weigh by a"
@@ -262,7 +272,7 @@ def _first(request: SearchRequest, **setting: Any) -> str:
 
 
 def _refuse_answers(request: SearchRequest, by: str) -> None:
-    """ConfigError where a search needs scores of steps, and what scores reads whole answers."""
+    """ConfigError where a search needs scores of steps. It is called where `by` scores whole answers."""
     if kind := _first(request, reads="steps"):
         raise ConfigError(
             f"search={kind} goes on from the best steps, and {by} scores whole answers: give a process reward model,"
@@ -272,22 +282,22 @@ def _refuse_answers(request: SearchRequest, by: str) -> None:
 
 
 def _with_scores(request: SearchRequest, run: Run, own: Path | None, target: str | Path) -> SearchRequest:
-    """The request with what scores, where a search needs it: what was named, or else what the run has.
+    """The request with its scorer, if a search needs one: the one that was named, or else the run's own.
 
     Raises:
         ConfigError: there is none, or it cannot score what a search needs.
     """
-    needy = _first(request, reads="steps") or _first(request, reads="answers")
+    needs_scores = _first(request, reads="steps") or _first(request, reads="answers")
     # The verifier judges whole answers, so it can guide no search over steps.
     if request.verified:
         _refuse_answers(request, "search.by=verifier")
-    # Nothing reads scores, so what was named to give them is left out.
-    if request.verified or not needy:
+    # No model scores: the verifier does, or no search reads scores. So a model that was named is left out.
+    if request.verified or not needs_scores:
         return replace(request, by=None)
     by = request.by or _own_scores(run, own)
     if by is None:
         raise ConfigError(
-            f"search={needy} chooses by scores, and {target} has no reward model. Name a process reward model"
+            f"search={needs_scores} chooses by scores, and {target} has no reward model. Name a process reward model"
             " (search.by=model:RUN; posttrain run prm rl=none --out RUN trains one), a judge (search.by=judge:RUN), or,"
             " for best_of, search.by=verifier: it knows the answers, so it says the most that any scores can reach."
             " vote needs no scores"
@@ -307,9 +317,9 @@ def _with_scores(request: SearchRequest, run: Run, own: Path | None, target: str
 
 
 def _own_scores(run: Run, own: Path | None) -> Reward | None:
-    """The reward model or judge that pays in a run; else the last one that a stage of it trained."""
+    """The reward model or judge that pays in a run; else the last one that a stage of it trained; else None."""
     if paid := [r for r in run.env.rewards if r.by_model]:
-        # As a bare score: its weight, and that it pays a policy, mean nothing here.
+        # Only its score is used: the settings of how it pays a policy have no meaning here.
         return replace(paid[0], weight=1.0, measured=False, steps="score", progress=False)
     if own is None:
         return None
@@ -318,8 +328,11 @@ def _own_scores(run: Run, own: Path | None) -> Reward | None:
 
 
 def _weights(folder: Path, checkpoint: str, say: Callable[[str], None]) -> Path:
-    """The folder of the policy's weights: of the checkpoint; or, where a reward model's are there, of the last stage
-    before it."""
+    """The folder of the policy's weights.
+
+    It is that of the checkpoint. Where the checkpoint holds a reward model, it is that of the last stage before that
+    model's stage that left a policy.
+    """
     found, stages = find(folder, checkpoint), run_file(folder).run.stages
     trained = trained_at(stages, found.state)
     if trained is None:
@@ -327,18 +340,19 @@ def _weights(folder: Path, checkpoint: str, say: Callable[[str], None]) -> Path:
     # Only stages whose weights go on to the one that trained the reward model, and that leave a policy.
     before = [s for s in stages[: stages.index(trained)] if s.leaves_policy and s.hands_on]
     trainers = [s.name for s in before if not isinstance(s, StepLabeling)]
-    left = [name for name in trainers if (folder / KEPT / name).is_dir()]
-    if not left:
+    kept = [name for name in trainers if (folder / KEPT / name).is_dir()]
+    if not kept:
         raise RunFolderError(
             f"{folder} holds the reward model that {trained.name} trained, and no policy before it. Search with a run"
             f" or a model that samples, and name this one: search.by=model:{folder}"
         )
-    say(f"{folder} ends with the reward model of {trained.name}: the policy is that of its stage {left[-1]}")
-    return kept_folder(folder, left[-1])
+    say(f"{folder} ends with the reward model of {trained.name}: the policy is that of its stage {kept[-1]}")
+    return kept_folder(folder, kept[-1])
 
 
 def _contract(run: Run, max_tokens: int | None, temperature: float | None) -> Sampling:
-    """Returns the sampling of answers: as in the run's first stage of RL, else in its first stage that samples."""
+    """Returns the sampling of answers: that of the run's first stage of RL, else that of its first stage that
+    samples."""
     sampling = [s for s in run.stages if s.contract is not None]
     # RL stages first: the sort is stable, so the order within each kind stays.
     sampling.sort(key=lambda s: not isinstance(s, Reinforce))

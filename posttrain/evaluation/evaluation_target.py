@@ -1,5 +1,7 @@
-"""The argument of `posttrain eval`: a run folder, a model or an address, as the run whose environment and model are
-evaluated."""
+"""Turns the argument of `posttrain eval` (a run folder, a model or an address) into a run to evaluate.
+
+The run's environment and model are what is evaluated.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ from posttrain.system.shell import command_line
 def asked_run(
     target: str | Path, checkpoint: str, overrides: tuple[str, ...], handed: UserObjects, quiet: bool, trust: bool
 ) -> tuple[Run, Path | None, RuntimeObjects]:
-    """(the run whose environment and model are evaluated, the weights to load into its policy or None, the objects)."""
+    """The run to evaluate, the folder of weights to load into its policy (or None), and the objects that it names.
+
+    Args:
+        handed: objects that a program gave in the place of names of settings.
+    """
     if asks_search(overrides):
         raise ConfigError(
             "searches have a report of their own:"
@@ -38,12 +44,12 @@ def asked_run(
         return run
 
     if not is_run(target):
-        # An environment that was handed as an object has no name to be given.
-        alone = ("env=prompts",) if handed.env is not None else ()
-        overrides = with_environment(str(target), (*alone, *overrides))
+        # An environment that was handed as an object has no name. `env=prompts` stands for it in the check below.
+        stand_in = ("env=prompts",) if handed.env is not None else ()
+        overrides = with_environment(str(target), (*stand_in, *overrides))
     if is_url(target):
-        # The words are applied to a run that is made here; what was added for the check above is left out again.
-        return dotted.apply(change(remote_run(str(target))), list(overrides[len(alone) :])), None, kept[0]
+        # The overrides are applied to a run that is made here, without the stand-in of the check above.
+        return dotted.apply(change(remote_run(str(target))), list(overrides[len(stand_in) :])), None, kept[0]
     say: Callable[[str], None] = (lambda _: None) if quiet else to_stderr
     parts = ("model", "env", "engine", "placement")
     run, weights = target_run(target, checkpoint, *overrides, parts=parts, allow=trust, change=change, say=say)
@@ -52,7 +58,7 @@ def asked_run(
 
 
 def with_environment(target: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """The overrides with `env=prompts` where they give prompts alone. ConfigError where they name no environment."""
+    """The overrides, with `env=prompts` added where they give only prompts. ConfigError where they give neither."""
     keys = {text.partition("=")[0].strip() for text in overrides}
     if keys & {"env", "env.name"}:
         return overrides

@@ -1,4 +1,4 @@
-"""`posttrain eval` of a run that nothing judges: what its last stage measures, on the held-out rows."""
+"""`posttrain eval` of a run whose answers nothing judges: the figures of its last stage on the held-out rows."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ async def measure_rows(
     load: Callable[[], None],
     say: Callable[[str], None],
 ) -> EvaluationReport:
-    """A report whose `measures` are the held-out loss of a stage that imitates, or the order of held-out pairs of one
-    that learns from preferences.
+    """A report whose `measures` are those of the run's last stage on held-out rows.
+
+    A stage that learns from preferences measures how it orders held-out pairs, one that imitates its held-out loss.
 
     Args:
         load: loads the weights that are evaluated. Until then the model is the one that the run began with.
@@ -50,13 +51,13 @@ async def measure_rows(
         load()
         ordered = heldout_order(judged, stage.algorithm, learner, render, context, reference.of)
         if ordered is not None:
-            said = f"orders {ordered.accuracy} of {ordered.accuracy.prompts} held-out judgements as they were judged"
-            say(f"{own}: {said}; mean margin {ordered.margin:.4g}")
+            figures = f"orders {ordered.accuracy} of {ordered.accuracy.prompts} held-out judgements as they were judged"
+            say(f"{own}: {figures}; mean margin {ordered.margin:.4g}")
             return replace(report((), None), measures=ordered.gauges())
     # Nothing ordered, or a stage that imitates: the loss of held-out demonstrations is what is left.
     load()
-    held = HeldoutDemonstrations.of(stage, environment, render, roles.rollout)
-    loss = held and await held.loss(learner, stage.micro_tokens)
+    demonstrations = HeldoutDemonstrations.of(stage, environment, render, roles.rollout)
+    loss = demonstrations and await demonstrations.loss(learner, stage.micro_tokens)
     if loss is None:
         raise ConfigError(f"{stage.name} measures nothing on held-out rows: give env.rewards, which judge answers")
     say(f"{own}: {loss.words}, over {len(loss.rows)} held-out rows (loss {loss.score})")

@@ -1,5 +1,7 @@
-"""`posttrain eval` of a reward model: how its scores order judged completions, whether their differences are
-probabilities, and what of them is length or flattery."""
+"""`posttrain eval` of a reward model: how well its scores order judged completions.
+
+It also measures whether differences of scores are probabilities, and how much of the scores is length or flattery.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +31,30 @@ if TYPE_CHECKING:
     from posttrain.engine.model.policy_model import Policy
 
 KINDS: tuple[Kind, ...] = ("pair", "ranking", "label")
-"""The kinds of judgement that are asked for, the first that the data gives."""
+"""The kinds of judgement that agreement is measured on. The first one that the data gives is used."""
 
 
 @dataclass(frozen=True)
 class RewardReport:
-    """A report of the worth of a reward model's scores of judged completions."""
+    """How good a reward model's scores of judged completions are."""
 
     name: str
     kind: Kind
     agreement: Score
     """Share of pairs that the scores order as they were judged."""
     longer: Score
-    """The same of the length in tokens alone."""
+    """Share of pairs that the length in tokens alone orders as they were judged, the longer the better."""
     calibration: Calibration
     flattering: Score
-    """The same of the number of phrases that agree with, praise or apologise to the user."""
+    """Share of pairs that the number of flattering phrases orders as they were judged. Such phrases agree with, praise
+    or apologise to the user."""
     surface: Debiased
     """Part of the scores that a linear function of length and flattery explains."""
     without_surface: Score
-    """`agreement` of the scores without it."""
+    """`agreement` of the scores without that part."""
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The report in words."""
         return [
             f"{self.name}: orders {self.agreement} of {self.agreement.prompts} pairs as they were judged ({self.kind})",
             f"length alone, the longer the better: {self.longer}",
@@ -79,15 +82,14 @@ def is_reward_model(target: str | Path, checkpoint: str = "last") -> bool:
 def evaluate_reward_model(
     target: str | Path, *overrides: str, checkpoint: str = "last", trust: bool = False, ema: bool = False
 ) -> RewardReport:
-    """Score judged completions: those of a run's held-out tasks; where an override names a file (`env.prompts`), all
-    of its rows.
+    """Score judged completions: those of a run's held-out tasks, or all rows of a file that `env.prompts` names.
 
     Raises:
         ConfigError: there are no judged completions, or none that orders anything.
     """
     run = asked_run(target, overrides, trust)
     # A file of its own is no part of the split of a run, so all of its rows are measured.
-    whole = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
+    all_rows = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
     # The rewards of the environment are left out: the judgements are what counts.
     with closing(environment(replace(run.env, rewards=(), measured=False), run.seed)) as world:
         kinds = abilities.judgements(world).kinds
@@ -104,18 +106,18 @@ def evaluate_reward_model(
         policy = loaded_policy(target, run, checkpoint, trust, ema)
         tokenizer: Any = policy.tokenizer
         renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
-        found = scored_judgements(world, kind, HFLearner(policy), renderer, policy.context, whole=whole)
-    better, worse = found.pairs()
+        scored = scored_judgements(world, kind, HFLearner(policy), renderer, policy.context, whole=all_rows)
+    better, worse = scored.pairs()
     if not len(better):
-        raise ConfigError(f"{target}: no two of {len(found.score)} judged completions were judged differently")
-    surface = debias(found.score, {"length": found.tokens, "flattery": found.flattery})
+        raise ConfigError(f"{target}: no two of {len(scored.score)} judged completions were judged differently")
+    surface = debias(scored.score, {"length": scored.tokens, "flattery": scored.flattery})
     return RewardReport(
         name=Path(target).name,
         kind=kind,
-        agreement=agrees(found.score[better], found.score[worse]),
-        longer=agrees(found.tokens[better], found.tokens[worse]),
-        calibration=calibration(found.score[better], found.score[worse]),
-        flattering=agrees(found.flattery[better], found.flattery[worse]),
+        agreement=agrees(scored.score[better], scored.score[worse]),
+        longer=agrees(scored.tokens[better], scored.tokens[worse]),
+        calibration=calibration(scored.score[better], scored.score[worse]),
+        flattering=agrees(scored.flattery[better], scored.flattery[worse]),
         surface=surface,
         without_surface=agrees(surface.scores[better], surface.scores[worse]),
     )
@@ -146,7 +148,7 @@ def loaded_policy(target: str | Path, run: Run, checkpoint: str, trust: bool, em
     from posttrain.engine.files.reward_folder import read_reward_model
 
     if is_run(target):
-        # Asked for its errors, which name the checkpoint, before anything is loaded.
+        # Called only for its errors, which name the checkpoint, before anything is loaded.
         trained_model(Path(target), checkpoint)
         return reward_policy(Path(target), checkpoint, trust, ema)
     if ema:

@@ -27,11 +27,11 @@ class SearchRequest:
     """The searches that were asked for."""
 
     kinds: tuple[SearchKind, ...]
-    """Each once, a single answer first."""
+    """The searches, each once. The first one is a single answer."""
     by: Reward | None = None
     """The reward model or judge that scores. None: the one that the run has."""
     verified: bool = False
-    """The environment's own verdict scores whole answers."""
+    """Whether the environment's own verdict scores whole answers."""
     budget: int = 0
     """Tokens a task. 0: no limit."""
     fault: str | None = None
@@ -44,7 +44,7 @@ def asks_search(words: Sequence[str]) -> bool:
 
 
 def search_request(words: Sequence[str]) -> tuple[SearchRequest, tuple[str, ...]]:
-    """The searches, and the other words.
+    """The request for searches that these words make, and the words that are about something else.
 
     >>> search_request(["search=beam.width=2,4", "seed=1"])[0].kinds[1:]
     (BeamSearch(aggregate='min', width=2, expand=4), BeamSearch(aggregate='min', width=4, expand=4))
@@ -52,35 +52,35 @@ def search_request(words: Sequence[str]) -> tuple[SearchRequest, tuple[str, ...]
     Raises:
         ConfigError: there is no such search or setting, or a value is wrong.
     """
-    # The single answer comes with every request: all gains are over it.
-    kinds, given, rest = [ONE], dict[str, str](), list[str]()
+    # A single answer is measured with every request: all gains are compared with it.
+    kinds, settings, rest = [ONE], dict[str, str](), list[str]()
     for text in words:
         key, word = _key(text), text.partition("=")[2].strip()
         if key == KEY:
             kinds += kinds_of(word)
         elif key.startswith(f"{KEY}.") or key == "fault":
-            if key in given:
-                raise ConfigError(f"{key} is given twice, as {given[key]!r} and as {word!r}; keep one")
-            given[key] = word
+            if key in settings:
+                raise ConfigError(f"{key} is given twice, as {settings[key]!r} and as {word!r}; keep one")
+            settings[key] = word
         else:
             rest.append(text)
-    if strange := [k for k in given if k not in (*SETTINGS, "fault")]:
+    if strange := [k for k in settings if k not in (*SETTINGS, "fault")]:
         name = strange[0].removeprefix(f"{KEY}.")
         raise ConfigError(
             f"{strange[0]}: {nearest(strange[0], SETTINGS)}. What belongs to one search stands behind its name, such as"
             f" search=beam.{name if name in dataclass_json.hints(KINDS['beam']) else 'width'}=4"
         )
     if len(kinds) == 1:
-        about = next(iter(given), "this")
-        raise ConfigError(f"{about} is about searches, and none is named: add one, such as search=best_of")
+        first_setting = next(iter(settings), "this")
+        raise ConfigError(f"{first_setting} is about searches, and none is named: add one, such as search=best_of")
     return (
         SearchRequest(
             # Two words may name the same search, which is measured once.
             kinds=tuple(dict.fromkeys(kinds)),
-            by=_by(given.get("search.by")),
-            verified=given.get("search.by") == VERIFIER,
-            budget=_budget(given.get("search.budget", "0")),
-            fault=given.get("fault"),
+            by=_by(settings.get("search.by")),
+            verified=settings.get("search.by") == VERIFIER,
+            budget=_budget(settings.get("search.budget", "0")),
+            fault=settings.get("fault"),
         ),
         tuple(rest),
     )
@@ -95,12 +95,12 @@ def kinds_of(word: str) -> list[SearchKind]:
     name, dot, text = word.partition(".")
     if name not in KINDS:
         raise ConfigError(f"search={word}: there is no search {name!r}; {nearest(name, KINDS)}")
-    hints, values, last = dataclass_json.hints(KINDS[name]), dict[str, list[str]](), ""
+    hints, values, last_key = dataclass_json.hints(KINDS[name]), dict[str, list[str]](), ""
     for part in text.split(",") if dot else ():
         key, equals, value = (x.strip() for x in part.partition("="))
         if not equals:
             # A value without a name belongs to the name before it: width=2,4.
-            key, value = last, part.strip()
+            key, value = last_key, part.strip()
         if not key or not value:
             raise ConfigError(f"search={word}: write settings behind the name, such as search={name}.{_example(name)}")
         if key not in hints:
@@ -108,21 +108,24 @@ def kinds_of(word: str) -> list[SearchKind]:
         if equals and key in values:
             raise ConfigError(f"search={word}: {key} is given twice; several values are written {key}=2,4")
         values.setdefault(key, []).append(value)
-        last = key
-    read_in = [[read(hints[k], v, f"search={name}.{k}") for v in vs] for k, vs in values.items()]
-    return [KINDS[name](**dict(zip(values, chosen, strict=True))) for chosen in product(*read_in)]
+        last_key = key
+    choices = [[read(hints[k], v, f"search={name}.{k}") for v in vs] for k, vs in values.items()]
+    return [KINDS[name](**dict(zip(values, chosen, strict=True))) for chosen in product(*choices)]
 
 
 def _key(text: str) -> str:
+    """What stands before the first `=`."""
     return text.partition("=")[0].strip()
 
 
 def _example(name: str) -> str:
+    """A setting of a search with its default, as it is written."""
     first = KINDS[name].shown[0]
     return f"{first}={KINDS[name].__dataclass_fields__[first].default}"
 
 
 def _by(word: str | None) -> Reward | None:
+    """The reward model or judge that a value of `search.by` names; None for the verifier, or without a value."""
     if word is None or word == VERIFIER:
         return None
     if not word.startswith((MODEL, JUDGE)):

@@ -1,4 +1,4 @@
-"""Runs compared, as people read it: a table of runs, of the settings that differ, and a sentence for each group."""
+"""Prints a comparison of runs: a sentence for each group, a table of runs, and a table of the settings that differ."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ MOST = 10
 
 
 def compare(*folders: str | Path, stage: str | None = None, quiet: bool = False, every: bool = False) -> RunComparison:
-    """Compare runs by held-out score, paired by prompt, the first run's settings against each of the others.
+    """Compare runs by held-out score, paired by prompt.
 
-    Runs that differ in nothing but their seed make one group.
+    Runs that differ in nothing but their seed make one group. The group of the first run is compared with each other.
 
     Args:
         folders: two run folders or more.
         stage: compare at the end of this stage; default the last one of each run.
         quiet: print nothing.
-        every: print all settings that differ, not the first ten.
+        every: print all settings that differ, instead of the first ten.
     """
     found = compare_runs(folders, stage)
     if not quiet:
@@ -37,7 +37,7 @@ def compare(*folders: str | Path, stage: str | None = None, quiet: bool = False,
 
 
 def show_comparison(console: PlainConsole, c: RunComparison, every: bool = False) -> None:
-    """Print a comparison: the sentence, what to know of it, and the tables. `every`: all settings that differ."""
+    """Print a comparison: its sentences, its notes and the tables. `every`: all settings that differ."""
     for line in (*sentences(c), *(f"note: {note}" for note in c.notes)):
         for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False):
             console.print(part)
@@ -47,6 +47,7 @@ def show_comparison(console: PlainConsole, c: RunComparison, every: bool = False
 
 
 def _runs(c: RunComparison) -> Group:
+    """The table of runs."""
     what = _word(c)
     heads = ("", "run", "seed", "stage", "at step", f"{what} [95 %]")
     rows = list[tuple[str, ...]]()
@@ -58,6 +59,7 @@ def _runs(c: RunComparison) -> Group:
 
 
 def _settings(groups: Sequence[RunGroup], every: bool) -> Group:
+    """The table of the settings that differ."""
     heads = ("setting", *(g.letter for g in groups))
     names = [*groups[0].settings]
     shown = names if every else names[:MOST]
@@ -67,7 +69,7 @@ def _settings(groups: Sequence[RunGroup], every: bool) -> Group:
 
 
 def _cut(text: str) -> str:
-    """The end of a long value: paths differ there."""
+    """The value, or the end of a long one: paths differ at their ends."""
     return text if len(text) <= LONGEST else "..." + text[3 - LONGEST :]
 
 
@@ -92,30 +94,37 @@ def sentences(c: RunComparison) -> list[str]:
 
 
 def _word(c: RunComparison) -> str:
+    """The name of the figure by which runs are compared."""
     if any(r.stage.misordered and r.stage.end is None for g in c.groups for r in g.runs):
         return "share of pairs ordered as judged"
     return {"accuracy": "accuracy", "reward": "mean reward", "loss": "loss"}[c.what]
 
 
 def _score(c: RunComparison, run: ComparedRun) -> Score:
-    """Returns the score by which a run is compared, as people read it: a loss is told as it is, and lower is better."""
+    """Returns the score by which a run is compared, as people read it.
+
+    Comparisons hold losses as negative numbers. Here a loss is positive again, and lower is better.
+    """
     score = run.measured.accuracy if c.what == "accuracy" else run.measured.reward
     return Score(-score.mean, -score.high, -score.low, score.prompts) if c.what == "loss" else score
 
 
 def _sentence(c: RunComparison, g: GroupGain) -> str:
+    """The comparison of a group with the first one, as a sentence with its figures."""
     first, other, over = c.groups[0].letter, g.group.letter, g.over_prompts
     seeds = f"{g.seeds[0]} and {g.seeds[1]} seeds"
-    how, each = "gain", "prompts"
+    how, units = "gain", "prompts"
     if c.what == "loss":
-        how, each = "change", "rows"
+        how, units = "change", "rows"
         over = replace(over, before=-over.before, after=-over.after, low=-over.high, high=-over.low)
     figures = f"held-out {_word(c)} {over.means}, {how} {over}, paired over"
-    figures += f" {over.prompts} {each}"
-    if (of := g.over_seeds) is not None:
+    figures += f" {over.prompts} {units}"
+    if (by_seeds := g.over_seeds) is not None:
         how = "paired by seed" if g.by_seed else "by Welch"
-        of = Score(-of.mean, -of.high, -of.low, of.prompts) if c.what == "loss" else of
-        figures += f"; over seeds ({seeds}, {how}) {interval(of.mean, of.low, of.high, '+')}"
+        by_seeds = (
+            Score(-by_seeds.mean, -by_seeds.high, -by_seeds.low, by_seeds.prompts) if c.what == "loss" else by_seeds
+        )
+        figures += f"; over seeds ({seeds}, {how}) {interval(by_seeds.mean, by_seeds.low, by_seeds.high, '+')}"
     elif min(g.seeds) > 1:
         figures += f". Its {seeds} agree to the last prompt, so they do not tell how much another seed would differ"
     else:
@@ -124,10 +133,10 @@ def _sentence(c: RunComparison, g: GroupGain) -> str:
             " all"
         )
     same = f"{SAME_LOSS} nats" if c.what == "loss" else "0.05 of the scale"
-    said = {
+    claim = {
         "better": f"{other} is better than {first}",
         "worse": f"{other} is worse than {first}",
         "the same": f"{other} and {first} are the same, as far as {same} matters",
         "cannot be told": f"it cannot be told which of {first} and {other} is better",
     }[g.word]
-    return f"{said[0].upper()}{said[1:]}: {figures}."
+    return f"{claim[0].upper()}{claim[1:]}: {figures}."

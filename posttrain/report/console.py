@@ -14,7 +14,7 @@ from rich.text import Text
 from posttrain.system.terminal_output import visible_lines
 
 WIDEST = 10_000
-"""Columns of a table that is not drawn into a terminal."""
+"""Columns that a table may take where it is not drawn into a terminal."""
 
 
 def table(
@@ -24,27 +24,30 @@ def table(
     words: Collection[str],
     one_line: bool = False,
 ) -> Group:
-    """The form of every table that a command prints: no lines, so that it reads well in a log file, its title above it
-    at the left, and two blanks between columns.
+    """A table in the form of every table that a command prints.
+
+    It has no lines, so that it reads well in a log file, its title above it at the left, and two blanks between
+    columns.
 
     Args:
         title: '' for none.
-        words: the heads of columns of text, which stand at the left and are folded. The others are numbers, which stand
-            at the right and stay whole: a number with its interval is folded at its blanks.
-        one_line: cut text that is too long instead, where a table is drawn in place of the one before.
+        words: the heads of columns of text, which stand at the left and are folded. All other columns are numbers,
+            which stand at the right. A number stays whole; only a number with its interval is folded, at its blanks.
+        one_line: whether text that is too long is cut instead of folded. It is for a table that is drawn again and
+            again in the same place.
     """
-    out, rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0)), list(rows)
+    grid, rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0)), list(rows)
     for i, head in enumerate(heads):
         left = head in words
         folds = left or any("[" in str(row[i]) for row in rows if i < len(row))
-        out.add_column(head, justify="left" if left else "right", overflow="fold", no_wrap=one_line or not folds)
+        grid.add_column(head, justify="left" if left else "right", overflow="fold", no_wrap=one_line or not folds)
     for row in rows:
-        out.add_row(*row)
-    return Group("", title, out) if title else Group(out)
+        grid.add_row(*row)
+    return Group("", title, grid) if title else Group(grid)
 
 
 def lines_of(of: Group) -> list[str]:
-    """The lines of a table, as wide as it is."""
+    """The lines of a table, none of them folded."""
     out = io.StringIO()
     PlainConsole(file=out, width=WIDEST).print(of)
     return [line.rstrip() for line in out.getvalue().splitlines()]

@@ -53,7 +53,8 @@ class AblationRow:
     clipped: float
     """Share of tokens in the loss that are clipped by the trust region."""
     effective: float
-    """Effective sample size / sample size, of the correction or else of the ratio; NaN where neither is formed."""
+    """Effective sample size / sample size of the correction's factors; without a correction, of the ratios. NaN where
+    there are neither."""
     credit: float
     """Mean |credit| per token."""
     solved: float
@@ -78,9 +79,10 @@ class Ablation:
     weights: str
     """Name of the weights at which the step was evaluated."""
     behind: int | None
-    """Steps by which they are older than those the step began with: 0 exact, negative newer; None: another stage."""
+    """Steps by which these weights are older than those the step began with. 0: the same; negative: newer; None: they
+    are of another stage."""
     logp_gap: float
-    """Mean |log-prob of these weights - of the sampler| per token; only rounding where these weights sampled."""
+    """Mean |log-prob of these weights - of the sampler| per token. It is rounding where these weights sampled."""
     groups: int
     episodes: int
     tokens: int
@@ -150,7 +152,7 @@ class _Step:
         self.memory = AdaptiveState(**memory) if memory else AdaptiveState()
         # The checkpoint's adaptive state is that before the step only where the checkpoint is of the step before it.
         self.remembered = memory is not None and recorded.behind == 0
-        # Coefficients that are steered stand where they stood, and not at the configured value.
+        # A coefficient that is steered during a run has the value that it had in this step, not the configured one.
         own = steered(self.stage.algorithm, self.memory)
         self.warming = own.learns_values is not None and recorded.index <= own.learns_values.warmup
         # In a value warm-up the run's own gradient moved values alone.
@@ -158,6 +160,7 @@ class _Step:
         self.facts = RecordedFacts.of(recorded, self.own, self.remembered)
 
     def all(self, chosen: Sequence[Algorithm], *, named: bool) -> Ablation:
+        """The run's own algorithm and the chosen ones on this step. `named`: they were named by the user."""
         r, own = self.recorded, self.own
         self.say(f"{r.stage.name} step {r.index}: {len(r.records)} episodes, weights {r.weights.name}")
         self.frozen.load(r)
@@ -165,10 +168,9 @@ class _Step:
             raise ConfigError(
                 f"{self.folder}: the run's own algorithm {own.name} cannot be evaluated on step {r.index}: {reason}"
             )
-        mine, gradient, credit, seen = self._evaluate(own, None)
-        rows, refused = [replace(mine, cosine=1.0 if mine.norm else math.nan, ratio=1.0)], list[tuple[str, str]]()
-        # Of the ladder the run's own algorithm is left out, which is the first row; of algorithms that were named it is
-        # kept.
+        own_row, gradient, credit, seen = self._evaluate(own, None)
+        rows, refused = [replace(own_row, cosine=1.0 if own_row.norm else math.nan, ratio=1.0)], list[tuple[str, str]]()
+        # The run's own algorithm is the first row already. It gets a second row only where the user named it.
         others = [a for a in chosen if named or not _same(a, self.stage.algorithm)]
         for i, a in enumerate(others):
             self.say(f"{r.stage.name} step {r.index}: {a.name} ({i + 1} of {len(others)})")
@@ -176,7 +178,7 @@ class _Step:
             if not reason:
                 # A record that lacks something of one algorithm says nothing about the others.
                 try:
-                    rows.append(self._evaluate(a, (gradient, mine.norm))[0])
+                    rows.append(self._evaluate(a, (gradient, own_row.norm))[0])
                 except PosttrainError as error:
                     reason = str(error)
             if reason:
@@ -216,6 +218,11 @@ class _Step:
     def _evaluate(
         self, a: Algorithm, own: tuple[Gradient, float] | None
     ) -> tuple[AblationRow, Gradient, Credit, Gauges]:
+        """One algorithm on this step, with what its row was made of.
+
+        Args:
+            own: the gradient of the run's own algorithm and its norm; None for that algorithm itself.
+        """
         credit, total = self._credit(a)
         warming = self._warming(a)
         gradient, parts = Gradient({}, {}, 0.0, 0), list[Gauges]()
@@ -225,11 +232,11 @@ class _Step:
             parts.append(gauges)
         seen = merge(*parts)
         norm = gradient.norm
-        turned, longer = (
+        cosine_with_own, norm_ratio = (
             (1.0, 1.0) if own is None else (cosine(gradient, own[0]), norm / own[1] if own[1] else math.nan)
         )
         return (
-            _row(a, credit, total, gradient, seen, turned, longer, self._note(a, credit, total)),
+            _row(a, credit, total, gradient, seen, cosine_with_own, norm_ratio, self._note(a, credit, total)),
             gradient,
             credit,
             seen,
@@ -249,8 +256,10 @@ class _Step:
         return a is self.own and self.warming
 
     def _ema(self, a: Algorithm) -> tuple[float, Mapping[str, float]]:
-        """The moving baselines before this step, of all tasks and of each source, from the checkpoint or recomputed
-        from all earlier recorded steps."""
+        """The moving baselines before this step: of all tasks, and of each source.
+
+        They are from the checkpoint, or recomputed from all earlier recorded steps.
+        """
         if not a.baseline.moving or (a is self.own and self.remembered):
             return self.memory.ema, self.memory.emas
         # A moving baseline is replayed from the first step on, because each step moved it.
@@ -263,11 +272,13 @@ class _Step:
         return ema, emas
 
     def _pack(self, credit: Credit, a: Algorithm, minibatches: int) -> Sequence[Minibatch]:
+        """The step's groups, packed into this number of minibatches."""
         r, whole = self.recorded, replace(self.stage, prompts=minibatches, minibatches=minibatches, epochs=1)
         version = r.version if r.weights.version is None else r.weights.version
         return list(pack(credit, a, whole, seed=r.run.seed, step=r.index, version=version))
 
     def _differentiate(self, minibatch: Minibatch, a: Algorithm, warming: bool) -> tuple[Gradient, Gauges]:
+        # No token of the minibatch can give a gradient.
         if minibatch.batch is None:
             return Gradient({}, {}, 0.0, 0), {}
         return self.frozen.gradient(minibatch.batch, a, self.stage.micro_tokens, warming)
@@ -293,6 +304,7 @@ class _Step:
 
 
 def _same(a: Algorithm, b: Algorithm) -> bool:
+    """Returns whether two algorithms make the same choices, whatever their names."""
     return all(getattr(a, f) == getattr(b, f) for f in CHOICES)
 
 
@@ -300,8 +312,8 @@ def _row(
     a: Algorithm, credit: Credit, total: int, gradient: Gradient, seen: Gauges, turned: float, longer: float, note: str
 ) -> AblationRow:
     kept = [e for g in credit.groups for e in g.episodes if not e.dropped]
-    each = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.solved) for e in kept]
-    by = {yes: [x for x, right in each if right == yes] for yes in (True, False)}
+    credits = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.solved) for e in kept]
+    by_solved = {yes: [x for x, right in credits if right == yes] for yes in (True, False)}
     # A group is silent where no episode of it has credit, as in the run's own gauge.
     loud = sum(any(np.any(x != 0) for e in g.episodes if not e.dropped for x in e.advantage) for g in credit.groups)
     return AblationRow(
@@ -313,9 +325,9 @@ def _row(
         silent=1 - loud / total if total else math.nan,
         clipped=sum(seen[n].sum for n in _CLIPS) / seen[_CLIPS[0]].count if seen else math.nan,
         effective=_effective(a, seen),
-        credit=_mean([np.abs(x) for x, _ in each]),
-        solved=_mean(by[True]),
-        unsolved=_mean(by[False]),
+        credit=_mean([np.abs(x) for x, _ in credits]),
+        solved=_mean(by_solved[True]),
+        unsolved=_mean(by_solved[False]),
         tokens=gradient.tokens,
         note=note,
     )
@@ -325,7 +337,7 @@ _CLIPS = ("policy/clip_low", "policy/clip_high")
 
 
 def _effective(a: Algorithm, seen: Gauges) -> float:
-    """Effective share of the correction, or else of the ratio; NaN where neither is formed."""
+    """`AblationRow.effective`, from the gauges of the step."""
     # A correction is what multiplies the gradient; without one the ratio does.
     names = ("correction/used", "correction/used_square") if a.correction else ("policy/ratio", "policy/ratio_square")
     if not seen or (not a.correction and a.ratio == "one"):
@@ -334,13 +346,14 @@ def _effective(a: Algorithm, seen: Gauges) -> float:
 
 
 def _mean(parts: Sequence[np.ndarray]) -> float:
+    """The mean of all numbers of these arrays; NaN where there is none."""
     whole = np.concatenate([np.zeros(0), *parts])
     return float(whole.mean()) if len(whole) else math.nan
 
 
 def _credit_gap(credit: Credit, recorded: RecordedStep) -> float:
     """Largest difference from the recorded credit; NaN where none was recorded."""
-    wrote = {
+    credit_of = {
         (r.episode.task.id, r.episode.visit, r.episode.sibling): r.advantage
         for r in recorded.records
         if r.advantage is not None
@@ -351,7 +364,7 @@ def _credit_gap(credit: Credit, recorded: RecordedStep) -> float:
         for e in g.episodes
         # Episodes that the record has no credit for are compared with nothing.
         for now, then in zip(
-            e.advantage, wrote.get((e.episode.task.id, e.episode.visit, e.episode.sibling), ()), strict=False
+            e.advantage, credit_of.get((e.episode.task.id, e.episode.visit, e.episode.sibling), ()), strict=False
         )
     ]
     return max(gaps, default=math.nan)

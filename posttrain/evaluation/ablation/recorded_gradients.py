@@ -37,7 +37,7 @@ HEAD = "value_head."
 
 @dataclass(frozen=True, eq=False)
 class Gradient:
-    """The gradient of one minibatch, float32, by parameter: of the policy and of the value head."""
+    """The gradient of one minibatch by parameter, float32: those of the policy, and those of the value head."""
 
     policy: Mapping[str, torch.Tensor]
     head: Mapping[str, torch.Tensor]
@@ -49,10 +49,10 @@ class Gradient:
 
 def cosine(a: Gradient, b: Gradient) -> float:
     """Cosine of two gradients over the policy's parameters, in float64; NaN where one of them is zero."""
-    sizes = [sum(float(x.double().square().sum()) for x in g.policy.values()) for g in (a, b)]
+    squares = [sum(float(x.double().square().sum()) for x in g.policy.values()) for g in (a, b)]
     # A parameter that has no gradient in one of the two adds nothing.
-    both = sum(float((a.policy[n].double() * b.policy[n].double()).sum()) for n in a.policy.keys() & b.policy.keys())
-    return both / math.sqrt(sizes[0] * sizes[1]) if min(sizes) > 0 else math.nan
+    product = sum(float((a.policy[n].double() * b.policy[n].double()).sum()) for n in a.policy.keys() & b.policy.keys())
+    return product / math.sqrt(squares[0] * squares[1]) if min(squares) > 0 else math.nan
 
 
 class FrozenLearner:
@@ -63,7 +63,7 @@ class FrozenLearner:
         self.folder, self.run = folder, run
         say("building the model")
         self.policy = built_policy(folder, run)
-        # Token ids of the record would be those of other words.
+        # With another tokenizer the record's token ids would stand for other words.
         if (then := facts.get("tokenizer_digest")) not in (None, self.policy.tokenizer_digest):
             raise RunFolderError(
                 f"{folder} was written with another tokenizer ({then}; now {self.policy.tokenizer_digest}): its token"
@@ -85,6 +85,7 @@ class FrozenLearner:
         self._load_folder(recorded.weights.folder)
 
     def _load_folder(self, folder: Path) -> None:
+        """Load the weights of a folder, unless they are those that the learner has."""
         if self._loaded != folder:
             load_weights(folder, self._learner.inner)
             self._loaded = folder
@@ -103,6 +104,7 @@ class FrozenLearner:
         return self._references[name]
 
     def _reference_name(self, recorded: RecordedStep) -> str:
+        """The model path of the stage's reference, or a name below `kept/`."""
         every = recorded.stage.algorithm.refresh
         # Refreshed references are kept by their step. The last one before this step is the one that it used.
         if every and recorded.index > every:
@@ -110,6 +112,7 @@ class FrozenLearner:
         return recorded.stage.reference or starts(recorded.run.stages, recorded.stage)
 
     def _freeze(self, recorded: RecordedStep, name: str) -> Examiner:
+        """A scorer of the reference with this name (`_reference_name`)."""
         if name == recorded.stage.reference:
             return cast("Examiner", _CachedScorer(make_teacher(self.run, name, self.policy)))
         kept = self.folder / "kept" / name
@@ -146,8 +149,8 @@ class _GradientTaker:
     def gather(self) -> None:
         for name, p in self._parameters.items():
             if p.grad is not None:
-                found = whole(p.grad).float() / self.loss_scale
-                self.taken[name] = self.taken[name] + found if name in self.taken else found
+                gradient = whole(p.grad).float() / self.loss_scale
+                self.taken[name] = self.taken[name] + gradient if name in self.taken else gradient
                 # Cleared as an optimizer would, or the next micro-batch would add to it.
                 p.grad = None
 
@@ -180,7 +183,7 @@ class _GradientTaker:
 
 
 class _CountingLearner:
-    """A learner that counts the tokens for whose log-prob the loss has a nonzero gradient."""
+    """A learner that counts, in `touched`, the tokens for whose log-prob the loss has a nonzero gradient."""
 
     def __init__(self, inner: HFLearner) -> None:
         self.inner, self.touched = inner, 0
@@ -212,6 +215,7 @@ class _CachedScorer:
         return getattr(self.inner, name)
 
     def _cached(self, verb: str, packed: Packed) -> np.ndarray:
+        """The scorer's result of the method `verb`, such as "score"."""
         # The tokens and the places of their labels: two batches with the same ones have the same scores.
         key = (verb, packed.ids_N.tobytes() + packed.source_M.tobytes())
         if key not in self._known:

@@ -19,6 +19,7 @@ from posttrain.system import files
 from posttrain.system.errors import ConfigError, RunFolderError, nearest
 
 KEPT_REFERENCE = "-reference-"
+"""Part of the name of a refreshed reference below `kept/`: STAGE-reference-STEP."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Weights:
     """The adaptive state of the stage's algorithm at that time."""
 
     def verified(self) -> Weights:
+        """These weights. RunFolderError if their files are damaged."""
         if wrong := files.damage(self.folder):
             raise RunFolderError(f"weights {self.name}: {wrong}")
         return self
@@ -61,16 +63,16 @@ class RecordedStep:
     @property
     def version(self) -> int:
         """Version of the weights the step began with; where it was not recorded, that of the newest token."""
-        # A line has the version at the end of its step. Less the updates that it took, it is that at the beginning.
+        # A line has the version at the end of its step. The updates of the step are subtracted.
         if self.line is not None and "optim/steps" in self.line.gauges:
             return self.line.version - int(self.line.gauges["optim/steps"].sum)
-        said = [int(s.version.max(initial=0)) for r in self.records for s in r.episode.segments]
-        return max(said, default=0)
+        versions = [int(s.version.max(initial=0)) for r in self.records for s in r.episode.segments]
+        return max(versions, default=0)
 
     @property
     def top(self) -> int:
         """Number of the most probable tokens that the sampler stored with every token."""
-        # The least of all, so that every episode has so many.
+        # The least of all segments, so that every episode has at least this number.
         return min(
             (s.sampling.top for r in self.records for s in r.episode.segments if not s.sampling.greedy), default=0
         )
@@ -92,7 +94,7 @@ def choose_stage(folder: Path, run: Run, name: str | None) -> Reinforce:
 
 
 def recorded_steps(folder: Path, run: Run, stage: Reinforce) -> list[int]:
-    """The steps whose episodes are in the folder. RunFolderError explains why there are none."""
+    """The steps whose episodes are in the folder. RunFolderError, with the reason, if there are none."""
     found = [f.index for f in run_reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"]
     if not found:
         why = (
@@ -110,17 +112,17 @@ def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, c
 
     Without `index` it is the last step whose starting weights are in the folder, or else the last step.
     """
-    there = recorded_steps(folder, run, stage)
-    if index is not None and index not in there:
-        near = min(there, key=lambda i: abs(i - index))
+    steps = recorded_steps(folder, run, stage)
+    if index is not None and index not in steps:
+        near = min(steps, key=lambda i: abs(i - index))
         raise ConfigError(
-            f"--step {index}: no episodes of {stage.name}; the nearest is {near} (from {there[0]} to {there[-1]})"
+            f"--step {index}: no episodes of {stage.name}; the nearest is {near} (from {steps[0]} to {steps[-1]})"
         )
     known = candidates(folder, run, stage)
     if index is None:
         # Exact: the weights that this step began with are in the folder, so nothing is approximated.
-        exact = [i for i in there if any(w.step == i - 1 for w in known)]
-        index = exact[-1] if exact and checkpoint is None else there[-1]
+        exact = [i for i in steps if any(w.step == i - 1 for w in known)]
+        index = exact[-1] if exact and checkpoint is None else steps[-1]
     weights = _named(folder, known, checkpoint) if checkpoint is not None else _nearest(folder, known, index)
     line = next((s for s in run_reader.steps(folder) if s.stage == stage.name and s.index == index), None)
     return RecordedStep(run, stage, index, run_reader.episodes(folder, stage.name, index), line, weights.verified())
@@ -131,10 +133,12 @@ def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, c
 
 def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
     """All weights of a stage in the folder, oldest first: its start, checkpoints, refreshed references, its end."""
-    place = run.stages.index(stage)
+    position = run.stages.index(stage)
     # Checkpoints of a running stage, which have its step and its adaptive state.
-    own = [(c, s) for c in scan(folder) if (s := _running(c)) and c.state["stage"] == place]
-    found = [Weights(c.name, c.folder, int(s["step"]), int(c.state["version"]), s.get("memory")) for c, s in own]
+    checkpoints = [(c, s) for c in scan(folder) if (s := _running(c)) and c.state["stage"] == position]
+    found = [
+        Weights(c.name, c.folder, int(s["step"]), int(c.state["version"]), s.get("memory")) for c, s in checkpoints
+    ]
     kept = folder / "kept"
     for path in sorted(kept.glob(f"{stage.name}{KEPT_REFERENCE}*")):
         found.append(Weights(f"kept/{path.name}", path, int(path.name.rpartition("-")[2]), None))
@@ -145,7 +149,8 @@ def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
         )
         # Weights under a stage's name are those of its end, and the first checkpoint behind it has their version.
         ended = next(
-            (c for c in scan(folder) if stage.hands_on and c.state.get("stage") == place + 1 and not _running(c)), None
+            (c for c in scan(folder) if stage.hands_on and c.state.get("stage") == position + 1 and not _running(c)),
+            None,
         )
         found.append(Weights(f"kept/{last.name}", last, end, int(ended.state["version"]) if ended else None))
         found += [Weights(ended.name, ended.folder, end, int(ended.state["version"]))] if ended else []
@@ -161,7 +166,7 @@ def _running(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def _nearest(folder: Path, known: Sequence[Weights], index: int) -> Weights:
-    """The newest weights that are no newer than those the step began with."""
+    """Of the weights in `known`, the newest that are no newer than those the step began with."""
     # Newer weights have learned from this very step.
     old = [w for w in known if w.step is not None and w.step <= index - 1]
     if not old:
@@ -172,6 +177,7 @@ def _nearest(folder: Path, known: Sequence[Weights], index: int) -> Weights:
 
 
 def _named(folder: Path, known: Sequence[Weights], name: str) -> Weights:
+    """The weights with this name: those of the stage, or any checkpoint of the folder."""
     plain = {w.name.removeprefix("kept/"): w for w in known}
     if name.removeprefix("kept/") in plain:
         return plain[name.removeprefix("kept/")]

@@ -11,7 +11,7 @@ from posttrain.evaluation.ablation.recorded_step import RecordedStep
 from posttrain.ladder.algorithm import Algorithm
 
 _MISSING = {"steps": "no step was judged", "paid": "no turn was paid", "turns": "episodes of one turn"}
-"""By the facts that baselines need of episodes (`Baseline.facts`): the note where the record has none."""
+"""The note for each fact that a baseline needs of episodes (`Baseline.facts`), where the record does not have it."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,25 @@ class RecordedFacts:
     """Facts of one recorded step that some algorithms need."""
 
     own: Algorithm
+    """The run's own algorithm."""
     values: bool
+    """Whether it learned values."""
     greedy: bool
+    """Whether there are greedy answers."""
     shown: bool
+    """Whether there are demonstrations among the siblings."""
     top: int
+    """Number of the sampler's most probable tokens that are stored with every token."""
     teacher: bool
+    """Whether the stage names a reference model."""
     sources: int
+    """Number of reward sources."""
     steps: bool
+    """Whether steps of answers have scores that are not paid."""
     paid: bool
+    """Whether single turns were paid."""
     turns: bool
+    """Whether some episode has several turns."""
     remembered: bool
     """Whether the adaptive state of the run's own algorithm before this step is known."""
 
@@ -45,7 +55,7 @@ class RecordedFacts:
             sources=len({j.source for j in verdicts if j.counts}),
             steps=any(j.end is not None and not j.paid for j in verdicts),
             paid=any(j.paid for j in verdicts),
-            # A turn shows in the mask as a rise and a fall. More than two changes mean more than one turn.
+            # Each turn is a rise and a fall of the mask. More than two changes mean more than one turn.
             turns=any(np.count_nonzero(np.diff(s.mask.astype(np.int8))) > 2 for e in episodes for s in e.segments),
             remembered=remembered,
         )
