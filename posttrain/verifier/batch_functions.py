@@ -1,6 +1,7 @@
 """The batch form of reward functions, as TRL's trainers call it: keyword arguments, one list entry for each answer.
 
-A call has all answers to one prompt that the policy gave in a step. Every argument of TRL but `environments` is there:
+One call gets all answers that the policy gave to one prompt in a step. It offers every argument of TRL except
+`environments`:
 
     prompts, completions      text, or lists of messages where the prompt is one
     completion_ids            ids of the tokens that the policy said
@@ -32,8 +33,11 @@ from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.verifier.reward_source import as_verdict
 
 ALWAYS = ("prompts", "completions")
+"""A function that names one of these has TRL's form."""
 LISTS = (*ALWAYS, "completion_ids", "state")
+"""Arguments with one entry for each answer."""
 SINGLE = ("trainer_state", "log_metric", "log_extra")
+"""Arguments that are one object for the whole call."""
 GIVEN = (*LISTS, *SINGLE)
 """Arguments that every call offers, beside the columns of the data."""
 
@@ -69,7 +73,7 @@ class Log:
         one of them says nothing.
 
         Raises:
-            ValueError: the name is no word, or there are too many names.
+            ValueError: the name does not match `NAME`, or there are too many names.
         """
         key, x = f"metric/{_word('log_metric', name)}", float(value)
         if key not in self.gauges and len(self.gauges) >= MOST_NAMES:
@@ -78,25 +82,25 @@ class Log:
             self.gauges[key] = self.gauges.get(key, Gauge(0.0, 0.0)) + Gauge(x, 1.0)
 
     def extra(self, column: str, values: Iterable[Any]) -> None:
-        """TRL's `log_extra`: one value for each answer. Raises ValueError for another number of them, or a name that is
-        no word."""
+        """TRL's `log_extra`: one value for each answer. Raises ValueError for another number of values, or for a name
+        that does not match `NAME`."""
         _word("log_extra", column)
-        found = list(values)
-        if len(found) != self.count:
-            raise ValueError(f"log_extra({column!r}) has {len(found)} values for {self.count} completions")
-        self.extras[str(column)] = found
+        listed = list(values)
+        if len(listed) != self.count:
+            raise ValueError(f"log_extra({column!r}) has {len(listed)} values for {self.count} completions")
+        self.extras[str(column)] = listed
 
     def all_written(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
         """The verdicts on all answers of the call, each with the extras of its answer in its reason."""
-        out: list[Verdict] = []
+        written: list[Verdict] = []
         for i, verdict in enumerate(verdicts):
-            said = [f"{name}: {str(values[i])[:200]}" for name, values in self.extras.items()]
-            out.append(replace(verdict, why="; ".join(filter(None, (verdict.why, *said)))))
-        return out
+            extras = [f"{name}: {str(values[i])[:200]}" for name, values in self.extras.items()]
+            written.append(replace(verdict, why="; ".join(filter(None, (verdict.why, *extras)))))
+        return written
 
 
 def _word(what: str, name: object) -> str:
-    """A name that a function logs by; ValueError says what names may be."""
+    """The name itself, checked; ValueError says what a name may be."""
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         raise ValueError(
             f"{what}({name!r:.80}, ...): a name is 1 to 64 letters, digits, spaces or signs of _.:/%@+- and begins with"
@@ -106,11 +110,11 @@ def _word(what: str, name: object) -> str:
 
 
 def keywords(function: Callable[..., Any], attempts: Sequence[Attempt], at: StepNumber, log: Log) -> dict[str, Any]:
-    """The keyword arguments of one call. Without `**kwargs` the function gets those that it names."""
-    # Rows need not have the same columns: a list has None where a row lacks it, and a column of the data called
-    # `prompts` gives way to the argument of that name.
+    """The keyword arguments of one call. Without `**kwargs` the function gets only those that it names."""
+    # Rows need not have the same columns: the list of a column has None for a row without it. A column of the data
+    # called `prompts` is replaced by the argument of that name.
     names = list(dict.fromkeys(n for a in attempts for n in columns(a.task)))
-    given: dict[str, Any] = {
+    offered: dict[str, Any] = {
         **{n: [columns(a.task).get(n) for a in attempts] for n in names},
         "prompts": [_prompt(a.task) for a in attempts],
         "completions": [_completion(a) for a in attempts],
@@ -122,8 +126,8 @@ def keywords(function: Callable[..., Any], attempts: Sequence[Attempt], at: Step
     }
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return given
-    return {p.name: given[p.name] for p in parameters if p.name in given}
+        return offered
+    return {p.name: offered[p.name] for p in parameters if p.name in offered}
 
 
 def columns(task: Task) -> Mapping[str, Any]:
@@ -133,6 +137,7 @@ def columns(task: Task) -> Mapping[str, Any]:
 
 
 def _prompt(task: Task) -> str | list[dict[str, Any]]:
+    """Text, or the messages of a conversation with their contents as text."""
     return task.prompt if isinstance(task.prompt, str) else [{**m, "content": plain(m["content"])} for m in task.prompt]
 
 
@@ -144,7 +149,7 @@ def _completion(attempt: Attempt) -> str | list[Message]:
 
 
 def verdicts(returned: Any, count: int) -> list[Verdict]:
-    """One verdict for each answer, from what a batch function returned. Another number of them fails them all."""
+    """One verdict for each answer, from what a batch function returned. A wrong number of values fails all of them."""
     if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
         wrong = f"returned {type(returned).__name__}, wanted a list of one number or None per completion"
         return [Verdict.failed("type", wrong)] * count
@@ -159,10 +164,12 @@ def verdicts(returned: Any, count: int) -> list[Verdict]:
 
 
 async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNumber, seed: int) -> str:
-    """`siblings` where a group's scores are those that its answers have alone, and at other places; `order` where they
-    depend on the order of the group; else ''."""
-    # The group is judged in its order, in another one, and answer by answer. The scores that answers get alone, but at
-    # other places, mean that the function mixes its list up; other changes mean that it reads the order.
+    """How a group's scores depend on the order of its answers.
+
+    `siblings`: the scores are those that the answers get alone, but at other places. The function mixes its list up.
+    `order`: the scores change with the order in another way. '': they do not depend on it.
+    """
+    # The group is judged in its own order, in a random order, and answer by answer.
     order = Random(seed).sample(range(len(attempts)), len(attempts))
     first, _ = await together(attempts, at)
     other, _ = await together([attempts[i] for i in order], at)
@@ -179,7 +186,8 @@ def same_scores(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
 
     Sources of weight 0 are not compared: they only report a number, such as a time.
     """
-    # Only what is paid or measured, by a source that could judge: a failure may be the machine's.
+    # Only scores that count in the reward or are measured. A source that failed is left out, because the reason may be
+    # the machine.
     was, now = (
         {j.source: j for j in x if (j.counts or j.measured) and j.weight and j.verdict.state is not State.FAILED}
         for x in (one, two)

@@ -19,8 +19,8 @@ Builtin = Callable[[Task, str], Verdict]
 
 def exact(task: Task, text: str) -> Verdict:
     """1 if the response, without thoughts and white space at its ends, equals the answer or any of a list."""
-    wanted, said = answers(task), spoken(text).strip()
-    return graded(said in wanted, repr(said), _or(wanted))
+    wanted, response = answers(task), spoken(text).strip()
+    return graded(response in wanted, repr(response), _or(wanted))
 
 
 def integer(task: Task, text: str) -> Verdict:
@@ -34,39 +34,40 @@ def contains(task: Task, text: str) -> Verdict:
 
     A policy that lists every candidate earns 1, so use it only if responses are short.
     """
-    wanted, said = answers(task), spoken(text)
+    wanted, response = answers(task), spoken(text)
     # A number is whole only where neither a digit nor a point or comma with a digit goes on from it.
     pattern = rf"(?<!\w)(?<!\d[.,])(?:{'|'.join(map(re.escape, wanted))})(?!\w)(?![.,]\d)"
-    return graded(re.search(pattern, said) is not None, repr(said[-80:]), _or(wanted))
+    return graded(re.search(pattern, response) is not None, repr(response[-80:]), _or(wanted))
 
 
 def answers(task: Task) -> tuple[str, ...]:
-    """The texts that are right. DataError if no response can equal one of them, or every response does."""
+    """The texts that are right answers to a task. DataError if its answer is not text, a number or a list of them."""
     if task.answer is None:
         raise ValueError(f"task {task.id!r} has no answer to compare with")
-    given = task.answer if isinstance(task.answer, list | tuple) else [task.answer]
-    if not given or not all(
-        isinstance(x, str | int | float) and not isinstance(x, bool) and str(x).strip() for x in given
+    listed = task.answer if isinstance(task.answer, list | tuple) else [task.answer]
+    if not listed or not all(
+        isinstance(x, str | int | float) and not isinstance(x, bool) and str(x).strip() for x in listed
     ):
         raise DataError(
             f"the answer {task.answer!r:.80} of task {task.id!r} is not one that some responses equal and others do"
             " not: give text or a number, or a list of them; for true and false, the word that you ask for"
         )
-    return tuple(str(x).strip() for x in given)
+    return tuple(str(x).strip() for x in listed)
 
 
 def integers(task: Task) -> tuple[str, ...]:
     """The integers that are right. DataError if an answer is none."""
     wanted = answers(task)
-    found = [n for n in map(last_integer, wanted) if n is not None]
-    if len(found) < len(wanted):
+    numbers = [n for n in map(last_integer, wanted) if n is not None]
+    if len(numbers) < len(wanted):
         raise DataError(
             f"the answer {task.answer!r:.80} of task {task.id!r} is no integer, so no response can equal it"
         )
-    return tuple(found)
+    return tuple(numbers)
 
 
 def _or(wanted: tuple[str, ...]) -> str:
+    """The right answers for a message: `'3' or '4'`."""
     return " or ".join(map(repr, wanted))
 
 

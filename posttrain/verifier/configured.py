@@ -81,8 +81,8 @@ def _source(reward: Reward, where: SandboxSettings, given: RuntimeObjects) -> Ch
 
 def _local(function: RewardFunction, name: str, reward: Reward) -> FunctionSource:
     """A function in a thread of this process."""
-    made = source(function, name=name, weight=reward.weight, timeout=reward.timeout or TIMEOUT)
-    return made if reward.resolution is None else replace(made, resolution=reward.resolution)
+    local_source = source(function, name=name, weight=reward.weight, timeout=reward.timeout or TIMEOUT)
+    return local_source if reward.resolution is None else replace(local_source, resolution=reward.resolution)
 
 
 def _handed(reward: Reward, given: RuntimeObjects) -> FunctionSource:

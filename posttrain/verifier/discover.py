@@ -10,8 +10,10 @@ from posttrain.system.errors import ConfigError, EndpointError, nearest
 from posttrain.verifier.http_client import Endpoint
 
 Dialect = Literal["openai", "compatible", "vllm", "posttrain"]
-"""openai: OpenAI's own API. compatible: the fields that all compatible servers have. vllm, posttrain:
-with their extensions."""
+"""The request fields that a server accepts.
+
+openai: OpenAI's own API. compatible: the fields that all compatible servers have. vllm, posttrain: these fields and the
+server's own extensions."""
 UNBOUNDED = 2**31 - 1
 """Context of an endpoint that does not report one."""
 
@@ -45,14 +47,14 @@ async def discover(endpoint: Endpoint, model: str | None = None, dialect: str | 
     """
     if dialect is not None and dialect not in get_args(Dialect):
         raise ConfigError(f"--dialect {dialect}: {nearest(dialect, get_args(Dialect))}")
-    listed = await endpoint.get("/models")
+    answer = await endpoint.get("/models")
     # Whatever answers at the address is foreign: the form is checked before anything is read from it.
-    cards = listed.get("data") if isinstance(listed, dict) else None
-    if not isinstance(cards, list) or not all(isinstance(c, dict) and isinstance(c.get("id"), str) for c in cards):
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(c, dict) and isinstance(c.get("id"), str) for c in listed):
         raise EndpointError(
             f"{endpoint.role} ({endpoint.url}): /models lists no models; the address ends in /v1 mostly", endpoint.role
         )
-    by_name: dict[str, dict[str, Any]] = {c["id"]: c for c in cards}
+    by_name: dict[str, dict[str, Any]] = {c["id"]: c for c in listed}
     if model is None:
         if len(by_name) != 1:
             raise ConfigError(
@@ -64,11 +66,12 @@ async def discover(endpoint: Endpoint, model: str | None = None, dialect: str | 
         raise ConfigError(f"--model {model}: {endpoint.url} has no such model; {nearest(model, sorted(by_name)[:20])}")
     card = by_name[model]
     owner, length = str(card.get("owned_by", "")), card.get("max_model_len")
-    found = dialect or _dialect(owner, urlsplit(endpoint.url).hostname or "")
-    return RemoteModel(model, found, length if isinstance(length, int) and length > 0 else UNBOUNDED, owner)  # type: ignore[arg-type]
+    chosen_dialect = dialect or _dialect(owner, urlsplit(endpoint.url).hostname or "")
+    return RemoteModel(model, chosen_dialect, length if isinstance(length, int) and length > 0 else UNBOUNDED, owner)  # type: ignore[arg-type]
 
 
 def _dialect(owner: str, host: str) -> Dialect:
+    """The dialect of a server, from the owner of its model and its host."""
     if owner == "vllm" or owner == "posttrain":
         return owner
     return "openai" if host == "api.openai.com" or host.endswith(".api.openai.com") else "compatible"

@@ -32,12 +32,12 @@ def answer_format(task: Task, text: str) -> Verdict:
     form)."""
     rest = _after_thought(text)
     inside = rest.removeprefix("<answer>").removesuffix("</answer>")
-    whole = (
+    enclosed = (
         rest.startswith("<answer>")
         and rest.endswith("</answer>")
         and len(rest) == len(inside) + len("<answer></answer>")
     )
-    return _form(text, whole and inside.strip() != "" and "<answer>" not in inside and "</answer>" not in inside)
+    return _form(text, enclosed and inside.strip() != "" and "<answer>" not in inside and "</answer>" not in inside)
 
 
 def tool_call(task: Task, text: str) -> Verdict:
@@ -51,7 +51,7 @@ def tool_call(task: Task, text: str) -> Verdict:
     marks = [tag[0] for tag in tags(text)]
     if "<think>" not in marks or "</think>" not in marks[marks.index("<think>") :]:
         return Verdict.value(0.0, "no_thought", "there is no <think>...</think>")
-    # A call inside a thought was only considered.
+    # Only text outside thoughts is searched: a call inside a thought was considered and not made.
     _, begun, rest = spoken(text).rpartition(BEGIN)
     inside, ended, _ = rest.partition(END)
     if not begun or not ended:
@@ -67,9 +67,9 @@ def tool_call(task: Task, text: str) -> Verdict:
 
 def gold_calls(task: Task) -> Calls:
     """The calls that a task wants. Raises DataError if they are missing or cannot be read."""
-    said: Any = task.info.get("calls", task.answer)
+    column: Any = task.info.get("calls", task.answer)
     try:
-        return _calls(read_data.json_value(said) if isinstance(said, str) else said)
+        return _calls(read_data.json_value(column) if isinstance(column, str) else column)
     except Unreadable as error:
         raise DataError(
             f"task {task.id!r}: reward 'tool_call' wants a column 'calls', or an answer, that is a list of {{'name',"
@@ -78,28 +78,31 @@ def gold_calls(task: Task) -> Calls:
 
 
 def _calls(listed: Any) -> Calls:
+    """The multiset of the calls in a list. Raises Unreadable if an entry is no call."""
     if not isinstance(listed, list | tuple):
         raise Unreadable("calls are a JSON list")
-    out: Calls = Counter()
-    for one in listed:
-        if not isinstance(one, Mapping) or set(one) != {"name", "arguments"}:
+    calls: Calls = Counter()
+    for entry in listed:
+        if not isinstance(entry, Mapping) or set(entry) != {"name", "arguments"}:
             raise Unreadable("a call is an object with name and arguments")
-        name, arguments = read_data.object_call(dict(one), "name", "arguments")
-        out[name, json.dumps(arguments, sort_keys=True)] += 1
-    return out
+        name, arguments = read_data.object_call(dict(entry), "name", "arguments")
+        calls[name, json.dumps(arguments, sort_keys=True)] += 1
+    return calls
 
 
 def _after_thought(text: str) -> str:
     """The text after the thought; empty unless the response begins with `<think>`, and has one closed thought."""
     marks = [tag[0] for tag in tags(text)]
-    # Tags are those of `thoughts`, so a quoted one breaks no form.
+    # `tags` leaves quoted tags out, so a response that mentions "<think>" keeps its form.
     begins = text.lstrip().startswith("<think>") and marks == ["<think>", "</think>"]
     return spoken(text).strip() if begins else ""
 
 
 def _form(text: str, good: bool) -> Verdict:
+    """1 if the form is right, else 0 with the begin of the response."""
     return Verdict.value(1.0) if good else Verdict.value(0.0, "form", f"the response is not in the form: {text[:60]!r}")
 
 
 def _shown(calls: Calls) -> str:
+    """The calls for a message, at most 200 characters."""
     return ", ".join(f"{name}({arguments})" for name, arguments in calls.elements())[:200] or "nothing"

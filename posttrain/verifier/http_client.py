@@ -1,5 +1,4 @@
-"""HTTP to an engine that runs elsewhere: bounded retries, a time limit for every call, and errors
-that name the endpoint.
+"""HTTP to a server that runs elsewhere, an engine or a judge: retries, time limits, and errors that name the endpoint.
 
 An `Endpoint` is a base address with a role ("rollout", "judge") and a key. An environment variable holds the key. It is
 sent as a bearer token, and appears in no message, repr or record.
@@ -52,7 +51,10 @@ class Patience:
             raise ConfigError(f"{self}: tries >= 1, connect and answer > 0 seconds, 0 <= first <= longest")
 
     def pause(self, failed: int, asked: float | None) -> float:
-        """Seconds to wait after `failed` failed tries; `asked` are those of the server's `Retry-After`."""
+        """Seconds to wait before the next try.
+
+        `failed`: tries that failed so far. `asked`: the seconds of the server's `Retry-After`, None without it.
+        """
         own = min(self.longest, self.first * 2 ** (failed - 1)) * random.uniform(0.5, 1)
         return own if asked is None else min(self.longest, max(own, asked))
 
@@ -66,8 +68,9 @@ class Endpoint:
         role: the endpoint's role in the run; every message begins with it.
         key_env: name of the environment variable with the bearer token; None: no token is sent.
         connections: most requests at once. Further ones wait, and this wait does not count for their time limit.
-        silent: seconds without an answer after which the server counts as down; one that never answered does after the
-            first call. Then one call at a time tries it, once, and the others fail at once. None: it never does.
+        silent: seconds without an answer after which the server counts as down. A server that never answered counts as
+            down after the first call. While it is down, one call at a time tries it, once, and the others fail at once.
+            None: it never counts as down.
 
     Raises:
         ConfigError: the address is not http(s) or holds a key, the environment variable is empty, or its key would be
@@ -107,6 +110,8 @@ class Endpoint:
         self._client: httpx2.AsyncClient | None = None
         self._places = asyncio.Semaphore(connections)
         self._loop: asyncio.AbstractEventLoop | None = None
+        # `_since`: when the silence began (`call` explains the infinite values). `_down`: the message of a server that
+        # is down, '' while it is not. `_trying`: a call is asking the server now.
         self._silent, self._since, self._down, self._trying = silent, -math.inf, "", False
         self.retried = 0
         """Failed tries that were repeated, since construction."""
@@ -162,11 +167,11 @@ class Endpoint:
         patience = patience or self.patience
         client = self._open()
         failed = 0
-        # Waiting for a place is outside of every time limit: with many requests at once it may take long, and says
-        # nothing about the server.
+        # The wait for a place counts in no time limit. With many requests at once it may be long, and that does not
+        # mean that the server is slow.
         async with self._places:
-            # While the server counts as down one call tries it, and only once. The others fail at once, instead of each
-            # going through all its tries.
+            # While the server is down, one call at a time asks it, and only once. The others fail at once and do not go
+            # through all their tries.
             if self._down and self._trying:
                 raise EndpointError(self._down, self.role)
             self._trying = True
@@ -206,44 +211,46 @@ class Endpoint:
         patience: Patience,
         plain: bool,
     ) -> Any:
-        # httpx limits each read by itself, so a server that sends a byte a second would never be late. The whole
-        # try is limited around it.
+        """One try. Raises _TransientError where another try may succeed, and EndpointError for a refusal."""
+        # httpx limits each read alone, so a server that sends one byte a second would never be late. Therefore a limit
+        # of the whole try is put around it.
         limits = httpx2.Timeout(None, connect=patience.connect)
         try:
             async with asyncio.timeout(patience.answer):
                 async with client.stream(method, self.url + path, json=body, timeout=limits) as response:
-                    said = await _read_answer(response)
+                    received = await _read_answer(response)
         except TimeoutError:
             raise _TransientError(f"no answer in {patience.answer:g} s") from None
         except httpx2.TimeoutException:
             raise _TransientError(f"no connection in {patience.connect:g} s") from None
         except httpx2.RequestError as error:  # includes bytes that cannot be decompressed
             raise _TransientError(f"the connection failed ({type(error).__name__}: {error})") from error
-        status = said.status
-        if status in RETRIED and said.body is not None:
+        status = received.status
+        if status in RETRIED and received.body is not None:
             raise _TransientError(
-                f"status {status}: {_server_message(said)}", status, _seconds(said.headers.get("retry-after"))
+                f"status {status}: {_server_message(received)}", status, _seconds(received.headers.get("retry-after"))
             )
-        if said.body is None:
+        if received.body is None:
             why = f"the answer is longer than {MAX_ANSWER >> 20} MiB"
         elif not 200 <= status < 300:
-            why = f"status {status}: {self._refusal(said)}"
-        elif plain or not said.body:
-            return said.body.decode("utf-8", errors="replace") if said.body else None
+            why = f"status {status}: {self._refusal(received)}"
+        elif plain or not received.body:
+            return received.body.decode("utf-8", errors="replace") if received.body else None
         else:
             try:
-                return said.json()
+                return received.json()
             except ValueError:
-                why = f"the answer is no JSON: {_server_message(said)}"
+                why = f"the answer is no JSON: {_server_message(received)}"
         raise EndpointError(self._message(f"{method} {path}: {why}"), self.role, status)
 
     def _refusal(self, said: _Answer) -> str:
-        # Redirects are told and not followed: the key would go to an address that nobody named.
+        """What a message says about an answer that refuses the request."""
+        # Redirects are reported and not followed. Otherwise the key would go to an address that nobody named.
         if 300 <= said.status < 400:
             return f"it redirects to {said.headers.get('location', '?')[:MAX_QUOTED]}; give that address"
-        none = "no key was sent; name an environment variable that holds one"
-        key = f" (the key in {self.key_env})" if self.key_env else f" ({none})"
-        return _server_message(said) + (key if said.status in (401, 403) else "")
+        no_key = "no key was sent; name an environment variable that holds one"
+        key_note = f" (the key in {self.key_env})" if self.key_env else f" ({no_key})"
+        return _server_message(said) + (key_note if said.status in (401, 403) else "")
 
     def _open(self) -> httpx2.AsyncClient:
         """The client of the running loop. A client of a closed loop is replaced."""
@@ -297,6 +304,7 @@ class _Answer:
 
 
 async def _read_answer(response: httpx2.Response) -> _Answer:
+    """The answer of a response, read to its end or to `MAX_ANSWER` bytes."""
     body = bytearray()
     async for piece in response.aiter_bytes():
         body += piece

@@ -1,7 +1,7 @@
 """A judge at an OpenAI-compatible endpoint as a reward source: one answer at a time, by a rubric.
 
-Equal questions are asked once. What cannot be judged, because the endpoint is down, its answer has another form or the
-run's calls are used up, is `failed` and never a low score.
+Equal questions are asked once. The verdict is `failed`, and never a low score, where the endpoint is down, the judge's
+answer has another form, or the run has used up its calls.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ QUOTED = 200
 
 @dataclass(eq=False)
 class RubricJudge:
-    """A reward source that asks a judge at an endpoint. Its requests run in a thread of their own, so verdicts of many
-    episodes are waited for at once. Its score lies in 0..1."""
+    """A reward source that asks a judge at an endpoint. Its score is in [0, 1].
+
+    Its requests run in a thread of their own, many at once.
+    """
 
     name: str
     weight: float
@@ -89,8 +91,8 @@ class RubricJudge:
         return Judged(self.name, self.weight, redacted(verdict), resolution=self.resolution, by_model=True)
 
     def gauges(self) -> Gauges:
-        """All requests of the run. Since the last call: seconds of a judgement, repeated tries, and of the verdicts
-        asked for the shares that were kept from before and that failed."""
+        """The number of all requests of the run. Since the last call: seconds of a judgement, repeated tries, and two
+        shares of the verdicts: those that were known from before (`cached`), and those that failed."""
         # Requests run in a thread of their own, and gauges are read in the run's.
         with self._lock:
             taken, self._counts = self._counts, {}
@@ -102,29 +104,35 @@ class RubricJudge:
         self._kept.clear()
 
     async def _verdict(self, prompt: str) -> Verdict:
-        """The verdict about a question: of an equal one where it was judged, or is being judged."""
-        # Tasks are kept, not verdicts, so that equal questions that are asked at once wait for one request. A hash
-        # stands for the prompt, which may be long.
-        name = hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=16).digest()
-        found = self._kept.get(name)
+        """The verdict about a question. If an equal question was judged, or is being judged, it has the same
+        verdict."""
+        # `_kept` holds asyncio tasks and not verdicts, so that equal questions that are asked at the same time wait for
+        # one request. Its keys are hashes, because a prompt may be long.
+        key = hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=16).digest()
+        judging = self._kept.get(key)
         # A failure is not kept: the endpoint may be up again.
-        if found is not None and found.done() and (found.cancelled() or found.exception() or _broken(found.result())):
-            found = None
-        self._count("cached", float(found is not None))
-        if found is None:
-            found = self._kept[name] = asyncio.create_task(self._judged(prompt))
+        if (
+            judging is not None
+            and judging.done()
+            and (judging.cancelled() or judging.exception() or _broken(judging.result()))
+        ):
+            judging = None
+        self._count("cached", float(judging is not None))
+        if judging is None:
+            judging = self._kept[key] = asyncio.create_task(self._judged(prompt))
             while len(self._kept) > KEPT:
-                # The oldest one. Whoever waits for it still holds its task.
+                # The oldest one is removed. A caller that waits for it still has its task.
                 self._kept.pop(next(iter(self._kept)))
-        # An episode that is given up must not cancel the request that its siblings wait for.
-        verdict = await asyncio.shield(found)
+        # `shield`: an episode that is cancelled must not cancel the request that its siblings wait for.
+        verdict = await asyncio.shield(judging)
         self._count("failed", float(_broken(verdict)))
         return verdict
 
     async def _judged(self, prompt: str) -> Verdict:
-        begun, before, text = time.monotonic(), self.endpoint.retried, ""
+        """Asks the judge until its answer has the form that was asked for, at most `DRAWS` times."""
+        begun, retried_before, text = time.monotonic(), self.endpoint.retried, ""
         try:
-            look = self._model = self._model or await self._looked_up()
+            model = self._model = self._model or await self._looked_up()
             for draw in range(DRAWS):
                 # Checked for each draw, because each is a request that costs.
                 if self.calls >= self.settings.calls:
@@ -133,19 +141,20 @@ class RubricJudge:
                         f"{self.name} was asked {self.calls:,} times, the most that judge.calls allows; raise it",
                     )
                 self.calls += 1
-                text = _said(await self.endpoint.post(*self._request(look, prompt, draw)))
+                text = _said(await self.endpoint.post(*self._request(model, prompt, draw)))
                 if (read := self.rubric.read(text)) is not None:
                     return Verdict.value(read[0], why=read[1][:QUOTED])
         except EndpointError as error:
-            chat = self.settings.api == "chat" and error.status in (400, 404)
-            return Verdict.failed("outage", f"{error}{NO_CHAT if chat else ''}")
+            chat_refused = self.settings.api == "chat" and error.status in (400, 404)
+            return Verdict.failed("outage", f"{error}{NO_CHAT if chat_refused else ''}")
         finally:
             self._count("seconds", time.monotonic() - begun)
-            self._count("retried", float(self.endpoint.retried - before))
+            self._count("retried", float(self.endpoint.retried - retried_before))
         wanted = f"{self.settings.answer} from {self.settings.low:g} to {self.settings.high:g}"
         return Verdict.failed("unreadable", f"{self.name} was asked for {wanted} and said {text[:QUOTED]!r}")
 
     async def _looked_up(self) -> RemoteModel:
+        """The model that the endpoint serves. ConfigError if it has to be named."""
         try:
             return await discover(self.endpoint, self.settings.model)
         except ConfigError as error:
@@ -153,23 +162,25 @@ class RubricJudge:
 
     def _request(self, look: RemoteModel, prompt: str, draw: int) -> tuple[str, dict[str, Any]]:
         """(path, body). The first draw is the most probable answer; the later ones are drawn."""
-        s, chat = self.settings, self.settings.api == "chat"
+        settings, chat = self.settings, self.settings.api == "chat"
         body: dict[str, Any] = {"model": look.model, "temperature": min(draw, 1), "seed": draw}
         # OpenAI's newer models refuse `max_tokens` in chat, and compatible servers may not know the other name.
-        body["max_completion_tokens" if chat and look.dialect == "openai" else "max_tokens"] = s.max_tokens
+        body["max_completion_tokens" if chat and look.dialect == "openai" else "max_tokens"] = settings.max_tokens
         body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-        if s.answer == "json":
+        if settings.answer == "json":
             schema = {"name": "verdict", "strict": True, "schema": self.rubric.schema}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return ("/chat/completions" if chat else "/completions"), body
 
     def _count(self, name: str, value: float) -> None:
+        """Adds a value to the sum of a gauge, and 1 to its count."""
         with self._lock:
             total, count = self._counts.get(name, (0.0, 0))
             self._counts[name] = (total + value, count + 1)
 
 
 def _broken(verdict: Verdict) -> bool:
+    """Returns whether a verdict failed."""
     return verdict.state is State.FAILED
 
 

@@ -1,6 +1,6 @@
-"""The protocols of reward sources: a source gives one verdict about one attempt. Some sources offer more.
+"""The protocols of reward sources, and the verdict for a value that a reward function returned.
 
-Also the verdict for what a reward function returned.
+A source gives one verdict about one attempt. Some sources offer more.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class SourceWithProcesses(Protocol):
 
 
 CALLS = "calls"
-"""Last word of the gauge with a source's requests of the run."""
+"""Last word of the name of a gauge: the number of requests that a source made in the run."""
 
 
 @runtime_checkable
 class CountedSource(Protocol):
-    """A source that may be asked a number of times in a run."""
+    """A source that may be asked only a limited number of times in a run, and counts them."""
 
     name: str
     calls: int
@@ -62,8 +62,7 @@ class BatchSource(Protocol):
 
     @property
     def batched(self) -> bool:
-        """True where the source judges all answers of a group in one call. Then an answer that comes alone is a batch
-        of one."""
+        """True where the source judges all answers of a group in one call. A single answer is then a batch of one."""
         ...
 
     async def batch(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[Judged], Gauges]:
@@ -82,7 +81,7 @@ class ContainedSource(Protocol):
 
 
 def graded(right: bool, said: object, wanted: object, *, kind: str = "wrong") -> Verdict:
-    """1 if right, else 0 with the text that was said and the text that was wanted."""
+    """1 if right, else 0 with a reason: the text that was said and the text that was wanted."""
     return Verdict.value(1.0) if right else Verdict.value(0.0, kind, f"said {said}, wanted {wanted}")
 
 

@@ -26,8 +26,9 @@ CONVERSATION = "conversation"
 """The entry of an episode's state (`Talk.leave`) that is shown as the answer: messages with role and content."""
 ROW_RUBRIC = "rubric"
 """The column of a row with a rubric of its own. Other columns are put into it, and the answer is not."""
-_FIELD = re.compile(r"\{(\w+)\}")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_FIELD = re.compile(r"\{(\w+)\}")  # `{prompt}`
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")  # `-0.5`
+# The prompt of a rubric that does not place the response itself.
 _BELOW = """{rubric}
 
 Below are a task and the answer to it, between lines that begin with === {mark}. What stands there is to be judged. It
@@ -47,7 +48,7 @@ class Rubric:
     """The text that asks a judge about an answer, and its settings.
 
     Args:
-        text: of the file. With {response} in it, it is the whole prompt.
+        text: the text of the file. If {response} is in it, it is the whole prompt. Else `_BELOW` is put around it.
         settings: the form of the answer, and its lowest and highest score.
     """
 
@@ -56,7 +57,7 @@ class Rubric:
 
     @staticmethod
     def of(settings: JudgeEndpoint) -> Rubric:
-        """Read from the file that the settings name. ConfigError where there is none, or it is no text."""
+        """The rubric in the file that the settings name. ConfigError where there is no file, or it is no text."""
         named = f"judge.rubric={settings.rubric!r}"
         if not settings.rubric:
             raise ConfigError(
@@ -87,12 +88,12 @@ class Rubric:
                     )
 
     def _of_row(self, task: Task) -> str:
-        """The rubric that stands in the task's own row, where this text puts it in; '' elsewhere."""
+        """The rubric in the task's own row, if this text has `{rubric}` in it; else ''."""
         return _text(columns(task).get(ROW_RUBRIC, "")) if f"{{{ROW_RUBRIC}}}" in self.text else ""
 
     def prompt(self, attempt: Attempt) -> str:
-        """The text that the judge reads about an attempt. What the policy said is put in once, and never read as a
-        part of the rubric."""
+        """The text that the judge reads about an attempt. The policy's text is put in last, and names in braces in it
+        are not replaced."""
         task = attempt.task
         asked = task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
         # The marks around the answer contain a hash of all that is shown. A policy cannot write a text that contains
@@ -100,16 +101,16 @@ class Rubric:
         mark = hashlib.blake2b(f"{asked}\0{attempt.turns}\0{attempt.state}".encode(errors="replace"), digest_size=6)
         response = _response(attempt, mark.hexdigest())
         fields = {**{n: _text(v) for n, v in columns(task).items()}, "prompt": asked}
-        # A row's rubric is filled first, without its own name. After that nothing that was put in is looked through for
-        # names again: `{answer}` in an answer stays as it is.
+        # A row's rubric may have names in braces too, so these are replaced first. `{rubric}` inside it is not
+        # replaced. Text that was put in is not searched again: `{answer}` in a response stays as it is.
         if row := self._of_row(task):
             fields[ROW_RUBRIC] = _filled(row, {n: v for n, v in fields.items() if n != ROW_RUBRIC})
         fields["response"] = response
         text = _filled(self.text, fields)
         if "{response}" in self.text:
             return text
-        own = {"rubric": text, "form": self.form, "mark": mark.hexdigest()}
-        return _filled(_BELOW, {"prompt": asked, "response": response, **own})
+        outer_fields = {"rubric": text, "form": self.form, "mark": mark.hexdigest()}
+        return _filled(_BELOW, {"prompt": asked, "response": response, **outer_fields})
 
     @property
     def form(self) -> str:
@@ -131,31 +132,33 @@ class Rubric:
         }
 
     def read(self, said: str) -> tuple[float, str] | None:
-        """(score in 0..1, reason) of the judge's answer; None where it has not the form that was asked for, or a number
-        out of bounds. Thoughts before it are left out."""
+        """(score in [0, 1], reason) of the judge's answer, without its thoughts.
+
+        None where the answer does not have the form that was asked for, or its number is out of bounds.
+        """
         text = spoken(said).strip()
         if self.settings.answer == "number":
             score, reason = (float(text) if _NUMBER.fullmatch(text) else None), ""
         else:
             score, reason = _of_json(text)
         low, high = self.settings.low, self.settings.high
-        # A score out of bounds is not cut to them, since a judge that leaves the scale did not follow the rubric.
+        # A score out of bounds is not moved to the nearest bound, because such a judge did not follow the rubric.
         if score is None or not low <= score <= high:
             return None
         return (score - low) / (high - low), reason
 
 
 def _of_json(text: str) -> tuple[float | None, str]:
-    """(score, reason) of a JSON object; None without a number `score`. A name that stands twice is no JSON here."""
+    """(score, reason) of a JSON object. The score is None if the text is no JSON object with a number `score`."""
     try:
-        found = json_value(text)
+        answer = json_value(text)
     except Unreadable:
         return None, ""
-    score = found.get("score") if isinstance(found, dict) else None
-    # A truth value is an int in Python.
+    score = answer.get("score") if isinstance(answer, dict) else None
+    # `true` is no score, but in Python it is an int.
     if isinstance(score, bool) or not isinstance(score, int | float):
         return None, ""
-    return float(score), str(found.get("reason", ""))
+    return float(score), str(answer.get("reason", ""))
 
 
 def _response(attempt: Attempt, mark: str) -> str:
@@ -169,8 +172,10 @@ def _response(attempt: Attempt, mark: str) -> str:
 
 
 def _text(value: Any) -> str:
+    """A value of a row as text: text as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _filled(text: str, fields: Mapping[str, str]) -> str:
+    """A text with each `{name}` replaced by its field. A name without a field stays as it is."""
     return _FIELD.sub(lambda found: fields.get(found[1], found[0]), text)

@@ -11,9 +11,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 THREADS = 16
-"""The most synchronous calls that run at once in an event loop. The time that a call waits is not in its timeout."""
+"""The most synchronous calls that run at once in an event loop. The timeout of a call begins when it runs, not while it
+waits."""
 
-# A semaphore belongs to the event loop in which it is waited for, and goes with it.
+# Each event loop has its own semaphore. The keys are weak, so a semaphore is freed together with its loop.
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
@@ -24,9 +25,8 @@ class TimedOut(Exception):
 async def call(function: Callable[..., Any], timeout: float, *args: Any, **kwargs: Any) -> Any:
     """Call a sync or async function. Raises what it raises, or `TimedOut` after it has run for `timeout` seconds.
 
-    A sync function runs in a daemon thread of its own. If it hangs, the loop, the next call and the end of the process
-    do not wait for it. With a shared thread pool they would.
-    """
+    A sync function runs in a daemon thread of its own. If it hangs, neither the loop nor the next call nor the end of
+    the process waits for it. With a shared thread pool they would."""
     if is_async(function):
         return await _within(timeout, function(*args, **kwargs))
     slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(THREADS))
@@ -41,25 +41,27 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def _within(timeout: float, awaitable: Any) -> Any:
-    clock = asyncio.timeout(timeout)
+    """The result of an awaitable; `TimedOut` after `timeout` seconds."""
+    limit = asyncio.timeout(timeout)
     try:
-        async with clock:
+        async with limit:
             return await awaitable
     except TimeoutError:
         # A TimeoutError may also be the function's own, which is an error like any other.
-        if clock.expired():
+        if limit.expired():
             raise TimedOut from None
         raise
 
 
 def _threaded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
+    """A future of this loop for the result of a function in a new thread."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     # The function sees the variables of the task that called it, as an async function does.
     context = contextvars.copy_context()
 
     def finish(result: Any, error: BaseException | None) -> None:
-        # After a timeout nobody waits, and the future is cancelled.
+        # After a timeout the future is cancelled, and nobody waits for it.
         if future.done():
             return
         if error is None:
@@ -72,9 +74,9 @@ def _threaded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         try:
             result = context.run(function, *args, **kwargs)
         except BaseException as raised:
-            # A future does not accept StopIteration, and SystemExit in the loop would end the run.
-            plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-            error = raised if plain else Raised(raised)
+            # A future does not accept StopIteration, and a SystemExit in the event loop would end the run.
+            storable = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+            error = raised if storable else Raised(raised)
         try:
             loop.call_soon_threadsafe(finish, result, error)
         except RuntimeError:

@@ -44,30 +44,31 @@ def named_object(word: str, setting: str, kind: Any, read: Callable[[Path], Modu
 
     Args:
         setting: what stands before the word in messages, such as `algorithm=`.
-        kind: the type that it must have, or several; wanted: the same in words.
+        kind: the type that the object must have, or a tuple of types.
         read: imports the file.
+        wanted: the type in words, for messages.
     """
     name, _, attribute = word.rpartition(":")
-    path, given = Path(name).expanduser(), f"{setting}{word}"
+    path, named = Path(name).expanduser(), f"{setting}{word}"
     if not path.is_file():
-        raise ConfigError(f"{given}: there is no file {path}; write path.py:NAME")
+        raise ConfigError(f"{named}: there is no file {path}; write path.py:NAME")
     module = read(path.resolve())
     found = getattr(module, attribute, None)
     if found is None:
-        here = {n: v for n, v in vars(module).items() if not n.startswith("_")}
-        made = [n for n, v in here.items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-        own = [n for n, v in here.items() if isinstance(v, kind)] + made
-        raise ConfigError(f"{given}: {path} has no {attribute!r}; {nearest(attribute, own)}")
+        public = {n: v for n, v in vars(module).items() if not n.startswith("_")}
+        functions = [n for n, v in public.items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+        candidates = [n for n, v in public.items() if isinstance(v, kind)] + functions
+        raise ConfigError(f"{named}: {path} has no {attribute!r}; {nearest(attribute, candidates)}")
     if callable(found):
         try:
             found = found()
         except PosttrainError:
             raise
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"{given} failed: {where(error)}") from error
+            raise ConfigError(f"{named} failed: {where(error)}") from error
     if not isinstance(found, kind):
         raise ConfigError(
-            f"{given} is a {type(found).__name__}: {wanted} is wanted, or a function without arguments that returns one"
+            f"{named} is a {type(found).__name__}: {wanted} is wanted, or a function without arguments that returns one"
         )
     return found
 
@@ -84,11 +85,11 @@ def user_module(path: Path, what: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{what} file {path} is not Python source; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    # Before it is executed, as `import` does: dataclasses and pickle look a class's module up by its name. One that
-    # fails is taken out, so that the next attempt begins anew.
+    # The module is registered before it is executed, as `import` does, because dataclasses and pickle look up the
+    # module of a class by its name. A module that fails is removed, so that the next attempt imports it again.
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
-        # At the end, so that a file of the user's hides no module of a package.
+        # The folder goes to the end of the path, so that no file of the user hides an installed module.
         sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
@@ -102,7 +103,8 @@ def user_module(path: Path, what: str) -> ModuleType:
 
 
 def where(error: BaseException, function: Any = None) -> str:
-    """Type, message and line of an exception. The line is of the deepest frame in the function's file, else in any.
+    """Type, message and line of an exception. The line is that of the deepest frame in the function's file, or of the
+    deepest frame of all if none is in that file.
 
     Example: `ZeroDivisionError: division by zero (rewards.py:12)`.
     """
@@ -111,6 +113,6 @@ def where(error: BaseException, function: Any = None) -> str:
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     # The deepest frame may lie in a library; the user looks for the line of their own file.
     frames = traceback.extract_tb(error.__traceback__)
-    own = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
-    frames = [f for f in frames if own is not None and f.filename == own.co_filename] or frames
+    function_code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    frames = [f for f in frames if function_code is not None and f.filename == function_code.co_filename] or frames
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text

@@ -44,9 +44,9 @@ TIMEOUT = 30.0
 class FunctionSource:
     """A reward function with its name, weight and form.
 
-    `timeout`: the seconds one call may run, after which the verdict is failed("timeout"). A synchronous function that
-    hangs keeps its thread, so a verifier that can hang should have worker processes (`Reward.workers`). `resolution`:
-    `Reward.resolution`, for a function that asks a model.
+    `timeout`: the seconds that one call may run. After them the verdict is failed("timeout"). A synchronous function
+    that hangs keeps its thread, so a verifier that can hang should have worker processes (`Reward.workers`).
+    `resolution`: see `Reward.resolution`, for a function that asks a model.
     """
 
     name: str
@@ -89,14 +89,14 @@ class FunctionSource:
         log = batch_functions.Log(len(attempts))
         try:
             kwargs = batch_functions.keywords(self.function, attempts, at, log)
-            found = log.all_written(
+            verdicts = log.all_written(
                 batch_functions.verdicts(await call(self.function, self.timeout, **kwargs), len(attempts))
             )
         except TimedOut:
-            found = [Verdict.failed("timeout", f"no result within {self.timeout:g} s")] * len(attempts)
+            verdicts = [Verdict.failed("timeout", f"no result within {self.timeout:g} s")] * len(attempts)
         except Exception as error:
-            found = [Verdict.failed("raised", where(error, self.function))] * len(attempts)
-        judged = [Judged(self.name, self.weight, redacted(v), resolution=self.resolution) for v in found]
+            verdicts = [Verdict.failed("raised", where(error, self.function))] * len(attempts)
+        judged = [Judged(self.name, self.weight, redacted(v), resolution=self.resolution) for v in verdicts]
         return judged, log.gauges
 
     def check(self, tasks: Sequence[Task]) -> None:
@@ -106,21 +106,21 @@ class FunctionSource:
             ConfigError: a task lacks a column that the function requires, or the answer that a built-in requires.
             DataError: a built-in cannot read the answer, or `tool_call` the calls that a task wants.
         """
-        # A user's function may have a built-in's name, so the function itself is compared.
-        read = ANSWERED.get(self.name) if self.function is BUILTIN.get(self.name) else None
-        required = _required(self.function) if self.form == "trl" else [] if read is None else ["answer"]
+        # A user's function may have the name of a built-in, so the functions are compared and not only the names.
+        read_answer = ANSWERED.get(self.name) if self.function is BUILTIN.get(self.name) else None
+        required = _required(self.function) if self.form == "trl" else [] if read_answer is None else ["answer"]
         for task in tasks:
             if self.function is BUILTIN["tool_call"]:
                 gold_calls(task)
-            have = {*columns(task), *batch_functions.GIVEN}
-            missing = [p for p in required if p not in have]
+            available = {*columns(task), *batch_functions.GIVEN}
+            missing = [p for p in required if p not in available]
             if missing:
                 raise ConfigError(
                     f"reward {self.name!r} requires column {missing[0]!r}, which task {task.id!r} does not have:"
-                    f" {nearest(missing[0], sorted(have))}"
+                    f" {nearest(missing[0], sorted(available))}"
                 )
-            if read is not None:
-                read(task)
+            if read_answer is not None:
+                read_answer(task)
 
 
 def source(
@@ -156,7 +156,7 @@ def form(function: RewardFunction, name: str) -> Form:
         return "trl"
     if inspect.Parameter.VAR_POSITIONAL not in kinds and _takes_two(function):
         return "ours"
-    # `def reward(**columns)` names nothing and can be called by keyword alone.
+    # `def reward(**columns)` names no argument and can only be called by keyword.
     if keywords and not _takes_two(function):
         return "trl"
     raise ConfigError(
@@ -166,6 +166,7 @@ def form(function: RewardFunction, name: str) -> Form:
 
 
 def _takes_two(function: RewardFunction) -> bool:
+    """Returns whether a function can be called with two positional arguments."""
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
@@ -174,5 +175,6 @@ def _takes_two(function: RewardFunction) -> bool:
 
 
 def _required(function: RewardFunction) -> list[str]:
+    """The names of the parameters without a default that can be given by keyword."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -53,13 +53,17 @@ class Parsed:
 Found = tuple[str, list[ToolCall | Malformed]]
 """(text outside the calls, calls)"""
 EXCERPT = 200
+"""The most characters of a `Malformed` text."""
 TRIES = 8
-"""Values of the longest length that are read in vain before the first end tag is taken to end a call."""
+"""How many JSON values of the longest length may fail to be read in one turn. After that the first end tag ends a call,
+even if it stands in a string of the call."""
 
 
 def parse(text: str, format: str) -> Parsed:
-    """Parse one turn, given without its stop token, in one of `FORMATS`. The time is linear in its length, and one of
-    more than `read_data.LONGEST_TURN` characters is one call that cannot be read."""
+    """Parse one turn in one of `FORMATS`. The text is without its stop token, and the time is linear in its length.
+
+    A turn of more than `read_data.LONGEST_TURN` characters gives one `Malformed` call.
+    """
     if len(text) > read_data.LONGEST_TURN:
         return Parsed("", "", (_bad(text[: EXCERPT + 1], f"longer than {read_data.LONGEST_TURN} characters"),))
     if format == "harmony":
@@ -70,6 +74,7 @@ def parse(text: str, format: str) -> Parsed:
 
 
 def _read(text: str, how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> list[ToolCall | Malformed]:
+    """The calls that `how` reads from a text; one `Malformed` where it cannot."""
     if len(text) > read_data.LONGEST:
         return [_bad(text, f"longer than {read_data.LONGEST} characters")]
     try:
@@ -79,24 +84,30 @@ def _read(text: str, how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> 
 
 
 def _bad(text: str, why: str) -> Malformed:
+    """A text that cannot be read as a call, shortened for a message."""
     text = text.strip()
     return Malformed(text if len(text) <= EXCERPT else f"{text[:EXCERPT]}...", why)
 
 
 def _tagged(text: str, begin: str, end: str) -> Iterator[tuple[str, str | None]]:
-    """Pieces of a text as ("", outside) and (inside, None)... in order: (text, None) outside tags, (text, end tag or
-    "") inside."""
-    # Each value that is read in vain takes its length from `tries`. Without that limit a text of nothing but opening
-    # tags would be read again from each of them, in quadratic time.
-    at, tries = 0, TRIES * read_data.LONGEST
-    while (opened := text.find(begin, at)) >= 0:
-        yield text[at:opened], None
-        inside = behind = opened + len(begin)
-        if tries > 0:  # the end tag may stand in a string of a JSON value
+    """The pieces of a text in order, each with what ended it.
+
+    A piece outside the tags has None. A piece between a begin and an end tag has the end tag. A piece whose end tag is
+    missing has "".
+    """
+    # `budget` is a number of characters. Each JSON value that cannot be read takes its length from it. Without the
+    # budget a text of nothing but begin tags would be read again from each of them, in quadratic time.
+    at, budget = 0, TRIES * read_data.LONGEST
+    while (tag_place := text.find(begin, at)) >= 0:
+        yield text[at:tag_place], None
+        inside = behind = tag_place + len(begin)
+        # An end tag inside a string of the call's JSON does not end the call, so the JSON value is read first and the
+        # end tag is searched behind it.
+        if budget > 0:
             try:
                 _, behind = read_data.json_prefix(text, inside)
             except Unreadable:
-                tries -= min(read_data.LONGEST, len(text) - inside)
+                budget -= min(read_data.LONGEST, len(text) - inside)
         closed = text.find(end, behind)
         if closed < 0:
             yield text[inside:], ""
@@ -107,12 +118,13 @@ def _tagged(text: str, begin: str, end: str) -> Iterator[tuple[str, str | None]]
 
 
 def _in_tags(text: str, begin: str, end: str, how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Found:
+    """The calls between these tags, each piece read by `how`, and the text outside the tags."""
     content: list[str] = []
     calls: list[ToolCall | Malformed] = []
-    for piece, closed in _tagged(text, begin, end):
-        if closed is None:
+    for piece, end_tag in _tagged(text, begin, end):
+        if end_tag is None:
             content.append(piece)
-        elif closed == "":
+        elif end_tag == "":
             calls.append(_bad(begin + piece, f"{begin} is never closed by {end}"))
         else:
             calls += _read(piece, how)
@@ -124,7 +136,7 @@ def _llama(text: str) -> Found:
     announced = "<|python_tag|>" in text
     before, _, body = text.partition("<|python_tag|>") if announced else ("", "", text)
     stripped = body.strip()
-    # Without the token nothing but the JSON itself says whether it is a call, and an answer may be JSON too.
+    # Without the token only the JSON itself shows whether it is a call, because an answer may be JSON too.
     if not announced and not _calls_a_tool(stripped):
         return text, []
     calls: list[ToolCall | Malformed] = []
@@ -146,9 +158,10 @@ def _llama(text: str) -> Found:
 
 
 def _calls_a_tool(text: str) -> bool:
-    """Returns whether JSON without an announcing token is meant as a call, right or wrong. It is a call if it is an
-    object with a name and arguments (under either key), or one of type function. `{"name": "Ann", "age": 3}` is an
-    answer. If it cannot be read, its first key decides.
+    """Returns whether a text without an announcing token is meant as a call, well-formed or not.
+
+    It is if it begins with a JSON object that has a name and arguments (under either key), or the type `function`.
+    `{"name": "Ann", "age": 3}` is an answer. If the JSON cannot be read, its first key decides.
     """
     if not text.startswith("{"):
         return False
@@ -160,6 +173,7 @@ def _calls_a_tool(text: str) -> bool:
 
 
 def _pythonic(text: str) -> Found:
+    """A Python list of calls, alone in the turn: `[f(a=1)]`."""
     body = text.strip()
     marked = body.startswith("<|python_start|>")
     body = body.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
@@ -170,6 +184,7 @@ def _pythonic(text: str) -> Found:
 
 
 def _mistral(text: str) -> Found:
+    """The calls after each `[TOOL_CALLS]`."""
     content, *pieces = text.split("[TOOL_CALLS]")
     calls: list[ToolCall | Malformed] = []
     for piece in pieces:
@@ -178,6 +193,7 @@ def _mistral(text: str) -> Found:
 
 
 def _mistral_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The calls in one piece: `NAME[ARGS]{...}`, perhaps with a call id after the name, or a JSON list."""
     name, marked, arguments = text.partition("[ARGS]")
     if marked:
         name = name.partition("[CALL_ID]")[0]
@@ -194,10 +210,12 @@ def _listed(text: str, name: str, arguments: str, what: str = "calls") -> list[t
 
 
 _BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+# What stands behind the separator where the arguments are a block of JSON: the name, then "```json" and the block.
 _FENCE = re.compile(r"(?P<name>[^\n]*)\n```json\n(?P<json>.*)\n```\s*", re.DOTALL)
 
 
 def _deepseek(text: str) -> Found:
+    """The calls between DeepSeek's tokens. The tokens around all calls of a turn are left out."""
     content, calls = _in_tags(text, _BEGIN, _END, _deepseek_call)
     for mark in ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"):
         content = content.replace(mark, "")
@@ -205,25 +223,30 @@ def _deepseek(text: str) -> Found:
 
 
 def _deepseek_call(text: str) -> list[tuple[str, dict[str, Any]]]:
-    first, marked, rest = text.partition(_SEP)
+    """One call: TYPE, separator, NAME and a block of JSON; or NAME, separator, JSON."""
+    before_separator, marked, after_separator = text.partition(_SEP)
     if not marked:
         raise Unreadable(f"between {_BEGIN} and {_END} stands {_SEP}")
-    fenced = _FENCE.fullmatch(rest)
-    name, arguments = (fenced["name"], fenced["json"]) if fenced else (first, rest)
+    fenced = _FENCE.fullmatch(after_separator)
+    name, arguments = (fenced["name"], fenced["json"]) if fenced else (before_separator, after_separator)
     return [(read_data.name_of(name.strip()), read_data.arguments_of(read_data.json_value(arguments)))]
 
 
 def _cohere(text: str) -> Found:
-    content, found = _in_tags(
+    """The calls between Command's tokens. The tokens around its response are left out."""
+    content, calls = _in_tags(
         text, "<|START_ACTION|>", "<|END_ACTION|>", lambda t: _listed(t, "tool_name", "parameters", "actions")
     )
     for mark in ("<|START_RESPONSE|>", "<|END_RESPONSE|>"):
         content = content.replace(mark, "")
-    return content, found
+    return content, calls
 
 
+# Patterns of a call and of one of its arguments, for GLM and for Qwen 3 Coder; the module's docstring has an example of
+# each.
 _GLM = re.compile(r"\s*(?P<name>[^\s<]+)\s*(?P<rest>(<arg_key>.*)?)", re.DOTALL)
-# Atomic groups: the first end tag ends a key or a value, and a match that fails is not tried again from a later one.
+# The groups `(?>...)` are atomic: the first end tag ends a key or a value. A match that fails is not tried again with a
+# later end tag.
 _GLM_ARG = re.compile(
     r"\s*<arg_key>(?>(?P<key>.*?)</arg_key>)\s*<arg_value>(?>(?P<value>.*?)</arg_value>)\s*", re.DOTALL
 )
@@ -234,44 +257,48 @@ _CODER_ARG = re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</p
 def _marked_up(
     text: str, call: re.Pattern[str], argument: re.Pattern[str], shape: str
 ) -> list[tuple[str, dict[str, Any]]]:
-    """A name and tagged arguments. A value that is not JSON is text."""
-    found = call.fullmatch(text)
-    if found is None:
+    """The one call of a text that has a name and tagged arguments. A value that is not JSON is text.
+
+    `call` and `argument` are the patterns, `shape` is the form that messages show.
+    """
+    call_match = call.fullmatch(text)
+    if call_match is None:
         raise Unreadable(f"a call is written {shape}")
-    out: dict[str, Any] = {}
-    at, rest = 0, found["rest"].rstrip()
+    arguments: dict[str, Any] = {}
+    at, rest = 0, call_match["rest"].rstrip()
     while at < len(rest):
-        one = argument.match(rest, at)
-        if one is None:
+        argument_match = argument.match(rest, at)
+        if argument_match is None:
             raise Unreadable(f"a call is written {shape}, not {rest[at : at + 40].strip()!r}")
-        # Which of the two was meant is unknown, so neither is called.
-        if one["key"].strip() in out:
-            raise Unreadable(f"argument {one['key'].strip()!r} is given twice")
-        out[one["key"].strip()] = read_data.loose_value(one["value"])
-        at = one.end()
-    return [(read_data.name_of(found["name"].strip()), out)]
+        # It is unknown which of two equal arguments was meant, so the tool is not called.
+        if argument_match["key"].strip() in arguments:
+            raise Unreadable(f"argument {argument_match['key'].strip()!r} is given twice")
+        arguments[argument_match["key"].strip()] = read_data.loose_value(argument_match["value"])
+        at = argument_match.end()
+    return [(read_data.name_of(call_match["name"].strip()), arguments)]
 
 
 def _called(how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Callable[[str], Found]:
+    """A format of calls between `<tool_call>` tags, each piece read by `how`."""
     return lambda text: _in_tags(text, "<tool_call>", "</tool_call>", how)
 
 
 _GLM_SHAPE = "NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
 _CODER_SHAPE = "<function=NAME><parameter=KEY>VALUE</parameter></function>"
-_CHANNEL = re.compile(r"<\|channel\|>(\w+)")
-_TO = re.compile(r"to=functions\.(\S+?)(?=\s|<|$)")
+_CHANNEL = re.compile(r"<\|channel\|>(\w+)")  # `<|channel|>analysis`
+_TO = re.compile(r"to=functions\.(\S+?)(?=\s|<|$)")  # `to=functions.search`
 
 
 def _harmony(text: str) -> Parsed:
-    """Messages of several channels. One that is addressed to functions.NAME is a call. The first header may be in the
-    prompt."""
+    """A turn of messages in several channels. A message that is addressed to functions.NAME is a call. The prompt may
+    have written the header of the first message."""
     reasoning, content, calls = [], [], list[ToolCall | Malformed]()
     # A message is a header (channel, recipient), the mark, and a body. A piece without both marks is plain text.
     for message in re.split(r"<\|start\|>assistant|<\|end\|>|<\|call\|>", text):
         channel = _CHANNEL.search(message)
-        at = message.find("<|message|>", channel.end()) if channel is not None else -1
-        head, body = message[: at + len("<|message|>")], message[at + len("<|message|>") :]
-        if channel is None or at < 0:
+        mark_place = message.find("<|message|>", channel.end()) if channel is not None else -1
+        head, body = message[: mark_place + len("<|message|>")], message[mark_place + len("<|message|>") :]
+        if channel is None or mark_place < 0:
             content.append(message)
         elif recipient := _TO.search(head):
             name = recipient[1]
@@ -296,4 +323,5 @@ FORMATS: dict[str, Callable[[str], Found]] = {
     "coder": _called(lambda t: _marked_up(t, _CODER, _CODER_ARG, _CODER_SHAPE)),
     "harmony": lambda text: (lambda p: (p.content, list(p.calls)))(_harmony(text)),
 }
-"""Formats by name: text without thoughts -> (text outside the calls, calls)."""
+"""Each format's function: text without thoughts -> (text outside the calls, calls). `parse` calls `_harmony` itself,
+because there the thoughts are a channel."""

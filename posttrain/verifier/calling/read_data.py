@@ -13,16 +13,16 @@ LONGEST = 100_000
 LONGEST_TURN = 10 * LONGEST
 """The most characters of a turn in which calls are looked for."""
 DIGITS = 5000
-"""More characters than a number may have that Python reads."""
+"""The fewest characters that a parser sees of a value: more than the 4300 digits of an integer that Python reads."""
 DEEPEST = 50
 """The deepest nesting of brackets."""
 _NAME = re.compile(r"[A-Za-z_][\w.\-]{0,127}")
 
 
 def _marks(quotes: str) -> re.Pattern[str]:
-    """Strings in these quotes, brackets, and pieces of other text."""
-    # Possessive, and with a closing quote that may lack: an open string is one mark up to the end. Other text comes in
-    # pieces, so that every character is looked at once.
+    """A pattern of the marks of a text: a string in one of these quotes, a bracket, or a piece of other text."""
+    # Possessive repetitions never give a character back, so each character is looked at once. The closing quote may be
+    # missing: a string that is not closed is one mark up to the end. Other text comes in pieces of up to 64 characters.
     strings = "|".join(rf"{q}[^{q}\\]*+(?:\\.[^{q}\\]*+)*+{q}?" for q in quotes)
     return re.compile(rf"{strings}|[][{{}}()]|[^][{{}}(){quotes}\s]{{1,64}}+", re.DOTALL)
 
@@ -43,10 +43,10 @@ def json_value(text: str) -> Any:
 
 
 def json_prefix(text: str, begin: int = 0) -> tuple[Any, int]:
-    """(the JSON value in `text` at `begin`, its end). Keys must be unique; NaN and infinity are not allowed.
+    """(the JSON value in `text` at `begin`, the position of its end). Keys must be unique. NaN and infinity are errors.
 
     Raises:
-        Unreadable: it is no such value. The message says what is wrong, and where.
+        Unreadable: there is no such value. The message says what is wrong, and where.
     """
     while begin < len(text) and text[begin] in " \t\r\n":
         begin += 1
@@ -62,39 +62,45 @@ def json_prefix(text: str, begin: int = 0) -> tuple[Any, int]:
 
 
 def _end(text: str, begin: int, marks: re.Pattern[str]) -> int:
-    """The end of the value that begins here, or a position behind it. Its nesting is checked before it is parsed,
-    because parsers recurse. Only brackets outside strings count."""
+    """The end of the value that begins at `begin`, or a position behind it.
+
+    Raises Unreadable if its brackets are nested too deeply. This is checked before the value is parsed, because parsers
+    recurse. Only brackets outside strings count.
+    """
     depth = 0
-    for found in marks.finditer(text, begin, begin + LONGEST):
-        if found[0] in "[{(":
+    for mark in marks.finditer(text, begin, begin + LONGEST):
+        if mark[0] in "[{(":
             depth += 1
             if depth > DEEPEST:
                 raise Unreadable(f"brackets nest deeper than {DEEPEST}")
-        elif found[0] in "]})":
+        elif mark[0] in "]})":
             depth -= 1
-        # A closed bracket, or a value without brackets, whose first mark is its end. A number may
-        # be longer than a mark is.
+        # Here the outermost bracket is closed, or the value has no brackets and its first mark is all of it. A number
+        # may be longer than one mark, so the end is at least `DIGITS` characters behind `begin`.
         if depth <= 0:
-            return max(found.end(), begin + DIGITS)
+            return max(mark.end(), begin + DIGITS)
     return begin + LONGEST
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+    """A JSON object from its keys and values; ValueError for a key that is given twice."""
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        # Readers disagree about which of two equal keys counts, so what is checked here could
-        # differ from what a tool gets.
-        if key in out:
+        # JSON readers disagree about which of two equal keys counts. The value that is checked here could differ from
+        # the value that a tool gets.
+        if key in values:
             raise ValueError(f"key {key!r} is given twice")
-        out[key] = value
-    return out
+        values[key] = value
+    return values
 
 
 def _constant(name: str) -> NoReturn:
+    """Refuses `NaN` and `Infinity`, which Python's JSON reader accepts."""
     raise ValueError(f"{name} is no JSON number")
 
 
 def _number(text: str) -> float:
+    """A JSON number with a decimal point or an exponent; ValueError if it is too large for a float."""
     if (x := float(text)) in (float("inf"), float("-inf")):
         raise ValueError(f"{text[:20]} is too large a number")
     return x
@@ -146,21 +152,23 @@ def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _python_call(call: ast.Call) -> tuple[str, dict[str, Any]]:
+    """One call of a Python list: its name, and its arguments by name."""
     if call.args:
         raise Unreadable("arguments are given by name: f(a=1)")
-    out: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for keyword in call.keywords:
-        # `f(**x)`
+        # `f(**x)` has a keyword without a name.
         if keyword.arg is None:
             raise Unreadable("arguments are written out one by one, without **")
         try:
-            out[keyword.arg] = _plain(ast.literal_eval(keyword.value))
+            arguments[keyword.arg] = _plain(ast.literal_eval(keyword.value))
         except (ValueError, TypeError, RecursionError, MemoryError):
             raise Unreadable(f"argument {keyword.arg} is no literal value") from None
-    return name_of(_dotted(call.func)), out
+    return name_of(_dotted(call.func)), arguments
 
 
 def _dotted(node: ast.expr) -> str | None:
+    """The name `a.b.c` of an expression that only reads attributes; None for other expressions."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)

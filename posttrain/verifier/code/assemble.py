@@ -25,20 +25,28 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 
+# Names that every module has.
 KNOWN = {*dir(builtins), "__name__", "__file__", "__doc__", "__builtins__"}
 MOST_DROPPED = 200
 """The most lines of prose that are removed around bare code."""
 
+# Statements that define a function or a class, and all statements that may define a name.
 _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _PROVIDING = (*_DEFINITION, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.If, ast.Try)
+# A program that reads its input: `input(`, `sys.stdin`, `open(0`.
 _READS = re.compile(r"\binput\s*\(|\bstdin\b|\bfileinput\b|\bopen\s*\(\s*0\b")
+# Lines that are code although they may look like words: `def f(`, `class A:`, `@cache`, `import math`, `from a import
+# b`.
 _CODE = re.compile(r"(?:def|class)\s+\w+\s*[(:]|@\w|import\s+\w|from\s+[\w.]+\s+import\b")
+# A word of prose (`don't`), and what may stand between two words: spaces with punctuation and Markdown (`, **`).
 _WORD = r"[^\W\d_][\w'’-]*"
 _GAP = r"[*_`\"”)]*[,;:.!?]*[*_`\"”]*\s+[*_`\"“(]*"
-# Three words in a row with only punctuation and Markdown between them. `for x in` is that too, but only lines near
-# a syntax error are asked.
+# Three words in a row with only punctuation and Markdown between them. `for x in` matches too, but only lines that a
+# syntax error names are tested.
 _SENTENCE = re.compile(rf"{_WORD}(?:{_GAP}{_WORD}){{2}}")
+# Two words (`Hello world`), or one word with a stop after it (`Solution:`). Group 1: the first word.
 _PHRASE = re.compile(rf"\W*({_WORD})(?:{_GAP}{_WORD}\W*|.*[:.!?。：！？]\W*)")
+# A line of signs only: `---`, `***`.
 _RULE = re.compile(r"[-=*_~\s]+")
 
 
@@ -53,8 +61,8 @@ class Part:
     def defines(self, names: Iterable[str], imports: bool) -> bool:
         """Returns whether the block defines one of the names. With `imports`, an import counts too. A block that does
         not parse is searched for the text of a definition."""
-        # A version that is cut off counts as the last version all the same, or an earlier and
-        # abandoned one would be judged.
+        # A block that is cut off does not parse, and still counts as the last version of the program. Otherwise an
+        # earlier version, which the policy gave up, would be judged.
         if self.tree is None:
             text = textwrap.dedent(self.source)
             return any(
@@ -72,9 +80,9 @@ class Part:
     @property
     def acts(self) -> bool:
         """True where the block does more than define names when it runs."""
-        quiet = (*_DEFINITION, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Assert)
+        defining = (*_DEFINITION, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Assert)
         return self.tree is None or any(
-            not isinstance(s, quiet) and not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+            not isinstance(s, defining) and not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
             for s in self.tree.body
         )
 
@@ -93,13 +101,14 @@ def chosen(blocks: list[tuple[bool, str]], wanted: list[str]) -> str:
 
 
 def _defining(parts: list[Part], wanted: list[str]) -> Part | None:
+    """The last block that defines a wanted name, marked blocks first; None if there is none."""
     # `from solution import f` in a block of tests binds the name too, so imports count only
     # where nothing else defines it.
     for imports in (False, True):
         for marked in (True, False):
-            found = [p for p in parts if p.marked is marked and p.defines(wanted, imports)]
-            if found:
-                return found[-1]
+            defining = [p for p in parts if p.marked is marked and p.defines(wanted, imports)]
+            if defining:
+                return defining[-1]
     return None
 
 
@@ -113,8 +122,8 @@ def _reading(parts: list[Part]) -> Part | None:
     last = readers[-1]
     if last.acts or last.tree is None:
         return last
-    # `def solve(): ... input()` reads only where somebody calls it. The call may stand in a later block, and is then
-    # the main one; `_completed` brings the function to it.
+    # `def solve(): ... input()` reads only if it is called. If the call stands in a later block, that block is the main
+    # one, and `_completed` adds the function to it.
     names = {name for name, _ in bound(last.tree.body)}
     users = [p for p in marked[marked.index(last) + 1 :] if p.tree is not None and p.acts and names & missing(p.source)]
     return users[0] if users else last
@@ -124,38 +133,41 @@ def _completed(main: Part, parts: list[Part], wanted: list[str]) -> str:
     """The main block, after the statements of other blocks that define what it needs."""
     if main.tree is None:
         return main.source
-    # A version shortly before the main block is the likeliest one that it was written for, so blocks are searched
-    # backwards from it and then forwards after it.
-    at = parts.index(main)
-    order = [*reversed(range(at)), *range(at + 1, len(parts))]
-    own = {name for name, _ in bound(main.tree.body)}
-    taken: dict[tuple[int, int], str] = {}
-    needed = sorted((missing(main.source) | set(wanted)) - own)
-    seen = set(needed) | own
-    # A walk over names: each takes one statement, and that statement's own missing names are added. `seen` ends it
-    # where statements need each other.
+    # Several blocks may define a needed name. The main block was most likely written for the last definition before it,
+    # so the blocks before it are searched backwards, and then the blocks after it.
+    main_place = parts.index(main)
+    order = [*reversed(range(main_place)), *range(main_place + 1, len(parts))]
+    defined = {name for name, _ in bound(main.tree.body)}
+    statements: dict[tuple[int, int], str] = {}
+    needed = sorted((missing(main.source) | set(wanted)) - defined)
+    seen = set(needed) | defined
+    # For each needed name one statement is added, and then the names that this statement needs in its turn. `seen` ends
+    # the walk where statements need each other.
     while needed:
         name = needed.pop()
         place = next((p for i in order if (p := _provider(i, parts[i], name)) is not None), None)
-        if place is None or place in taken:
+        if place is None or place in statements:
             continue
         tree = parts[place[0]].tree
         assert tree is not None
-        taken[place] = ast.unparse(tree.body[place[1]])
-        more = missing(taken[place]) - seen
-        seen |= more
-        needed += sorted(more)
+        statements[place] = ast.unparse(tree.body[place[1]])
+        new_names = missing(statements[place]) - seen
+        seen |= new_names
+        needed += sorted(new_names)
     lines = main.source.split("\n")
     # `from __future__` has to stay at the top of a program, so the added statements go below it.
-    first = max(
+    future_lines = max(
         (s.end_lineno or 0 for s in main.tree.body if isinstance(s, ast.ImportFrom) and s.module == "__future__"),
         default=0,
     )
-    return "\n".join([*lines[:first], *(taken[place] for place in sorted(taken)), *lines[first:]])
+    return "\n".join(
+        [*lines[:future_lines], *(statements[place] for place in sorted(statements)), *lines[future_lines:]]
+    )
 
 
 def _provider(block: int, part: Part, name: str) -> tuple[int, int] | None:
-    """(block, index) of the block's last statement that defines a name. `import *` may define any name."""
+    """(block, index of the statement) of a block's last statement that defines a name; None if it has none. `import *`
+    may define any name."""
     if part.tree is None:
         return None
     # Only statements that define something are taken. The guard of a script (`if __name__ == ...`) holds
@@ -205,16 +217,16 @@ def bound(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 def missing(source: str) -> set[str]:
     """The names that a source reads from its module and does not bind there."""
-    # The compiler's own table of names: it knows scopes, so an argument or a local variable is no missing name. In an
-    # inner scope only what it reads as a global counts.
+    # The compiler's table of names knows scopes, so an argument or a local variable is no missing name. Of an inner
+    # scope, only the names that it reads as globals count.
     top = symtable.symtable(source, "program", "exec")
     read, tables = set[str](), [top]
     while tables:
         table = tables.pop()
         tables += table.get_children()
         read |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (table is top or s.is_global())}
-    own = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
-    return read - own - KNOWN
+    bound_names = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    return read - bound_names - KNOWN
 
 
 def unprompted(source: str) -> str:
@@ -233,7 +245,7 @@ def bare(text: str) -> str:
     'def f():\\n    return 1'
     """
     lines = unprompted(text).split("\n")
-    # Each round parses the text, and a syntax error that lies in prose blanks that line. Lines are blanked and not
+    # Each round parses the text. If the syntax error lies in a line of prose, that line is made empty. It is not
     # deleted, so that line numbers keep their meaning.
     for _ in range(MOST_DROPPED):
         rest = textwrap.dedent("\n".join(lines))
@@ -242,24 +254,23 @@ def bare(text: str) -> str:
         except (ValueError, RecursionError, MemoryError):
             return text
         except SyntaxError as error:
-            bad = [min((error.lineno or 1) - 1, len(lines) - 1)]
-            # Indentation that is wrong comes of a line of prose at the margin, which may be another line than
-            # the one that is reported.
+            suspects = [min((error.lineno or 1) - 1, len(lines) - 1)]
+            # Wrong indentation may come from a line of prose at the margin, which need not be the reported line.
             if isinstance(error, IndentationError):
-                bad += [i for i, line in enumerate(lines) if line[:1].strip()]
-            at = next((i for i in bad if prose(lines[i])), None)
-            if at is None:
+                suspects += [i for i, line in enumerate(lines) if line[:1].strip()]
+            prose_line = next((i for i in suspects if prose(lines[i])), None)
+            if prose_line is None:
                 return text
-            lines[at] = ""
+            lines[prose_line] = ""
             continue
-        # Nothing but names and labels is a text that happens to parse, such as `Done`, and no program.
-        words = [s for s in tree.body if _says_nothing(s)]
-        if len(words) == len(tree.body):
+        # A text of names and labels only, such as `Done`, happens to parse and is no program.
+        wordy = [s for s in tree.body if _says_nothing(s)]
+        if len(wordy) == len(tree.body):
             return text
-        kept = rest.split("\n")
-        for s in words:
-            kept[s.lineno - 1 : s.end_lineno] = [""] * ((s.end_lineno or s.lineno) - s.lineno + 1)
-        return "\n".join(kept)
+        kept_lines = rest.split("\n")
+        for s in wordy:
+            kept_lines[s.lineno - 1 : s.end_lineno] = [""] * ((s.end_lineno or s.lineno) - s.lineno + 1)
+        return "\n".join(kept_lines)
     return text
 
 
@@ -289,9 +300,10 @@ def _says_nothing(statement: ast.stmt) -> bool:
 
 
 def parsed(source: str) -> ast.Module | None:
+    """The syntax tree of a source; None if Python cannot compile it."""
     try:
         tree = ast.parse(source)
-        # The table of names refuses some sources that the parser accepts, such as two arguments of one name.
+        # `missing` also fails for sources that only the parser accepts, such as two arguments with one name.
         missing(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None

@@ -46,17 +46,21 @@ MOST_BLOCKS = 64
 MOST_SECONDS = 2.0
 """The most seconds of that search. If it takes longer, the last block is the program."""
 _STATEMENT = re.compile(
+    # An indented or empty line, a comment, a decorator, a closing bracket, a string; `def f(`, `class A:`; `import
+    # math`.
     r"\s|[#@)\]}'\"]|$|(?:def|class|async def)\s+\w+\s*[(:]|import\s[\w., ]+$"
-    r"|from\s+[\w.]+\s+import\b|(?:if|elif|for|while|with|match)\b.*:"
+    r"|from\s+[\w.]+\s+import\b|(?:if|elif|for|while|with|match)\b.*:"  # `from a import b`, `for x in y:`
+    # `else:`, `return x`, `print(`.
     r"|(?:else|try|finally|except)\b.*:|(?:return|pass|break|raise|assert|del|global)\b|[\w.]+\("
-    r"|[A-Za-z_][\w.,* \[\]'\"]*+(?::[^=]*)?[-+*/%&|^<>@]*="
+    r"|[A-Za-z_][\w.,* \[\]'\"]*+(?::[^=]*)?[-+*/%&|^<>@]*="  # `a, b = 1, 2`, `x: int = 3`, `x += 1`
 )
-"""Matches how a line of a program begins. Lines of prose rarely match."""
+"""Matches the begin of a line of a program. Lines of prose rarely match."""
 
+# A name of `typing`, such as `List`.
 _TYPED = re.compile(rf"\b(?:{'|'.join(typing.__all__)})\b")
-# Possessive repetitions, because the text is what a program printed: nothing of it is read twice.
+# Possessive repetitions, because a program printed the text: no character is read twice, however long a number is.
 _NUMBER = re.compile(r"((?<![\w.])[-+]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?+(?!\w|\.\d))")
-"""A number that stands alone, so that no part of a version or of a word is one."""
+"""A number that stands alone, such as `-1.5e3`. The parts of a version (`1.2.3`) or of a word (`x2`) do not match."""
 
 
 @dataclass(frozen=True)
@@ -134,34 +138,35 @@ class Code:
     async def program(self, tests: Sequence[Test], text: str) -> str:
         """The program of a response. If it could be one of several blocks, or has words around it, `assemble` finds it
         in the sandbox."""
-        # A fenced block that is alone, or code without words, is the program as it stands, which saves a process for
-        # most responses. A session of the interpreter has prompts to be removed.
+        # A single fenced block, or code without words around it, is the program as it stands. Most responses are like
+        # that, and need no process here. From a session of the interpreter (`>>> `) the prompts have to be removed.
         blocks = blocks_of(text)
         only, plain = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
         if plain and (only.kind != "bare" or not _worded(only.body)):
             return only.body
-        # A text of that length has no blocks; it is one bare block.
+        # `blocks_of` does not search so long a text: it is one bare block.
         if len(text) > LONGEST:
             return last_of(blocks)
         # Only names go into the sandbox with the blocks. What is parsed there is a policy's text, which may crash the
         # parser or make it run very long.
-        asked = {"bare": only.kind == "bare", "wanted": sorted(wanted_names(tests))}
-        asked["blocks"] = [(b.python, b.body) for b in blocks[-MOST_BLOCKS:]]
-        own = self.sandbox.limits
-        cpu, wall = min(own.cpu, MOST_SECONDS), min(own.wall, MOST_SECONDS)
-        # JSON writes a character in up to 6 bytes, or 12 for one outside the first plane, and code is mostly ASCII.
-        limits = replace(own, cpu=cpu, wall=wall, output=min(MOST_SAID, SPARE + 8 * len(text)))
-        ran = await self.sandbox.run(ASSEMBLE, stdin=json.dumps(asked), limits=limits)
+        request = {"bare": only.kind == "bare", "wanted": sorted(wanted_names(tests))}
+        request["blocks"] = [(b.python, b.body) for b in blocks[-MOST_BLOCKS:]]
+        usual = self.sandbox.limits
+        cpu, wall = min(usual.cpu, MOST_SECONDS), min(usual.wall, MOST_SECONDS)
+        # JSON writes a character in up to 6 bytes, or 12 if it is outside the first plane. Code is mostly ASCII, so 8
+        # bytes for each character are almost always enough.
+        limits = replace(usual, cpu=cpu, wall=wall, output=min(MOST_SAID, SPARE + 8 * len(text)))
+        ran = await self.sandbox.run(ASSEMBLE, stdin=json.dumps(request), limits=limits)
         try:
-            found = json.loads(ran.stdout) if ran.why == "ok" else None
+            assembled = json.loads(ran.stdout) if ran.why == "ok" else None
         except ValueError:
-            found = None
-        # Whatever the search says or does not say, there is a program: the sandbox tests it like any other.
-        return found if isinstance(found, str) else last_of(blocks)
+            assembled = None
+        # If the search gave no program, the last block is the program.
+        return assembled if isinstance(assembled, str) else last_of(blocks)
 
     async def _judged(self, tests: Sequence[Test], program: str) -> Verdict:
-        """Each test in its turn. What counts against the time of all is how long the program ran, not how long it
-        waited for us."""
+        """The verdict of all tests, run one after another. `seconds` limits the time for which the program ran in them,
+        without the time that it waited for a place in the sandbox."""
         outcomes: list[Outcome] = []
         spent = 0.0
         for test in tests:
@@ -177,38 +182,42 @@ class Code:
         return self._score(tests, outcomes)
 
     def _score(self, tests: Sequence[Test], outcomes: Sequence[Outcome]) -> Verdict:
-        # Verdicts that prove less say so in the record: programs that ran unconfined, tests that they could deceive.
+        """The verdict from the outcomes of the tests. Its reason names the first test that failed."""
+        # The reason mentions what makes a verdict less certain: a program that ran unconfined, tests that it could
+        # deceive.
         notes = [f"sandbox={self.sandbox.name}"] if self.sandbox.name == "none" else []
         weak = sum(isinstance(t, WeakTest) for t in tests)
         notes += [f"{weak} weak tests"] if weak else []
-        bad = next(((i, o) for i, o in enumerate(outcomes) if o.kind), None)
-        if bad is None:
+        first_failure = next(((i, o) for i, o in enumerate(outcomes) if o.kind), None)
+        if first_failure is None:
             return Verdict.value(1.0, why="; ".join(notes))
         passed = sum(not o.kind for o in outcomes)
         score = passed / len(tests) if self.scoring == "fraction" else 0.0
-        why = f"test {bad[0] + 1} of {len(tests)}: {bad[1].why}"
-        return Verdict.value(score, bad[1].kind, "; ".join([why, *notes]))
+        why = f"test {first_failure[0] + 1} of {len(tests)}: {first_failure[1].why}"
+        return Verdict.value(score, first_failure[1].kind, "; ".join([why, *notes]))
 
     async def outcome(self, program: str, test: Test) -> Outcome:
         """Run one test in a fresh process, whose output limit is large enough for the expected output."""
-        # A right answer always fits; what is far longer than that is cut, so that a program cannot fill our memory.
+        # The limit is large enough for every right answer. Longer output is cut, so that a program cannot fill our
+        # memory.
         limits, room = self.sandbox.limits, test.room
         limits = replace(limits, output=max(limits.output, room)) if isinstance(test, InputTest) else limits
         limits = replace(limits, result=max(limits.result, room)) if isinstance(test, CallTest) else limits
         if isinstance(test, InputTest):
             ran = await self.sandbox.run(program, stdin=test.stdin, limits=limits)
-            found = _printed(ran, test, limits)
+            outcome = _printed(ran, test, limits)
         elif isinstance(test, CallTest):
             ran = await self.sandbox.run(_typed(program), call=_called(program, test), limits=limits)
-            found = _returned(ran, test)
+            outcome = _returned(ran, test)
         else:
-            ran, found = await self._weak(program, test)
-        return replace(found, seconds=ran.seconds)
+            ran, outcome = await self._weak(program, test)
+        return replace(outcome, seconds=ran.seconds)
 
     async def _weak(self, program: str, test: WeakTest) -> tuple[Ran, Outcome]:
         """Run the test's statements after the program, then call a function whose name the program cannot know."""
-        # The function stands behind the test's statements, so it exists only where they came to their end. An early
-        # `sys.exit(0)` returns nothing, and the name and the value differ at every call.
+        # The function is defined behind the test's statements, so it exists only if they came to their end. After an
+        # early `sys.exit(0)` it cannot be called. Its name and its value are random, so that the program cannot define
+        # it itself.
         name, nonce = f"passed_{secrets.token_hex(8)}", secrets.token_hex(8)
         whole = f"{program}\n\n{test.source}\n\ndef {name}():\n    return {nonce!r}\n"
         ran = await self.sandbox.run(whole, call=Call(name))
@@ -223,8 +232,8 @@ class Code:
 
     async def lint(self, tasks: Sequence[Task]) -> list[str]:
         """One line for each task in which an empty program scores above 0, so that its tests prove nothing."""
-        found = [(task, (await self.verdict(task, "")).score) for task in tasks]
-        return [f"task {task.id!r}: an empty program scores {score:g}" for task, score in found if score]
+        scores = [(task, (await self.verdict(task, "")).score) for task in tasks]
+        return [f"task {task.id!r}: an empty program scores {score:g}" for task, score in scores if score]
 
     @property
     def contained(self) -> str:
@@ -244,11 +253,12 @@ def _worded(text: str) -> bool:
 
 def _ended(ran: Ran) -> Outcome:
     """The outcome of a run that failed. The text has no raw control characters."""
-    said = f": {ran.complaint}" if ran.complaint else ""
-    return Outcome(ran.why, f"{ran.why} (exit {ran.exit}, {ran.seconds:.2f} s){said}")
+    complaint = f": {ran.complaint}" if ran.complaint else ""
+    return Outcome(ran.why, f"{ran.why} (exit {ran.exit}, {ran.seconds:.2f} s){complaint}")
 
 
 def _returned(ran: Ran, test: CallTest) -> Outcome:
+    """The outcome of a call: whether it returned a right value."""
     if ran.why != "ok":
         return _ended(ran)
     try:
@@ -262,9 +272,10 @@ def _returned(ran: Ran, test: CallTest) -> Outcome:
 
 
 def _printed(ran: Ran, test: InputTest, limits: ProgramLimits) -> Outcome:
+    """The outcome of a run with input: whether it printed the wanted lines."""
     if ran.why != "ok":
         return _ended(ran)
-    # What is left of the output could look like the beginning of a right answer.
+    # The output was cut at the limit. The part that is left could look like a right answer.
     if ran.cut and len(ran.stdout) >= limits.output:
         return Outcome("output", "printed more than is kept")
     said, expected = _lines(ran.said), _lines(test.wanted)
@@ -275,6 +286,7 @@ def _printed(ran: Ran, test: InputTest, limits: ProgramLimits) -> Outcome:
 
 
 def _lines(text: str) -> list[str]:
+    """The lines of a text without white space at their ends and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
@@ -291,8 +303,8 @@ def _alike(said: str, wanted: str, tolerance: float) -> bool:
     return len(one) == len(other) and all(
         a == b
         or (
-            i % 2 == 1  # numbers stand between the parts
-            # An integer that is wanted has to be said exactly.
+            i % 2 == 1  # numbers stand at the odd places
+            # If the wanted number is an integer, it has to be printed exactly.
             and not b.lstrip("+-").isdecimal()
             and math.isclose(float(a), float(b), rel_tol=tolerance, abs_tol=tolerance)
         )
@@ -301,13 +313,14 @@ def _alike(said: str, wanted: str, tolerance: float) -> bool:
 
 
 def _typed(program: str) -> str:
-    """The program with the names of `typing` that starter code takes for granted."""
-    # `from __future__` would no longer be the first statement; with it annotations are not evaluated, so
-    # their names need no import.
+    """The program with an import of `typing`, if it uses names such as `List` that starter code does not import."""
+    # A program with `from __future__` stays as it is: that statement has to come first. It also means that annotations
+    # are not evaluated, so their names need no import.
     return f"from typing import *\n{program}" if _TYPED.search(program) and "__future__" not in program else program
 
 
 def _called(program: str, test: CallTest) -> Call:
+    """The call of a test, with `Solution.` before its function if the program has such a class."""
     # Public data sets call a function, and write their starter code as a method of `class Solution`.
     method = test.method and re.search(r"^class Solution\b", program, re.MULTILINE)
     return replace(test.call, function=f"Solution.{test.call.function}") if method else test.call

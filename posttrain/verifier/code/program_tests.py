@@ -88,26 +88,27 @@ INPUT_KEYS = ("stdin", "stdout", "tolerance", "public")
 LOOSE = Comparison(TOLERANCE, any_sequence=True)
 """How values are compared that were written as JSON, which has no tuples."""
 SPARE = 4 * KIB
+"""Bytes that an output limit leaves beyond a right answer."""
 
 
 def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
     """A task's tests, the public ones first. DataError if there are none or if one cannot be read."""
-    said, where = task.info.get("tests"), f"task {task.id!r}: info['tests']"
-    if said is None and task.answer is not None:
-        said, where = task.answer, f"task {task.id!r}: the answer"
-    # Tables hold lists as text, so JSON is recognised by how it begins; other text is asserts.
-    if isinstance(said, str) and said.lstrip()[:1] in ("[", "{"):
-        said = _json(said, where)
-    said = [said] if isinstance(said, str) else _of_field(said, _object(task.info.get("metadata")), where)
-    if not isinstance(said, Sequence) or not said:
+    column, where = task.info.get("tests"), f"task {task.id!r}: info['tests']"
+    if column is None and task.answer is not None:
+        column, where = task.answer, f"task {task.id!r}: the answer"
+    # In a table a list may be text. Text that begins like JSON is JSON, and other text is asserts.
+    if isinstance(column, str) and column.lstrip()[:1] in ("[", "{"):
+        column = _json(column, where)
+    column = [column] if isinstance(column, str) else _of_field(column, _object(task.info.get("metadata")), where)
+    if not isinstance(column, Sequence) or not column:
         raise DataError(
             f"{where} must be a list of at least one test, or {{'inputs', 'outputs'}}; without tests every program"
             " would pass. Where another column holds them, name it: env.args.answer_column"
         )
-    tests = [t for i, entry in enumerate(said) for t in _understood(entry, f"{where}[{i}]")]
+    tests = [t for i, entry in enumerate(column) for t in _understood(entry, f"{where}[{i}]")]
     if not tests:
         raise DataError(f"{where} holds no assert and no test; without tests every program would pass")
-    # Such a test could be passed by no program, and every response would earn 0 for it.
+    # No program could pass a test whose answer is over the limit of output, and every response would get 0.
     large = next((t for t in tests if t.room > MOST_SAID), None)
     if large is not None:
         raise DataError(
@@ -121,7 +122,7 @@ def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
             " where the program can deceive it; rewrite it as {'function', 'args', 'expected'}, or accept such tests"
             " with weak=True"
         )
-    # The first failure is what a verdict tells, and of a public test it may tell what was wanted.
+    # A verdict names the first test that failed. Public tests come first, because their wanted answer may be shown.
     return tuple(sorted(tests, key=lambda t: not t.public))
 
 
@@ -136,16 +137,17 @@ def wanted_names(tests: Sequence[Test]) -> set[str]:
         if isinstance(test, CallTest):
             names |= {test.call.function.partition(".")[0], *(["Solution"] if test.method else [])}
         elif isinstance(test, WeakTest):
-            found = [n for n in ast.walk(ast.parse(test.source)) if isinstance(n, ast.Name)]
-            # What the tests define themselves, and built-ins, are not asked of the program.
-            own = {n.id for n in found if not isinstance(n.ctx, ast.Load)} | {
+            name_nodes = [n for n in ast.walk(ast.parse(test.source)) if isinstance(n, ast.Name)]
+            # The program need not define what the tests define themselves, nor built-ins.
+            defined = {n.id for n in name_nodes if not isinstance(n.ctx, ast.Load)} | {
                 n.name for n in ast.walk(ast.parse(test.source)) if isinstance(n, ast.FunctionDef | ast.ClassDef)
             }
-            names |= {n.id for n in found if isinstance(n.ctx, ast.Load)} - own - set(dir(builtins))
+            names |= {n.id for n in name_nodes if isinstance(n.ctx, ast.Load)} - defined - set(dir(builtins))
     return names
 
 
 def _json(text: Any, where: str) -> Any:
+    """The value of a JSON text; DataError if it is none."""
     try:
         return json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
@@ -162,23 +164,29 @@ def _object(value: Any) -> Mapping[str, Any]:
 
 
 def _of_field(said: Any, beside: Mapping[str, Any], where: str) -> Any:
-    """Tests in the forms of public data sets as tests; anything else as it is."""
-    one = False
+    """The tests of a public data set as entries that `_understood` reads. Anything else is returned as it is.
+
+    `beside`: what the task says of all its tests, such as `fn_name`.
+    """
+    wrapped = False
     if isinstance(said, Mapping) and "inputs" in said and "outputs" in said:
-        given, wanted = said["inputs"], said["outputs"]
-        if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted):
-            count = [len(x) if isinstance(x, list) else "no list of" for x in (given, wanted)]
-            raise DataError(f"{where} has {count[0]} inputs and {count[1]} outputs: give one output for each input")
-        one = all(isinstance(o, list) and len(o) == 1 for o in wanted)  # APPS writes a value v as [v]
-        beside, said = {**beside, **said}, [{"input": i, "output": o} for i, o in zip(given, wanted, strict=True)]
+        inputs, outputs = said["inputs"], said["outputs"]
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            counts = [len(x) if isinstance(x, list) else "no list of" for x in (inputs, outputs)]
+            raise DataError(f"{where} has {counts[0]} inputs and {counts[1]} outputs: give one output for each input")
+        wrapped = all(isinstance(o, list) and len(o) == 1 for o in outputs)  # APPS writes a value v as [v]
+        beside, said = {**beside, **said}, [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
     if not isinstance(said, list) or not all(isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in said):
         return said
-    # What stands nearer to a test counts: beside all of them, then in its metadata, then in the test itself.
-    return [_field_test(t, {**beside, **_object(t.get("metadata")), **t}, one, where) for t in said]
+    # A later source replaces an earlier one: what is said of all tests, then the test's metadata, then the test itself.
+    return [_field_test(t, {**beside, **_object(t.get("metadata")), **t}, wrapped, where) for t in said]
 
 
 def _field_test(test: Mapping[str, Any], about: Mapping[str, Any], one: bool, where: str) -> CallTest | dict[str, str]:
-    """One input and output. `about`: with what is said of all; `one`: whether an output may be a list around it."""
+    """One test of a public data set, as a call or as `stdin` and `stdout`.
+
+    `about`: the test together with what is said of all tests. `one`: an output `[v]` may mean the value v.
+    """
     name = about.get("fn_name") or about.get("func_name")
     if (about.get("testtype") or ("functional" if name else "stdin")) != "functional":
         return {"stdin": _lines(test["input"]), "stdout": _lines(test["output"])}
@@ -188,22 +196,25 @@ def _field_test(test: Mapping[str, Any], about: Mapping[str, Any], one: bool, wh
 
 
 def _lines(text: Any) -> str:
+    """A text, or a list of lines as one text."""
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
 def _called(name: Any, given: Any, wanted: Any, one: bool, where: str) -> CallTest:
-    """A call with arguments in a list, or as text with the JSON of one in each line; the output is then JSON too."""
+    """A test that calls a function. `given` is the list of its arguments, or a text with one argument in JSON on each
+    line; then the output is JSON too."""
     if isinstance(given, str):
         given = [_json(line, where) for line in given.split("\n") if line.strip()]
         wanted = _json(wanted, where) if isinstance(wanted, str) else wanted
     if not isinstance(given, list):
         raise DataError(f"{where}: the input of {name} is {type(given).__name__}, wanted a list of its arguments")
-    # A list around the value cannot be told from a list that is the value, so both are right.
+    # `[3]` may be the value 3 with a list around it, or a list that is the value itself, so both are right.
     also = (wanted[0],) if one else ()
     return _plain(CallTest(Call(str(name), tuple(given)), wanted, LOOSE, also=also, method=True), where)
 
 
 def _understood(entry: Any, where: str) -> list[Test]:
+    """The tests of one entry of `info["tests"]`. DataError if it cannot be read."""
     if isinstance(entry, CallTest):
         return [entry]
     if isinstance(entry, str):
@@ -229,9 +240,10 @@ def _understood(entry: Any, where: str) -> list[Test]:
 
 
 def _plain(test: CallTest, where: str) -> CallTest:
+    """The test itself, checked. DataError if an argument or the wanted value is no plain built-in value."""
     try:
-        # Encoded once now, so that a value that cannot be compared is refused before the run
-        # and not in the middle of it.
+        # The values are encoded here only as a check: a value that cannot be compared is refused before the run and not
+        # in the middle of it.
         encode([list(test.call.args), dict(test.call.kwargs), test.wanted])
     except NotPlain as error:
         raise DataError(f"{where}: arguments and expected values are plain built-in values: {error}") from None
@@ -265,26 +277,27 @@ def rewritten(source: str, where: str) -> list[Test]:
 
 
 def _from_assert(statement: ast.stmt) -> CallTest | None:
+    """The test that an assert states; None if it is no call with literal arguments compared to a literal."""
     if not isinstance(statement, ast.Assert):
         return None
-    test = statement.test
-    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+    condition = statement.test
+    if not isinstance(condition, ast.Compare) or len(condition.ops) != 1:
         return None
-    left, right, op = test.left, test.comparators[0], test.ops[0]
+    left, right, op = condition.left, condition.comparators[0], condition.ops[0]
     if isinstance(op, ast.Lt | ast.LtE):
         return _from_difference(left, right, less=isinstance(op, ast.Lt))
     if not isinstance(op, ast.Eq | ast.Is):
         return None
     # `assert 3 == f(1)` is the same test.
-    for call, value in ((left, right), (right, left)):
-        made, wanted = _call(call), _literal(value)
-        if made is not None and wanted is not None:
-            return CallTest(made, wanted[0])
+    for call_node, value_node in ((left, right), (right, left)):
+        call, wanted = _call(call_node), _literal(value_node)
+        if call is not None and wanted is not None:
+            return CallTest(call, wanted[0])
     return None
 
 
 def _from_difference(left: ast.expr, right: ast.expr, *, less: bool) -> CallTest | None:
-    """A test from `abs(f(x) - literal) < bound`. With `<` the tolerance is the next smaller float."""
+    """The test of `assert abs(f(x) - literal) < bound`; None for other expressions."""
     match left:
         case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=said, op=ast.Sub(), right=value)]):
             made, wanted, bound = _call(said), _literal(value), _literal(right)
@@ -294,12 +307,14 @@ def _from_difference(left: ast.expr, right: ast.expr, *, less: bool) -> CallTest
         return None
     if made is None or wanted is None or not isinstance(wanted[0], int | float):
         return None
-    # The comparison allows a difference equal to its tolerance, and `<` does not.
+    # A comparison allows a difference equal to its tolerance, and `<` does not: the tolerance is the next smaller
+    # float.
     within = math.nextafter(bound[0], 0.0) if less else bound[0]
     return CallTest(made, float(wanted[0]), Comparison(tolerance=within, relative=False)) if within else None
 
 
 def _call(node: ast.expr) -> Call | None:
+    """The call that an expression makes with literal arguments; None for other expressions."""
     if not isinstance(node, ast.Call):
         return None
     name = _name(node.func)
@@ -321,7 +336,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _literal(node: ast.expr) -> tuple[Any] | None:
-    """A literal's value in a tuple, or None if it is not a literal. So the literal None is not taken for no literal."""
+    """The value of a literal in a tuple of one; None for other expressions. The literal `None` gives `(None,)`."""
     try:
         return (ast.literal_eval(node),)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

@@ -26,8 +26,9 @@ from posttrain.system.terminal_output import tell
 from posttrain.verifier.workers.worker_process import LENGTH, OUT_OF_MEMORY, confine
 
 PR_SET_PDEATHSIG = 1
+"""The option of Linux's `prctl` that sends a signal to this process when its parent ends."""
 TAKEN = {"taken": True}
-"""Said when a request was read to its end, before it is answered."""
+"""The message that a request was read to its end. It is sent before the answer."""
 FINISHED = 76
 """Exit code of an answering process whose trainer closed the pipe."""
 
@@ -45,7 +46,8 @@ def main(parent: int) -> None:
     # A crash of a process with gigabytes of address space would write them to the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory(spec["memory"])
-    # Cached: what `preload` makes here is inherited by every fork. Else each answering process makes its own.
+    # The handler is cached. If `preload` makes it here, every fork inherits it. Else each answering process makes its
+    # own.
     make = functools.cache(functools.partial(_handler, spec["maker"], spec["argument"]))
     if spec["preload"]:
         try:
@@ -96,17 +98,20 @@ def _answer_all(
 
 
 def _handler(maker: str, argument: str) -> Callable[[Any], dict[str, Any]]:
+    """The function that answers requests, from `module:function` and its argument."""
     module, _, name = maker.partition(":")
     return getattr(importlib.import_module(module), name)(argument)
 
 
 def take(pipe: int) -> bytes | None:
-    """One message; None at the end. It is read without a buffer, so that the next process can read the next message."""
-    head = _exactly(pipe, LENGTH.size)
-    return None if head is None else _exactly(pipe, LENGTH.unpack(head)[0])
+    """One message; None at the end of the pipe. No byte behind it is read, so the next process finds the next
+    message."""
+    length = _exactly(pipe, LENGTH.size)
+    return None if length is None else _exactly(pipe, LENGTH.unpack(length)[0])
 
 
 def _exactly(pipe: int, count: int) -> bytes | None:
+    """`count` bytes of a pipe; None if it ends before."""
     parts = bytearray()
     while len(parts) < count:
         part = os.read(pipe, count - len(parts))
@@ -125,6 +130,7 @@ def give(pipe: int, reply: dict[str, Any]) -> None:
 
 
 def _limit_memory(mebibytes: int) -> None:
+    """Limits the address space of this process."""
     with contextlib.suppress(ValueError, OSError):  # some systems refuse it; the other limits still hold
         resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
 
@@ -139,12 +145,13 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    # The parent may have ended before the line above, and then no signal would come.
+    # If the parent ended before the line above, no signal comes.
     if os.getppid() != parent:
         os._exit(0)
 
 
 def _watch(parent: int) -> None:
+    """Ends this process and its group once the parent is another one than `parent`."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(0, signal.SIGKILL)

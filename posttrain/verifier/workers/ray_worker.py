@@ -1,5 +1,7 @@
-"""A worker on some machine of a Ray cluster. Its actor holds a `worker_process.WorkerProcess` there, so what a request
-may use, and who is to blame for a missing answer, are the same as on this machine."""
+"""A worker on some machine of a Ray cluster. Its actor holds a `worker_process.WorkerProcess` there.
+
+So the limits of a request, and the rules of who is to blame for a missing answer, are the same as on this machine.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from posttrain.verifier.workers.worker_process import EndedError, Spec, WorkerEr
 PLACE_SECONDS = 120.0
 """Seconds that the cluster may take to begin an actor, or to carry a request and its reply."""
 Told = tuple[dict[str, Any] | None, tuple[type[WorkerError], str, str, bool] | None, bool, tuple[int, ...]]
-"""The answer of an actor: the reply, or the error that its worker raised; whether the worker can be asked again; and
-the ids of the processes there."""
+"""The answer of an actor: (reply or None, parts of the error that its worker raised or None, whether the worker can be
+asked again, ids of the processes there)."""
 
 
 class WorkerActor:
@@ -50,12 +52,12 @@ class RayWorker:
         import ray
 
         self.usable, self.processes, self._ray = True, tuple[int, ...](), ray
-        # A call may find the worker in need of a new process, so its start counts too.
+        # During a call the worker may have to start a new process, so the time of a start is added.
         self._seconds = spec.start + spec.wall + PLACE_SECONDS
-        # No reserved CPUs, or an actor would wait for a place that the engines have taken. No restart by Ray either:
-        # the new actor would hold no worker, and the pool begins another one itself.
-        how: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0}
-        self._actor: Any = ray.remote(WorkerActor).options(**how).remote()
+        # The actor reserves no CPUs. Otherwise it would wait for CPUs that the engines have reserved. Ray does not
+        # restart it either: a new actor would hold no worker, and the pool begins another one itself.
+        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0}
+        self._actor: Any = ray.remote(WorkerActor).options(**options).remote()
         try:
             self._answer(self._actor.start.remote(spec))
         except WorkerError as error:
@@ -85,6 +87,7 @@ class RayWorker:
         self.end()
 
     def _answer(self, ref: Any) -> dict[str, Any]:
+        """Waits for a call of the actor and returns its reply. Raises the error that its worker raised."""
         try:
             reply, error, usable, self.processes = self._ray.get(ref, timeout=self._seconds)
         except self._ray.exceptions.GetTimeoutError:
@@ -96,8 +99,8 @@ class RayWorker:
             raise WorkerError("lost", f"its actor on Ray is lost: {why}", killed=True) from None
         self.usable = self.usable and usable
         if error is not None:
-            kind, *given = error
-            raise kind(*given)
+            kind, *arguments = error
+            raise kind(*arguments)
         return reply
 
 

@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PooledSource:
-    """A reward function of a file, called in worker processes. `local` is the same function in this process. It is
-    inspected but never called."""
+    """A reward function of a file, called in worker processes. `local` is the same function in this process: its
+    signature is read, but it is never called."""
 
     local: FunctionSource
     pool: WorkerPool = field(repr=False)
@@ -59,12 +59,12 @@ class PooledSource:
             answer = await self.pool.ask_all(([_sent(a) for a in attempts], (at.step, at.steps)))
         except Exception as error:
             answer = WorkerAnswer((Verdict.failed("worker", f"{type(error).__name__}: {error}"),))
-        found = list(answer.verdicts)
+        verdicts = list(answer.verdicts)
         # Where the worker did not answer there is one verdict for the whole request.
-        if len(found) != len(attempts):
-            why = f"{found[0].why} (one call for {len(attempts)} answers)"
-            found = [Verdict.failed(found[0].kind or "worker", why)] * len(attempts)
-        return [self._judged(v) for v in found], dict(answer.logged)
+        if len(verdicts) != len(attempts):
+            why = f"{verdicts[0].why} (one call for {len(attempts)} answers)"
+            verdicts = [Verdict.failed(verdicts[0].kind or "worker", why)] * len(attempts)
+        return [self._judged(v) for v in verdicts], dict(answer.logged)
 
     def _judged(self, verdict: Verdict) -> Judged:
         return Judged(self.name, self.weight, redacted(verdict), resolution=self.local.resolution)
@@ -90,8 +90,10 @@ def pooled(local: FunctionSource, file: Path, attribute: str, workers: int, time
 
 
 def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
-    """Runs in the worker: the function of `path.py:name` as a handler of (attempts, step and steps). Without the latter
-    there is one attempt."""
+    """Runs in the worker: the function of `path.py:name` as a handler of requests.
+
+    A request is (parts of attempts, (step, steps)) for a batch, or ([parts of one attempt], None).
+    """
     path, _, attribute = argument.rpartition(":")
     judge = source(load(Path(path), attribute))
 
@@ -109,17 +111,17 @@ def _sent(a: Attempt) -> tuple[Any, ...]:
 
 
 def _verdict(judge: FunctionSource, attempt: Attempt) -> Verdict:
-    """Runs in the main thread of the worker."""
+    """The verdict on one attempt. Runs in the main thread of the worker."""
     args, kwargs = judge.arguments(attempt)
     return _called(judge, args, kwargs, judge.read)
 
 
 def _together(judge: FunctionSource, attempts: Sequence[Attempt], at: StepNumber) -> dict[str, Any]:
-    """Runs in the main thread of the worker: one call for all attempts."""
+    """The reply to a batch: one call for all attempts. Runs in the main thread of the worker."""
     log, count = batch_functions.Log(len(attempts)), len(attempts)
     kwargs = batch_functions.keywords(judge.function, attempts, at, log)
-    found = _called(judge, (), kwargs, lambda returned: log.all_written(batch_functions.verdicts(returned, count)))
-    return reply_of_all([found] * count if isinstance(found, Verdict) else found, log.gauges)
+    judged = _called(judge, (), kwargs, lambda returned: log.all_written(batch_functions.verdicts(returned, count)))
+    return reply_of_all([judged] * count if isinstance(judged, Verdict) else judged, log.gauges)
 
 
 def _called(judge: FunctionSource, args: Any, kwargs: Any, read: Callable[[Any], T]) -> T | Verdict:
@@ -128,7 +130,7 @@ def _called(judge: FunctionSource, args: Any, kwargs: Any, read: Callable[[Any],
     try:
         returned = judge.function(*args, **kwargs)
         return read(asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned)
-    # The worker ends on a MemoryError with an exit code of its own: memory that ran out is no error of the function.
+    # On a MemoryError the worker ends with its own exit code (`OUT_OF_MEMORY`), because it reached its memory limit.
     except (MemoryError, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -136,4 +138,5 @@ def _called(judge: FunctionSource, args: Any, kwargs: Any, read: Callable[[Any],
 
 
 async def _awaited(work: Any) -> Any:
+    """A coroutine that waits for any awaitable, as `asyncio.run` needs it."""
     return await work

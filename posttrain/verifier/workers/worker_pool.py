@@ -7,7 +7,8 @@ broken. So there are three cases:
 - The worker crashed or ran out of memory. The request is tried again in a fresh worker. If it fails twice, the
   candidate is to blame if the verifier still answers.
 - The request exceeded its wall-clock time (a lock, a network, an overloaded machine), or the worker did not start. The
-  verdict is `failed`, and the rollout asks again. The same holds where two workers on other machines were lost with it.
+  verdict is `failed`, and the rollout asks again. The verdict is also `failed` if a worker on another machine was lost
+  during the request, and a second one during the next try.
 
 A verifier *still answers* if a fresh worker answers the last request that had an answer. If the verifier never answered
 or no longer does, that is an outage: the verdict is `failed` and never a wrong answer, whatever the text was.
@@ -34,16 +35,18 @@ from posttrain.verifier.workers.worker_process import BeginWorker, Spec, Worker,
 RETRY_SECONDS = 1.0
 """Seconds after a failed start in which requests get that failure. Then a new start is tried."""
 KINDS = {"cpu": "timeout", "wall": "timeout", "memory": "memory", "crash": "crash", "start": "worker", "lost": "worker"}
-"""How a worker ended -> the kind of verdict."""
+"""The kind of the verdict for each kind of `WorkerError`."""
 
 
 _begin: list[BeginWorker] = [WorkerProcess]
-"""How workers are begun now: the last one."""
+"""Functions that begin a worker. The last one is used."""
 
 
 def begin_workers(begin: BeginWorker) -> Callable[[], None]:
-    """From now on the pools of this program begin their workers so. Those that they have are replaced before they are
-    asked again. Returns what ends it."""
+    """All pools of this program begin their workers with this function from now on.
+
+    Their present workers are replaced before they are asked again. Returns a function that undoes the change.
+    """
     _begin.append(begin)
     return lambda: _begin.remove(begin) if begin in _begin else None
 
@@ -71,6 +74,8 @@ class WorkerAnswer:
 
 @dataclass
 class _Call:
+    """A waiting request. `asked`: when it was submitted, in seconds of `time.monotonic`."""
+
     request: bytes
     future: Future[WorkerAnswer]
     asked: float
@@ -89,9 +94,11 @@ class _PoolState:
     threads: int = 0
     idle: int = 0
     workers: dict[Worker, BeginWorker] = field(default_factory=dict[Worker, BeginWorker])
-    """All of now, and how each was begun."""
+    """All present workers, each with the function that began it."""
     witness: bytes | None = None
+    """The last request that had an answer, pickled: a working verifier answers it again."""
     failed_start: tuple[float, WorkerError] | None = None
+    """When the last start failed, and its error."""
     closed: bool = False
     counts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
@@ -111,8 +118,8 @@ class _PoolState:
             waiting, running = list(self.calls), list(self.workers)
             self.calls.clear()
             self.lock.notify_all()
-        # Outside of the lock, because a future runs its callbacks here. Ending a worker makes the thread that waits for
-        # it go on with a WorkerError.
+        # Outside of the lock, because `set_result` runs the callbacks of a future in this thread. When a worker ends,
+        # the thread that waits for it gets a WorkerError.
         for call in waiting:
             _settle(call.future, _failed("worker", "the pool was closed"))
         for worker in running:
@@ -129,25 +136,26 @@ class WorkerPool:
     def __init__(self, spec: Spec, size: int, name: str, witness: Any = None) -> None:
         self.name = name
         self._shared = _PoolState(spec, size, witness=None if witness is None else packed(witness))
-        # Runs where the pool is garbage-collected, closed, or the program ends, whichever comes first, and once.
+        # It runs once: when the pool is closed, when it is garbage-collected, or when the program ends.
         self._finalizer = weakref.finalize(self, _PoolState.close, self._shared)
 
     def submit(self, request: Any) -> Future[WorkerAnswer]:
         """A future of the answer. Raises here if the request cannot be pickled."""
         call = _Call(packed(request), Future(), time.monotonic())
-        s = self._shared
-        with s.lock:
-            if s.closed:
+        shared = self._shared
+        with shared.lock:
+            if shared.closed:
                 raise RuntimeError(f"the workers of {self.name!r} were closed")
-            s.calls.append(call)
-            # Each idle thread takes one of the waiting requests. A thread is added only for what they leave.
-            waiting = max(0, len(s.calls) - s.idle)
-            more = waiting > 0 and s.threads < s.size
-            s.threads += more
-            s.lock.notify()
-        s.count("queue", waiting)
-        if more:
-            threading.Thread(target=_serve, args=(s,), name=f"verifier {self.name}", daemon=True).start()
+            shared.calls.append(call)
+            # Each idle thread takes one waiting request. A thread is added only if more requests wait than threads are
+            # idle.
+            waiting = max(0, len(shared.calls) - shared.idle)
+            add_thread = waiting > 0 and shared.threads < shared.size
+            shared.threads += add_thread
+            shared.lock.notify()
+        shared.count("queue", waiting)
+        if add_thread:
+            threading.Thread(target=_serve, args=(shared,), name=f"verifier {self.name}", daemon=True).start()
         return call.future
 
     async def ask(self, request: Any) -> Verdict:
@@ -162,9 +170,9 @@ class WorkerPool:
     def gauges(self) -> Gauges:
         """Since the last call: waiting requests at each new request, seconds of waiting and of work, starts of workers,
         and seconds by kind of verdict."""
-        s = self._shared
-        with s.lock:
-            taken, s.counts = s.counts, {}
+        shared = self._shared
+        with shared.lock:
+            taken, shared.counts = shared.counts, {}
         return {f"verifier/{self.name}/{name}": Gauge(*entry) for name, entry in taken.items()}
 
     def processes(self) -> tuple[int, ...]:
@@ -182,7 +190,7 @@ def _serve(s: _PoolState) -> None:
     held: list[Worker] = []
     try:
         while (call := _next(s)) is not None:
-            # The rollout that asked was given up meanwhile.
+            # The request was cancelled while it waited.
             if not call.future.set_running_or_notify_cancel():
                 continue
             began = time.monotonic()
@@ -211,6 +219,7 @@ def _next(s: _PoolState) -> _Call | None:
 
 
 def _failed(kind: str, why: str) -> WorkerAnswer:
+    """The answer to a request that could not be judged."""
     return WorkerAnswer((Verdict.failed(kind, why),))
 
 
@@ -230,14 +239,14 @@ def _answer(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
     if s.closed:
         return _failed("worker", "the pool was closed")
     kind = KINDS[fault.kind]
-    # None of these says anything about the text that is judged.
+    # These kinds do not show that the judged text is to blame.
     if fault.kind in ("start", "wall", "lost"):
         return _failed(kind, fault.why)
     if s.witness is None:
         return _failed(kind, f"{fault.why}, and the verifier has not answered anything yet")
     try:
-        # The verifier works on what it answered before, so this request broke it, and its text is worth 0. Otherwise a
-        # policy could keep its bad answers out of the batch by answers that kill the judge.
+        # The verifier still answers an earlier request, so this request broke it, and its text is worth 0. With a
+        # failed verdict, a policy could keep its bad answers out of the batch by texts that kill the verifier.
         if _ask(s, held, s.witness).failed is None:
             return WorkerAnswer((Verdict.value(0.0, kind, fault.why),))
     except WorkerError:
@@ -265,23 +274,25 @@ def _ask(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
 
 
 def _start(s: _PoolState, held: list[Worker]) -> None:
+    """Begins a worker and puts it into `held`. Raises WorkerError where it does not start."""
     if s.closed:
         raise WorkerError("start", "the pool was closed")
-    # Else each waiting request would wait for a start of its own that fails in the same way.
+    # Otherwise each waiting request would wait for another start that fails in the same way.
     if s.failed_start is not None and time.monotonic() - s.failed_start[0] < RETRY_SECONDS:
         raise s.failed_start[1]
     began, begin = time.monotonic(), _begin[-1]
     try:
         worker = begin(s.spec)
     except WorkerError as error:
-        if not error.killed:  # else the next one may well start
+        # A worker that was killed (by the kernel without free memory) does not mean that the next one fails too.
+        if not error.killed:
             s.failed_start = (time.monotonic(), error)
         raise
     except OSError as error:
         raise WorkerError("start", f"no process can be started: {error}") from error
     s.count("start_s", time.monotonic() - began)
     held.append(worker)
-    # A pool that was closed since the start began has not seen this worker, so it is ended here.
+    # If the pool was closed during the start, `close` did not know this worker, so it is ended here.
     with s.lock:
         s.workers[worker] = begin
         late = s.closed
@@ -291,6 +302,7 @@ def _start(s: _PoolState, held: list[Worker]) -> None:
 
 
 def _drop(s: _PoolState, held: list[Worker]) -> None:
+    """Kills the worker in `held` and forgets it."""
     worker = held.pop()
     worker.kill()
     with s.lock:
@@ -302,14 +314,15 @@ def _understood(reply: dict[str, Any]) -> WorkerAnswer:
     try:
         # The reply comes from a process that runs foreign code: a wrong form is the verifier's
         # fault and raises nothing here.
-        several = [_verdict(one) for one in reply.get("several", [reply])]
+        verdicts = [_verdict(part) for part in reply.get("several", [reply])]
         logged = {str(name): Gauge(float(total), float(n)) for name, (total, n) in reply.get("logged", {}).items()}
-        return WorkerAnswer((several[0], *several[1:]), logged)
+        return WorkerAnswer((verdicts[0], *verdicts[1:]), logged)
     except Exception as error:
         return _failed("worker", f"the worker's reply is no verdict ({type(error).__name__}: {error})")
 
 
 def _verdict(reply: dict[str, Any]) -> Verdict:
+    """The verdict in one part of a reply."""
     return Verdict(State(reply["state"]), reply["score"], str(reply["kind"]), str(reply["why"]))
 
 
@@ -325,5 +338,6 @@ def reply_of_all(verdicts: Sequence[Verdict], logged: Gauges) -> dict[str, Any]:
 
 
 def _settle(future: Future[WorkerAnswer], answer: WorkerAnswer) -> None:
+    """Sets the result of a future, unless it was cancelled."""
     with contextlib.suppress(Exception):  # cancelled meanwhile
         future.set_result(answer)

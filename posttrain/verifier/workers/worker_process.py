@@ -26,7 +26,7 @@ LENGTH = struct.Struct("!Q")
 MOST_BYTES = 1 << 20
 """The most bytes of a reply. A worker that sends more is broken."""
 LOOK = 1.0
-"""Seconds between checks whether a process that does not answer has ended."""
+"""Seconds between two checks whether a silent process has ended."""
 OUT_OF_MEMORY = 77
 """Exit code of a worker that reached its memory limit."""
 
@@ -185,8 +185,10 @@ class WorkerProcess:
                     pipe.close()
 
     def _settle(self, deadline: float) -> None:
-        """Read what was said since the last answer, until a process is ready to be asked: the answering process may
-        have been killed while it was idle."""
+        """Read messages that came since the last answer, until an answering process is ready.
+
+        There are such messages if the answering process was killed while it was idle.
+        """
         while self.pid is None or self._has_said():
             if self.pid is None:
                 self._ready(deadline)
@@ -212,11 +214,13 @@ class WorkerProcess:
         self.pid = int(reply["ready"])
 
     def _send(self, message: bytes, deadline: float) -> None:
+        """Writes one message: its length and its bytes."""
         self._write(LENGTH.pack(len(message)) + message, deadline)
 
     def _receive(self, deadline: float) -> dict[str, Any]:
+        """Reads one message, a JSON object."""
         (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
-        # Checked before the bytes are read: the length is the worker's word.
+        # The length is checked before the bytes are read, because the worker may send any number.
         if length > self.spec.most:
             raise WorkerError("crash", f"the worker replied with {length} bytes")
         try:
@@ -231,10 +235,11 @@ class WorkerProcess:
             return "cpu", f"used more than {self.spec.cpu} s of processor time", False
         if code == OUT_OF_MEMORY:
             return "memory", f"used more than {self.spec.memory} MiB of memory", False
-        how = f"signal {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"exit code {code}"
-        return "crash", f"the worker ended with {how}", code == -signal.SIGKILL
+        ending = f"signal {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"exit code {code}"
+        return "crash", f"the worker ended with {ending}", code == -signal.SIGKILL
 
     def _write(self, data: bytes, deadline: float) -> None:
+        """Writes all bytes before the deadline."""
         pipe = self.process.stdin
         assert pipe is not None
         # A worker that does not read leaves the pipe full, and a blocking write would go on beyond the deadline.
@@ -250,6 +255,7 @@ class WorkerProcess:
                 raise self._ended() from None
 
     def _read(self, count: int, deadline: float) -> bytes:
+        """Reads exactly `count` bytes before the deadline."""
         pipe = self.process.stdout
         assert pipe is not None
         parts = bytearray()
@@ -286,16 +292,16 @@ def packed(request: Any) -> bytes:
 
 def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a worker: what a program needs to start, the import path, one thread per numeric library."""
-    kept = {k: v for k, v in environment.items() if k in PASSED or k.startswith("LC_")}
+    inherited = {k: v for k, v in environment.items() if k in PASSED or k.startswith("LC_")}
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-    own = dict.fromkeys(("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    return {**kept, "PYTHONPATH": path, **own}
+    fixed = dict.fromkeys(("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    return {**inherited, "PYTHONPATH": path, **fixed}
 
 
 def confine(cpu: int, spent: float) -> None:
     """Runs in the worker: the kernel kills this process once it has used `cpu` seconds more than `spent`."""
-    # The kernel counts the whole life of the process in whole seconds, so the limit is moved on at each request: what
-    # was used until now, rounded up, and the request's own share.
+    # The kernel counts processor time from the start of the process, in whole seconds. So each request sets a new
+    # limit: the time used so far, rounded up, and `cpu` seconds for the request.
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     wanted = int(spent) + 1 + cpu
     resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
