@@ -108,8 +108,8 @@ class Demonstrations(Declared):
     false: bool = True
     """Whether `write` can also write false texts (`wrong` > 0)."""
     conversation: Callable[[Task, str], LearnedConversation | None] = _alone
-    """The whole conversation of a task's demonstration in a style, where more than its completion may be learned; None
-    where that alone is."""
+    """The whole conversation of a task's demonstration in a style, where more than its completion may be learned. None
+    where only the completion is learned."""
 
     def __post_init__(self) -> None:
         if isinstance(self.styles, str) or not self.styles:
@@ -134,8 +134,8 @@ class Judgements(Declared):
     """The kinds that `draw` can give."""
     draw: Draw
     utility: Callable[[Task, str], float] | None = None
-    """The true value of a completion, where the environment knows it: what a judge without error would go by. No loss
-    and no reward model reads it; it measures what they learned."""
+    """The true value of a completion, where the environment knows it: a judge without error would prefer the higher
+    value. No loss and no reward model reads it; it measures what they learned."""
     features: Callable[[Task, str], Mapping[str, float]] | None = None
     """The parts of the value from `utility`, by name, each in 0..1."""
     good: float = 0.5
@@ -163,7 +163,7 @@ class Judging(Declared):
     ends: tuple[str, ...]
     """The words of a verdict: for the first side and for the second, or good and not good."""
     regraded: Callable[[Task], Task]
-    """The same task as if the other verdict were right. Nothing that is shown of it may differ."""
+    """The same task as if the other verdict were right. What a policy sees of the task must stay the same."""
     better: Callable[[Task], int]
     """The place of the better completion; of one completion, 1 good and 0 not good."""
     separator: str = ""
@@ -179,7 +179,7 @@ class Measures(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LintFinding:
-    """Something about the user's data that was looked at."""
+    """One finding of a look at the user's data, with figures and advice."""
 
     name: str = field(kw_only=False)
     seen: str = field(kw_only=False)
@@ -198,8 +198,8 @@ class Lint(Protocol):
 
 
 class DataRow(Protocol):
-    """A task of the user's data: its demonstration, all that may be learned of it where that is more, its judgement,
-    and its place (`file:line`, for messages)."""
+    """A task of the user's data, with its demonstration (`completion`), the whole conversation where more than the
+    completion may be learned, its judgement, and its place (`file:line`, for messages)."""
 
     @property
     def task(self) -> Task: ...
@@ -256,10 +256,10 @@ class Abilities(Declared):
     episode in which they speak."""
 
     hint: Callable[[Task], str | tuple[Message, ...] | None] | None = None
-    """The prompt of a task with its answer as a hint; None for a task that has no such prompt. What the policy says to
-    it is judged as any answer to the task, and is learned under the task's own prompt, so nothing that the environment
-    says later in the episode may repeat the hint. It is also asked with the text of a right answer in the place of
-    `Task.answer`. Without it no stage can rationalise here, and no teacher can be shown a hint."""
+    """The prompt of a task with its answer as a hint; None for a task that has no such prompt. The policy's answer to
+    it is judged like any answer to the task, and is learned under the task's own prompt. So nothing that the
+    environment says later in the episode may repeat the hint. It is also called with a task whose `Task.answer` is the
+    text of another right answer. Without it no stage can rationalise here, and no teacher can be shown a hint."""
 
     def __post_init__(self) -> None:
         if isinstance(self.contained, str):
@@ -279,7 +279,7 @@ def declared(environment: Any) -> Abilities:
     if isinstance(found, Abilities):
         return found
     own = type(environment).__name__
-    # The usual slip, a method without @property, gets a message of its own.
+    # A frequent mistake, a method without @property, gets a message of its own.
     if callable(found):
         raise ConfigError(f"environment {own}: abilities is a method. Write @property above it, so that it can be read")
     said = "declares no abilities" if found is None else f"has abilities of type {type(found).__name__}, not Abilities"
@@ -298,6 +298,7 @@ def _having(environment: Any, ability: str, why: str) -> Any:
 
 
 def demonstrations(environment: Any) -> Demonstrations:
+    """The demonstrations of an environment; ConfigError where it has none."""
     return _having(
         environment,
         "demonstrations",
@@ -307,8 +308,9 @@ def demonstrations(environment: Any) -> Demonstrations:
 
 
 def judgements(environment: Any) -> Judgements:
-    own = ", or give it abilities with judgements=Judgements(kinds, draw) (posttrain.core.abilities)"
-    further = "; docs/guides/preference_data.md has every form" if environment.name == "prompts" else own
+    """The judgements of an environment; ConfigError where it has none."""
+    for_own_class = ", or give it abilities with judgements=Judgements(kinds, draw) (posttrain.core.abilities)"
+    further = "; docs/guides/preference_data.md has every form" if environment.name == "prompts" else for_own_class
     why = "has no judged completions. Give rows with the columns chosen and rejected: env=prompts env.prompts=FILE"
     return _having(environment, "judgements", why + further)
 

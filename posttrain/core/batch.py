@@ -57,8 +57,8 @@ class Packed:
     load-balance loss of the whole minibatch (`algorithm.loss.load_balance_loss`); None where there is no such loss."""
 
     def __post_init__(self) -> None:
-        # Every batch comes through here, also each part of a split: an index that is off
-        # by one is found where it was made, and not as a loss that falls more slowly.
+        # Every batch is checked here, also each part of a split. So an index that is off by one
+        # is found where it was made; later it would only show as a loss that falls more slowly.
         m = len(self.source_M)
         for name, x_M in (("target_M", self.target_M), ("segment_M", self.segment_M), ("in_turn_M", self.in_turn_M)):
             if x_M is not None and len(x_M) != m:
@@ -67,7 +67,8 @@ class Packed:
             raise InvariantError("batch: segment lengths must sum to the packed tokens, with one episode per segment")
         if m and not np.array_equal(self.ids_N[self.source_M + 1], self.target_M):
             raise InvariantError("batch: labels are not the tokens after their source positions")
-        # [S] ends, read per spoken token [M]: source and target must both lie in the token's own segment.
+        # Begin and end of each segment [S], indexed by the segment of each spoken token [M]:
+        # source and target must both lie in that segment.
         ends = np.cumsum(self.lengths_S)
         begin_M, end_M = (ends - self.lengths_S)[self.segment_M], ends[self.segment_M]
         if m and (np.any(self.source_M < begin_M) or np.any(self.source_M + 1 >= end_M)):
@@ -85,6 +86,7 @@ class Packed:
 
     @property
     def spoken(self) -> int:
+        """Number of spoken tokens M."""
         return len(self.source_M)
 
     @property
@@ -94,14 +96,17 @@ class Packed:
 
     @property
     def positions_N(self) -> np.ndarray:
+        """int64: position of each token in its own segment."""
         return positions(self.lengths_S)
 
     @property
     def episodes(self) -> int:
+        """Number of episodes E."""
         return int(self.sequence_S[-1]) + 1 if len(self.sequence_S) else 0
 
     @property
     def units(self) -> int:
+        """Number of units U."""
         # Units are numbered in order, so the last one tells how many there are.
         return self.episodes if self.unit_E is None else int(self.unit_E[-1]) + 1 if len(self.unit_E) else 0
 
@@ -110,6 +115,7 @@ class Packed:
         return np.array([unit]) if self.unit_E is None else np.flatnonzero(self.unit_E == unit)
 
     def ids_of(self, episode: int) -> np.ndarray:
+        """int32: all tokens of an episode, of its segments back to back."""
         # A mask over segments [S] becomes one over packed tokens [N] by the lengths.
         return self.ids_N[np.repeat(self.sequence_S == episode, self.lengths_S)]
 
@@ -121,8 +127,8 @@ class Packed:
         """
         if not segments:
             raise InvariantError("nothing to pack: no segments")
-        # pi is evaluated under the contract that drew the tokens, and
-        # a forward pass evaluates all of its tokens under one.
+        # pi is evaluated under the sampling contract that drew the tokens, and
+        # one forward pass evaluates all of its tokens under one contract.
         if len({s.sampling for s in segments}) != 1:
             raise InvariantError("segments of one batch share one sampling contract")
         lengths = np.array([len(s.ids) for s in segments], np.int32)
@@ -130,7 +136,7 @@ class Packed:
         # the hidden state that predicts it. No segment begins with a spoken token, so it stays inside.
         starts = np.cumsum(lengths) - lengths
         at = [np.flatnonzero(s.mask) for s in segments]
-        # Kept sets and positions in the turn have one entry a spoken token, so they are joined in the order of M.
+        # Kept sets and positions in the turn have one entry per spoken token, so joining them gives the order of M.
         kept = [k for s in segments if s.kept is not None for k in s.kept.sets()]
         turns = [s.in_turn for s in segments if s.in_turn is not None]
         return cls(
@@ -147,15 +153,18 @@ class Packed:
         )
 
     def heard(self) -> Packed:
-        """The same tokens, where those count as spoken that the policy was told after it had said something: in each
-        segment all that follow its first spoken token and that it did not say. They are scored in the model's own
-        distribution, at temperature 1, since nobody drew them."""
-        # at_M: packed positions of the spoken tokens themselves; their
-        # minimum in each segment is where the policy first spoke.
+        """The same tokens, with the heard tokens in the place of the spoken ones.
+
+        Heard tokens are those that the policy was told after it had said something: in each segment, every token after
+        the first spoken one that is not spoken itself. They are scored in the model's own distribution, at temperature
+        1, because nobody sampled them.
+        """
+        # at_M: packed positions of the spoken tokens themselves. Their minimum
+        # in each segment is the place where the policy first spoke.
         at_M, count = self.source_M + 1, len(self.lengths_S)
         segment_N = np.repeat(np.arange(count, dtype=np.int32), self.lengths_S)
-        # In a segment without a spoken token the end of everything
-        # stands for that place: nothing follows it, so nothing counts.
+        # For a segment without a spoken token this place is the end of all
+        # packed tokens: no token follows it, so none counts as heard.
         first_S = np.full(count, len(self.ids_N))
         np.minimum.at(first_S, self.segment_M, at_M)
         heard_N = np.arange(len(self.ids_N)) > first_S[segment_N]
@@ -174,15 +183,15 @@ class Packed:
 
     def select(self, episodes: Sequence[int] | np.ndarray) -> Self:
         """The batch of only these episodes (whole units), renumbered from 0. Streams and weights are unchanged."""
-        # unique also sorts: parts keep the order of the batch, whatever order they are asked in.
+        # `unique` also sorts: a part keeps the order of the batch, whatever the order of `episodes`.
         chosen, unit_E = np.unique(np.asarray(episodes, np.int64)), None
         if self.unit_E is not None:
             unit_E = np.unique(self.unit_E[chosen], return_inverse=True)[1].astype(np.int32)
-            # As many episodes belong to the touched units as were chosen, or a unit was cut.
+            # If the chosen units have more episodes than were chosen, a unit was cut.
             if int(np.isin(self.unit_E, self.unit_E[chosen]).sum()) != len(chosen):
                 raise InvariantError("a part of a unit was selected: its episodes are read together (`members`)")
-        # Three masks of one choice: segments, packed tokens, spoken tokens.
-        # The number of kept entries before a place is its new place.
+        # One choice as three masks: of segments, of packed tokens, of spoken tokens. The
+        # new place of an entry is the number of kept entries before it.
         keep_S = np.isin(self.sequence_S, chosen)
         keep_N = np.repeat(keep_S, self.lengths_S)
         keep_M = keep_S[self.segment_M]
@@ -210,7 +219,7 @@ class Packed:
 
     def split(self, max_tokens: int) -> list[Self]:
         """Parts of whole units, in order, with at most `max_tokens` packed tokens each (one unit may exceed it)."""
-        # In the order of the batch, unlike `bins`: parts are then read one after the other and joined as they are.
+        # In the order of the batch, unlike `bins`: results of the parts are simply joined.
         sizes = self._sizes_E()
         if sizes.sum() <= max_tokens:
             return [self]
@@ -227,26 +236,28 @@ class Packed:
         return self.cut([np.array(p) for p in parts])
 
     def bins(self, max_tokens: int, once: bool = False) -> list[np.ndarray]:
-        """Episodes of each micro-batch: whole units, at most `max_tokens` packed tokens (one unit may exceed it). They
-        are few, and units that begin alike are together (`core.exchange.micro_batches`).
+        """Episodes of each micro-batch: whole units, at most `max_tokens` packed tokens (one unit may exceed it).
+
+        There are few micro-batches, and units that begin alike are in the same one (`core.exchange.micro_batches`).
 
         Args:
-            once: what segments begin with alike takes room once.
+            once: whether a beginning that segments share takes room once.
         """
         sizes = self._sizes_E()
         if sizes.sum() <= max_tokens:
             return [np.arange(self.episodes)]
-        # A unit is packed as one item. `begin` is the first segment of each unit, `within` the tokens of its segments.
+        # A unit is packed as one item. `begin`: number of the first segment of each unit. `within`: token ids of each
+        # segment of the unit.
         members = [self.members(u) for u in range(self.units)]
         parts = np.split(self.ids_N, np.cumsum(self.lengths_S)[:-1])
         begin = np.searchsorted(self.sequence_S, [m[0] for m in members])
         within = [parts[a:b] for a, b in pairwise([*begin.tolist(), len(parts)])]
         total = [sum(map(len, unit)) for unit in within]
-        # What the segments of one unit share (earlier turns, a pair's question) is saved wherever
-        # the unit lands. What units share among each other depends on the bin, and is counted there.
-        own = [n - sum(saved(alike(x, y)) for x, y in pairwise(u)) for n, u in zip(total, within, strict=True)]
-        # Units are alike by their first segments.
-        found = bins([unit[0] for unit in within], total, Room(max_tokens, once), own if once else total)
+        # Segments of one unit may share a beginning (earlier turns, a pair's question): this saves positions in any
+        # bin. A beginning that several units share saves positions only in the same bin: `bins` counts it.
+        computed = [n - sum(saved(alike(x, y)) for x, y in pairwise(u)) for n, u in zip(total, within, strict=True)]
+        # Units are compared by their first segments.
+        found = bins([unit[0] for unit in within], total, Room(max_tokens, once), computed if once else total)
         return [np.concatenate([members[u] for u in units]) for units in found]
 
     def shares(self, world: int) -> list[np.ndarray]:
@@ -254,12 +265,12 @@ class Packed:
         (`core.exchange.micro_batches.balanced`). Every unit is on one rank. A rank may have none."""
         sizes = self._sizes_E()
         members = [self.members(u) for u in range(self.units)]
-        # A rank may be empty, so the empty array comes first: it gives the type, and concatenate something to join.
+        # A rank may have no unit. The empty array gives `concatenate` something to join, and the dtype.
         parts = balanced([int(sizes[m].sum()) for m in members], world)
         return [np.concatenate([np.zeros(0, np.int64), *(members[u] for u in part)]).astype(np.int64) for part in parts]
 
     def shard(self, rank: int, world: int) -> Self:
-        """The part of one of `world` ranks, with the order, streams and weights that it has here. It may be empty.
+        """The part of one of `world` ranks, with its order, streams and weights unchanged. It may be empty.
 
         Weights stay normalised over the whole batch, so losses and gradients of all ranks add up to those of the batch.
         """
@@ -284,7 +295,7 @@ def positions(lengths_S: np.ndarray) -> np.ndarray:
 
 
 def _counts_up(unit_E: np.ndarray) -> bool:
-    # Beginning with 0 and rising by 0 or 1: each unit once, its episodes side by side.
+    """Whether unit numbers begin with 0 and rise by 0 or 1: no unit is missing, and its episodes are side by side."""
     return not len(unit_E) or (int(unit_E[0]) == 0 and bool(np.isin(np.diff(unit_E), (0, 1)).all()))
 
 
@@ -305,5 +316,5 @@ class Batch(Packed, Streamed[np.ndarray]):
             stream.check(x_M, self.spoken)
 
     def _carried(self, keep_M: np.ndarray) -> dict[str, Any]:
-        # Only selected, never normalised anew: weights are those of the whole minibatch.
+        # Streams are only selected. Weights are never normalised again: they belong to the whole minibatch.
         return {"streams": {stream: x_M[keep_M] for stream, x_M in self.streams.items()}}

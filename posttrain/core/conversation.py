@@ -1,4 +1,4 @@
-"""A conversation to imitate: its messages, and how much each of them counts; and what writes one as tokens."""
+"""A conversation to imitate, with a weight for each message; and the protocol that writes demonstrations as tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:  # the settings read this file, and they need no numpy
     from posttrain.core.types import Message
 
 Turns = Literal["all", "last"]
-"""Which turns of a row are learned: each that counts, or the last one of them alone."""
+"""Which turns of a row are learned: all with a weight above 0, or only the last of these."""
 
 
 @dataclass(frozen=True)
 class LearnedConversation:
-    """All messages of a row in order, or a text; and a weight for each: 0 is seen and not learned.
+    """All messages of a row in order, or one text, with a weight for each. A message of weight 0 is read, not learned.
 
     >>> c = LearnedConversation(({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}), (0.0, 1.0))
     >>> c.learned
@@ -28,7 +28,7 @@ class LearnedConversation:
 
     messages: str | tuple[Message, ...]
     weights: tuple[float, ...]
-    """One a message; of a text, one."""
+    """One weight per message; for a text, one weight."""
 
     def __post_init__(self) -> None:
         if len(self.weights) != (1 if isinstance(self.messages, str) else len(self.messages)):
@@ -41,17 +41,17 @@ class LearnedConversation:
 
     @property
     def last(self) -> LearnedConversation:
-        """The same, of which the last learned message alone is learned."""
+        """The same conversation, in which only the last learned message is learned."""
         at = self.learned[-1:]
         return replace(self, weights=tuple(w if i in at else 0.0 for i, w in enumerate(self.weights)))
 
     def after(self, prompt: str | Sequence[Message]) -> bool:
-        """Returns whether it is `prompt` with one message of weight 1 behind it: a completion and nothing more."""
+        """Returns whether it is `prompt` with one message of weight 1 behind it, and so only a completion."""
         if isinstance(self.messages, str) or isinstance(prompt, str):
             return False
-        # Then the pair of prompt and completion says the same, and the simpler form is used.
-        own = self.messages[:-1] == tuple(prompt)
-        return own and self.weights[-1] == 1 and not any(self.weights[:-1])
+        # In this case a caller can use the simpler form, a pair of prompt and completion.
+        begins_with_prompt = self.messages[:-1] == tuple(prompt)
+        return begins_with_prompt and self.weights[-1] == 1 and not any(self.weights[:-1])
 
 
 class PairRenderer(Protocol):

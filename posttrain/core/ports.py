@@ -100,7 +100,7 @@ class Examiner(Scorer, Protocol):
 
 
 class Reference(Examiner, Protocol):
-    """A frozen model that the policy is compared with: its own weights, or the policy's, the adapter switched off."""
+    """A frozen model that the policy is compared with: a copy of the weights, or the policy without its adapter."""
 
     @property
     def digest(self) -> str:
@@ -113,7 +113,7 @@ class Learner(Examiner, Protocol):
 
     @property
     def computes_once(self) -> bool:
-        """True where a beginning that several segments of a pass share is computed once."""
+        """True where the learner computes a beginning once that several segments of a pass share."""
         ...
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
@@ -152,8 +152,9 @@ class Learner(Examiner, Protocol):
     def shards(self) -> Iterable[Shard]:
         """The policy's weights in this process, under the names of the Hugging Face module. Tied weights come once.
 
-        One of several learners has only its own parts, any other one whole shard per weight; the adapter's tensors are
-        enough over frozen weights. `fingerprint` is that of the whole tensors, however they are cut.
+        A learner on several ranks gives only this rank's parts; any other learner gives one whole shard per weight.
+        Where frozen weights have an adapter, the adapter's tensors are enough. `fingerprint` is that of the whole
+        tensors, however they are cut.
         """
         ...
 
@@ -167,7 +168,7 @@ class Learner(Examiner, Protocol):
         ...
 
     def packed_score(self, packed: Packed) -> np.ndarray:
-        """float32 [M]: as `score`, and always by the learner's own forward pass (see `price`)."""
+        """float32 [M]: as `score`, but always by the learner's own forward pass (see `price`)."""
         ...
 
     def price(self, packed: Packed) -> float | None:
@@ -209,16 +210,17 @@ class Utterance:
     stop: Stop
     tokens: int
     opened: str = ""
-    """The tag of a thought that the prompt opened: what the policy says goes on behind it."""
+    """The tag of a thought with which the prompt ends: the policy's text goes on after it."""
 
 
 def _no_tokens(characters: int) -> int:
+    """The `spoken_upto` of an attempt without tokens: it always raises."""
     raise InvariantError("an attempt written without tokens: no step of it has an end. Give Attempt a spoken_upto")
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A finished episode, as a verifier gets it: all turns of the policy, and the last one as `text`."""
+    """A finished episode, as a verifier gets it: all turns of the policy, the last of them also as `text`."""
 
     task: Task
     turns: tuple[str, ...]
@@ -230,7 +232,7 @@ class Attempt:
     ids: tuple[int, ...] = ()
     """Ids of the tokens that the policy said, of all turns. Empty where an answer was written without tokens."""
     batched: bool = False
-    """Whether its group is judged as one later (`Abilities.together`). Then `judge` leaves those sources out."""
+    """Whether the whole group is judged later by some sources (`Abilities.together`). Then `judge` leaves these out."""
 
     @property
     def text(self) -> str:
@@ -285,7 +287,7 @@ class Dialogue(Protocol):
 
     @property
     def format(self) -> str | None:
-        """See `Talk.format`."""
+        """See `Seat.format`."""
         ...
 
     @property
@@ -322,7 +324,8 @@ class Environment(Protocol):
 
     @property
     def abilities(self) -> Abilities:
-        """Beside playing and judging. A class that does not derive from this one writes `abilities = Abilities()`."""
+        """What it can do beside playing and judging. A class that does not derive from this one writes `abilities =
+        Abilities()`."""
         return Abilities()
 
     async def play(self, task: Task, talk: Talk) -> Stop:

@@ -16,6 +16,7 @@ SHORTEST = 8
 """Shorter values do not count as secrets, because they would be found in many texts."""
 PART = 12
 """Length from which the beginning of a secret is replaced. Fewer characters could be those of any URL."""
+# Finds `OPENAI_API_KEY`, `HF_TOKEN`, `DB_PASSWORD`, `SENTRY_DSN`, in small letters too.
 _NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|DSN|DATABASE_URL|WEBHOOK", re.IGNORECASE)
 
 
@@ -41,8 +42,8 @@ def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
     if not text:
         return text
     known = OWN.forms() if environment is None else forms_of(environment)
-    # Whole secrets first, and all of them: else the cut-off form of
-    # one would eat the beginning of another that is there in full.
+    # First all whole secrets are replaced, then cut-off ones. Else the cut-off form
+    # of one secret could replace the beginning of another that is there in full.
     for name, form in known:
         text = text.replace(form, f"[{name}]")
     for name, form in known:
@@ -55,9 +56,9 @@ def forms_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     secrets = [(n, v) for n, v in environment.items() if len(v) >= SHORTEST and _NAMES.search(n)]
     return tuple(
         (name, form)
-        # The longest first, so that a secret inside another one leaves no rest of it.
+        # The longest first: where one secret contains another, the longer one is replaced whole.
         for name, value in sorted(secrets, key=lambda s: -len(s[1]))
-        # As in a text, a URL's path, a form and a JSON string; equal forms once.
+        # The secret as it stands, in a URL's path, in a form, in a JSON string; equal forms once.
         for form in dict.fromkeys((value, quote(value, safe=""), quote_plus(value), json.dumps(value)[1:-1]))
     )
 
@@ -65,7 +66,7 @@ def forms_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 class OwnSecrets:
     """The secrets of this process, looked for again whenever its environment has changed.
 
-    A step scrubs some hundred texts. To decode all variables for each of them took more time than to judge the answers.
+    A step scrubs hundreds of texts. Decoding all variables for each text takes more time than judging the answers.
     """
 
     def __init__(self) -> None:
@@ -73,12 +74,13 @@ class OwnSecrets:
 
     def forms(self) -> tuple[tuple[str, str], ...]:
         """See `forms_of`."""
-        # A private name of CPython: where it is another thing, secrets are looked for at every call.
-        now = getattr(os.environ, "_data", None)  # as the system has it; to compare it costs a microsecond
+        # `_data` is private to CPython: a dictionary of undecoded variables, which is quick to compare.
+        # Where it is something else, secrets are looked for at every call.
+        now = getattr(os.environ, "_data", None)
         if type(now) is not dict:
             return forms_of(os.environ)
         if self._known is None or self._known[0] != now:
-            # A copy: `os.environ` changes the same dictionary in place, and would always equal itself.
+            # A copy, because `os.environ` changes the same dictionary in place: it would always equal itself.
             before = cast("dict[Any, Any]", now).copy()
             self._known = before, forms_of(os.environ)
         return self._known[1]
@@ -88,7 +90,7 @@ OWN = OwnSecrets()
 
 
 def scrubbed_data(value: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """Plain data with every text in it `scrubbed`, names of entries too."""
+    """Plain data with every text in it `scrubbed`, keys of dictionaries too."""
     if isinstance(value, str):
         return scrubbed(value, environment)
     if isinstance(value, Mapping):
@@ -100,14 +102,14 @@ def scrubbed_data(value: Any, environment: Mapping[str, str] | None = None) -> A
 
 
 def _without(text: str, secret: str, name: str) -> str:
-    """The text with what begins like the secret, for at least its first half, replaced."""
-    # Half of a secret is as good as a leak, and a few characters
-    # are anybody's. A secret shorter than PART is found whole.
+    """The text with every beginning of the secret replaced that has at least half of its characters."""
+    # Half of a secret counts as a leak. At least PART characters must agree, because fewer stand in
+    # many texts. A secret shorter than PART is replaced only whole.
     least = min(len(secret), max(PART, (len(secret) + 1) // 2))
     at = text.find(secret[:least])
     while at >= 0:
         end = at + least
-        # As far as the text goes on as the secret does: a message may be cut anywhere.
+        # The replaced part ends where the text differs from the secret: a message may be cut anywhere.
         while end < len(text) and end - at < len(secret) and text[end] == secret[end - at]:
             end += 1
         text = text[:at] + name + text[end:]

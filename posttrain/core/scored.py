@@ -67,8 +67,8 @@ class EpisodeCredit:
         for segment, a in zip(self.episode.segments, self.advantage, strict=True):
             if len(a) != segment.spoken:
                 raise InvariantError(f"credit of {len(a)} tokens for {segment.spoken} spoken ones")
-            # Here the task is known. In the loss one NaN makes the whole
-            # gradient NaN, and nobody would know whose it was.
+            # Checked here, where the task is known. In the loss one NaN would make the
+            # whole gradient NaN, and no message could name its episode.
             if not np.all(np.isfinite(a)):
                 raise InvariantError(f"credit of task {self.episode.task.id!r} is not finite")
 
@@ -79,13 +79,15 @@ class EpisodeCredit:
     @property
     def streams(self) -> dict[Stream, tuple[np.ndarray, ...]]:
         """The scored streams with advantage and return: all that a batch holds of this episode."""
-        own = {ADVANTAGE: self.advantage} if self.returns is None else {ADVANTAGE: self.advantage, RETURN: self.returns}
-        return {**own, **self.scored.streams}
+        made = (
+            {ADVANTAGE: self.advantage} if self.returns is None else {ADVANTAGE: self.advantage, RETURN: self.returns}
+        )
+        return {**made, **self.scored.streams}
 
 
 @dataclass(frozen=True, eq=False)
 class GroupCredit:
-    """Credit of one group's judged episodes, in order. `silent`: a group-relative baseline found no spread."""
+    """Credit of one group's judged episodes, in order. `silent`: whether a group-relative baseline found no spread."""
 
     group: Group
     episodes: tuple[EpisodeCredit, ...]

@@ -55,8 +55,9 @@ class Task:
 
     @property
     def asked(self) -> str:
-        """Equal for rows that ask the same. Their answers are not independent, so they are measured as one task."""
-        # All that a row says, not its id: ids of equal rows differ.
+        """A text that is equal for rows that ask the same. Answers to such rows are not independent, so the rows are
+        measured as one task."""
+        # Everything in the row except its id: equal rows have different ids.
         return json.dumps([self.prompt, self.answer, self.info], sort_keys=True, default=str)
 
 
@@ -100,10 +101,12 @@ class TruncationSets:
 
     @staticmethod
     def of(sets: Sequence[np.ndarray]) -> TruncationSets:
+        """The sets of n draws, one array of ids each, joined."""
         offsets = np.concatenate([[0], np.cumsum([len(s) for s in sets])]).astype(np.int64)
         return TruncationSets(offsets, np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32))
 
     def sets(self) -> list[np.ndarray]:
+        """The set of each draw, as an array of ids."""
         return [self.ids[a:b] for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
 
 
@@ -128,6 +131,7 @@ class Top:
 
     @staticmethod
     def join(parts: Sequence[Top], k: int) -> Top:
+        """The draws of all parts, each with `k` tokens; no part gives n = 0."""
         ids = np.concatenate([np.zeros((0, k), np.int32), *(p.ids for p in parts)])
         return Top(ids, np.concatenate([np.zeros((0, k), np.float32), *(p.logp for p in parts)]))
 
@@ -208,14 +212,15 @@ class Segment:
             or self.version.dtype != np.int32
         ):
             raise InvariantError("segment dtypes are ids int32, mask bool, logp float32, version int32")
-        # Its label would have no hidden state before it, and position -1 would be the last token of another segment.
+        # The first token has no hidden state before it that predicts it: in a packed batch position -1
+        # would be the last token of another segment.
         if n and self.mask[0]:
             raise InvariantError(
                 "the first token of a segment has nothing before it, so the policy cannot have said it: see() a prompt"
                 " first"
             )
-        # NaN fails both comparisons. 1e-5: in float32 the log-prob of
-        # a token that is nearly certain may round to slightly above 0.
+        # NaN fails both comparisons. 1e-5, and not 0: in float32 the log-prob
+        # of a nearly certain token may round to slightly above 0.
         spoken, silent = self.logp[self.mask], ~self.mask
         if not (spoken.min(initial=0.0) > -np.inf and spoken.max(initial=0.0) <= 1e-5):
             raise InvariantError("every spoken token carries a finite log-prob <= 0")
@@ -255,12 +260,16 @@ class Segment:
 
 
 def _check_in_turn(in_turn: np.ndarray, mask: np.ndarray) -> None:
-    """Checks that each spoken token begins a turn (0) or directly follows the token before it in the same turn."""
+    """Checks that each spoken token begins a turn (0) or directly follows the token before it in the same turn.
+
+    Raises:
+        InvariantError: a position does not.
+    """
     at = np.flatnonzero(mask)
     if len(in_turn) != len(at):
         raise InvariantError(f"{len(at)} spoken tokens but {len(in_turn)} positions in a turn")
-    # A token continues its turn where both its place and its position in the
-    # turn are one more than those before it. The first has none before it.
+    # A token continues its turn where its place in the segment and its position in the turn are
+    # both one more than those of the spoken token before it. The first token has none before it.
     follows = np.append(False, (np.diff(at) == 1) & (np.diff(in_turn) == 1)) if len(at) else np.zeros(0, bool)
     if np.any((in_turn != 0) & ~follows):
         raise InvariantError("positions in a turn count up from 0, over tokens that stand side by side")
@@ -268,11 +277,11 @@ def _check_in_turn(in_turn: np.ndarray, mask: np.ndarray) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Episode:
-    """One attempt at a task. What the algorithm computes from it is `Credit`, a type of its own.
+    """One attempt at a task. The algorithm's result for it is kept apart, as `Credit`.
 
-    It has more than one segment only where history was rewritten. `reward` is the raw outcome. None means that it was
-    not judged, and the sample is then excluded. Filters, pass@k and difficulty read the raw outcome, never the shaped
-    reward.
+    It has more than one segment only where history was rewritten. `reward` is the raw outcome; None means that the
+    episode was not judged, and it is then excluded. Filters, pass@k and difficulty read the raw outcome, never the
+    shaped reward.
     """
 
     task: Task
@@ -315,8 +324,8 @@ class Episode:
 
     @property
     def figure(self) -> float | None:
-        """The number that held-out accuracy and mean reward are made of: the truth where one is measured, else the
-        reward."""
+        """The number from which held-out accuracy and mean reward are computed: the truth where one is measured, else
+        the reward."""
         return self.truth if any(j.measured for j in self.verdicts) else self.reward
 
     @property
@@ -327,8 +336,8 @@ class Episode:
     @property
     def solved(self) -> bool:
         """True where the reward that the episode is paid is right."""
-        # Where something is measured, `right_at` is a threshold of
-        # that. What is paid then has the rule of its own sources.
+        # Where something is measured, `right_at` is a threshold for the measure.
+        # The paid reward then has the rule of its own sources.
         measured = any(j.measured for j in self.verdicts)
         return right_of(self.verdicts, None if measured else self.right_at).of(self.reward)
 
@@ -373,14 +382,15 @@ class Group:
     discount: float = 1.0
     """Factor of its credit: less than 1 where a step learns from it again (`config.stages.reinforce`)."""
     again: bool = False
-    """Whether a step learns from it again. A moving baseline has taken it in already, and does not a second time."""
+    """Whether a step learns from it again. A moving baseline already contains it, and does not take it in again."""
 
     def __post_init__(self) -> None:
         if not self.episodes:
             raise InvariantError(f"group of task {self.task.id!r} has no episodes")
         if any(e.task.id != self.task.id or e.visit != self.visit for e in self.episodes):
             raise InvariantError(f"group of task {self.task.id!r} holds an episode of another task or visit")
-        # Equal to its sorted set: ascending, and none twice. Random numbers are told apart by the sibling's number.
+        # Equal to the sorted set: the numbers rise and none is twice. Two siblings with one number would share random
+        # numbers.
         if [e.sibling for e in self.episodes] != sorted({e.sibling for e in self.episodes}):
             raise InvariantError(f"group of task {self.task.id!r}: siblings must be distinct and in order")
 
@@ -398,8 +408,10 @@ class Group:
     def mixed(self) -> bool:
         """True where the judged siblings that the policy sampled differ in raw outcome by more than rounding
         (`core.measure.equal_numbers`)."""
-        # A demonstration that is right among wrong samples would make
-        # every group pass a filter that asks what the policy can do.
-        own = [e for e in self.judged if e.own]
-        noise = rounding([size(e.verdicts) for e in own], max((resolution(e.verdicts) for e in own), default=0.0))
-        return spread([e.reward for e in own if e.reward is not None], noise)
+        # Demonstrations and the opponent's episodes are left out: one right demonstration among wrong
+        # samples would pass a filter that asks what the policy can do.
+        sampled = [e for e in self.judged if e.own]
+        noise = rounding(
+            [size(e.verdicts) for e in sampled], max((resolution(e.verdicts) for e in sampled), default=0.0)
+        )
+        return spread([e.reward for e in sampled if e.reward is not None], noise)

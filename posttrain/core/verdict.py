@@ -58,9 +58,9 @@ class Verdict:
 class Judged:
     """One source's verdict with its weight in the outcome.
 
-    With `end` it is about a part: the episode up to its spoken token number `end`. A score of a step is never a part of
-    the outcome; only a baseline that compares steps reads it. With `paid` it is a reward for the turn that ends there.
-    That reward is a part of the outcome, and turn-level credit places it at the end of that turn.
+    With `end` it is about a part: the episode up to its spoken token number `end` (counted from 1). Without `paid` that
+    is the score of a step. It is never a part of the outcome; only a baseline that compares steps reads it. With `paid`
+    it is a reward for the turn that ends there: a part of the outcome, which turn-level credit places at that end.
     `resolution` is the relative difference up to which two scores of this source count as equal
     (`core.measure.equal_numbers`). With `measured` it is no reward: it says how good the episode is, and nothing is
     learned from it. With `by_model` a model gave the score (a reward model, a judge), so it is a grade
@@ -95,12 +95,12 @@ def outcome(verdicts: Sequence[Judged]) -> float | None:
 
     None where a source failed (the sample is excluded) or where all abstained (nobody judged it).
     """
-    # Before the sum: a part of the reward would look like a low
-    # reward, and an outage of ours would be learned as a mistake.
+    # Tested before the sum: without the failed source the sum would be too
+    # low, and the policy would learn from an outage of ours.
     if failed(verdicts):
         return None
     scores = [j.weight * j.verdict.score for j in verdicts if j.counts and j.verdict.score is not None]
-    # Exact, so the order in which sources answered changes no bit.
+    # fsum is exact, so the order in which sources answered changes no bit.
     return math.fsum(scores) if scores else None
 
 
@@ -110,12 +110,12 @@ def failed(verdicts: Sequence[Judged]) -> bool:
 
 
 def truth(verdicts: Sequence[Judged]) -> float | None:
-    """The weighted sum of what is measured and not paid. None where nothing is, or where one of its sources gave no
-    score."""
-    own = [j for j in verdicts if j.measured]
-    scores = [j.weight * j.verdict.score for j in own if j.verdict.score is not None]
-    # All or nothing, unlike the outcome: a measure over fewer sources would be one of something else.
-    return math.fsum(scores) if own and len(scores) == len(own) else None
+    """The weighted sum of what is measured and not paid. None where nothing is measured, or where a measured source
+    gave no score."""
+    measures = [j for j in verdicts if j.measured]
+    scores = [j.weight * j.verdict.score for j in measures if j.verdict.score is not None]
+    # Unlike the outcome, all sources must have a score: a sum over fewer sources would measure something else.
+    return math.fsum(scores) if measures and len(scores) == len(measures) else None
 
 
 def size(verdicts: Sequence[Judged]) -> float:

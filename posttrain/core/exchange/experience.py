@@ -14,14 +14,14 @@ from posttrain.core.types import Group
 class Experience:
     """Every group that a step played, in prompt order, and which of them passed the filter.
 
-    A check that reads only some groups must choose them by this order. Which ones passed depends on their answers, so
-    choosing by that would bias it.
+    A check that reads only some groups must choose them by this order, and never by whether they passed. Passing
+    depends on the answers, so that choice would bias the check.
     """
 
     index: int
     """The step it is for, counted from 1."""
     version: int
-    """The version of the weights when its rollouts started. No token is older."""
+    """The version of the weights when the step's rollouts started. No token is older."""
     played: tuple[Group, ...]
     passed: tuple[bool, ...]
     wanted: int
@@ -29,24 +29,25 @@ class Experience:
     engine: Gauges = field(default_factory=Gauges)
     """The engine's counters for these rollouts."""
     walked: int = 0
-    """Prompts whose groups steps of this stage have taken, with these."""
+    """Number of prompts whose groups this stage has taken so far, this step included."""
     replayed: tuple[Group, ...] = ()
     """Groups of earlier steps that this one learns from again."""
     versions: tuple[int, ...] = ()
-    """The versions that its tokens may have, oldest first: those of the learner at the beginning of this step and of
-    as many steps before it as the stage lets samples be older. Empty: `version` alone."""
+    """The versions that the step's tokens may have, oldest first: the learner's at the beginning of this step, and of
+    the steps before it that the stage allows samples to be late. Empty: `version` alone."""
 
     @property
     def promised(self) -> tuple[int, ...]:
+        """The versions that the step's tokens may have, oldest first."""
         return self.versions or (self.version,)
 
     def behind(self, version: np.ndarray) -> np.ndarray:
-        """By how many steps tokens of these versions are older than the learner that begins this step.
+        """The number of steps by which tokens of these versions are older than the learner at the step's beginning.
 
-        A step that left the weights as they were makes nothing older.
+        A step that did not change the weights does not count.
         """
-        # Different versions, ascending. The position behind the equal
-        # ones counts those up to `version`; what is left is newer.
+        # `unique` gives the different versions, ascending. `searchsorted` from the right
+        # counts those up to `version`; the others are newer.
         newer = np.unique(self.promised)
         return len(newer) - np.searchsorted(newer, version, side="right")
 
@@ -67,6 +68,7 @@ class Experience:
 
     @property
     def refused(self) -> tuple[Group, ...]:
+        """The groups that did not pass the filter."""
         return self._that(False)
 
     def _that(self, passed: bool) -> tuple[Group, ...]:

@@ -1,9 +1,9 @@
 """The experts that a mixture's routers chose for each token: the sampler's choices, as they travel to the learner.
 
-`routed` is int16 [T, R, K]: for each of T tokens and each of R layers with a router the K experts that computed it,
-in the order of their weights. A row is UNKNOWN where nothing is known of a token: the last one of a sequence is never
-computed by its sampler, and demonstrations have no sampler. (R3, arXiv 2510.11370: the learner reuses the choices, and
-computes the experts' weights itself.)
+`routed` is int16 [T, R, K]: for each of T tokens and each of R layers with a router, the K experts that computed the
+token, in the order of their weights. A row is UNKNOWN where no choice is known: the sampler never computes the last
+token of a sequence, and demonstrations have no sampler. The learner reuses the choices and computes the experts'
+weights itself (R3, arXiv 2510.11370).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from posttrain.core.ports import Learner
 
 UNKNOWN = -1
-"""In each entry of a token of which no choice is known."""
+"""Value of every entry of a token whose choices are not known."""
 NEAR = {"float64": 1e-3, "float32": 1e-3, "float16": 0.02, "bfloat16": 0.15}
-"""Largest lead of an expert that was not chosen over one that was, relative to the largest score (at least 1), by which
-the choice between them may be one of rounding."""
+"""By dtype: the largest lead of an expert that was not chosen over one that was, for which rounding may explain the
+choice. It is relative to the largest score (at least 1)."""
 
 
 def check_routed(routed: np.ndarray, tokens: int, where: str) -> None:
@@ -33,7 +33,8 @@ def check_routed(routed: np.ndarray, tokens: int, where: str) -> None:
         wanted = f"int16 [{tokens}, routers, experts of a token]"
         raise InvariantError(f"{where}: router choices are {routed.dtype} {routed.shape}, and {wanted} is declared")
     known = routed != UNKNOWN
-    # A half-known token would be followed in some layers and chosen anew in others: a model that neither side has.
+    # With half of a token's choices known, some layers would follow the sampler and others choose anew:
+    # that is neither the sampler's model nor the learner's.
     if np.any(known.any((1, 2)) != known.all((1, 2))) or np.any(routed < UNKNOWN):
         raise InvariantError(f"{where}: the choices of a token are known for all of its routers, or for none")
 
@@ -62,7 +63,7 @@ def packed_routed(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) ->
     if len(shapes) > 1:
         raise InvariantError(f"router choices of several models in one batch: [routers, experts] are {sorted(shapes)}")
     shape = shapes.pop()
-    # A sequence without choices is one of length 0 that is filled up.
+    # A sequence without choices is treated as one of length 0 that `filled` lengthens.
     none = np.zeros((0, *shape), np.int16)
     return np.concatenate([filled(none if p is None else p, n) for p, n in zip(parts, lengths, strict=True)])
 
@@ -76,8 +77,8 @@ class RoutedPass:
     own: np.ndarray
     """The experts that each router would have chosen from the same hidden state."""
     regret: np.ndarray
-    """[N, R]: how much higher the best expert that was not used has its router logit than the worst used one; below 0
-    where the used ones are the router's own choice."""
+    """[N, R]: router logit of the best expert that was not used, less that of the worst used expert. It is below 0
+    where the used experts are the router's own choice."""
     scale: float
     """The largest |router logit|."""
     logp: np.ndarray
@@ -103,13 +104,13 @@ class Routers(Protocol):
         ...
 
     def probabilities(self, packed: Packed, *, replay: bool) -> np.ndarray:
-        """float32 [N, R, E]: each router's probabilities of all experts in such a pass. It is computed in one piece."""
+        """float32 [N, R, E]: each router's probabilities of all experts, from a pass as in `read` that is not split."""
         ...
 
     def followed(self) -> Learner:
-        """The learner as a pass of it reads that follows the choices of its batch, where they are known. Checks
-        compare a sampler with it: where two experts score alike, rounding decides what each of two correct passes
-        would choose."""
+        """The learner with passes that follow the choices of their batch, where they are known. Checks compare a
+        sampler with it. Where two experts have nearly equal scores, rounding decides, and two correct passes could
+        choose differently."""
         ...
 
     @property
@@ -134,5 +135,5 @@ class Routers(Protocol):
 
     @property
     def of_all(self) -> Callable[[np.ndarray], np.ndarray]:
-        """From one row for each expert that this process has to the rows of all experts. All ranks call it at once."""
+        """A function from rows of this process's experts to the rows of all experts. All ranks call it at once."""
         ...

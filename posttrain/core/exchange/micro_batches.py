@@ -1,13 +1,13 @@
-"""Decides which sequences of a minibatch share a micro-batch: first-fit decreasing, with sequences that begin alike
-together.
+"""Decides which sequences of a minibatch share a micro-batch: first-fit decreasing, over families of sequences.
 
-What begins alike is computed once where it lies in one micro-batch: the prompt of siblings, earlier turns of an
-episode, the question of a pair. So sequences are first joined to families, and the families are packed.
+A family is a set of sequences with the same beginning: siblings with one prompt, later turns of an episode, a pair with
+one question. A learner may compute a shared beginning once where its sequences lie in one micro-batch. So sequences are
+first joined to families, and then the families are packed. With `Room.once` a shared beginning also takes room once,
+and more sequences fit into a micro-batch.
 
-Where a learner computes such beginnings once, they take room once, and more fits into a micro-batch.
-
-Worked example: room for 10 tokens, sequences [p p p a], [q q q b], [p p p c] and [d d d d d]. The first and the third
-are a family of 8 tokens. In order of size: (p..a, p..c), (d d d d d), (q..b) -> the bins are {1st, 3rd} and {4th, 2nd}.
+Worked example, where each letter stands for 4 tokens: room for 40 tokens, sequences [p p p a], [q q q b], [p p p c] and
+[d d d d d]. The first and the third share 12 tokens: they are a family of 32. In order of size: family (p..a, p..c) of
+32, (d d d d d) of 20, (q..b) of 16. The bins are {1st, 3rd} with 32 tokens and {4th, 2nd} with 36.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 LEAST = 8
-"""Fewest tokens that are worth to be shared."""
+"""Smallest number of tokens that sequences share as a beginning; shorter ones are not shared."""
 SLACK = 8
-"""Beginnings that differ by fewer tokens may be computed as the shortest of them."""
+"""Beginnings whose lengths differ by fewer tokens than this may be computed as the shortest of them."""
 WORTH = 0.1
-"""Least share of a micro-batch's positions that must be saved; below it all are computed as they are."""
+"""Smallest share of a micro-batch's positions that sharing must save; below it nothing is shared."""
 PACKED = 2
-"""Most tokens of a micro-batch whose beginnings are computed once, in rooms: hidden states that are read, and on some
-devices keys and values, lie in memory once for every token."""
+"""A micro-batch that shares beginnings may hold at most this many times `Room.tokens` packed tokens: the hidden states
+that are read, and on some devices keys and values, need memory for every packed token."""
 
 
 @dataclass(frozen=True)
@@ -40,42 +40,42 @@ class Room:
     """Whether what several sequences begin with is computed once."""
 
     def holds(self, packed: Any, own: Any) -> Any:
-        """Returns whether items of `packed` tokens fit, of which `own` positions are computed where beginnings are
-        shared. Numbers or arrays."""
-        # Either everything fits as it is, or it fits because beginnings are computed once. Then the
-        # tokens in memory have a bound of their own, and the saving must be worth it (`WORTH`).
+        """Returns whether a micro-batch fits: `packed` tokens in all, `own` positions that are computed where
+        beginnings are shared. Both are numbers or arrays."""
+        # Either all tokens fit, or they fit because beginnings are computed once. Then the
+        # tokens in memory have a bound of their own, and sharing must save enough (`WORTH`).
         shared = (own <= self.tokens) & (packed <= PACKED * self.tokens) & (own <= (1 - WORTH) * packed)
         return (packed <= self.tokens) | (shared if self.once else False)
 
 
 def saved(shared: int) -> int:
-    """Positions that a sequence saves for certain, of which this many tokens are those of another's beginning."""
-    # A beginning may be cut to one that is up to SLACK - 1 tokens shorter. Room is promised only for what is certain.
+    """Positions that a sequence saves for certain if it shares a beginning of `shared` tokens with another one."""
+    # The shared beginning may be cut by up to SLACK - 1 tokens (see SLACK). Only the rest is certain.
     return shared - SLACK + 1 if shared >= LEAST else 0
 
 
 def bins(keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, own: Sequence[int]) -> list[list[int]]:
-    """Indices of each bin, ascending. A bin holds what has room, or one item that is larger than that.
+    """Indices of the items in each bin, ascending. A bin holds items that fit into `room`, or one larger item alone.
 
     Args:
         keys: the tokens with which each item begins.
         sizes: tokens of each item.
-        own: positions of each that are computed: `sizes` where nothing is computed once, or of one sequence each.
+        own: positions of each item that are computed: equal to `sizes` where no beginning inside an item is shared.
     """
     found, packed_F, own_F = families(keys, sizes, room, own)
-    # First-fit decreasing: large items first, each into the first bin that has room, so the
-    # small ones fill the gaps. The last key makes the order a function of the batch alone.
+    # First-fit decreasing: large families first, each into the first bin with room, so small ones
+    # fill the gaps. The last sort key, the first index, makes the order a function of the batch alone.
     order = sorted(range(len(found)), key=lambda f: (-own_F[f], -packed_F[f], found[f][0]))
-    out, held = list[list[int]](), np.zeros((2, len(found)), np.int64)
+    out, filled = list[list[int]](), np.zeros((2, len(found)), np.int64)
     for f in order:
-        # held[0] packed tokens and held[1] computed positions of each bin, compared for all bins at once.
-        fits = np.flatnonzero(room.holds(held[0, : len(out)] + packed_F[f], held[1, : len(out)] + own_F[f]))
-        # An item that is larger than the room fits nowhere, and gets a bin of its own.
+        # filled[0]: packed tokens of each bin; filled[1]: its computed positions. All bins are compared at once.
+        fits = np.flatnonzero(room.holds(filled[0, : len(out)] + packed_F[f], filled[1, : len(out)] + own_F[f]))
+        # A family that fits nowhere gets a new bin.
         at = int(fits[0]) if len(fits) else len(out)
         if at == len(out):
             out.append([])
         out[at] += found[f]
-        held[:, at] += packed_F[f], own_F[f]
+        filled[:, at] += packed_F[f], own_F[f]
     return [sorted(b) for b in out]
 
 
@@ -97,25 +97,28 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
 def families(
     keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, own: Sequence[int]
 ) -> tuple[list[list[int]], list[int], list[int]]:
-    """Items that begin with the same tokens, as far as a family has room; those that share most are joined first. With
-    the tokens of each family, and the positions of it that are computed."""
-    # Big-endian bytes sort as the tokens do. In this order items that begin alike are
-    # neighbours, and what any two share is the least of what the neighbours between them share.
+    """(items of each family, its packed tokens, its computed positions).
+
+    A family is a set of items that begin with the same tokens, as long as it has room. Items that share most are joined
+    first.
+    """
+    # Sorted by tokens (big-endian bytes sort as the numbers do), items that begin alike are neighbours.
+    # Any two items share the least of what the neighbours between them share.
     order = sorted(range(len(keys)), key=lambda i: keys[i].astype(">u4").tobytes())
     shared = [alike(keys[a], keys[b]) for a, b in pairwise(order)]
     parts = [[i] for i in order]
-    # Families are runs of this order, so joining moves only borders, as
-    # in Kruskal's algorithm: the border over which most is shared first.
+    # A family is a run of this order, so joining two of them removes the border between them. As
+    # in Kruskal's algorithm, the border over which most tokens are shared is tried first.
     where = list(range(len(order)))
     """The family of each place in the order: the place at which it begins."""
     size = [int(sizes[i]) for i in order]
     alone = [int(own[i]) for i in order]
     for border in sorted((b for b, n in enumerate(shared) if n >= LEAST), key=lambda b: -shared[b]):
-        # The family that ends at this border, and the one that begins behind it: a
-        # border that is still there is the end of one run and the begin of the next.
+        # The family that ends at this border, and the one that begins behind it: each
+        # border is tried once, so it still lies between two families.
         left, right = where[border], border + 1
         both = alone[left] + alone[right] - (saved(shared[border]) if room.once else 0)
-        # Without room the border stays. Both families may still grow to their other sides.
+        # Without room the border stays. Both families may still grow on their other sides.
         if room.holds(size[left] + size[right], both):
             begin = left + len(parts[left])
             where[begin : begin + len(parts[right])] = [left] * len(parts[right])
@@ -127,8 +130,8 @@ def families(
 
 
 def alike(a: np.ndarray, b: np.ndarray) -> int:
-    """The number of tokens with which both begin."""
+    """The number of tokens that both share at their beginning."""
     n = min(len(a), len(b))
-    # argmax finds the first True; it would give 0 where there is none.
+    # argmax gives the place of the first True, and 0 where there is none: so `any` is asked first.
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n

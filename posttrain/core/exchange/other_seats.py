@@ -21,7 +21,8 @@ class SeatTurn:
     """Whether the policy's own engine sampled it. If so, the engine's token count includes it."""
 
     def __post_init__(self) -> None:
-        given: dict[str, Any] = dict(vars(self))  # a record that somebody else wrote may hold anything
+        # The types are checked because a record from elsewhere may hold anything.
+        given: dict[str, Any] = dict(vars(self))
         typed = all(isinstance(given[name], str) for name in ("seat", "text")) and isinstance(given["policy"], bool)
         if not typed or not self.seat or self.tokens < 0 or self.after < 0:
             raise InvariantError(f"a turn of another seat needs a name and counts >= 0: got {self}")

@@ -1,7 +1,7 @@
 """Ranks: the processes that train one model together. Each has a part of the weights and of every minibatch.
 
-Every rank runs the same program on the same minibatches and reaches the same exchanges in the same order. What each
-exchange says is compared, so a rank that went another way is named instead of waited for.
+Every rank runs the same program on the same minibatches and reaches the same exchanges in the same order. `check_same`
+compares values of the ranks: a rank with another value is named in an error, and no rank waits for it for ever.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ALONE = OneRank()
 
 
 def check_same(ranks: Ranks, value: Any, what: str, advice: str) -> None:
-    """InvariantError, on every rank, unless all have the same value. `what` and `advice` are words of the error."""
+    """InvariantError on every rank unless all ranks have the same value. `what` and `advice` are words of the error."""
     found = ranks.every(value)
     if others := [r for r, x in enumerate(found) if x != found[0]]:
         raise InvariantError(
@@ -75,7 +75,7 @@ def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
     value, kind, wrong = None, 0, ""
     try:
         value = function()
-    # Other exceptions are faults of the program, and end the process.
+    # Other exceptions are not exchanged: they are faults of the program, and end the process.
     except SHARED as error:
         kind, wrong = next(i for i, c in enumerate(SHARED) if isinstance(error, c)), str(error)
     found: list[tuple[T, int, str]] = ranks.every((value, kind, wrong))
@@ -86,18 +86,19 @@ def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
 
 
 def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
-    """Returns the values of the ranks that hold one copy of all weights together. The value of a rank is a norm of its
-    part of `what`. Ranks with copies (`replicas`) hold the same parts in the same order, so theirs must be the same
-    bits.
+    """Returns the values of the first ranks that together hold one copy of all weights.
+
+    The value of a rank is the norm of its part of `what`. With several copies (`replicas`), the ranks of each copy hold
+    the same parts in the same order, so their values must have the same bits.
 
     Raises:
         InvariantError: on every rank, where two copies differ.
     """
-    # Ranks are laid out copy after copy, so the same part lies `parts` ranks further.
+    # Ranks are numbered copy after copy, so the next copy of a part lies `parts` ranks further.
     values, parts = ranks.every(value), ranks.world // getattr(ranks, "replicas", 1)
     for at, value in enumerate(values):
         first = values[at % parts]
-        # NaN differs from itself. A norm that is no number is found by who reads it, with a better message.
+        # NaN differs from itself, so it is passed on: the reader of the norms has a better message for it.
         if value != first and not math.isnan(value + first):
             raise InvariantError(
                 f"copies of the weights differ: the part of the {what} on rank {at % parts} has the norm {first!r}, and"

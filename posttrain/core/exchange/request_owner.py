@@ -1,5 +1,7 @@
-"""The episode that asks an engine for a turn. It travels with the coroutine, so that an engine pool can name the
-episode that waits, or whose turn killed its engines."""
+"""The episode that asks an engine for a turn. It travels with the coroutine.
+
+So an engine pool can name the episode that waits, and the episode whose turn killed its engines (`UnanswerableTurn`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RequestOwner:
-    """One episode."""
+    """The place of one episode: its random stream, task, visit and sibling."""
 
     stream: str
     task: str
@@ -22,8 +24,8 @@ class RequestOwner:
         return f"task {self.task!r}, visit {self.visit}, sibling {self.sibling} ({self.stream})"
 
 
-# Between rollout and engine lies the environment's code, which passes nothing on. A
-# context variable goes along with the coroutine, and with the tasks that it starts.
+# Between rollout and engine lies the environment's code, which passes no owner on. A
+# context variable is inherited by the coroutine, and by the tasks that it starts.
 _ASKER: ContextVar[RequestOwner | None] = ContextVar("asker", default=None)
 
 
@@ -34,7 +36,7 @@ def asker() -> RequestOwner | None:
 
 @contextmanager
 def asked_for(who: RequestOwner) -> Generator[None]:
-    """Everything that is asked inside the block is asked for this episode."""
+    """Inside the block, every request to an engine belongs to this episode."""
     token = _ASKER.set(who)
     try:
         yield

@@ -1,5 +1,4 @@
-"""The present work of one role of a run: a row of the table that a terminal shows, and a line of the message of a
-stall."""
+"""The present work of one role of a run: a row of the terminal's table, and a line in the message about a stall."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ class RoleRow:
     tokens: int | None = None
     """In flight: asked for and not answered yet, those of prompts included."""
     age: float | None = None
-    """Seconds since what it does began, or since the oldest of what it holds came to it."""
+    """Seconds since its present work began, or since the oldest request that it holds arrived."""
     idle: float | None = None
     """Share of its time in which it had nothing to do, since the stage began."""
     more: str = ""

@@ -1,7 +1,8 @@
-"""Gradients that hold some rows of a weight, and no number for the others, which are zero.
+"""Row gradients: gradients that hold only some rows of a weight; all other rows are zero.
 
-Such a gradient is a sparse tensor of torch [V, H] with one index for each row. `engine.layers.embedding_gradient` makes
-them of embeddings. Everything that reads gradients takes both kinds through these functions. They import no torch.
+Such a gradient is a sparse torch tensor [V, H] with one index for each row. `engine.layers.embedding_gradient` makes
+them for embeddings. Code that reads gradients handles dense and sparse ones through these functions, which import no
+torch.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ PART = 1 << 20
 
 
 def held(gradient: Any) -> Any:
-    """The numbers that a gradient holds: all of them, or those of its rows [K, H]. Of a gradient of rows that were
-    joined (`joined`) it is a view, so what changes it changes the gradient."""
+    """The numbers that a gradient holds: all of a dense one, or the rows [K, H] of a sparse one. For a gradient from
+    `joined` this is a view, so changing it changes the gradient."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
@@ -25,31 +26,32 @@ def joined(gradient: Any) -> Any:
 
 
 def whole(gradient: Any) -> Any:
+    """The gradient as a dense tensor."""
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def square_sum(x: Any) -> float:
-    """Returns the sum of the squares of all numbers, in float64. A float64 copy is made of one part at a time, since of
-    a large embedding it would be the largest tensor of a step."""
+    """Returns the sum of the squares of all numbers, in float64. Only one part at a time is copied to float64, because
+    a float64 copy of a large embedding would be the largest tensor of a step."""
     flat = x.detach().reshape(-1)
     # Squares of float32 numbers can underflow or overflow, and a sum of millions of them loses digits.
     return math.fsum(float(part.double().square().sum()) for part in flat.split(PART)) if len(flat) else 0.0
 
 
 def place(gradient: Any, at: int) -> int:
-    """Returns the position in the flattened whole of number `at` of the flattened `held`."""
+    """Returns where number `at` of the flattened `held` lies in the flattened `whole`."""
     if not gradient.is_sparse:
         return at
-    # The place within the held rows [K, H]; the index tensor says which row of the whole each one is.
+    # Row and column within the held rows [K, H]. The index tensor gives the row in the whole weight.
     row, column = divmod(at, gradient.shape[1])
     return int(gradient.coalesce().indices()[0, row]) * int(gradient.shape[1]) + column
 
 
 def number(gradient: Any, at: int) -> Any:
-    """[1]: number `at` of the flattened whole."""
+    """[1]: number `at` of the flattened `whole`."""
     if not gradient.is_sparse:
         return gradient.flatten()[at : at + 1]
     row, column = divmod(at, gradient.shape[1])
     rows = gradient.coalesce()
-    # A row that is not held selects nothing, and the sum of nothing is its 0.
+    # For a row that is not held nothing is selected, and the sum of nothing is 0: its gradient.
     return rows.values()[rows.indices()[0] == row, column].sum()[None]

@@ -1,4 +1,4 @@
-"""Results of models for spoken tokens, and the expected update of an optimizer."""
+"""What a loss asks of a forward pass and what it gives for spoken tokens, and the expected update of an optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Rewards:
     score: Any
     """[S]: the one number of each segment."""
     outputs: Any
-    """[S, K]: the numbers that the score is made of; [M, 1] of every spoken token where the head reads each."""
+    """[S, K]: the numbers that the score is computed from; [M, 1] where the head reads every spoken token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,15 +90,16 @@ class ExpectedUpdate:
     size: float
     """Scale for differences from `move`: how far such a step moves an entry with a large gradient."""
     along: bool = False
-    """Only the part of the step along `move` is `move`: the optimizer's arithmetic adds noise across it, which may be
-    as large."""
+    """Whether only the part of the step along `move` is compared: the optimizer's arithmetic adds noise in other
+    directions, which may be as large as `move`."""
 
 
 class AdapterTrial(Protocol):
     """The methods that are needed to show that a sampler computes with the learner's adapter."""
 
     def loud(self) -> AbstractContextManager[None]:
-        """Inside, the adapter holds numbers that change log-probs by much; afterwards its own again, bit for bit."""
+        """Inside, the adapter holds numbers that change log-probs by much. Afterwards it has its own numbers again, bit
+        for bit."""
         ...
 
     def without(self, packed: Packed) -> np.ndarray:

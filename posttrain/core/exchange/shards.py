@@ -55,21 +55,21 @@ class Shard:
 
     def overlaps(self, other: Shard) -> bool:
         """Returns whether some entry of the full tensor is in both parts."""
-        # Two boxes meet where their ranges meet in every axis. A tensor
-        # without axes is one number: two of its parts always meet.
+        # Two boxes overlap where their ranges overlap in every axis. A tensor
+        # without axes is one number, so two parts of it always overlap.
         return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(self.box, other.box, strict=True))
 
 
 @runtime_checkable
 class DividedWeights(Protocol):
-    """A learner of which this process holds a part: its weights are written and read by all processes together."""
+    """A learner with a part of the weights in this process: all processes write and read them together."""
 
     def write_weights(self, folder: Path) -> None:
         """Write every trainable parameter into `folder`, each process its own part."""
         ...
 
     def read_weights(self, folder: Path) -> None:
-        """Take the weights that `folder` holds, whoever wrote them."""
+        """Take the weights that `folder` holds, however many processes wrote them."""
         ...
 
     def copied_weights(self) -> Any:
@@ -81,21 +81,22 @@ class DividedWeights(Protocol):
 
 @runtime_checkable
 class DividedGradients(Protocol):
-    """An optimizer of which this process may hold a part, with other weights that every process has whole."""
+    """An optimizer that may have a part of some weights in this process, and other weights whole in every process."""
 
     def agree(self) -> None:
-        """Give what every process has whole the gradients of the first one. All call it at once, before the step."""
+        """For weights that every process has whole, take the gradients of the first process. All processes call this at
+        once, before the step."""
         ...
 
 
 @runtime_checkable
 class DividedState(Protocol):
-    """An optimizer of which this process holds a part: its state is written and read by all processes together."""
+    """An optimizer with a part of the state in this process: all processes write and read it together."""
 
     def write_state(self, folder: Path) -> None: ...
 
     def read_state(self, folder: Path) -> None: ...
 
     def fingerprint(self) -> str:
-        """Exact digest of the whole state, of all processes together."""
+        """Exact digest of the whole state, over all processes."""
         ...

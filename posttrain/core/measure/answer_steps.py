@@ -14,8 +14,10 @@ Aggregate = Literal["min", "product", "mean", "last"]
 
 
 def step_ends(text: str, separator: str) -> tuple[int, ...]:
-    """The number of characters up to the end of each step. A separator belongs to the step before it, and what is
-    blank to the step beside it. The rest behind the last separator is a step too.
+    """The number of characters up to the end of each step.
+
+    A separator belongs to the step before it. The text after the last separator is a step too. A blank piece is no
+    step: it belongs to the step before it, or to the first step if it comes before all of them.
 
     >>> step_ends("3+4=7;7+5=12", ";")
     (6, 12)
@@ -26,8 +28,8 @@ def step_ends(text: str, separator: str) -> tuple[int, ...]:
     while at < len(text):
         found = text.find(separator, at)
         end = len(text) if found < 0 else found + len(separator)
-        # Only a piece with words is a step. A blank one behind a step belongs to
-        # it, one before the first step to that. A text of blanks alone has no step.
+        # `elif ends`: a blank piece behind a step. The last case: a text that is blank as a whole has
+        # no step. A blank piece before the first step ends nothing, so the first step begins at 0.
         if text[at:end].replace(separator, "").strip():
             ends.append(end)
         elif ends:
@@ -39,7 +41,7 @@ def step_ends(text: str, separator: str) -> tuple[int, ...]:
 
 
 def steps_of_text(text: str, separator: str) -> tuple[str, ...]:
-    """The steps themselves, each with its separator: joined they are the text.
+    """The texts of the steps, each with its separator. Joined, they are the text.
 
     >>> steps_of_text("3+4=7;7+5=12", ";")
     ('3+4=7;', '7+5=12')
@@ -60,7 +62,7 @@ def joined(steps: Sequence[str], separator: str) -> tuple[str, tuple[int, ...]]:
     text, ends = "", list[int]()
     for i, step in enumerate(steps):
         last = i == len(steps) - 1
-        # No separator behind the last step: the answer ends there.
+        # After the last step no separator is written: the answer ends there.
         text += step if last or step.endswith(separator) else step + separator
         ends.append(len(text))
     return text, tuple(ends)
@@ -127,7 +129,7 @@ class StepValues:
 
     @property
     def soft(self) -> tuple[float, ...]:
-        """The share of them that was right (soft estimation).
+        """The share of right completions, of each step (soft estimation).
 
         >>> StepValues(right=(0, 3, 8), asked=(8, 8, 8)).soft
         (0.0, 0.375, 1.0)
@@ -135,9 +137,11 @@ class StepValues:
         return tuple(r / n for r, n in zip(self.right, self.asked, strict=True))
 
     def best_of(self, count: int) -> tuple[float, ...]:
-        """The chance that the best of `count` completions is right, of each step: without bias from all that were
-        judged, 1 - C(wrong, count) / C(asked, count). It is the value of a prover that answers so (2410.08146). Where
-        fewer were judged, it is that of as many; the answer itself is as right as it is.
+        """The chance that at least one of `count` completions is right, of each step.
+
+        It is the unbiased estimate 1 - C(wrong, count) / C(asked, count) from all judged completions: the value of a
+        prover that takes the best of `count` answers (2410.08146). Where fewer were judged, their number is taken as
+        `count`. At the end of an answer the only completion is the answer itself, so the value is 0 or 1.
 
         >>> values = StepValues(right=(0, 1, 3, 1), asked=(4, 4, 4, 1))
         >>> values.best_of(1) == values.soft, values.best_of(2)

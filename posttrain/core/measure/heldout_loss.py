@@ -1,4 +1,4 @@
-"""The held-out loss: how improbable the demonstrations of held-out tasks are, of each task, in nats."""
+"""The held-out loss: the mean negative log-prob, in nats per token, of the demonstrations of held-out tasks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from posttrain.core.measure.interval import Gain, Score
 from posttrain.core.measure.number_text import number_text
 
 Rows = Mapping[str, tuple[float, float]]
-"""By the digest of a demonstration's tokens: the sum of their negative log-probs, each times its weight, and the sum of
-the weights."""
+"""(sum of weight * negative log-prob, sum of weights) over the tokens of each demonstration. The key is a digest of its
+tokens."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class HeldoutLoss:
         return Score.free([*self.values(self.rows).values()])
 
     def values(self, of: Iterable[str]) -> dict[Hashable, float]:
-        """A number for each of these rows, whose mean is the mean over all their tokens."""
-        # The mean of nll_k * rows / tokens over the rows is sum nll / sum tokens:
-        # rows are the units of the interval, and tokens those of the mean.
+        """One number for each of these rows; the mean of these numbers is the mean loss over all tokens of the rows."""
+        # Row k gets nll_k * rows / tokens, so the mean over rows is sum nll / sum tokens.
+        # The interval then has rows as its units, while the mean is one over tokens.
         shared = [k for k in of if k in self.rows]
         tokens = math.fsum(self.rows[k][1] for k in shared)
         return {k: self.rows[k][0] * len(shared) / tokens for k in shared}
 
     def gain(self, after: HeldoutLoss) -> Gain:
-        """From this loss to another one, over the rows of both. Below 0: it fell."""
+        """The change from this loss to another one, over the rows of both. Below 0: the loss fell."""
         shared = [k for k in self.rows if k in after.rows]
         return Gain.free(self.values(shared), after.values(shared))
 
@@ -52,12 +52,13 @@ class HeldoutLoss:
 
 
 def perplexity(loss: float) -> float:
-    """exp of a loss in nats: among how many tokens, all as probable, the model would have to choose."""
+    """exp of a loss in nats: the number of equally probable tokens that would give the same loss."""
     # exp of more than 709 is no float64.
     return math.exp(min(loss, 700.0))
 
 
 def agreement_words(share: float) -> str:
+    """A line about the share of held-out pairs whose better side has the higher score."""
     return f"{share:.3f} of held-out pairs ordered as judged"
 
 

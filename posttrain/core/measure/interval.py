@@ -1,4 +1,4 @@
-"""Means and gains with their 95 % intervals, over prompts, since samples of one prompt correlate."""
+"""Means and gains with their 95 % intervals. Prompts are the units, because samples of one prompt correlate."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from posttrain.core.gauge import Gauge
 from posttrain.core.measure.number_text import number_text
 
 Z95 = 1.959963984540054
+"""The 97.5 % point of the normal distribution: 95 % lie between -Z95 and Z95."""
 
 
 def interval(mean: float, low: float, high: float, sign: str = "") -> str:
-    """A mean with its interval as text: `-` if nothing was judged, and no interval if there is one prompt only.
+    """A mean with its interval as text. It is `-` if nothing was judged; with one prompt there is no interval.
 
     >>> interval(0.5, 0.25, 0.75), interval(0.5, -math.inf, math.inf), interval(math.nan, math.nan, math.nan)
     ('0.500 [0.250, 0.750]', '0.500 [one prompt]', '-')
@@ -29,14 +30,16 @@ def interval(mean: float, low: float, high: float, sign: str = "") -> str:
 
 
 def student95(freedom: float) -> float:
-    """The 97.5 % point of Student's t: exact for 1 to 4 degrees of freedom, up to 20 % too large between
-    them, and by Cornish and Fisher's expansion above (error below 0.2 %).
+    """The 97.5 % point of Student's t.
+
+    It is exact for 1, 2, 3 and 4 degrees of freedom, and up to 20 % too large between these numbers. Above 4 it is
+    Cornish and Fisher's expansion, with an error below 0.2 %.
 
     >>> round(student95(2), 3), round(student95(9), 3)
     (4.303, 2.262)
     """
-    # Up to 4 degrees of freedom the expansion is too far off. Between the table's entries
-    # it goes linearly in 1/n. t is convex in 1/n, so what comes is never too small.
+    # Up to 4 degrees of freedom the expansion is too far off, so a table is read. Between its entries
+    # the value is linear in 1/n. t is convex in 1/n, so this value is never too small.
     exact = (12.7062, 4.3027, 3.1824, 2.7764)
     if freedom <= len(exact):
         return float(np.interp(1 / max(freedom, 1.0), [1 / n for n in range(len(exact), 0, -1)], exact[::-1]))
@@ -83,13 +86,13 @@ class Score:
             share = float(y.mean())
             half = Z95 * math.sqrt(n * share * (1 - share) + square / 4) / (n + square)
         else:
-            # Squares about p of the values and of z^2 / 2 imagined ones at each
-            # end. With zeros and ones alone it would come to Agresti and Coull.
-            seen = float(np.square(y - p).sum()) + square / 2 * (p * p + (1 - p) ** 2)
-            half = Z95 * math.sqrt(seen) / (n + square)
+            # Sum of squares about p: of the values, and of z^2 / 2 imagined values at each end (0 and 1).
+            # For values of 0 and 1 alone this is the interval of Agresti and Coull.
+            squares = float(np.square(y - p).sum()) + square / 2 * (p * p + (1 - p) ** 2)
+            half = Z95 * math.sqrt(squares) / (n + square)
         ends = (low + (high - low) * min(max(e, 0.0), 1.0) for e in (p - half, p + half))
-        # The centre is drawn towards the middle of the scale, so the
-        # mean itself may lie outside of the interval around it.
+        # p lies nearer to the middle of the scale than the mean does. So the mean may lie
+        # outside the interval around p, which is then widened to contain it.
         bottom, top = ends
         return Score(mean, min(bottom, mean), max(top, mean), n)
 
@@ -118,8 +121,9 @@ class Score:
 class Gain:
     """The mean difference of two measurements of the same prompts, with its 95 % interval.
 
-    A prompt is compared with itself, so that easy and hard prompts add nothing to the width. The interval is about
-    prompts like these and these two policies. It says nothing of what another seed would have trained.
+    Each prompt is compared with itself, so differences between easy and hard prompts do not widen the interval. The
+    interval is valid for prompts like these and for these two policies. It says nothing about training with another
+    seed.
     """
 
     before: float
@@ -150,7 +154,7 @@ class Gain:
         >>> print(g, g.better, g.worse)
         +0.250 [+0.138, +0.338] 20 0
         """
-        # Paired: the variance is that of differences, in which what is hard about a prompt cancels.
+        # Paired: the variance is that of the differences, in which the difficulty of a prompt cancels.
         both = [k for k in before if k in after]
         x, y = (np.array([m[k] for k in both], np.float64) for m in (before, after))
         n, d = len(both), (y - x) / scale
@@ -158,13 +162,13 @@ class Gain:
             return Gain(math.nan, math.nan, math.nan, math.nan, 0, 0, 0)
         low, high = -math.inf, math.inf
         if n > 1:
-            # Two imagined prompts, with the differences -1 and +1, on the scale that was divided by.
+            # Two imagined prompts are added, with the differences -1 and +1 (`d` is in units of `scale`).
             middle = float(d.sum()) / (n + 2)
-            seen = float(np.square(d - middle).sum()) + (1 - middle) ** 2 + (1 + middle) ** 2
-            half = Z95 * math.sqrt(seen) / (n + 2)
+            squares = float(np.square(d - middle).sum()) + (1 - middle) ** 2 + (1 + middle) ** 2
+            half = Z95 * math.sqrt(squares) / (n + 2)
             mean = float(d.mean())
             low, high = (scale * min(max(e, -1.0), 1.0) for e in (min(middle - half, mean), max(middle + half, mean)))
-        # Means of the same outcomes in another order may differ by rounding: such a prompt is neither better nor worse.
+        # Sums of the same outcomes in another order may differ by rounding: such a prompt is neither better nor worse.
         moved = np.abs(d) > 1e-12
         return Gain(
             float(x.mean()), float(y.mean()), low, high, n, int((moved & (d > 0)).sum()), int((moved & (d < 0)).sum())

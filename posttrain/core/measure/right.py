@@ -1,10 +1,13 @@
-"""Decides which answers are right, and whether rewards are pass or fail or grades. Every reader of a reward asks here.
+"""Decides which answers are right, and whether outcomes are pass or fail, or grades. Every report of rewards asks here.
 
-Outcomes are pass or fail if each is 0 or 1. Then what leads is the accuracy, the share of right answers. Else they are
-grades, and the mean reward leads. A right answer has an outcome of at least `Env.right`. Where that is not set it is
-1, and the share of right answers is told of grades only if 1 is their full marks: some outcome reaches it, none is
-above it, and the weights of what is paid sum to it. The score of a model (a reward model, a judge) is a grade, and
-without a named `Env.right` no score is right.
+Outcomes are pass or fail if each of them is 0 or 1. Reports then show the accuracy first, which is the share of right
+answers. All other outcomes are grades, and reports show their mean first.
+
+An answer is right if its outcome is at least `Env.right`. Where the user sets no `Env.right`:
+
+- the threshold is 1. Grades have a share of right answers only if 1 is their full marks: some outcome reaches 1, none
+  is above it, and the weights of the paid sources sum to 1;
+- the score of a model (a reward model, a judge) is a grade, and no such score is right.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from posttrain.core.verdict import Judged
 FULL = 1.0
 """The smallest outcome of a right answer, where `Env.right` names none."""
 SLACK = 1e-9
-"""How far an outcome may lie below it: the rounding of a sum of rewards."""
+"""How far an outcome may lie below the threshold and still count as right: the rounding of a sum of rewards."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,14 @@ class Right:
     """The smallest outcome of a right answer."""
 
     at: float | None = FULL
-    """None: no outcome is right, since a model's score is a grade."""
+    """None: no outcome is right, because the score is a model's."""
     named: bool = False
-    """Whether it is the user's (`Env.right`)."""
+    """Whether the user set the threshold (`Env.right`)."""
     full: bool = True
     """Whether the weights of the sources sum to 1, so that it may be full marks."""
 
     def of(self, outcome: float | None) -> bool:
+        """Returns whether an outcome is right. None, an answer that was not judged, is not."""
         # The slack grows with the threshold: a sum of rewards near 1000 rounds more coarsely than one near 1.
         return self.at is not None and outcome is not None and outcome >= self.at - SLACK * max(1.0, abs(self.at))
 
@@ -48,21 +52,23 @@ class Right:
 
 
 def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = False) -> Right:
-    """Returns the rule for right answers, from the sources of what is paid, or of what is measured."""
+    """Returns the rule for right answers, from the sources that are paid, or with `measured` from those that are
+    measured."""
     if named is not None:
         return Right(named, True)
-    own = [j for j in verdicts if (j.measured if measured else j.counts)]
-    # A model's 1.0 is no full mark, and what it means may differ from prompt to prompt.
-    if any(j.by_model for j in own):
+    sources = [j for j in verdicts if (j.measured if measured else j.counts)]
+    # A model's score of 1.0 is no full mark, and its meaning may differ from prompt to prompt.
+    if any(j.by_model for j in sources):
         return Right(None)
-    # By source, since one that pays several turns has several verdicts. A penalty cannot add to full marks.
-    weights = {j.source: max(j.weight, 0.0) for j in own}
+    # One weight per source, because a source that pays several turns has several verdicts. A negative
+    # weight is a penalty: it adds nothing to full marks.
+    weights = {j.source: max(j.weight, 0.0) for j in sources}
     return Right(full=abs(math.fsum(weights.values()) - FULL) <= SLACK)
 
 
 @dataclass(frozen=True)
 class Grades:
-    """The way to read some outcomes: as pass or fail, or as grades.
+    """The range of some outcomes with the rule for right ones: it says whether they are pass or fail, or grades.
 
     >>> letters, rubric = Grades.of([16, 17, 18.0]), Grades.of([0.1, 0.9])
     >>> letters.graded, letters.tells, rubric.tells, Grades.of([0.2, 1.0]).tells, Grades.of([0, 1, 1]).graded
@@ -74,17 +80,18 @@ class Grades:
     high: float
     """The smallest and the largest outcome."""
     binary: bool
-    """Whether each is 0 or 1."""
+    """Whether each outcome is 0 or 1."""
 
     @staticmethod
     def of(outcomes: Sequence[float] | np.ndarray, right: Right | None = None) -> Grades:
+        """The grades of these outcomes, under one rule for all of them."""
         x = np.asarray(outcomes, np.float64)
         low, high = (float(x.min()), float(x.max())) if len(x) else (0.0, 0.0)
         return Grades(Right() if right is None else right, low, high, bool(np.all((x == 0) | (x == 1))))
 
     @staticmethod
     def each(judged: Iterable[tuple[float | None, Right]]) -> Grades:
-        """The same of outcomes with the rule of each. Where one of them is a model's score, none is right."""
+        """The grades of outcomes that come with a rule each. Where one of them is a model's score, none is right."""
         told = [(x, rule) for x, rule in judged if x is not None]
         rules = {rule for _, rule in told}
         return Grades.of([x for x, _ in told], next((r for r in rules if r.at is None), next(iter(rules), None)))
@@ -96,16 +103,16 @@ class Grades:
 
     @property
     def tells(self) -> bool:
-        """True where the share of right answers says something."""
+        """True where the share of right answers has a meaning."""
         r = self.right
-        # Of grades the threshold 1 is a guess, which holds only where 1 is full marks: reached, and never exceeded.
+        # For grades the threshold 1 is a guess. It holds only where 1 is full marks: reached, and never exceeded.
         sure = r.named or not self.graded
         return r.at is not None and (sure or (r.full and abs(self.high - r.at) <= SLACK))
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The ends of the scale: of grades the smallest and the largest outcome, where they differ; else 0 and 1 are on
-        it.
+        """The ends of the scale. For grades that differ: the smallest and the largest outcome. Else a scale that
+        contains 0, 1 and the outcomes.
 
         >>> Grades.of([16, 18.5]).scale, Grades.of([0, 0]).scale, Grades.of([-1.0, -1.0]).scale
         ((16.0, 18.5), (0.0, 1.0), (-1.0, 1.0))
@@ -115,6 +122,7 @@ class Grades:
         return min(0.0, self.low), max(1.0, self.high)
 
     def __or__(self, other: Grades) -> Grades:
+        """The grades of both sets of outcomes together."""
         right = self.right if self.right.at is None else other.right
         low, high = min(self.low, other.low), max(self.high, other.high)
         return Grades(right, low, high, self.binary and other.binary)
