@@ -7,6 +7,7 @@ from posttrain.core.types import Task
 ANSWERS = 90
 """Calls before the service fails."""
 _asked: dict[str, int] = {}
+"""The number of calls so far, under the key "n"."""
 
 
 def down(task: Task, text: str) -> float:

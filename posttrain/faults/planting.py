@@ -1,5 +1,6 @@
-"""Planted faults: each is data with one function of the real code and its buggy replacement, the twin. The real code
-has no `if fault`.
+"""Planted faults: each is data that names one function of the real code and has a buggy replacement for it, the twin.
+
+The real code has no `if fault`. A fault is registered like this:
 
     @fault("std_ddof", seam="posttrain.algorithm.credit.step_credit:_std", ...)
     def _(real):
@@ -77,8 +78,8 @@ class Fault:
         ]
 
     def __reduce__(self) -> tuple[Callable[..., Fault], tuple[str, str]]:
-        """It goes to another process by name, with the module that registers it there."""
-        # By name, since the twins are all called `_` and cannot be found by their own.
+        """Pickles the fault by its name, with the module that registers it in the other process."""
+        # Twins cannot be pickled themselves: they are all called `_`.
         return _registered, (self.twin.__module__, self.name)
 
 
@@ -140,16 +141,17 @@ def planted(fault: Fault | str | None) -> Iterator[None]:
         yield
         return
     owner, attribute = _place(chosen.seam)
-    # A method may be inherited. Then the twin is put into the subclass and taken away again, so that the parent stays.
-    own = attribute in vars(owner)
-    # Without the descriptor protocol: a property or a static method is wanted itself, not what it gives.
+    # An inherited method is not in the class's own dictionary. Then the twin is put into the subclass and deleted at
+    # the end, so that the parent stays as it is.
+    in_class = attribute in vars(owner)
+    # `getattr` would call a property and unwrap a static method. Here the object itself is needed.
     real = inspect.getattr_static(owner, attribute)
     setattr(owner, attribute, _like(real, chosen.twin, owner, attribute))
     try:
         yield
     finally:
         # Restored however the block ends, since the next run of this process must not have the fault.
-        if own:
+        if in_class:
             setattr(owner, attribute, real)
         else:
             delattr(owner, attribute)

@@ -1,4 +1,4 @@
-"""Pictures of runs, made with matplotlib: reward, held-out score and any gauge by step, of one run or of several.
+"""Pictures made with matplotlib: gauges of runs by step, searches by their cost, and simulated loops by a setting.
 
 matplotlib is imported when a picture is made. No global state of it is used, so a notebook's own settings stay.
 """
@@ -33,12 +33,13 @@ NO_MATPLOTLIB = "matplotlib is not installed. Run: pip install matplotlib"
 FORMATS = (".svg", ".png", ".pdf")
 HELD_OUT = ("eval/accuracy", "eval/reward", "heldout/loss")
 DEFAULT = ("rollout/reward", "eval/accuracy")
-"""Where some outcome is a grade, the mean held-out reward stands in the place of the accuracy."""
+"""The gauges that are drawn if none is named. Where some outcome is a grade, the mean held-out reward takes the place
+of the accuracy."""
 JUDGED = (*LOSSES, "heldout/loss", "heldout/agreement")
-"""Gauges that are drawn for runs that have neither gauge of `DEFAULT`."""
+"""Gauges that are drawn if none is named and the runs have neither gauge of `DEFAULT`."""
 MOST_RUNS = 12
 MOST_STAGES = 6
-"""Columns of a plot; of more stages the last ones are drawn."""
+"""The most columns of a plot. Of more stages only the last ones are drawn."""
 COLOURS = ("#1f6fb4", "#d1622b", "#2d8a4e", "#a03c78", "#6b5b95", "#8c6d1f")
 # A fixed salt: else the ids in an SVG change from one drawing to the next.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "posttrain", "font.size": 9, "text.usetex": False}
@@ -58,25 +59,25 @@ def plot(
     Args:
         folders: run folders, finished or not.
         gauges: names of `docs/reference/metrics.md` that the runs recorded.
-        out: also write it to this file; its ending says how (.svg, .png, .pdf).
+        out: a file to which the figure is also written. Its ending is the format (.svg, .png, .pdf).
 
     Raises:
         ConfigError: a gauge that no run has, a file of another kind, too many runs, or no matplotlib.
     """
-    given = [folders] if isinstance(folders, str | Path) else list(folders)
-    if not 1 <= len(given) <= MOST_RUNS:
-        raise ConfigError(f"plot draws 1 to {MOST_RUNS} runs: {len(given)} were given")
+    paths = [folders] if isinstance(folders, str | Path) else list(folders)
+    if not 1 <= len(paths) <= MOST_RUNS:
+        raise ConfigError(f"plot draws 1 to {MOST_RUNS} runs: {len(paths)} were given")
     if out is not None:
         check_out(out)
-    runs, usual = [read_outcome(f) for f in given], tuple(gauges) == DEFAULT
-    if usual and any(s.graded for of in runs for s in of.stages):
+    runs, is_default = [read_outcome(f) for f in paths], tuple(gauges) == DEFAULT
+    if is_default and any(s.graded for of in runs for s in of.stages):
         gauges = (DEFAULT[0], "eval/reward")
     drawn = _drawn(runs, gauges)
-    if usual:  # a run that only imitates has no reward, and a reward model no accuracy
+    if is_default:  # a run that only imitates has no reward, and a reward model no accuracy
         drawn = drawn or _drawn(runs, JUDGED)
-    missing = [g for g in gauges if g not in drawn and not (usual and drawn)]
+    missing = [g for g in gauges if g not in drawn and not (is_default and drawn)]
     if missing:
-        # Named only where an error is said: reading all steps again is slow.
+        # The known gauges are collected only for this error: reading all steps again is slow.
         known = sorted(
             {n for of in runs for s in run_reader.steps(of.folder) for n in s.gauges} | {*_drawn(runs, HELD_OUT)}
         )
@@ -124,8 +125,9 @@ def _figure(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[R
 
 
 def summary_picture(of: RunOutcome) -> bytes | None:
-    """The picture of summary.md as SVG: what the stage that is drawn was paid, and its held-out score with intervals.
-    None where it took fewer than two steps.
+    """The picture of summary.md as SVG: reward (or loss) and held-out score of the stage `RunOutcome.drawn`.
+
+    None where that stage took fewer than two steps.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -171,7 +173,7 @@ def _held_out(axis: Axes, s: StageOutcome) -> None:
 
 
 def smooth(curve: Curve, share: float = 0.1) -> Curve:
-    """The mean of each point and those before it, as many as `share` of the curve."""
+    """The curve with each value replaced by the mean of it and of those before it, together `share` of the points."""
     n = max(1, round(len(curve) * share))
     values = [y for _, y in curve]
     parts = [values[max(0, i + 1 - n) : i + 1] for i in range(len(values))]
@@ -179,11 +181,13 @@ def smooth(curve: Curve, share: float = 0.1) -> Curve:
 
 
 def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> Figure:
-    """Accuracy, or the mean reward of grades, against tokens said for a task: a line for each kind of search, with 95 %
-    intervals over tasks, and grey through what nothing else is better than for as few tokens.
+    """Draw accuracy (or the mean reward of grades) against tokens said for a task, a line for each kind of search.
+
+    Points have 95 % intervals over tasks. A grey line goes through the searches to which no other is superior at as few
+    tokens.
 
     Args:
-        out: the file that is written; its ending says how (.svg, .png, .pdf).
+        out: the file that is written. Its ending is the format (.svg, .png, .pdf).
 
     Raises:
         ConfigError: a file of another kind.
@@ -202,16 +206,16 @@ def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> F
         front = frontier(points)
         xs, ys = [p.tokens for p in front], [p.score.mean for p in front]
         axis.plot(xs, ys, color="#999999", linewidth=4, alpha=0.35, zorder=0)
-        for i, (family, own) in enumerate(families.items()):
-            xs, ys = [p.tokens for p in own], [p.score.mean for p in own]
+        for i, (family, of_kind) in enumerate(families.items()):
+            xs, ys = [p.tokens for p in of_kind], [p.score.mean for p in of_kind]
             colour, line = COLOURS[i % len(COLOURS)], "-" if i < len(COLOURS) else "--"
-            # Cut to the scale, since an interval beyond it reads as a possible score.
-            low = [p.score.mean - max(p.score.low, p.grades.scale[0]) for p in own]
-            high = [min(p.score.high, p.grades.scale[1]) - p.score.mean for p in own]
+            # Intervals are cut to the scale of the scores: beyond it they would look like possible scores.
+            low = [p.score.mean - max(p.score.low, p.grades.scale[0]) for p in of_kind]
+            high = [min(p.score.high, p.grades.scale[1]) - p.score.mean for p in of_kind]
             axis.errorbar(
                 xs, ys, (low, high), color=colour, linestyle=line, marker="o", markersize=4, capsize=3, label=family
             )
-            for x, y, p in zip(xs, ys, own, strict=True):
+            for x, y, p in zip(xs, ys, of_kind, strict=True):
                 axis.annotate(p.kind.size, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7, color=colour)
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
@@ -225,10 +229,12 @@ def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> F
 
 
 def sweep_plot(name: str, rows: Sequence[tuple[str, LoopOutcome]], out: str | Path) -> Figure:
-    """The simulated loop by the values of a knob: seconds of a step, who waits, and how old the tokens are.
+    """Draw simulated loops by the values of one setting: seconds of a step, who waits, and how old the tokens are.
 
     Args:
-        out: the file that is written; its ending says how (.svg, .png, .pdf).
+        name: of the setting.
+        rows: (value of the setting, the loop with it).
+        out: the file that is written. Its ending is the format (.svg, .png, .pdf).
 
     Raises:
         ConfigError: a file of another kind.
@@ -263,7 +269,7 @@ def sweep_plot(name: str, rows: Sequence[tuple[str, LoopOutcome]], out: str | Pa
 
 
 def check_out(out: str | Path) -> None:
-    """ConfigError for a file of a kind that is not written."""
+    """ConfigError for a file whose ending is none of `FORMATS`."""
     if Path(out).suffix not in FORMATS:
         raise ConfigError(f"--out {out}: its ending says what is written; use one of {', '.join(FORMATS)}")
 
@@ -271,29 +277,31 @@ def check_out(out: str | Path) -> None:
 def _curves(of: RunOutcome, gauge: str) -> dict[str, Curve]:
     """A gauge of each stage by the stage's own steps. Stages without it are left out."""
     steps = run_reader.steps(of.folder)
-    out: dict[str, Curve] = {}
+    by_stage: dict[str, Curve] = {}
     for s in of.stages:
         if gauge in HELD_OUT:
             curve = dict(zip(HELD_OUT, (s.heldout, s.heldout_reward, s.heldout_losses), strict=True))[gauge]
         else:
-            own = (x for x in steps if x.stage == s.name and gauge in x.gauges and x.gauges[gauge].count)
-            curve = tuple((x.index, x.gauges[gauge].mean) for x in own)
+            of_stage = (x for x in steps if x.stage == s.name and gauge in x.gauges and x.gauges[gauge].count)
+            curve = tuple((x.index, x.gauges[gauge].mean) for x in of_stage)
         # What was not measured in a step, or is no number, is left out.
         if curve := tuple((i, y) for i, y in curve if math.isfinite(y)):
-            out[s.name] = curve
-    return out
+            by_stage[s.name] = curve
+    return by_stage
 
 
 def _drawn_stages(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[RunOutcome]) -> list[str]:
-    """The stages that get a column, in their order: those with a curve of some gauge, or all where none has two
-    points."""
-    found = {n: 0 for of in runs for n in (s.name for s in of.stages)}
+    """The stages that get a column, in their order.
+
+    They are those with a curve of two points or more; where no stage has one, those with a single point.
+    """
+    most_points = {n: 0 for of in runs for n in (s.name for s in of.stages)}
     for by_stage in (one for curves in drawn.values() for one in curves):
         for name, curve in by_stage.items():
-            found[name] = max(found[name], len(curve))
+            most_points[name] = max(most_points[name], len(curve))
     # A single point is no curve, so its stage gets a column only where no stage has more.
-    lines = [name for name, points in found.items() if points > 1]
-    return (lines or [name for name, points in found.items() if points])[-MOST_STAGES:]
+    lines = [name for name, points in most_points.items() if points > 1]
+    return (lines or [name for name, points in most_points.items() if points])[-MOST_STAGES:]
 
 
 def _labels(runs: Sequence[RunOutcome]) -> list[str]:
@@ -318,18 +326,25 @@ def _panel(axis: Axes, gauge: str, labels: Sequence[str], curves: Sequence[Curve
 
 
 def _xy(curve: Curve) -> tuple[list[int], list[float]]:
+    """The steps and the values of a curve."""
     return [x for x, _ in curve], [y for _, y in curve]
 
 
 def _text(text: str) -> str:
-    """Somebody else's text as a label: no mathematics is read in it, and a line that begins with _ is listed too."""
+    """Somebody else's text as a label: matplotlib reads no mathematics in it.
+
+    matplotlib leaves labels that begin with _ out of a legend, so these get a blank before it.
+    """
     shown = visible(text).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
 @contextmanager
 def _matplotlib() -> Iterator[None]:
-    """matplotlib with our settings for the length of the block; characters that no font has are drawn as boxes."""
+    """matplotlib with our settings for the length of the block. Characters that no font has are drawn as boxes.
+
+    ConfigError where values cannot be drawn.
+    """
     import matplotlib
 
     with matplotlib.rc_context(cast("Any", STYLE)), warnings.catch_warnings(), np.errstate(over="raise"):
@@ -341,7 +356,7 @@ def _matplotlib() -> Iterator[None]:
 
 
 def shown_by_notebooks(figure: Figure) -> Figure:
-    """The figure with what a notebook asks for to show it. A notebook knows figures of pyplot alone by itself."""
+    """The figure with the method that a notebook calls to show it. By itself a notebook shows only pyplot's figures."""
     vars(figure)["_repr_png_"] = partial(_png, figure)
     return figure
 
@@ -352,7 +367,7 @@ def _png(figure: Figure) -> bytes:
 
 
 def _written(figure: Figure, kind: str) -> bytes:
-    """The file; an SVG of the same run has the same bytes."""
+    """The bytes of the picture's file. They are the same for equal pictures in SVG."""
     out = io.BytesIO()
     figure.savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {})
     return out.getvalue()

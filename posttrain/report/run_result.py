@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from posttrain.stages import StageResult
 
 WIDTH = 100
-"""Most characters of a line in a `repr`."""
+"""The most characters of a line in a `repr`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,12 +89,14 @@ class RolloutView:
 
 
 def _verdict(j: Judged) -> str:
+    """A verdict in one line: its score or else its state, its kind, and its reason."""
     v = j.verdict
     score = v.state.value if v.score is None else f"{v.score:.3g}"
     return "  ".join(x for x in (score, v.kind, v.why) if x)
 
 
 def _short(text: str, most: int) -> str:
+    """The text in one line of at most `most` characters."""
     flat = visible(text.replace("\n", " "))
     return flat if len(flat) <= most else flat[: most - 3] + "..."
 
@@ -122,8 +124,11 @@ class Result:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of held-out answers that are right, with the final weights; None if it was not measured, or rewards are
-        grades that tell none (`core.measure.right`): then `reward` leads."""
+        """Share of held-out answers that are right, with the final weights.
+
+        None if it was not measured, or if rewards are grades that do not say what is right (`core.measure.right`). Then
+        `reward` is the figure to look at.
+        """
         return self._last.accuracy[0] if self._last is not None and self._last.accuracy is not None else None
 
     @property
@@ -133,8 +138,11 @@ class Result:
 
     @property
     def loss(self) -> float | None:
-        """Held-out loss of the last stage whose weights the run goes on with, in nats a token; None where that stage
-        imitates nothing. Its perplexity is exp of it."""
+        """Held-out loss of the last stage whose weights the run goes on with, in nats a token; its exp is the
+        perplexity.
+
+        None where that stage has no held-out loss.
+        """
         last = next((s for s in reversed(self.stages) if s.hands_on), None)
         return last.loss[0] if last is not None and last.loss is not None else None
 
@@ -174,7 +182,7 @@ class Result:
     def plot(self, *gauges: str, out: str | Path | None = None) -> Any:
         """A figure of gauges by step, by default the reward and the held-out score. Needs matplotlib.
 
-        `out`: also write it to this file (.svg, .png or .pdf). `posttrain plot` draws several runs.
+        `out` is a file to which it is also written (.svg, .png or .pdf). `posttrain plot` draws several runs.
         """
         from posttrain.report.plots import DEFAULT, plot
 
@@ -195,27 +203,27 @@ class Result:
         """Recorded answers of one step: all of them, or the worst, the best, or those that could not be judged.
 
         Args:
-            worst, best, failed: at most so many, those with the lowest reward first, the highest first, or those that
-                have none because a reward failed. One of the three.
-            stage: by default the last one that was recorded.
-            step: by default its last one.
-            heldout: of the held-out evaluation after that step instead of the step's training.
+            worst, best, failed: at most this number of answers, those with the lowest reward first, with the highest
+                first, or those without a reward because something failed. Give one of the three.
+            stage: by default the last stage that was recorded.
+            step: by default the stage's last recorded step.
+            heldout: take the answers of the held-out evaluation after that step, instead of those of its training.
         """
-        asked = {name: n for name, n in (("worst", worst), ("best", best), ("failed", failed)) if n is not None}
-        if len(asked) > 1:
-            raise ConfigError(f"rollouts: {' and '.join(asked)} are two choices; give one")
+        choices = {name: n for name, n in (("worst", worst), ("best", best), ("failed", failed)) if n is not None}
+        if len(choices) > 1:
+            raise ConfigError(f"rollouts: {' and '.join(choices)} are two choices; give one")
         chosen = self._file(stage, step, "eval" if heldout else "train")
-        found = [RolloutView(chosen.stage, chosen.index, heldout, r) for r in run_reader.read_episodes(chosen.path)]
+        views = [RolloutView(chosen.stage, chosen.index, heldout, r) for r in run_reader.read_episodes(chosen.path)]
         if failed is not None:
-            return [r for r in found if broken(r.verdicts) or r.record.episode.error][:failed]
+            return [r for r in views if broken(r.verdicts) or r.record.episode.error][:failed]
         if worst is None and best is None:
-            return found
-        judged = [r for r in found if r.reward is not None]
+            return views
+        judged = [r for r in views if r.reward is not None]
         judged.sort(key=lambda r: r.reward or 0.0, reverse=best is not None)
         return judged[: worst if best is None else best]
 
     def _file(self, stage: str | None, step: int | None, kind: str) -> EpisodeFile:
-        """The last matching episode file. ConfigError lists what there is."""
+        """The last episode file of this stage, step and kind. An error says which ones there are."""
         of_kind = [f for f in run_reader.episode_files(self.folder) if f.kind == kind]
         if not of_kind:
             why = "" if self.run.record_episodes else ": the run was started with record_episodes=false"
@@ -224,35 +232,37 @@ class Result:
         if stage is not None and stage not in stages:
             raise ConfigError(f"rollouts: no episodes of stage {stage!r}; {nearest(stage, stages)}")
         of_stage = [f for f in of_kind if f.stage == (stage or of_kind[-1].stage)]
-        there = [f.index for f in of_stage]
+        steps = [f.index for f in of_stage]
         if step is None:
             return of_stage[-1]
-        if step not in there:
-            near = min(there, key=lambda i: abs(i - step))
+        if step not in steps:
+            near = min(steps, key=lambda i: abs(i - step))
             raise ConfigError(
-                f"rollouts: no episodes of step {step}; the nearest is {near} (of {there[0]} to {there[-1]})"
+                f"rollouts: no episodes of step {step}; the nearest is {near} (of {steps[0]} to {steps[-1]})"
             )
-        return of_stage[there.index(step)]
+        return of_stage[steps.index(step)]
 
 
 def _stage_line(s: StageResult) -> str:
-    out = [f"{s.steps} steps in {s.seconds:.0f} s"]
+    """The figures of a stage in one line."""
+    parts = [f"{s.steps} steps in {s.seconds:.0f} s"]
     both = [("accuracy", s.accuracy, s.before)]
     for what, measured, before in [("reward", s.reward, s.reward_before), *both] if s.graded else both:
         if measured is not None:
-            out.append(
+            parts.append(
                 f"held-out {what} {interval(*measured)}" + ("" if before is None else f", before {number_text(before)}")
             )
     if s.loss is not None:
         was = "" if s.loss_before is None else f", before {s.loss_before:.3f}"
-        out.append(f"held-out loss {interval(*s.loss)}{was}")
+        parts.append(f"held-out loss {interval(*s.loss)}{was}")
     if s.agreement is not None:
         was = "" if s.agreement_before is None else f", before {s.agreement_before:.3f}"
-        out.append(f"held-out pairs ordered as judged {interval(*s.agreement)}{was}")
-    return "; ".join(out)
+        parts.append(f"held-out pairs ordered as judged {interval(*s.agreement)}{was}")
+    return "; ".join(parts)
 
 
 def _row(step: Any) -> dict[str, Any]:
+    """A step as a row of `Result.frame`."""
     return {
         "stage": step.stage,
         "step": step.index,
@@ -265,6 +275,7 @@ def _row(step: Any) -> dict[str, Any]:
 
 
 def _package(name: str, what: str) -> Any:
+    """An optional package. ConfigError, which says that `what` needs it, if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -35,23 +35,29 @@ if TYPE_CHECKING:
     from posttrain.role.heldout_evaluation import EvaluationReport
 
 WIDTH = 80
-"""Columns that the report keeps to, where a path or a command does not need more."""
+"""Columns of the report. Only a path or a command may be wider."""
 SUMMARY, PICTURE = "summary.md", "summary.svg"
 """Files of a run folder."""
 HEADER = ("stage", "at step", "{} [95 %]", "gain [95 %]", "greedy", "seconds")
 
 
 def score_rows(of: RunOutcome, what: str, word: str) -> list[list[str]]:
-    """A row for each stage: the step of its last held-out evaluation, the score (`accuracy` or `reward`), and the gain
-    since the weights it started from. The first row names the columns."""
-    out = [[name.format(word) for name in HEADER]]
+    """The rows of the table of a held-out score, one for each stage. The first row names the columns.
+
+    A row has the step of the stage's last evaluation, the score, and the gain since the weights it started from.
+
+    Args:
+        what: "accuracy" or "reward".
+        word: the name of the score in the head of its column.
+    """
+    rows = [[name.format(word) for name in HEADER]]
     for s in of.stages:
         gain: Gain | None = getattr(s, what)
         score: Score | None = getattr(s.end, what) if s.end is not None else None
         if what == "accuracy" and s.tells is None:
             gain = score = None
         at = "-" if s.end is None else f"{s.end.step}" + (f" of {s.steps}" if s.end.step != s.steps else "")
-        out.append(
+        rows.append(
             [
                 s.name if s.stage.hands_on else f"{s.name} *",
                 at,
@@ -61,9 +67,9 @@ def score_rows(of: RunOutcome, what: str, word: str) -> list[list[str]]:
                 "-" if s.seconds is None else f"{s.seconds:.1f}",
             ]
         )
-    # Where no stage has a greedy figure the column goes.
+    # The column of greedy answers is left out where no stage has such a figure.
     at = HEADER.index("greedy")
-    return [row[:at] + row[at + 1 :] for row in out] if all(row[at] == "-" for row in out[1:]) else out
+    return [row[:at] + row[at + 1 :] for row in rows] if all(row[at] == "-" for row in rows[1:]) else rows
 
 
 def short(mean: float, low: float, high: float, sign: str = "") -> str:
@@ -83,9 +89,10 @@ def short(mean: float, low: float, high: float, sign: str = "") -> str:
 
 
 def measures(of: RunOutcome) -> tuple[str, ...]:
-    """Returns the measures of held-out tasks that there are: the accuracy (share of right answers); where a reward
-    gives grades, its mean first, and the accuracy if it says something. Empty for a run that answers no tasks, such as
-    one that trains a reward model.
+    """Returns the measures of held-out tasks, "accuracy" and "reward", the more important one first.
+
+    It is the accuracy alone where rewards are pass or fail. Where they are grades it is the mean reward, then the
+    accuracy if it says something. Empty for a run that answers no tasks, such as one that trains a reward model.
     """
     if all(s.end is None for s in of.stages):
         return ()
@@ -94,7 +101,7 @@ def measures(of: RunOutcome) -> tuple[str, ...]:
 
 
 def tables(of: RunOutcome) -> list[Group]:
-    """`measures` after each stage."""
+    """A table for each of `measures`: the score after each stage."""
     out: list[Group] = []
     for what in measures(of):
         title = (
@@ -106,13 +113,16 @@ def tables(of: RunOutcome) -> list[Group]:
 
 
 def footnote(of: RunOutcome) -> str:
-    """Returns a note on what to compare the stages with whose weights the run did not go on with; '' where there is
-    none."""
+    """Returns a note about the stages whose weights the run did not go on with; '' where there is none.
+
+    It says what each of them is to be compared with.
+    """
     compared = [_compared(s, of.stages) for s in of.stages if not s.stage.hands_on]
     return "* " + "; ".join(compared) if compared else ""
 
 
 def _compared(s: StageOutcome, stages: Sequence[StageOutcome]) -> str:
+    """What a stage whose weights were not used further is to be compared with, in words."""
     timed = next((x for x in stages if x.name == s.time_of), None)
     if timed is not None and timed.began == s.began:
         return f"instead of {timed.name}, from the same weights, for the same time"
@@ -153,26 +163,25 @@ def proxy_lines(of: RunOutcome) -> list[str]:
 
 
 def unjudged(of: RunOutcome) -> list[str]:
-    """Lines about samples without a verdict, by stage: those a source failed to judge, and those all sources abstained
-    from."""
-    out: list[str] = []
+    """Lines about samples without a verdict, by stage: a source failed to judge them, or all sources abstained."""
+    lines: list[str] = []
     steps = run_reader.steps(of.folder)
     for r in of.stages:
-        seen = merge(*(s.gauges for s in steps if s.stage == r.name))
-        failed, abstained = (seen.get(f"rollout/{x}", Gauge(0, 0)) for x in ("failed", "abstained"))
+        gauges = merge(*(s.gauges for s in steps if s.stage == r.name))
+        failed, abstained = (gauges.get(f"rollout/{x}", Gauge(0, 0)) for x in ("failed", "abstained"))
         kinds = ", ".join(
-            f"{n.removeprefix('failed/')} x {g.sum:.0f}" for n, g in seen.items() if n.startswith("failed/")
+            f"{n.removeprefix('failed/')} x {g.sum:.0f}" for n, g in gauges.items() if n.startswith("failed/")
         )
         if failed.sum:
-            out.append(
+            lines.append(
                 f"{r.name}: a source failed to judge {failed.sum:.0f} of {failed.count:.0f} samples ({kinds}): left"
                 " out, as no wrong answers"
             )
         if abstained.sum:
-            out.append(
+            lines.append(
                 f"{r.name}: every source abstained from {abstained.sum:.0f} of {abstained.count:.0f} samples: left out"
             )
-    return out
+    return lines
 
 
 def role_lines(of: RunOutcome) -> list[str]:
@@ -185,13 +194,18 @@ def memory_lines(of: RunOutcome) -> list[str]:
     machine: Any = of.file.facts.get("machine")
     what = machine.get("memory") if isinstance(machine, dict) else None
     title = f"peak MiB by role ({what or 'resident'})"
-    # What a role's parts used (ROLE/PART) is in its own peak already.
+    # The peak of a role contains those of its parts (ROLE/PART), so these are left out.
     whole = {s.name: {role: x for role, x in s.peaks.items() if "/" not in role} for s in of.stages}
     return _by_role(title, whole, lambda x: f"{x / 2**20:,.0f}")
 
 
 def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], said: Callable[[float], str]) -> list[str]:
-    """A line a stage with a number for each role, the largest first. A number is left out where `said` gives ''."""
+    """A line for each stage with a number for each role, the largest first.
+
+    Args:
+        stages: the numbers by role, by stage.
+        said: a number as text; '' leaves it out.
+    """
     known = {stage: roles for stage, roles in stages.items() if roles}
     width = max((len(stage) for stage in known), default=0)
     out = [title] if known else []
@@ -222,7 +236,7 @@ def planted_lines(run: Run) -> list[str]:
 
 
 def answer_lines(of: RunOutcome, said: Learning) -> list[str]:
-    """The sentence, and what to try: a command stays on one line, so that it can be copied."""
+    """The answer to "did it learn?", and what to try. A command stays on one line, so that it can be copied."""
     last, state = of.last, ""
     # The sentence may have said it already.
     if last is not None and not of.finished and f"it took {last.steps} of" not in said.text:
@@ -261,12 +275,12 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
         for line in lines:
             console.print(line)
     console.print()
-    said = learned(of)
-    for line in (*finding_lines(of), *answer_lines(of, said), "", *role_lines(of), *memory_lines(of)):
+    learning = learned(of)
+    for line in (*finding_lines(of), *answer_lines(of, learning), "", *role_lines(of), *memory_lines(of)):
         console.print(line)
     console.print(f"run folder: {of.folder}")
     console.print("next:")
-    for line in next_steps(of.run, of.folder, of.finished, said.word == "got worse"):
+    for line in next_steps(of.run, of.folder, of.finished, learning.word == "got worse"):
         console.print(f"  {line}")
 
 
@@ -275,36 +289,37 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
 
 def markdown(of: RunOutcome, drawn_in: str = "") -> str:
     """The report as a page. `drawn_in` is the file of its picture, '' where there is none."""
-    said = learned(of)
-    out = [f"# {_plain(of.run.recipe)}: {said.word}", "", f"Did it learn? {_plain(said.text)}.", ""]
-    out += [f"**{_plain(line)}**\n" for line in planted_lines(of.run)]
+    learning = learned(of)
+    lines = [f"# {_plain(of.run.recipe)}: {learning.word}", "", f"Did it learn? {_plain(learning.text)}.", ""]
+    lines += [f"**{_plain(line)}**\n" for line in planted_lines(of.run)]
     if not of.finished:
         done = ", ".join(f"{s.name} {s.steps} of {s.stage.steps} steps" for s in of.stages) or "no step was taken"
-        out += [f"The run is not finished: {_plain(done)}. `posttrain run --resume RUN` goes on with it.", ""]
+        lines += [f"The run is not finished: {_plain(done)}. `posttrain run --resume RUN` goes on with it.", ""]
     if drawn_in:
-        out += [f"![reward and held-out score by step]({drawn_in})", ""]
+        lines += [f"![reward and held-out score by step]({drawn_in})", ""]
     for what in measures(of):
         heads, *rows = score_rows(of, what, what if what == "accuracy" else "mean reward")
-        out += [_row(heads), "|---|" + "---:|" * (len(heads) - 1), *(_row([*map(_plain, row)]) for row in rows), ""]
-    out += [
+        lines += [_row(heads), "|---|" + "---:|" * (len(heads) - 1), *(_row([*map(_plain, row)]) for row in rows), ""]
+    lines += [
         _plain(line) + "\n"
         for line in (footnote(of), *agreement_lines(of), *loss_lines(of), *proxy_lines(of), *unjudged(of))
         if line
     ]
     if found := findings_of(run_reader.steps(of.folder)):
-        out += ["## What the rules saw", "", *(f"- {_plain(n.line)}" for n in found), ""]
-    if said.advice:
-        out += ["## What to try", "", *(f"- {_plain(line)}" for line in said.advice), ""]
-    out += ["## What was run", "", *(f"- {_plain(line)}" for line in _about(of.run)), ""]
-    out += [
+        lines += ["## What the rules saw", "", *(f"- {_plain(n.line)}" for n in found), ""]
+    if learning.advice:
+        lines += ["## What to try", "", *(f"- {_plain(line)}" for line in learning.advice), ""]
+    lines += ["## What was run", "", *(f"- {_plain(line)}" for line in _about(of.run)), ""]
+    lines += [
         "Each gain compares the same held-out prompts before and after. Its interval is about prompts like these; how"
         " much another seed would differ is told by `posttrain compare` of several runs.",
         "",
     ]
-    return "\n".join(out)
+    return "\n".join(lines)
 
 
 def _about(run: Run) -> list[str]:
+    """Lines about the run's main settings."""
     model = run.model.path or f"{run.model.arch} built with {run.model.layers} layers of width {run.model.hidden}"
     out = [f"model: {model}", f"environment: {run.env.name}, {run.env.heldout} prompts held out", f"seed: {run.seed}"]
     for s in run.stages:
@@ -319,7 +334,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Somebody else's text as text: nothing in it is Markdown or HTML."""
+    """Somebody else's text, escaped so that nothing in it is read as Markdown or HTML."""
     return "".join(f"\\{c}" if c in "\\`*_{}[]<>#|!$" else c for c in visible(text))
 
 
@@ -355,12 +370,12 @@ def summarize(folder: str | Path, as_markdown: bool = False) -> None:
 
 
 def conclude(folder: Path, console: PlainConsole | None) -> None:
-    """The end of a run, also of one that was cut: its lineage record and its summary are written, and the summary is
-    printed where there is a console.
+    """Write the lineage record and the summary at the end of a run, also of one that was cut.
 
-    A summary that cannot be made is said and never hides how the run ended.
+    The summary is printed where there is a console. If it cannot be made, a note says so: the error must not hide how
+    the run ended.
     """
-    # Each part is written on its own: one that cannot be must not take the other with it.
+    # Each of the two is tried on its own: if one fails, the other is written all the same.
     try:
         write_lineage(folder)
     except (PosttrainError, OSError) as error:
@@ -380,7 +395,7 @@ def conclude(folder: Path, console: PlainConsole | None) -> None:
 
 
 def show_report(console: PlainConsole, target: str, environment: str, report: EvaluationReport) -> None:
-    """One evaluation as a table."""
+    """Print one evaluation as a table."""
     rows = [("accuracy (sampled)", report.accuracy), ("accuracy (greedy)", report.greedy)]
     if report.graded:
         right = rows if report.accuracy.prompts else []

@@ -11,7 +11,7 @@ from posttrain.core.measure.number_text import number_text
 from posttrain.diagnose.run_outcome import Curve, StageOutcome
 
 WIDTH, HEIGHT = 60, 9
-"""Columns and rows of the field, without its labels."""
+"""Columns and rows of the field in which curves are drawn, without its labels."""
 LARGEST = 1e15
 """Values beyond it are not drawn."""
 
@@ -28,24 +28,23 @@ class CurveLine:
 
 
 def curve_lines(s: StageOutcome) -> list[CurveLine]:
-    """Returns the curves that are drawn of a stage: its reward (or its loss) at each step, and the held-out score that
-    leads."""
-    out: list[CurveLine] = []
+    """Returns the curves that are drawn of a stage: its reward (or its loss) at each step, and its held-out score."""
+    lines: list[CurveLine] = []
     if s.rewards:
-        out.append(CurveLine("reward in training", ".", s.rewards, averaged=True))
+        lines.append(CurveLine("reward in training", ".", s.rewards, averaged=True))
         if s.graded and s.heldout_reward:
-            return [*out, CurveLine("held-out reward", "o", s.heldout_reward)]
+            return [*lines, CurveLine("held-out reward", "o", s.heldout_reward)]
     elif s.losses:
-        out.append(CurveLine("loss", ".", s.losses, averaged=True))
-        held = {"held-out loss": s.heldout_losses, "held-out pairs ordered as judged": s.agreements}
-        return [*out, *(CurveLine(name, "X", curve) for name, curve in held.items() if curve)]
+        lines.append(CurveLine("loss", ".", s.losses, averaged=True))
+        heldout = {"held-out loss": s.heldout_losses, "held-out pairs ordered as judged": s.agreements}
+        return [*lines, *(CurveLine(name, "X", curve) for name, curve in heldout.items() if curve)]
     if s.heldout:
-        out.append(CurveLine("held-out accuracy", "X", s.heldout))
-    return out
+        lines.append(CurveLine("held-out accuracy", "X", s.heldout))
+    return lines
 
 
 def picture(lines: Sequence[CurveLine], width: int = WIDTH, height: int = HEIGHT) -> list[str]:
-    """The curves as lines of text, the legend last; no lines where there are fewer than two steps to draw."""
+    """The curves as lines of text, the legend last; no line where there are fewer than two steps to draw."""
     values = [y for line in lines for x, y in line.points if _drawn(x, y)]
     last = max((x for line in lines for x, _ in line.points), default=0)
     if not values or last < 2:
@@ -69,12 +68,12 @@ def picture(lines: Sequence[CurveLine], width: int = WIDTH, height: int = HEIGHT
 
 
 def _drawn(x: int, y: float) -> bool:
-    """True where a point can be drawn: a record that is damaged or somebody else's may hold any number."""
+    """True where a point can be drawn. A record that is damaged or somebody else's may hold any number."""
     return x >= 0 and abs(y) <= LARGEST
 
 
 def _columns(line: CurveLine, last: int, width: int) -> list[tuple[int, float]]:
-    """(column, value) of what is drawn of a line."""
+    """(column, value) of each mark of a line."""
     placed = [(round(x / last * (width - 1)), y) for x, y in line.points if _drawn(x, y)]
     if not line.averaged:
         return placed
@@ -85,13 +84,17 @@ def _columns(line: CurveLine, last: int, width: int) -> list[tuple[int, float]]:
 
 
 def _ends(low: float, high: float) -> tuple[float, float]:
-    """The scale: [0, 1] where the values are in it and use a good part of it, else a little wider than the values."""
-    # On the scale of all shares, so that two runs compare by eye; not where that would press the curve flat.
+    """The two ends of the scale, for values from `low` to `high`.
+
+    It is [0, 1] if the values lie in it and use more than a fifth of it, or are all equal. Otherwise it begins at 0 if
+    the values are near it, or else at the lowest value. Equal values outside of [0, 1] get space on both sides.
+    """
+    # Shares get the same scale in every run, so that two runs can be compared by eye. A nearly flat curve does not.
     if low >= 0 and high <= 1 and (high - low > 0.2 or high == low):
         return 0.0, 1.0
     if low >= 0 and low < (high - low):
         low = 0.0
-    # A flat curve has no scale of its own: the space on either side makes one.
+    # A flat curve has no height of its own, so space is added on both sides.
     if high - low < 1e-9 * max(1.0, abs(high)):
         pad = max(0.5, abs(high) / 2)
         return low - pad, high + pad

@@ -1,7 +1,7 @@
 """Checks that the exported model is the trained one: it is read back with plain transformers and compared with the run.
 
-The run's side is the policy with the weights of the checkpoint, computed by the learner. The other side is what any
-user gets from the files. All differences are collected; the first one is what the error names.
+The run's side ("ours") is the policy with the weights of the checkpoint, computed by the learner. The other side
+("theirs") is the model that any user gets from the files. All differences are collected; the error names the first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from posttrain.system.version import VERSION
 ANSWER = 24
 """Most tokens of a greedy answer."""
 LONGEST = 256
-"""Tokens of a sequence that are computed; of a longer prompt they are its last ones."""
+"""The most tokens of a prompt that are computed. Of a longer prompt they are its last ones."""
 GIB = 1 << 30
 
 
@@ -56,11 +56,14 @@ class ExportedRun:
     folder: Path
     """The run folder."""
     identity: str
+    """The run's identity, as its run.json has it."""
     checkpoint: Checkpoint
     made: str
+    """Kind of the export, for the certificate."""
     base: str = ""
-    """Base model beneath an adapter that is written alone."""
+    """Base model beneath an adapter that is written alone; '' for any other export."""
     ema: bool = False
+    """Whether the moving averages of the weights are exported."""
     history: History = "append"
 
 
@@ -111,8 +114,8 @@ def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportC
         _same_record(learner, exported, str(policy.dtype).removeprefix("torch.")),
         _same_weights(comparable, again, bool(exported.base)),
     ]
-    # With another vocabulary the answers cannot be computed on both sides. The weights have told the difference by
-    # then.
+    # With another vocabulary the answers cannot be computed on both sides. Then the comparison of the weights has
+    # found the difference already.
     if _same_shapes(policy, again):
         compared += _same_words(policy, learner, again, prompts)
     return ExportCertificate(
@@ -131,6 +134,7 @@ def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportC
 
 
 def _versions(peft: bool) -> dict[str, str]:
+    """The versions of the libraries that read the export back."""
     names = ("torch", "transformers", "tokenizers", "safetensors", *(("peft",) if peft else ()))
     return {"posttrain": VERSION, **{n: metadata.version(n) for n in names}}
 
@@ -139,6 +143,7 @@ def _versions(peft: bool) -> dict[str, str]:
 
 
 def _equal(what: str, count: int, unit: str, ours: Any, theirs: Any) -> ExportComparison:
+    """A comparison that only equal values pass."""
     return ExportComparison(what, count, unit, "" if ours == theirs else f"{theirs}, and {ours} in the run")
 
 
@@ -150,7 +155,8 @@ def _same_ids(
     for p in prompts:
         ours = rendered(policy.tokenizer, policy.stop_ids, history, p.prompt)
         theirs = rendered(again.tokenizer, policy.stop_ids, history, p.prompt)
-        if isinstance(ours, str):  # what it was made from is not in the record
+        # The run's own tokenizer cannot render the prompt: the record lacks a part of what it was made from.
+        if isinstance(ours, str):
             continue
         as_read += np.array_equal(ours, p.ids)
         if not unlike and not np.array_equal(ours, theirs):
@@ -161,13 +167,14 @@ def _same_ids(
 
 
 def _first_difference(ours: np.ndarray, theirs: np.ndarray | str) -> str:
+    """Words about the first place at which two sequences of ids differ. `theirs` is a text if nothing was rendered."""
     if isinstance(theirs, str):
         return f"cannot be written ({theirs})"
     n = min(len(ours), len(theirs))
     differ = np.flatnonzero(ours[:n] != theirs[:n])
     at = int(differ[0]) if len(differ) else n
-    told = [f"id {ids[at]}" if at < len(ids) else "nothing" for ids in (theirs, ours)]
-    return f"has {told[0]} at position {at}, and {told[1]} in the run"
+    id_words = [f"id {ids[at]}" if at < len(ids) else "nothing" for ids in (theirs, ours)]
+    return f"has {id_words[0]} at position {at}, and {id_words[1]} in the run"
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -178,9 +185,9 @@ def _from_checkpoint(learner: HFLearner, exported: ExportedRun) -> ExportCompari
     folder, wrong = exported.checkpoint.folder, list[str]()
     weights, averages = SavedTensors(folder / WEIGHTS), SavedTensors(folder / _averages(exported))
     # With moving averages some tensors have an average; the others are the weights.
-    held = [n.removeprefix(AVERAGE) for n in averages.shapes if n.startswith(AVERAGE)]
+    averaged = [n.removeprefix(AVERAGE) for n in averages.shapes if n.startswith(AVERAGE)]
     for name, tensor in learner.parameters().items():
-        file, key = (averages, AVERAGE + name) if name in held else (weights, name)
+        file, key = (averages, AVERAGE + name) if name in averaged else (weights, name)
         # A tensor that the file lacks was never saved, so nothing says what it should be.
         if name not in weights.shapes or not torch.equal(
             file.tensor(key).to(tensor.device, tensor.dtype), tensor.detach()
@@ -192,6 +199,7 @@ def _from_checkpoint(learner: HFLearner, exported: ExportedRun) -> ExportCompari
 
 
 def _averages(exported: ExportedRun) -> str:
+    """The file of a checkpoint that has the moving averages; else that of the weights, which has none."""
     return OPTIMIZER if exported.ema else WEIGHTS
 
 
@@ -225,8 +233,8 @@ def _same_record(learner: HFLearner, exported: ExportedRun, dtype: str) -> Expor
         return ExportComparison(what, 0, "tokens", notes={"not_compared": why})
     packed = Packed.of(answers)
     # By the same experts as the sampler, where it is a mixture.
-    said, ours = np.concatenate([s.logp[s.mask] for s in answers]), as_sampled(learner).score(packed)
-    gap = Gap.of(said, ours)
+    recorded, ours = np.concatenate([s.logp[s.mask] for s in answers]), as_sampled(learner).score(packed)
+    gap = Gap.of(recorded, ours)
     bound = allowed(dtype, gap, ours, lambda: learner.exact(packed), packed.sampling.temperature)
     unlike = ""
     if not gap.within(bound):
@@ -234,18 +242,20 @@ def _same_record(learner: HFLearner, exported: ExportedRun, dtype: str) -> Expor
             f"answers that these weights sampled have other log-probs now (largest difference {gap.worst:.3g}, bound"
             f" {bound.worst:.2g}; mean {gap.mean:.3g}, bound {bound.mean:.2g}): the model is not the one of the run"
         )
-    return ExportComparison(what, len(said), "tokens", unlike, gap.worst, bound.worst, {"mean": gap.mean})
+    return ExportComparison(what, len(recorded), "tokens", unlike, gap.worst, bound.worst, {"mean": gap.mean})
 
 
 def _comparable(policy: Policy, again: ReloadedModel, alone: bool) -> Policy:
-    """The policy with the tensors that were written. Of weights in few bits a merged export holds the float numbers
-    for which they stand. An adapter that was written alone is compared over weights rounded as the run's were."""
+    """The policy with the tensors that were written.
+
+    They differ from the policy's own where its base weights are held in few bits (`model.quantize`). A merged export
+    holds the float numbers for which these stand. If an adapter was written alone (`alone`), the base that is read back
+    is rounded as the run's was, so that only the adapter is compared.
+    """
     kind = quantised_as(policy.module)
     if kind is None:
         return policy
     if alone:
-        # The base that others will load is unrounded; it is rounded here as the run's was, so that only the adapter is
-        # compared.
         quantise(again.inner, kind)  # type: ignore[arg-type]
         return policy
     plain = policy.clone()
@@ -254,11 +264,13 @@ def _comparable(policy: Policy, again: ReloadedModel, alone: bool) -> Policy:
 
 
 def _same_weights(policy: Policy, again: ReloadedModel, alone: bool) -> ExportComparison:
-    """The tensors that were read back are those of the policy, bit for bit. Of a merged adapter: the layers with an
-    adapter compute what they computed unmerged, up to rounding, and all other tensors are equal.
+    """The tensors that were read back are those of the policy, bit for bit.
+
+    Where an adapter was merged, the layers with an adapter must compute what they computed unmerged, up to rounding,
+    and all other tensors must be equal.
 
     Args:
-        alone: an adapter was written alone.
+        alone: whether an adapter was written alone.
     """
     theirs = dict(named_tensors(again.inner))
     # Without a merge nothing was computed, so every bit must be the same.
@@ -304,9 +316,12 @@ def _same_shapes(policy: Policy, again: ReloadedModel) -> bool:
 def _same_words(
     policy: Policy, learner: HFLearner, again: ReloadedModel, prompts: Sequence[ComparedPrompt]
 ) -> list[ExportComparison]:
-    """Greedy answers and log-probs. The answers are those of the model that was read back. The run gives the same ones
-    where its most probable token is the next token of the answer after each of its beginnings."""
-    # At least one token of the answer, and at most half of the context.
+    """Compares greedy answers and log-probs.
+
+    The answers are those of the model that was read back. The run gives the same answer if, after each beginning of it,
+    the run's most probable token is the next token of the answer.
+    """
+    # An answer has at least one token, and at most half of the context.
     most = max(1, min(ANSWER, policy.context // 2))
     # The last tokens of a long prompt: the answer must fit behind them.
     starts = [p.ids[-min(LONGEST, policy.context - most) :] for p in prompts]
@@ -348,21 +363,27 @@ def _same_answers(
     stop_ids: Sequence[int],
     bound: float,
 ) -> ExportComparison:
-    """Token by token. Where two tokens are equally probable up to rounding, either may be said (`ties`)."""
+    """The greedy answers are the run's, token by token. Where two tokens are equally probable up to rounding, either
+    may be said; these are counted as `ties`.
+
+    Args:
+        packed: the prompts with their answers.
+        bound: nats by which rounding may change the difference of two log-probs.
+    """
     # One pass gives the most probable token after every beginning of the answer, so nothing is generated here.
-    top, said = learner.top(packed, 1), learner.score(packed)
+    top, logp = learner.top(packed, 1), learner.score(packed)
     counts, unlike, ties, at = 0, "", 0, 0
     for start, answer in zip(starts, answers, strict=True):
         # Scored tokens are all but the first of each sequence; those of the answer come after the prompt's.
         here = slice(at + len(start) - 1, at + len(start) - 1 + len(answer))
         at += len(start) + len(answer) - 1
         counts += len(answer)
-        behind = top.logp[here, 0] - said[here]
-        # Another token than the most probable one, by more than rounding may decide.
-        other = (top.ids[here, 0] != answer) & ~(np.abs(behind) <= bound)
-        ties += int((top.ids[here, 0] != answer).sum() - other.sum())
-        if not unlike and other.any():
-            k = int(np.argmax(other))
+        behind = top.logp[here, 0] - logp[here]
+        # Another token than the run's most probable one, and less probable by more than rounding explains.
+        differs = (top.ids[here, 0] != answer) & ~(np.abs(behind) <= bound)
+        ties += int((top.ids[here, 0] != answer).sum() - differs.sum())
+        if not unlike and differs.any():
+            k = int(np.argmax(differs))
             unlike = (
                 f"token {k + 1} of an answer is {int(answer[k])}, and {int(top.ids[here, 0][k])} in the run"
                 f" ({float(behind[k]):.3g} nats more probable there)"

@@ -1,8 +1,7 @@
-"""Write a run's weights as a directory that other programs read, and certify it before anybody can take it for good.
+"""Writes a run's weights as a directory that other programs read. Nobody can use it before it is certified.
 
 Everything is written into a hidden folder inside the target, read back, and compared with the run. Only then are the
-files moved into the target, the certificate last. Where something differs, nothing is left there but
-`certificate.failed.json`.
+files moved into the target, the certificate last. Where something differs, only `certificate.failed.json` is left.
 """
 
 from __future__ import annotations
@@ -46,14 +45,19 @@ class ExportChoice:
 
     checkpoint: str = "last"
     trust: bool = False
+    """Whether what the model of a folder made by somebody else asks for is allowed."""
     adapter: bool = False
+    """Whether an adapter is written alone, without the model beneath it."""
     ema: bool = False
+    """Whether the moving averages of the weights are written."""
 
 
 def export_to(source: Path, target: Path, name: str, choice: ExportChoice) -> ExportCertificate:
-    """Write, certify, and put into place.
+    """Write an export, certify it, and move it into place.
 
     Args:
+        source: the run folder.
+        target: the folder that is written.
         name: of the model, for its card.
 
     Raises:
@@ -63,7 +67,7 @@ def export_to(source: Path, target: Path, name: str, choice: ExportChoice) -> Ex
     """
     # Verified here: a damaged checkpoint is not exported.
     checkpoint = find(source, choice.checkpoint)
-    # The line of models is checked before anything is written.
+    # The lineage (which model came from which) is checked before anything is written.
     links = lineage_of(source, checkpoint)
     if (stage := trained_at(run_file(source).run.stages, checkpoint.state)) is not None:
         return _reward_model(source, target, name, choice, checkpoint, links, stage)
@@ -78,7 +82,7 @@ def export_to(source: Path, target: Path, name: str, choice: ExportChoice) -> Ex
         ema=choice.ema,
         history=run_file(source).run.model.history,
     )
-    # Before the policy is filled, which takes time.
+    # Before the weights are loaded, which takes time.
     check_memory(policy)
     learner = HFLearner(policy)
     (load_average if choice.ema else load_weights)(checkpoint.folder, learner)
@@ -110,17 +114,17 @@ def _reward_model(
     policy = with_reward_head(run_file(source).run, kept_policy(source, allow=choice.trust))
     check_memory(policy)
     (load_average if choice.ema else load_weights)(checkpoint.folder, HFLearner(policy))
-    told: list[str] = []
+    forms: list[str] = []
 
     def write(staged: Path) -> ExportCertificate:
-        told.append(write_reward_model(policy, staged))
+        forms.append(write_reward_model(policy, staged))
         made = "moving average of a reward model" if choice.ema else "reward model"
         return certify_scores(policy, staged, made, str(run_file(source).identity or ""), checkpoint.name)
 
     def card(links: tuple[LineageLink, ...]) -> str:
         results: Any = checkpoint.state.get("results", ())
-        agreed = next((r.get("agreement") for r in reversed(results) if r.get("name") == stage.name), None)
-        return reward_card(name, stage.shape, told[0], None if agreed is None else tuple(agreed))
+        agreement = next((r.get("agreement") for r in reversed(results) if r.get("name") == stage.name), None)
+        return reward_card(name, stage.shape, forms[0], None if agreement is None else tuple(agreement))
 
     return _placed(target, checkpoint, links, write, card)
 
@@ -132,7 +136,13 @@ def _placed(
     write: Callable[[Path], ExportCertificate],
     card: Callable[[tuple[LineageLink, ...]], str],
 ) -> ExportCertificate:
-    """Write into a hidden folder, and into the target where the certificate passes."""
+    """Write into a hidden folder, and move the files into the target if the certificate passes.
+
+    Args:
+        links: the lineage of the weights, up to the checkpoint.
+        write: fills a folder and returns its certificate.
+        card: makes the README from the lineage.
+    """
     target.mkdir(parents=True, exist_ok=True)
     # A refusal of an earlier attempt says nothing about this one.
     _remove(target / FAILED)
@@ -165,11 +175,13 @@ def _placed(
 
 
 def _made(policy: Policy, choice: ExportChoice) -> str:
+    """The kind of the export, for the certificate."""
     what = "adapter" if choice.adapter else "weights" if policy.lora is None else "weights with the adapter merged"
     return f"moving average of the {what}" if choice.ema else what
 
 
 def _link(checkpoint: Checkpoint, certificate: ExportCertificate, run: LineageLink) -> LineageLink:
+    """The export as the next link of the lineage. `run`: the link before it."""
     return LineageLink(
         kind="export",
         name=certificate.made,
@@ -185,7 +197,7 @@ def _link(checkpoint: Checkpoint, certificate: ExportCertificate, run: LineageLi
 def _into_place(staged: Path, target: Path, certificate: ExportCertificate) -> None:
     """Move the files; the certificate comes last, so a directory that has one is whole."""
     data = json.dumps(certificate.plain(file_digests(staged)), indent=1)
-    # Written into the hidden folder too, with digests of the files as they lie there.
+    # The certificate is written beside the files, with digests of them as they lie in the hidden folder.
     (staged / CERTIFICATE).write_text(f"{data}\n", encoding="utf-8")
     moved: list[Path] = []
     try:
@@ -193,8 +205,8 @@ def _into_place(staged: Path, target: Path, certificate: ExportCertificate) -> N
         for path in sorted(staged.iterdir(), key=lambda p: p.name == CERTIFICATE):
             moved.append(path.rename(target / path.name))
     except BaseException:
-        # What was moved already is taken away again: a directory without a certificate would pass for somebody's own
-        # model.
+        # Files that were moved already are removed again. A directory without a certificate would look like a model
+        # that somebody wrote by other means.
         for path in moved:
             _remove(path)
         raise
@@ -202,6 +214,7 @@ def _into_place(staged: Path, target: Path, certificate: ExportCertificate) -> N
 
 
 def _remove(path: Path) -> None:
+    """Remove a file or a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -209,6 +222,7 @@ def _remove(path: Path) -> None:
 
 
 def _refuse(target: Path, certificate: ExportCertificate, checkpoint: Checkpoint) -> None:
+    """Remove the files, keep what was compared, and raise."""
     _remove(target / UNVERIFIED)
     (target / FAILED).write_text(json.dumps(certificate.plain({}), indent=1) + "\n", encoding="utf-8")
     raise InvariantError(

@@ -1,7 +1,8 @@
-"""Checks that an exported reward model gives the scores of its run: it is read back and compared.
+"""Checks that an exported reward model gives the scores of its run, and writes its README.
 
-A last-token head with one output is read by transformers' own sequence classification, in one padded batch, on either
-side. Other heads are read by this library, because only it knows their form.
+The model is read back and compared. A last-token head with one output is read by transformers' own sequence
+classification, in a batch that is padded on the right and in one that is padded on the left. Other heads are read by
+this library, because only it knows their form.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from posttrain.system.version import VERSION
 SEQUENCES = 6
 """Sequences that are scored, of different lengths."""
 BOUNDS = {"float32": 1e-5, "float64": 1e-9}
-"""Largest difference of a score, relative to the largest one, that counts as rounding; 0.05 in narrower types, in which
-transformers holds the head too."""
+"""Largest difference of a score, relative to the largest score, that counts as rounding. It is 0.05 in narrower types,
+because transformers holds the head in them too."""
 
 
 def certify_scores(policy: Policy, written: Path, made: str, identity: str, checkpoint: str) -> ExportCertificate:
@@ -49,22 +50,22 @@ def certify_scores(policy: Policy, written: Path, made: str, identity: str, chec
         DataError: it cannot be read back at all.
     """
     began = time.perf_counter()
-    said = sequences(policy)
-    packed = Packed.of(said)
+    segments = sequences(policy)
+    packed = Packed.of(segments)
     ours = HFLearner(policy).rewards(packed).astype(np.float64)
     dtype = str(policy.dtype).removeprefix("torch.")
-    # Relative to the largest score, since rounding is; at least to 1, where all are small.
+    # Relative to the largest score, as rounding is. Where all scores are small it is relative to 1.
     bound = BOUNDS.get(dtype, 0.05) * max(1.0, float(np.abs(ours).max()))
     try:
-        # The form decides who reads it: transformers knows one head, this library all.
+        # The form decides what reads it: transformers knows one form of head, this library all.
         if form_of(written) == "classifier":
-            module, found = _by_transformers(written, said, policy)
+            module, scores_by_way = _by_transformers(written, segments, policy)
         else:
-            again = read_reward_model(str(written), Model(device=str(policy.device), dtype=dtype))  # type: ignore[arg-type]
-            module, found = again.module, {"": HFLearner(again).rewards(packed).astype(np.float64)}
+            reread = read_reward_model(str(written), Model(device=str(policy.device), dtype=dtype))  # type: ignore[arg-type]
+            module, scores_by_way = reread.module, {"": HFLearner(reread).rewards(packed).astype(np.float64)}
     except Exception as error:  # files that cannot be read raise any error of their parser
-        first = (str(error).strip().splitlines() or ["no reason given"])[0]
-        what = f"{type(error).__name__}: {first}"
+        first_line = (str(error).strip().splitlines() or ["no reason given"])[0]
+        what = f"{type(error).__name__}: {first_line}"
         raise DataError(f"{written}: what was exported cannot be read back ({what})") from error
     compared = [
         ExportComparison(
@@ -77,7 +78,7 @@ def certify_scores(policy: Policy, written: Path, made: str, identity: str, chec
             gap,
             bound,
         )
-        for where, theirs in found.items()
+        for where, theirs in scores_by_way.items()
     ]
     return ExportCertificate(
         made=made,
@@ -98,7 +99,7 @@ def certify_scores(policy: Policy, written: Path, made: str, identity: str, chec
 
 
 def sequences(policy: Policy) -> list[Segment]:
-    """Made-up sequences of different lengths that end in a stop token: the first half a prompt, the rest said."""
+    """Made-up sequences of different lengths that end in a stop token. The first half of each counts as the prompt."""
     rows = min(len(policy.tokenizer), int(policy.module.get_input_embeddings().weight.shape[0]))  # type: ignore[union-attr,arg-type]
     out: list[Segment] = []
     for i in range(SEQUENCES):
@@ -117,26 +118,29 @@ def sequences(policy: Policy) -> list[Segment]:
 
 @torch.no_grad()
 def _by_transformers(written: Path, said: list[Segment], policy: Policy) -> tuple[Any, dict[str, np.ndarray]]:
-    """(the model, its scores by the padding side). Models with absolute positions get those that padding leaves."""
+    """(the model, its scores by the side of the padding).
+
+    Models that take positions get those that the tokens have without padding.
+    """
     with quiet():
         module: Any = AutoModelForSequenceClassification.from_pretrained(written, dtype=policy.dtype)
-        words: Any = AutoTokenizer.from_pretrained(written)
+        tokenizer: Any = AutoTokenizer.from_pretrained(written)
     module.to(policy.device).eval()
-    out: dict[str, np.ndarray] = {}
+    scores: dict[str, np.ndarray] = {}
     # Both sides of padding: a head that reads the last place of a padded batch is wrong on one of them.
     for side in ("right", "left"):
-        words.padding_side = side
-        batch = words.pad({"input_ids": [s.ids.tolist() for s in said]}, return_tensors="pt").to(policy.device)
+        tokenizer.padding_side = side
+        batch = tokenizer.pad({"input_ids": [s.ids.tolist() for s in said]}, return_tensors="pt").to(policy.device)
         mask = batch["attention_mask"]
-        given = {"input_ids": batch["input_ids"], "attention_mask": mask}
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": mask}
         # Positions count real tokens only, as they would without padding.
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         try:
-            logits = module(**given, position_ids=positions).logits
+            logits = module(**inputs, position_ids=positions).logits
         except TypeError:  # an architecture without positions
-            logits = module(**given).logits
-        out[f" padded on the {side}"] = logits[:, 0].double().cpu().numpy()
-    return module, out
+            logits = module(**inputs).logits
+        scores[f" padded on the {side}"] = logits[:, 0].double().cpu().numpy()
+    return module, scores
 
 
 def reward_card(name: str, shape: HeadShape, form: str, agreement: tuple[float, float, float] | None) -> str:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from posttrain.system.errors import ConfigError, DataError
 
 PREFIX = "hub:"
+# "me/my-model" or "my-model"
 REPOSITORY = re.compile(r"([\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}")
 SECONDS = 4.0
 """How long the hub may take to be reached at all, before anything is written."""
@@ -25,7 +26,7 @@ def is_hub(target: str | Path) -> bool:
 
 
 def repository_of(target: str | Path) -> str:
-    """The name in `hub:me/my-model`. ConfigError where it is none."""
+    """The name in `hub:me/my-model`. ConfigError where it is not the name of a repository."""
     name = str(target).removeprefix(PREFIX)
     # Two dots or two hyphens are names that the hub refuses or reads as something else.
     if not REPOSITORY.fullmatch(name) or ".." in name or "--" in name:
@@ -37,7 +38,7 @@ def ready(target: str | Path) -> None:
     """Find out in a few seconds whether a push can work at all: a name, a token, and a hub that can be reached.
 
     Raises:
-        ConfigError: the name is none, there is no token, or HF_HUB_OFFLINE is set.
+        ConfigError: the name is wrong, there is no token, or HF_HUB_OFFLINE is set.
         DataError: the hub cannot be reached.
     """
     # In the order of cost: the name, the settings, and only then the network.
@@ -55,11 +56,12 @@ def ready(target: str | Path) -> None:
 
 
 def endpoint() -> str:
+    """The address of the hub."""
     return os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or ENDPOINT
 
 
 def push(folder: Path, target: str | Path, *, private: bool = True, message: str = "Upload by posttrain") -> str:
-    """Make the repository where there is none, and upload the folder as one commit. Returns its address.
+    """Upload the folder as one commit, into a repository that is made if there is none. Returns its address.
 
     Raises:
         DataError: the hub refuses it or cannot be reached; the message says what to change.
@@ -70,15 +72,15 @@ def push(folder: Path, target: str | Path, *, private: bool = True, message: str
     name = repository_of(target)
     api: Any = HfApi(endpoint=endpoint(), token=_token())
     try:
-        made = api.create_repo(name, private=private, exist_ok=True, repo_type="model")
+        repository = api.create_repo(name, private=private, exist_ok=True, repo_type="model")
         # The hub may add the user's own name before the repository.
-        whole = str(getattr(made, "repo_id", name))
-        api.upload_folder(folder_path=str(folder), repo_id=whole, commit_message=message)
+        full_name = str(getattr(repository, "repo_id", name))
+        api.upload_folder(folder_path=str(folder), repo_id=full_name, commit_message=message)
     except HfHubHTTPError as error:
         raise DataError(_refused(name, error)) from error
     except Exception as error:  # httpx, urllib3 and the hub's own library raise many kinds
         raise DataError(f"pushing to {name} failed: {type(error).__name__}: {error}") from error
-    return f"{endpoint()}/{whole}"
+    return f"{endpoint()}/{full_name}"
 
 
 def _token() -> str | None:
@@ -88,6 +90,7 @@ def _token() -> str | None:
 
 
 def _refused(name: str, error: Any) -> str:
+    """What the hub's refusal means and what to do, by its HTTP status."""
     status = int(getattr(getattr(error, "response", None), "status_code", 0) or 0)
     why = {
         401: "the token is not valid: run `hf auth login` again, or correct HF_TOKEN",
@@ -99,8 +102,10 @@ def _refused(name: str, error: Any) -> str:
 
 
 def _unreachable(address: str) -> str:
-    """Returns the reason why no connection to the hub can be made within `SECONDS`; '' where one can. A proxy decides
-    for itself."""
+    """Returns the reason why no connection to the hub can be made within `SECONDS`; '' where one can.
+
+    Nothing is tried where a proxy is set.
+    """
     # Behind a proxy a direct connection fails although a push would work.
     if any(os.environ.get(n) or os.environ.get(n.lower()) for n in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")):
         return ""
@@ -108,17 +113,17 @@ def _unreachable(address: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"HF_ENDPOINT={address}: no address of a hub, which begins with https://")
     host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
-    found: list[str] = []
+    outcome: list[str] = []
 
     def connect() -> None:
         try:
             socket.create_connection((host, port), timeout=SECONDS).close()
-            found.append("")
+            outcome.append("")
         except OSError as error:
-            found.append(error.strerror or str(error))
+            outcome.append(error.strerror or str(error))
 
     thread = threading.Thread(target=connect, daemon=True)  # a lookup of names has no time limit of its own
     thread.start()
     # A thread that still waits for a name server is left alone: as a daemon it ends with the program.
     thread.join(SECONDS)
-    return found[0] if found else f"no answer in {SECONDS:g} s"
+    return outcome[0] if outcome else f"no answer in {SECONDS:g} s"

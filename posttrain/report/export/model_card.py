@@ -1,7 +1,7 @@
 """The model card of an exported model: where its weights come from, what was measured of them, and how to repeat it.
 
-All that it says is read from the run folder. Names and settings of a folder may be a stranger's: they stand in code
-spans, JSON and code blocks, so that nothing in them is read as Markdown, HTML or YAML.
+Everything in it is read from the run folder. Names and settings of a folder may be a stranger's. So they are written as
+code spans, JSON and code blocks, and nothing in them is read as Markdown, HTML or YAML.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from posttrain.stages.checks_by_kind import observers
 from posttrain.system.dataclass_json import to_plain
 from posttrain.system.terminal_output import visible
 
+# "org/model"
 HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 MOST_NOTES = 12
+"""The most kinds of notes that a card lists."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ def model_card(
     """The README.md of the model that a checkpoint of a run folder holds.
 
     Args:
-        ema: the model has the moving average of the weights, so what was measured of the weights is left out.
-        links: of the lineage record beside it.
+        ema: whether the model has the moving averages of the weights. Then measurements of the weights are left out.
+        links: those of the lineage record beside the card.
     """
     file = run_file(folder)
     run, record = file.run, steps(folder)
@@ -85,14 +87,16 @@ def model_card(
 
 
 def code(text: object) -> str:
-    """Text as a code span of a table or a line: nothing in it is markup.
+    """Text as a code span, for a table or a line: nothing in it is markup.
 
     >>> code("a|b`<script>")
     "`a\\\\|b'<script>`"
     """
-    # A backtick would end the span, and inside one no escape is read.
+    # A backtick would end the span, and it cannot be escaped inside one.
     shown = visible(local_names(str(text))).replace("`", "'").strip()
-    shown = re.sub(r"(\\*)\|", r"\1\1\\|", shown)  # an even number of backslashes before it leaves a | bare
+    # After an even number of backslashes a | ends the cell of a table. So all before it are doubled, and one is added:
+    # `a|b` becomes `a\|b`.
+    shown = re.sub(r"(\\*)\|", r"\1\1\\|", shown)
     return f"`{shown}`" if shown else "-"
 
 
@@ -112,9 +116,13 @@ def block(text: str, language: str) -> list[str]:
 
 
 def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage, step: int | None) -> HeldOutResult | None:
-    """The last held-out evaluation up to these weights."""
+    """The last held-out evaluation of these weights or of earlier ones of their line.
+
+    Args:
+        step: the step of `stage` after which they were written; None: its end.
+    """
     names = [s.name for s in stages_to(run, stage)]
-    # Evaluations of this stage only up to the exported step; those of earlier stages all belong to the line.
+    # Of this stage the evaluations up to the exported step count, of the stages before it all.
     last = max((s.index for s in record if s.stage == stage.name), default=0) if step is None else step
     found = [
         f
@@ -125,12 +133,12 @@ def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage, step
         return None
     file = max(found, key=lambda f: (names.index(f.stage), f.index))
     version = {(s.stage, s.index): s.version for s in record}
-    # An evaluation before the first step has no line in the record: its weights are those that the stage began with.
+    # An evaluation before the first step has no line in the record. It measured the weights that the stage began with.
     measured = version.get((file.stage, file.index), version.get(_end_before(run, record, file.stage), 0))
-    here = version.get((stage.name, last), version.get(_end_before(run, record, stage.name), 0))
+    exported = version.get((stage.name, last), version.get(_end_before(run, record, stage.name), 0))
     of, episodes = measurement(file), Counter(r.episode.task.id for r in read_episodes(file.path))
     samples = max(episodes.values(), default=0)
-    return HeldOutResult(file.stage, file.index, of, samples, max(0, here - measured))
+    return HeldOutResult(file.stage, file.index, of, samples, max(0, exported - measured))
 
 
 def _end_before(run: Run, record: Sequence[Step], name: str) -> tuple[str, int]:
@@ -143,6 +151,7 @@ def _end_before(run: Run, record: Sequence[Step], name: str) -> tuple[str, int]:
 
 
 def _base(run: Run) -> str:
+    """The weights that the run began with."""
     return run.model.path or "weights drawn at random for this run"
 
 
@@ -217,7 +226,7 @@ def _links(links: Sequence[LineageLink]) -> list[str]:
 
 def _algorithm(stage: Stage, lineages: Mapping[str, list[dict[str, Any]]]) -> list[str]:
     """The patches that make the algorithm, from the root of its ladder on."""
-    out = [
+    lines = [
         f"## Algorithm of {code(stage.name)}: {code(stage.algorithm_name)}",
         "",
         "Each line is a patch of the one above:",
@@ -225,17 +234,19 @@ def _algorithm(stage: Stage, lineages: Mapping[str, list[dict[str, Any]]]) -> li
     ]
     for patch in lineages.get(stage.name, []):
         changes: Mapping[str, Any] = patch.get("changes") or {}
-        said = ", ".join(f"{k}={_short(v)}" for k, v in changes.items())
-        out.append(
-            f"- {code(patch.get('name', ''))} ({code(patch.get('paper', ''))})" + (f": {code(said)}" if said else "")
+        changed = ", ".join(f"{k}={_short(v)}" for k, v in changes.items())
+        lines.append(
+            f"- {code(patch.get('name', ''))} ({code(patch.get('paper', ''))})"
+            + (f": {code(changed)}" if changed else "")
         )
-    return out
+    return lines
 
 
 def _short(value: Any) -> str:
+    """A value of a setting as text: a piece of an algorithm as `Type(setting=value)`."""
     if isinstance(value, dict) and "type" in value:
-        given = ", ".join(f"{k}={v}" for k, v in value.items() if k != "type")
-        return f"{value['type']}({given})"
+        settings = ", ".join(f"{k}={v}" for k, v in value.items() if k != "type")
+        return f"{value['type']}({settings})"
     return str(value)
 
 
@@ -292,8 +303,8 @@ def _settings(run: Run) -> list[str]:
 
 
 def _versions(facts: Mapping[str, Any]) -> list[str]:
-    told: Any = facts.get("versions")
-    rows = told.items() if isinstance(told, dict) else ()
+    versions: Any = facts.get("versions")
+    rows = versions.items() if isinstance(versions, dict) else ()
     return ["## Versions", "", ", ".join(f"{code(k)} {code(v)}" for k, v in rows) or "not recorded"]
 
 
@@ -312,12 +323,13 @@ def _checks(used: Sequence[Stage], record: Sequence[Step]) -> list[str]:
 
 
 def _notes(used: Sequence[Stage], record: Sequence[Step]) -> Iterator[tuple[str, int]]:
+    """(note, at how many steps it was given) for each different note of these stages."""
     names = {s.name for s in used}
-    said: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for step in record:
         for note in step.notes if step.stage in names else ():
-            said[note] = said.get(note, 0) + 1
-    yield from said.items()
+            counts[note] = counts.get(note, 0) + 1
+    yield from counts.items()
 
 
 def _again(facts: Mapping[str, Any], run: Run) -> list[str]:

@@ -15,7 +15,7 @@ from posttrain.record.run_reader import EpisodeFile, episode_files, read_episode
 from posttrain.system.errors import DataError, LimitError, RunFolderError
 
 MOST = 8
-"""Prompts that are compared."""
+"""The number of prompts (or of answers) that are compared."""
 GENERATED_TOKENS = 16
 """Tokens of a generated prompt."""
 
@@ -34,49 +34,50 @@ def recorded_prompts(folder: Path, rows: int, context: int) -> list[ComparedProm
     """The shortest prompts of the newest held-out evaluation in a run folder, or of the newest training step.
 
     Args:
-        rows: of the model's embeddings.
-        context: prompts that leave no room in it for an answer are left out.
+        rows: number of rows of the model's embeddings. All ids must be below it.
+        context: tokens of the model's context. Prompts that leave no room in it for an answer are left out.
 
     Raises:
         RunFolderError: the record is damaged.
     """
-    there = [f for f in episode_files(folder) if f.path.is_file()]
+    files = [f for f in episode_files(folder) if f.path.is_file()]
     # Held-out prompts are what the run was measured on. Without an evaluation a step of training must do.
-    newest: EpisodeFile | None = next((f for f in reversed(there) if f.kind == "eval"), there[-1] if there else None)
-    found: dict[str, ComparedPrompt] = {}
+    newest: EpisodeFile | None = next((f for f in reversed(files) if f.kind == "eval"), files[-1] if files else None)
+    by_task: dict[str, ComparedPrompt] = {}
     for r in read_episodes(newest.path) if newest is not None else ():
-        first = r.episode.segments[0] if r.episode.segments else None
-        if first is None or r.episode.task.id in found or not first.mask.any():
+        first_segment = r.episode.segments[0] if r.episode.segments else None
+        if first_segment is None or r.episode.task.id in by_task or not first_segment.mask.any():
             continue
         # The prompt is what stands before the first spoken token.
-        ids = first.ids[: int(np.argmax(first.mask))]
+        ids = first_segment.ids[: int(np.argmax(first_segment.mask))]
         # An id beyond the embeddings would fail inside the model, without a word about the file.
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= rows):
             raise RunFolderError(f"{newest and newest.path} is damaged: it has token ids that the model does not have")
         if 0 < len(ids) < context:
-            found[r.episode.task.id] = ComparedPrompt(r.episode.task.id, r.episode.task.prompt, ids)
-    # The shortest, since they are computed twice.
-    return sorted(found.values(), key=lambda p: (len(p.ids), p.name))[:MOST]
+            by_task[r.episode.task.id] = ComparedPrompt(r.episode.task.id, r.episode.task.prompt, ids)
+    # The shortest ones, because both models compute them.
+    return sorted(by_task.values(), key=lambda p: (len(p.ids), p.name))[:MOST]
 
 
 def recorded_answers(folder: Path, version: int) -> list[Segment]:
-    """The shortest answers of the newest step or evaluation that were sampled with weights of this version, under one
-    contract; empty where there are none.
+    """The shortest answers that were sampled with weights of this version; empty where there are none.
+
+    They are of the newest step or evaluation that has such answers, and all have one sampling contract.
 
     Raises:
         RunFolderError: the record is damaged.
     """
     # From the newest file back, until one has answers of exactly these weights.
     for file in reversed([f for f in episode_files(folder) if f.path.is_file()]):
-        said = [s for r in read_episodes(file.path) for s in r.episode.segments if s.spoken and not s.sampling.greedy]
-        found = sorted((s for s in said if (s.version[s.mask] == version).all()), key=lambda s: len(s.ids))
+        spoken = [s for r in read_episodes(file.path) for s in r.episode.segments if s.spoken and not s.sampling.greedy]
+        found = sorted((s for s in spoken if (s.version[s.mask] == version).all()), key=lambda s: len(s.ids))
         if found:
             return [s for s in found if s.sampling == found[0].sampling][:MOST]
     return []
 
 
 def generated_prompts(tokenizer: Any, rows: int, context: int) -> list[ComparedPrompt]:
-    """Prompts for a run without a record: ids spread over the vocabulary, the same for every run of a model."""
+    """Prompts for a run without a record. Their ids are spread over the vocabulary, and are the same for every run."""
     length = max(1, min(GENERATED_TOKENS, context // 2))
     # Multiples of a prime spread over the vocabulary.
     spread = (np.arange(1, MOST * length + 1) * 7919 % min(rows, len(tokenizer))).astype(np.int32)
@@ -87,11 +88,13 @@ def generated_prompts(tokenizer: Any, rows: int, context: int) -> list[ComparedP
 
 
 def rendered(tokenizer: Any, stop_ids: Sequence[int], history: History, prompt: str | Sequence[Message]) -> Any:
-    """The ids of a prompt as the run makes them, with any tokenizer and its chat template; a text that says why it
-    cannot be written with them."""
+    """The ids of a prompt, rendered as the run does it, with any tokenizer and its chat template.
+
+    If it cannot be rendered with them, a text that says why.
+    """
     try:
         return Renderer(tokenizer, stop_ids, None, history).prompt(prompt)
-    # A limit of the request is no property of the tokenizer.
+    # A prompt that is too long says nothing about the tokenizer.
     except LimitError:
         raise
     except DataError as error:

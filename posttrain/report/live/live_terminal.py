@@ -1,5 +1,7 @@
-"""Progress of a run: one live line in a terminal or a notebook, plain lines elsewhere. A placed run has a table of its
-roles below the live line."""
+"""Progress of a run: one live line in a terminal or a notebook, plain lines elsewhere.
+
+A run whose roles are in several processes has a table of its roles below the live line.
+"""
 
 from __future__ import annotations
 
@@ -58,57 +60,67 @@ class Terminal:
     notebook: bool = field(default_factory=in_kernel)
     """Whether it prints into a notebook's cell."""
     roles: RoleWatch | None = None
-    """Present activity of each role, where engines are elsewhere."""
+    """Present activity of each role, where engines are in other processes; else None."""
     _bar: Progress | None = None
+    """The live line of a terminal, while it is open."""
     _line: NotebookLine | None = None
     _task: TaskID | None = None
     _stage: str = ""
+    """Stage of the last step; '' opens the line anew at the next step."""
     _begun: float = 0.0
+    """Time at which the first step of the open line had ended."""
     _first: int = 0
+    """Number of that step."""
     _printed: float = 0.0
+    """Time of the last plain line."""
     _tokens: float = 0.0
+    """Tokens of the steps since `_begun`."""
     _measured: str = ""
+    """Words of the last held-out measurement."""
     _measured_at: int = 0
+    """Its step."""
     _once: SaidOnce = field(default_factory=SaidOnce)
 
     def log(self, step: Step) -> None:
         if step.stage != self._stage:
-            self._open(step)  # the first step only starts the clock: its tokens took time before it
+            # The first step only starts the clock: its tokens were made before.
+            self._open(step)
         else:
             self._tokens += sum(step.gauges[n].sum for n in TOKENS if n in step.gauges)
         total = self.run.stage(step.stage).steps
         if "eval/reward" in step.gauges and (rewards := step.gauges["eval/reward"]).count:
             accuracy = step.gauges["eval/accuracy"]
-            said = [f"accuracy {accuracy.mean:.3f}"] if accuracy.count else []
+            figures = [f"accuracy {accuracy.mean:.3f}"] if accuracy.count else []
             # Where rewards are 0 and 1 both are the same number.
-            if not said or abs(accuracy.mean - rewards.mean) > 1e-9:
-                said = [f"mean reward {number_text(rewards.mean, '.4g')}", *said]
-            self._measured, self._measured_at = f"held-out {', '.join(said)}", step.index
+            if not figures or abs(accuracy.mean - rewards.mean) > 1e-9:
+                figures = [f"mean reward {number_text(rewards.mean, '.4g')}", *figures]
+            self._measured, self._measured_at = f"held-out {', '.join(figures)}", step.index
         for name, words in (("heldout/loss", loss_words), ("heldout/agreement", agreement_words)):
             if name in step.gauges:
-                # Both of the same step stand together; one of an earlier step is told with its step.
-                known_too = f"{self._measured}, " if self._measured and self._measured_at == step.index else ""
-                self._measured, self._measured_at = known_too + words(step.gauges[name].mean), step.index
-        known = None if self._open_ended(step) else total
+                # Measurements of the same step stand together. An earlier one is replaced.
+                same_step = f"{self._measured}, " if self._measured and self._measured_at == step.index else ""
+                self._measured, self._measured_at = same_step + words(step.gauges[name].mean), step.index
+        known_total = None if self._open_ended(step) else total
         if self._line is not None:
-            self._line.update(step.stage, step.index, known, f"{self._facts(step)}{self._left(step, total)}")
+            self._line.update(step.stage, step.index, known_total, f"{self._facts(step)}{self._left(step, total)}")
         elif self._bar is not None and self._task is not None:
-            count = _count(step.index, known)
-            self._bar.update(self._task, completed=step.index, total=known, count=count, facts=self._facts(step))
-        # In a log the last step, a measured one, or one every few seconds, whichever comes first.
+            count = _count(step.index, known_total)
+            self._bar.update(self._task, completed=step.index, total=known_total, count=count, facts=self._facts(step))
+        # In a log a line is printed for the last step, for a measured one, and otherwise every few seconds.
         elif (
             step.index == total
             or {"eval/reward", "heldout/loss", "heldout/agreement"} & step.gauges.keys()
             or time.monotonic() - self._printed > PLAIN_EVERY
         ):
             self._printed = time.monotonic()
-            count = _count(step.index, known)
+            count = _count(step.index, known_total)
             self.console.print(f"{step.stage} {count}  {self._facts(step)}{self._left(step, total)}")
         for note in self._once.new(step):
             self.say(f"  {noted(step, note)}")
         if self.roles is not None and self._draws and self._bar is None and step.index < total:
             self._stage = step.stage
-            self._draw(step)  # what was printed has closed the table, and the next step may take long
+            # Printing a note has closed the table, and the next step may take long: so it is drawn again.
+            self._draw(step)
 
     def say(self, line: str) -> None:
         """Print a line, wrapped in a terminal. In a log it stays whole, so that it can be searched."""
@@ -139,6 +151,7 @@ class Terminal:
         return self.console.is_terminal and not self.notebook
 
     def _draw(self, step: Step) -> None:
+        """Open the live line of a terminal."""
         name, done, facts = (_plain(w) for w in ("{task.description}", "{task.fields[count]}", "{task.fields[facts]}"))
         columns = (name, BarColumn(bar_width=24), done, facts, TimeRemainingColumn())
         self._bar = RoleProgress(columns, self.console, self.roles)
@@ -148,6 +161,7 @@ class Terminal:
         self._bar.start()
 
     def _close(self) -> None:
+        """End the live line, so that other lines can be printed."""
         if self._line is not None:
             self._line.flush()
         if self._bar is not None:
@@ -161,28 +175,30 @@ class Terminal:
         return self.run.stage(step.stage).time_of is not None
 
     def _facts(self, step: Step) -> str:
+        """The figures of a step, for its line."""
         g = step.gauges
-        out: list[str] = []
+        words: list[str] = []
         if "rollout/reward" in g and g["rollout/reward"].count:
-            out.append(f"reward {number_text(g['rollout/reward'].mean)}")
-        out += [f"loss {g[n].mean:.3f}" for n in LOSSES if n in g]
+            words.append(f"reward {number_text(g['rollout/reward'].mean)}")
+        words += [f"loss {g[n].mean:.3f}" for n in LOSSES if n in g]
         if "preference/accuracy" in g:
-            out.append(f"ordered as judged {g['preference/accuracy'].mean:.1%}")
-        out += [
+            words.append(f"ordered as judged {g['preference/accuracy'].mean:.1%}")
+        words += [
             f"{what} {g[f'rollout/{what}'].mean:.1%}"
             for what in ("failed", "abstained")
             if f"rollout/{what}" in g and g[f"rollout/{what}"].sum
         ]
         if self._measured:
-            out.append(self._measured + (f" (step {self._measured_at})" if self._measured_at != step.index else ""))
+            words.append(self._measured + (f" (step {self._measured_at})" if self._measured_at != step.index else ""))
         spent = time.monotonic() - self._begun
         if step.index > self._first and spent > 0 and self._tokens:
-            out.append(f"{self._tokens / spent:,.0f} tokens/s")
+            words.append(f"{self._tokens / spent:,.0f} tokens/s")
         if self.roles is not None and self._bar is None:
-            out.append(self.roles.line())
-        return "  ".join(out)
+            words.append(self.roles.line())
+        return "  ".join(words)
 
     def _left(self, step: Step, total: int) -> str:
+        """Words with the seconds that the stage still takes at this speed; '' where that is not known."""
         done = step.index - self._first
         if not done or step.index >= total or self._open_ended(step):
             return ""
@@ -194,7 +210,7 @@ def _count(done: int, total: int | None) -> str:
 
 
 def noted(step: Step, note: str) -> str:
-    """A note of a step as it is printed. The name of a rule stands before what it found (docs/help/diagnosis.md)."""
+    """A note of a step as it is printed. A rule's name stands before its message (docs/help/diagnosis.md)."""
     if not note.startswith(RULE):
         return f"note: step {step.index}: {note}"
     name, _, message = note.removeprefix(RULE).partition(": ")

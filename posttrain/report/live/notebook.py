@@ -28,9 +28,11 @@ class NotebookLine:
     """One line of progress. It keeps its place in the cell's output while lines are printed after it."""
 
     _handle: Any = None
+    """The output in the cell; None before the first one."""
     _shown: float = 0.0
+    """Time of the last update."""
     _text: str = ""
-    # What is shown now: an equal text is not sent again.
+    # The text that is shown at present: an equal one is not sent again.
     _last: str = field(default="", repr=False)
 
     def update(self, name: str, done: int, total: int | None, facts: str) -> None:

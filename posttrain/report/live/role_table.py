@@ -14,17 +14,18 @@ from posttrain.role.roles import RoleCosts
 from posttrain.stages.run_parts import RunParts
 
 WAITS = ("rollout", "evaluate")
-"""Roles of the clock in which the learner computes nothing, where its engines are elsewhere: it waits for answers."""
+"""Roles of the clock in which the learner waits for answers, where its engines are in other processes."""
 COLUMNS = ("role", "does", "holds", "tokens in flight", "for", "idle", "")
 
 
 @dataclass
 class RoleWatch:
-    """Reads the roles of one stage. Nothing that it reads waits for the event loop, so it may be asked from a thread
-    that draws, also while the learner computes.
+    """Reads what the roles of one stage do at present.
+
+    Nothing that it reads waits for the event loop. So a thread that draws may ask it, also while the learner computes.
 
     Args:
-        clock: of the stage.
+        clock: that of the stage.
     """
 
     pool: EnginePool
@@ -40,20 +41,26 @@ class RoleWatch:
         self._begun, self._waited = time.monotonic(), self._waits()
 
     def rows(self) -> list[RoleRow]:
-        """Every engine, the turns that none has yet, the processes that play episodes, the groups asked ahead, and the
-        learner."""
+        """A row for each engine, for turns that no engine has yet, for each process that plays episodes, for the groups
+        asked ahead, and for the learner."""
         engines = self.pool.rows()
-        since = [e.meter.read() - before for e, before in zip(self.pool.engines, self._meters, strict=True)]
+        busy_times = [e.meter.read() - before for e, before in zip(self.pool.engines, self._meters, strict=True)]
         # The pool lists its engines first. What it lists behind them has no meter.
-        out = [replace(row, idle=busy.idle_share) for row, busy in zip(engines, since, strict=False)]
+        engine_rows = [replace(row, idle=busy.idle_share) for row, busy in zip(engines, busy_times, strict=False)]
         queue = self.parts.queue
         plays = self.parts.rollout.plays
         elsewhere = () if plays is None else plays.rows()
-        return [*out, *engines[len(out) :], *elsewhere, *(() if queue is None else (queue.row(),)), self._learner()]
+        return [
+            *engine_rows,
+            *engines[len(engine_rows) :],
+            *elsewhere,
+            *(() if queue is None else (queue.row(),)),
+            self._learner(),
+        ]
 
     def line(self) -> str:
-        """The same in a few words, for a line that is printed between two steps."""
-        # The learner is the last of those that have a share.
+        """The roles in a few words, for a line that is printed between two steps."""
+        # The learner is the last of the rows that have an idle share.
         idle, queue = [r.idle for r in self.rows() if r.idle is not None], self.parts.queue
         return (
             f"{self.pool.line()}, idle {sum(idle[:-1]) / len(idle[:-1]):.0%}"
@@ -62,6 +69,7 @@ class RoleWatch:
         )
 
     def _learner(self) -> RoleRow:
+        """The learner's row."""
         now, seconds = self.clock.now, time.monotonic() - self._begun
         waited = self._waits() - self._waited
         role, age = now or ("between steps", None)
@@ -74,7 +82,7 @@ class RoleWatch:
         )
 
     def _waits(self) -> float:
-        """Seconds in which the learner waited, of the stage so far."""
+        """Seconds that the learner has waited by the clock."""
         return sum(self.clock.spent(role) for role in WAITS)
 
 
