@@ -1,4 +1,5 @@
-"""Minibatches of judged completions, and how well scores order them."""
+"""Judgements of the data: which ones a step gets, which fit the context, their minibatch, and how well scores order
+them."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from posttrain.role.prompt_order import Prompts
 from posttrain.system.errors import DataError, InvariantError
 
 COMPARED: tuple[Kind, ...] = ("pair", "label")
-"""The kinds of judgement by which scores are compared, the better one first."""
+"""The kinds of judgement with which held-out scores are compared. Where the data has both, the first one is taken."""
 HELDOUT = 20_261_123
 """Seed of held-out judgements. It is not the run's seed, so that runs of different seeds are measured on the same."""
 
 
 def walk(source: TaskSource, *, seed: int, stage: str, first: int, count: int) -> list[tuple[Task, int]]:
-    """`count` tasks with their visit numbers, after the first `first` ones. They are a function of the arguments, so
-    that a resumed run needs no state."""
+    """`count` tasks with their visit numbers, from place `first` of the order. They depend on the arguments alone, so a
+    resumed run needs no state."""
     prompts = Prompts(source, seeds.torch_seed(seed, f"judgements/{stage}"), cursor=first)
     return [next(prompts) for _ in range(count)]
 
@@ -38,7 +39,7 @@ def walk(source: TaskSource, *, seed: int, stage: str, first: int, count: int) -
 def drawn(
     environment: Environment, tasks: Sequence[tuple[Task, int]], kind: Kind, *, seed: int, stage: str
 ) -> list[Judgement]:
-    """One judgement about each task. The random numbers of each are those of its task and visit alone."""
+    """One judgement about each task. Its random numbers depend on the seed, the stage, the task and the visit."""
     offered = abilities.judgements(environment)
     return [
         offered.draw(task, kind, seeds.generator(seed, f"judgement/{stage}/{task.id}", visit)) for task, visit in tasks
@@ -79,7 +80,7 @@ def segments(judgement: Judgement, renderer: PairRenderer, context: int) -> list
 
 
 def longest(judgement: Judgement, renderer: PairRenderer) -> int:
-    """Tokens of its longest completion with the prompt."""
+    """Tokens of the judgement's longest completion together with the prompt."""
     task = judgement.task
     return max(
         sum(len(ids) for ids in renderer.pair(task.prompt, text, task.id, task.tools))
@@ -103,7 +104,7 @@ class FittingTasks:
     asked: int
     """All tasks, held-out ones too."""
     first: str
-    """About the first one that was left out; empty where none was."""
+    """A message about the first judgement that does not fit; '' where all fit."""
 
     @property
     def count(self) -> int | None:
@@ -116,7 +117,7 @@ class FittingTasks:
     def of(environment: Environment, kind: Kind, renderer: PairRenderer, context: int) -> FittingTasks | None:
         """The training tasks that fit, or None where they are generated without end."""
         source, held = environment.train, environment.heldout
-        # Tasks without end cannot be looked through: a judgement that does not fit is refused in its step.
+        # Tasks without end cannot all be looked at. There a judgement that does not fit raises an error in its step.
         if source.count is None:
             return None
         train = [source.task(i) for i in range(source.count)]
@@ -129,7 +130,7 @@ class FittingTasks:
 
 
 def fitting(stage: LearnsRows, judged: list[Judgement], renderer: PairRenderer, context: int) -> list[Judgement]:
-    """Without those that do not fit into the context, where the stage leaves them out."""
+    """The judgements without those that do not fit into the context, if the stage leaves such judgements out."""
     return [j for j in judged if not (stage.leaves_out_long and misfit(j, renderer, context))]
 
 
@@ -170,8 +171,8 @@ def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: i
     parts = [segments(j, renderer, context) for j in judgements]
     sides = [side for j in judgements for _, side in completions(j)]
     weights = np.array([j.weight if isinstance(j, Pair) else 1.0 for j in judgements])
-    # [E] counts completions, judgement by judgement. A stream [M] repeats the number of a completion once for each of
-    # its spoken tokens.
+    # [E]: one entry a completion, judgement by judgement. For a stream [M] the entry of a completion is repeated once
+    # for each of its spoken tokens.
     each_E = np.repeat(weights, [len(p) for p in parts])
     flat = [s for p in parts for s in p]
     spoken = [s.spoken for s in flat]
@@ -180,8 +181,8 @@ def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: i
         WEIGHT: np.repeat(each_E, spoken),
     }
     margins = [j.margin for j in judgements if isinstance(j, Pair) and j.margin is not None]
-    # A stream has a number for every token, so one judgement without a margin leaves the stream out. An algorithm that
-    # reads margins then names the row that lacks one.
+    # A stream needs a number for every token. So if one judgement has no margin, the whole stream is left out. For an
+    # algorithm that reads margins, the stage then raises an error that names the row.
     if len(margins) == len(judgements):
         streams[MARGIN] = np.repeat(np.repeat(np.array(margins, np.float64), [len(p) for p in parts]), spoken)
     unit_E = np.repeat(np.arange(len(parts), dtype=np.int32), [len(p) for p in parts])
@@ -208,28 +209,28 @@ class AgreementReport:
     margin: float
     """Mean score of the chosen completion minus that of the rejected one."""
     rows: Rows = field(default_factory=dict[str, tuple[float, float]])
-    """By the id of a pair's task: (0 where it is ordered as judged, 1 where not, 1)."""
+    """By the id of the unit's task: (share of its pairs that are not ordered as judged, 1)."""
 
     @staticmethod
     def of(score: np.ndarray, worth: np.ndarray, unit: np.ndarray, ids: Sequence[str] = ()) -> AgreementReport | None:
-        """From the scores of judged completions: the share of pairs inside units that they order as their worth does.
-        None where no pair has a better one.
+        """The share of pairs inside units that the scores order as their worth does. None where no completion is better
+        than another one of its unit.
 
         Args:
-            unit: units are compared inside; -1: with none.
-            ids: names of the units, where they have some.
+            score, worth: of each completion.
+            unit: the unit of each completion; -1: it is compared with none.
+            ids: names of the units, where they have names.
         """
         if not np.all(np.isfinite(score)):
-            wrong = int((~np.isfinite(score)).sum())
-            raise InvariantError(f"{wrong} of {len(score)} scores of held-out completions are not finite")
+            not_finite = int((~np.isfinite(score)).sum())
+            raise InvariantError(f"{not_finite} of {len(score)} scores of held-out completions are not finite")
         shares, gaps = dict[int, float](), list[float]()
         for u in np.unique(unit[unit >= 0]).tolist():
-            own = np.flatnonzero(unit == u)
-            # All (better, worse) completions of the unit: one pair, or all pairs of a ranking, which then count as one
-            # together.
-            better, worse = np.nonzero(worth[own][:, None] > worth[own][None])
+            members = np.flatnonzero(unit == u)
+            # All (better, worse) pairs of the unit: one pair, or all pairs of a ranking, which together count as one.
+            better, worse = np.nonzero(worth[members][:, None] > worth[members][None])
             if len(better):
-                gap = score[own][better] - score[own][worse]
+                gap = score[members][better] - score[members][worse]
                 shares[u] = float(((gap > 0) + (gap == 0) / 2).mean())
                 gaps.append(float(gap.mean()))
         rows = {ids[u]: (1 - x, 1.0) for u, x in shares.items()} if ids else {}
@@ -237,14 +238,15 @@ class AgreementReport:
 
     @staticmethod
     def of_labels(score_E: np.ndarray, good_E: np.ndarray) -> AgreementReport | None:
-        """From the scores of labelled completions: for each good one, the share of the bad ones that it is above. None
-        where all have one label."""
+        """From the scores of labelled completions: for each good one, the share of bad ones with a lower score. None
+        where all have the same label."""
         good, bad = score_E[good_E], score_E[~good_E]
         if not np.all(np.isfinite(score_E)):
             raise InvariantError(f"{int((~np.isfinite(score_E)).sum())} held-out completions have no finite score")
         if not len(good) or not len(bad):
             return None
-        # [good, bad] comparisons, a tie as one half: their mean is the area under the ROC curve.
+        # Each good score is compared with each bad score; a tie counts 1/2. The mean over all is the area under the ROC
+        # curve.
         above = (good[:, None] > bad).mean(1) + 0.5 * (good[:, None] == bad).mean(1)
         return AgreementReport(Score.of(above), float(good.mean() - bad.mean()))
 

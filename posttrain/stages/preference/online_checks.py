@@ -1,6 +1,7 @@
-"""Checks that pairs of the policy's own samples are what was sampled and judged, and that an opponent says what it is.
+"""Checks that pairs of the policy's own samples are what was sampled and judged, and that an opponent samples right.
 
-Which completion of a prompt is preferred is computed a second time, from the verdicts alone.
+Which completion of a prompt is preferred is computed a second time here, from the verdicts alone. An opponent must
+sample from the mixture of policy and reference that the settings name.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from posttrain.stages.preference.preference_loss_checks import PreferenceLossChe
 from posttrain.system.errors import InvariantError
 
 EPISODES, TOKENS = 4, 16
-"""Episodes of an opponent that are scored again, and the most tokens of each: the whole vocabulary is read there."""
+"""How many episodes of an opponent are scored again, and at most how many tokens of each. The numbers are small, since
+the log-probs of the whole vocabulary are read at each token."""
 
 
 @dataclass(frozen=True, eq=False)
 class PairAgain:
-    """A pair as its verdicts give it."""
+    """A pair, computed a second time from the verdicts. `gap`: the difference of the two rewards."""
 
     chosen: Episode
     rejected: Episode
@@ -44,17 +46,19 @@ class PairAgain:
 
 
 def kept_again(reward_C: np.ndarray, keep: int, temperature: float, rng: np.random.Generator) -> np.ndarray:
-    """The candidates that statistical rejection sampling keeps (2309.06657), by the round in which each one passes."""
+    """The candidates that statistical rejection sampling keeps (2309.06657), in the order of the rounds in which they
+    pass."""
     round_C = np.full(len(reward_C), np.inf)
     for k in range(keep):
         left_C = np.isinf(round_C)
         if not left_C.any() or (~left_C).sum() >= keep:
             break
-        # The paper's chance of those that are left. One that has passed may lie above their maximum; its chance is not
-        # read, and the minimum keeps it finite. All C uniforms are drawn in each round, as the stage draws them.
+        # The probability of each candidate that is left, as in the paper. The chance of one that has passed already is
+        # not used; its reward may lie above the maximum of the others, and `minimum` keeps its exponential finite. All
+        # C uniforms are drawn in each round, as the stage draws them.
         chance_C = np.exp(np.minimum(reward_C - reward_C[left_C].max(), 0) / temperature)
         round_C[left_C & (rng.random(len(reward_C)) < chance_C)] = k
-    # By round, and within a round by place, which a stable sort keeps.
+    # Sorted by round. A stable sort keeps the order of the places within a round.
     return np.argsort(round_C, kind="stable")[: min(keep, len(reward_C))]
 
 
@@ -65,7 +69,7 @@ def compared_again(told: Sequence[tuple[float, Episode]], g: Group, a: Preferenc
         return [told] if len(told) > 1 else []
     if kind(a.draw) != "RejectionSampled":
         return [told[:2]]
-    # The same generator as the stage's: with the same numbers both computations must keep and mix the same completions.
+    # The same random numbers as in the stage: so both computations must keep the same completions in the same order.
     rng, draw = seeds.generator(place, "pairs", g.task.id, g.visit), cast("Any", a.draw)
     kept = kept_again(np.array([r for r, _ in told]), draw.keep, draw.temperature, rng)
     mixed = rng.permutation(kept)
@@ -73,22 +77,22 @@ def compared_again(told: Sequence[tuple[float, Episode]], g: Group, a: Preferenc
 
 
 def pairs_again(groups: Sequence[Group], a: PreferenceAlgorithm, place: int) -> list[PairAgain]:
-    """The pairs of a step, from the definition of `draw`. `place`: the stage's, by which completions are kept."""
-    out: list[PairAgain] = []
+    """The pairs of a step, from the definition of `draw`. `place`: the stage's random key."""
+    pairs: list[PairAgain] = []
     for g in groups:
-        told = [(r, e) for e in g.episodes if (r := outcome(e.verdicts)) is not None and e.spoken]
-        for pair in compared_again(told, g, a, place):
-            if same_outcome([e for _, e in pair]):
-                # A tie is a preference of one half, and the divergence to the reference is learned at it too.
+        rewards_and_episodes = [(r, e) for e in g.episodes if (r := outcome(e.verdicts)) is not None and e.spoken]
+        for candidates in compared_again(rewards_and_episodes, g, a, place):
+            if same_outcome([e for _, e in candidates]):
+                # With link=nash a tie is a pair with preference 1/2: its divergence to the reference is learned too.
                 if kind(a.link) == "Nash":
-                    out.append(PairAgain(pair[0][1], pair[1][1], 0.0))
+                    pairs.append(PairAgain(candidates[0][1], candidates[1][1], 0.0))
                 continue
-            ordered = sorted(pair, key=lambda t: t[0])
-            # The first of equal ones, as they were sampled.
-            best = next(e for r, e in pair if r == ordered[-1][0])
-            worst = next(e for r, e in pair if r == ordered[0][0])
-            out.append(PairAgain(best, worst, ordered[-1][0] - ordered[0][0]))
-    return out
+            by_reward = sorted(candidates, key=lambda rewarded: rewarded[0])
+            # Of equal rewards the completion that was sampled first.
+            best = next(e for r, e in candidates if r == by_reward[-1][0])
+            worst = next(e for r, e in candidates if r == by_reward[0][0])
+            pairs.append(PairAgain(best, worst, by_reward[-1][0] - by_reward[0][0]))
+    return pairs
 
 
 def rows_of_pairs(pairs: Sequence[PairAgain], a: PreferenceAlgorithm) -> JudgedRows:
@@ -104,7 +108,7 @@ def rows_of_pairs(pairs: Sequence[PairAgain], a: PreferenceAlgorithm) -> JudgedR
 
 
 def tokens_are_as_sampled(batch: Batch, pairs: Sequence[PairAgain]) -> None:
-    """The minibatch holds the tokens that were sampled, each with its sampler's log-prob, and knows who said them."""
+    """Checks that the minibatch has the sampled tokens with the sampler's log-probs, and who said them."""
     episodes = [e for p in pairs for e in (p.chosen, p.rejected)]
     segments = [s for e in episodes for s in e.segments]
     of_M = np.repeat(np.arange(len(episodes)), [e.spoken for e in episodes])
@@ -133,7 +137,7 @@ def tokens_are_as_sampled(batch: Batch, pairs: Sequence[PairAgain]) -> None:
 
 
 class SampledPairCheck(Observer):
-    """The minibatch of a step is what was sampled in it, paired by what it was judged."""
+    """Checks that the minibatch of a step has the samples of the step, in the pairs that their verdicts give."""
 
     def __init__(self) -> None:
         self._pairs: list[PairAgain] = []
@@ -144,8 +148,7 @@ class SampledPairCheck(Observer):
                 self._pairs = pairs_again(e.groups, roles.stage.algorithm, roles.place)
             case PackedEvent(batch=batch):
                 tokens = [x.spoken for p in self._pairs for x in (p.chosen, p.rejected)]
-                # With another number of completions there is nothing to compare token by token; `sides_are_as_judged`
-                # then says so.
+                # With another number of completions the tokens cannot be compared. `sides_are_as_judged` then raises.
                 if batch.episodes == len(tokens):
                     tokens_are_as_sampled(batch, self._pairs)
                 sides_are_as_judged(batch, rows_of_pairs(self._pairs, roles.stage.algorithm))
@@ -155,7 +158,7 @@ class SampledPairCheck(Observer):
 
 
 class OnlineLossCheck(PreferenceLossCheck):
-    """`PreferenceLossCheck` of a stage whose pairs are its own samples."""
+    """`PreferenceLossCheck` for a stage whose pairs are its own samples."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -177,7 +180,7 @@ class OnlineLossCheck(PreferenceLossCheck):
 
 
 def opponents_play(groups: Sequence[Group], opposed: range) -> None:
-    """Checks that these completions of every prompt are the opponent's, and no other is."""
+    """Checks that of each prompt the siblings `opposed` are the opponent's completions, and no others are."""
     for g in groups:
         for e in g.episodes:
             right = e.sibling in opposed
@@ -190,8 +193,8 @@ def opponents_play(groups: Sequence[Group], opposed: range) -> None:
 
 
 def beginning(s: Segment, most: int) -> Segment:
-    """A segment up to its `most`-th spoken token."""
-    # n tokens of the sequence, up to the last of the m spoken ones that stay; each array is cut by what it counts.
+    """The beginning of a segment, up to its `most`-th spoken token."""
+    # m spoken tokens remain, and n tokens in all. Arrays over all tokens are cut at n, arrays over spoken ones at m.
     at = np.flatnonzero(s.mask)[:most]
     n, m = int(at[-1]) + 1, len(at)
     return replace(
@@ -210,22 +213,22 @@ def mixture_logp(policy: Examiner, reference: Examiner, packed: Packed, share: f
     """float64 [M]: log of pi^(1 - share) ref^share at each spoken token, from the two whole distributions."""
     mixed_MV = 0.0
     for model, weight in ((policy, 1 - share), (reference, share)):
-        # 0: the whole vocabulary, in an order of each model's own. By `top.ids` it goes back to that of the vocabulary,
-        # so that two models can be added.
+        # `top` with 0 gives the whole vocabulary, sorted for each model in another way. `put_along_axis` brings it back
+        # to the order of the vocabulary, so that the two models can be added.
         top = model.top(packed, 0)
         logp_MV = np.full((len(top), int(top.ids.max()) + 1), -np.inf)
         np.put_along_axis(logp_MV, top.ids.astype(np.int64), top.logp.astype(np.float64), 1)
         # A weight of 0 leaves the model out: 0 times -inf would be NaN.
         mixed_MV = mixed_MV + (weight * logp_MV if weight else 0.0)
     assert isinstance(mixed_MV, np.ndarray)
-    # log Z = log sum exp, with the maximum taken out first, so that nothing underflows.
+    # log Z = log sum exp. The maximum is subtracted first, so that not all exponentials become 0.
     most = mixed_MV.max(1, keepdims=True)
     norm_M = np.log(np.exp(mixed_MV - most).sum(1)) + most[:, 0]
     return mixed_MV[np.arange(packed.spoken), packed.target_M] - norm_M
 
 
 def opponent_says(mu_M: np.ndarray, want_M: np.ndarray, bound: Gap, share: float) -> Gauges:
-    """The log-probs of what an opponent said are those of pi^(1 - share) ref^share."""
+    """Checks that the log-probs of an opponent's tokens are those of pi^(1 - share) ref^share; returns their gap."""
     gap = Gap.of(mu_M, want_M)
     if not gap.worst <= bound.worst:
         m = int(np.argmax(np.abs(mu_M - want_M)))
@@ -238,7 +241,7 @@ def opponent_says(mu_M: np.ndarray, want_M: np.ndarray, bound: Gap, share: float
 
 
 class OpponentCheck(Observer):
-    """The completions that an opponent is to say are its own; at `due` steps its log-probs are those of the mixture."""
+    """Checks that an opponent said its completions, and at `due` steps that its log-probs are those of the mixture."""
 
     def on_event(self, roles: OnlineRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PlayedEvent):
@@ -257,5 +260,5 @@ class OpponentCheck(Observer):
         exact = lambda: roles.learner.exact(packed)  # noqa: E731
         temperature = packed.sampling.temperature
         bound = allowed(roles.run.model.dtype, Gap.of(mu_M, want_M), roles.learner.score(packed), exact, temperature)
-        twice = Gap(2 * bound.worst, 2 * bound.mean)  # the log-probs of two models are rounded
+        twice = Gap(2 * bound.worst, 2 * bound.mean)  # twice, since two models contribute their rounding
         return ObserverReport(opponent_says(mu_M, want_M, twice, share))

@@ -56,7 +56,8 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         if stage.share is not None:
             assert reference is not None  # a draw with an opponent reads it
             opponent = parts.oppose(reference, stage.share)
-            # The opponent's completions are some of the siblings of a prompt; all others are the policy's.
+            # Some siblings of each prompt (`stage.opposed`) are the opponent's completions; the others are the
+            # policy's.
             player = Player(opponent.sampler, rollout.dialogue, sampling)
             rollout = replace(rollout, opponents=dict.fromkeys(stage.opposed, player))
         self.roles = OnlineRoles(
@@ -73,51 +74,53 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         return self._ask, self._learn
 
     async def _publish(self) -> None:
-        """Policy and opponent sample with the learner's weights (the reference alone with its own)."""
+        """Push the learner's weights to the sampler and to the opponent, where there is one."""
         await self.parts.publish()
         if self.roles.opponent is not None:
             await self.roles.opponent.follow(self.parts.version)
 
     async def _ask(self, index: int) -> Experience:
         """Play and judge the groups of step `index`."""
-        h, stage, version = self.roles, self.stage, self.trainer.version
+        roles, stage, version = self.roles, self.stage, self.trainer.version
         request = RolloutRequest(
             groups=stage.prompts, siblings=stage.samples, at=StepNumber(index, stage.steps), most=1
         )
         with self.clock.of("rollout"):
-            played, passed = await h.rollout.until(h.prompts, request, h.sampling, f"train/{stage.name}")
-        return Experience(index, version, played, passed, stage.prompts, h.sync.sampler.gauges(), h.prompts.cursor)
+            played, passed = await roles.rollout.until(roles.prompts, request, roles.sampling, f"train/{stage.name}")
+        return Experience(
+            index, version, played, passed, stage.prompts, roles.sync.sampler.gauges(), roles.prompts.cursor
+        )
 
     async def _learn(self, e: Experience) -> Step:
         """One optimizer step on the pairs of an experience. A step without a pair changes nothing."""
-        h, a, stage = self.roles, self.stage.algorithm, self.stage
-        h.watch.emit(PlayedEvent(e))
-        found = sampled_pairs(e.groups, a, h.place)
-        played = merge(rollout_gauges(e, Credit((), 0.0)), e.engine, found.gauges())
-        # Before it is known whether there is a pair: the record has every answer, also of steps that teach nothing.
+        roles, a, stage = self.roles, self.stage.algorithm, self.stage
+        roles.watch.emit(PlayedEvent(e))
+        pairs_of_step = sampled_pairs(e.groups, a, roles.place)
+        played = merge(rollout_gauges(e, Credit((), 0.0)), e.engine, pairs_of_step.gauges())
+        # Also in a step without a pair: the record has every answer.
         self._record(e)
-        if not found.pairs:
-            h.sync.forget()  # as if weights had come
-            note = f"no prompt gave a pair: {found.tied} were judged alike, {found.unjudged} not judged"
-            seen = h.watch.take()
+        if not pairs_of_step.pairs:
+            roles.sync.forget()  # as if weights had come
+            note = f"no prompt gave a pair: {pairs_of_step.tied} were judged alike, {pairs_of_step.unjudged} not judged"
+            seen = roles.watch.take()
             gauges = merge(played, {"optim/steps": Gauge(0, 1)}, seen.gauges)
-            return await h.watch.after(
-                Step(stage.name, e.index, self.trainer.version, gauges, h.clock.take(), (note, *seen.notes))
+            return await roles.watch.after(
+                Step(stage.name, e.index, self.trainer.version, gauges, roles.clock.take(), (note, *seen.notes))
             )
-        batch = batch_of_pairs(found.pairs, a)
+        batch = batch_of_pairs(pairs_of_step.pairs, a)
         with self.clock.of("score"):
             if a.reads_reference:
-                assert h.reference is not None
-                batch = batch.having({REFERENCE: h.reference.score(batch)})
+                assert roles.reference is not None
+                batch = batch.having({REFERENCE: roles.reference.score(batch)})
             if a.reads_start:
-                batch = batch.having({START: h.learner.score(batch)})
+                batch = batch.having({START: roles.learner.score(batch)})
             batch, self.state.running = prepared(a, batch, self.state.running)
-        step = await learn_from(h, DataBatch(e.index, batch), PreferenceLoss(a), "completion", sampled=played)
+        step = await learn_from(roles, DataBatch(e.index, batch), PreferenceLoss(a), "completion", sampled=played)
         with self.clock.of("sync"):
-            await h.sync.follow(self.trainer.version)
-            if h.opponent is not None:
+            await roles.sync.follow(self.trainer.version)
+            if roles.opponent is not None:
                 # The opponent is a mixture with the policy, so it gets the policy's weights too.
-                await h.opponent.follow(self.trainer.version)
+                await roles.opponent.follow(self.trainer.version)
         return step
 
     def _record(self, e: Experience) -> None:

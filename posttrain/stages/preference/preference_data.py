@@ -22,7 +22,7 @@ from posttrain.system.errors import InvariantError
 def judged_again(roles: PreferenceRoles | RewardRoles, index: int) -> list[Judgement]:
     """The judgements of step `index` (from 1), drawn again: a function of the seed, the stage and the step."""
     stage, seed = roles.stage, roles.run.seed
-    # Written again and not taken from `judged_batches`, whose order and random numbers are what is checked.
+    # Written a second time: the order and the random numbers of `judged_batches` are what is checked.
     prompts = Prompts(
         roles.source, seeds.torch_seed(seed, f"judgements/{stage.name}"), cursor=(index - 1) * stage.batch
     )
@@ -33,7 +33,7 @@ def judged_again(roles: PreferenceRoles | RewardRoles, index: int) -> list[Judge
 
 
 def told(judgement: Judgement) -> list[tuple[str, int]]:
-    """Each completion of a judgement with its side, in the order of a unit."""
+    """Each completion of a judgement with its side, in the order in which a unit of a minibatch has them."""
     if isinstance(judgement, Pair):
         return [(judgement.chosen, 1), (judgement.rejected, 0)]
     if isinstance(judgement, Label):
@@ -58,7 +58,7 @@ def rows_of(judged: Sequence[Judgement]) -> JudgedRows:
 
 
 def sides_are_as_judged(batch: Batch, rows: JudgedRows) -> None:
-    """The side, the weight and the margin of every completion are those of its judgement."""
+    """Checks that the side, the weight and the margin of every completion are those of its judgement."""
     unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
     if not np.array_equal(unit_E, rows.unit_E):
         raise InvariantError(
@@ -81,19 +81,18 @@ def sides_are_as_judged(batch: Batch, rows: JudgedRows) -> None:
 
 
 def completion_ends_once(batch: Batch, stop_ids: Sequence[int], text: Callable[[np.ndarray], str]) -> None:
-    """Checks that of every judged completion all tokens count, to its end, which is its one stop token; its prompt does
-    not."""
+    """Checks that every token of a judged completion counts, and that its last token is its only stop token."""
     ends_S = np.cumsum(batch.lengths_S) - 1
-    # A source is the position before a token that counts. first_M: the token is the first of its completion. gaps_M:
-    # the one before it does not count, though it is none of the prompt. last_S: the position of the last token that
-    # counts.
+    # A source is the position before a token that counts. first_M: whether a token is the first of its completion.
+    # gaps_M: whether the token before it does not count, although it belongs to the completion. last_S: the position of
+    # the last token that counts.
     first_M = np.append(True, np.diff(batch.segment_M) != 0) if batch.spoken else np.zeros(0, bool)
     gaps_M = ~first_M & (np.diff(batch.source_M, prepend=0) != 1)
     last_S = np.full(len(ends_S), -1)
     np.maximum.at(last_S, batch.segment_M, batch.source_M + 1)
     stops_M = np.isin(batch.target_M, list(stop_ids))
     stops_S = np.bincount(batch.segment_M, stops_M, len(ends_S)).astype(int)
-    # A model without a stop token ends nothing by one.
+    # A model without stop tokens cannot end a completion with one, so there the ends are not checked.
     ends = np.isin(batch.ids_N[ends_S], list(stop_ids)) & (stops_S == 1) if stop_ids else np.ones(len(ends_S), bool)
     whole = (last_S == ends_S) & (np.bincount(batch.segment_M, gaps_M, len(ends_S)) == 0)
     wrong = np.flatnonzero(~(ends & whole))
@@ -109,7 +108,7 @@ def completion_ends_once(batch: Batch, stop_ids: Sequence[int], text: Callable[[
 
 
 def sides_share_a_prompt(batch: Batch, text: Callable[[np.ndarray], str]) -> None:
-    """The completions of one judgement stand after the same prompt tokens."""
+    """Checks that the completions of one judgement follow the same prompt tokens."""
     prompts = prompts_of(batch)
     unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
     for e in range(1, batch.episodes):
@@ -123,7 +122,7 @@ def sides_share_a_prompt(batch: Batch, text: Callable[[np.ndarray], str]) -> Non
 
 
 def prompts_of(batch: Batch) -> list[np.ndarray]:
-    """The tokens of each completion before its first that counts."""
+    """The prompt of each completion: its tokens before the first one that counts."""
     # A judged completion is one sequence, so [S] and [E] count the same.
     starts_E = np.cumsum(batch.lengths_S) - batch.lengths_S
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
@@ -133,7 +132,12 @@ def prompts_of(batch: Batch) -> list[np.ndarray]:
 def tokens_are_as_judged(
     roles: PreferenceRoles | RewardRoles, batch: Batch, judged: Sequence[Judgement], units: Sequence[int]
 ) -> None:
-    """A completion's tokens are those of the judged text, after the prompt that a rollout of its task gets."""
+    """Checks that a completion has the tokens of the judged text, after the prompt that a rollout of its task would
+    get.
+
+    Args:
+        units: the numbers of the judgements that are compared.
+    """
     prompts, unit_E = prompts_of(batch), np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
     for unit in units:
         judgement = judged[unit]
@@ -158,8 +162,8 @@ def tokens_are_as_judged(
 
 
 class JudgementCheck(Observer):
-    """A minibatch is what was judged. Sides, weights and ends are compared at every step; all tokens at `due` steps,
-    and those of one judgement at the others."""
+    """Checks that a minibatch is what was judged. Sides, weights and ends are compared at every step. Tokens are
+    compared for all judgements at `due` steps, and for one judgement at other steps."""
 
     def on_event(self, roles: PreferenceRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PackedEvent):

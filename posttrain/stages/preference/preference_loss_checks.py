@@ -1,4 +1,8 @@
-"""Checks that the gradient of a preference loss by each log-prob is that of its definition (`preference_demand`)."""
+"""Checks that the gradient of a preference loss by each log-prob, and its shift, are those of the definition.
+
+`preference_gradient.preference_demand` computes the gradient a second time. The shift is a number that is subtracted
+from every reward.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ UNITS, TOKENS = 6, 12
 def preference_loss_agrees(
     a: PreferenceAlgorithm, batch: Batch, passes: Passes, rows: JudgedRows, shift: float
 ) -> Gauges:
-    """A preference loss's gradient by each log-prob, over all micro-batches, is that of its definition."""
+    """Checks that the loss's gradient by each log-prob, over all micro-batches, is that of the definition."""
 
     def told(m: int) -> str:
         e = int(batch.sequence_M[m])
@@ -53,15 +57,15 @@ def preference_loss_agrees(
 
 
 def agrees_on_synthetic_judgements(a: PreferenceAlgorithm) -> None:
-    """On a synthetic minibatch in two micro-batches a preference loss has the gradients of its definition.
+    """Checks on a synthetic minibatch in two micro-batches that a loss has the gradients of its definition.
 
-    Policy, start of the step and reference differ there by up to a nat per token, lengths and weights differ too. In a
-    real first step every log-ratio is 0, which would hide most mistakes.
+    There the log-probs of policy, start of the step and reference differ by up to a nat per token. Lengths and weights
+    differ too. In a real first step every log-ratio is 0, and most mistakes would not show.
     """
     if unknown(a):
         return
     raw, logp_M, rows = _synthetic(a)
-    # Where a shift is made of completions under other prompts, two log-ratios are given whose mean is 0.3.
+    # shift=mismatched needs log-ratios of completions under other prompts. Two are made up here, with mean 0.3.
     batch, _ = prepared(a, raw, {}, np.array([0.5, 0.1]) if a.reads_mismatched else None)
     if a.reads_mismatched:
         shift = 0.3 * a.beta
@@ -88,7 +92,8 @@ def agrees_on_synthetic_judgements(a: PreferenceAlgorithm) -> None:
 
 
 def _synthetic(a: PreferenceAlgorithm) -> tuple[Batch, np.ndarray, JudgedRows]:
-    """A minibatch, always the same for one kind of rows, the policy's log-probs in float32, and how it was judged."""
+    """(a minibatch, the policy's log-probs in float32 [M], how its completions were judged); always the same for one
+    kind of rows."""
     rng = np.random.Generator(np.random.Philox(key=20_261_123))
     order = SIDES[a.rows] or (1,)
     side_E = np.tile(np.array(order), UNITS)
@@ -102,12 +107,13 @@ def _synthetic(a: PreferenceAlgorithm) -> tuple[Batch, np.ndarray, JudgedRows]:
     # positions.
     starts_E = np.cumsum(length_E + 1) - length_E - 1
     source_M = np.concatenate([s + np.arange(n) for s, n in zip(starts_E, length_E, strict=True)])
-    # match=... joins sides of different pairs, and refuses weights that differ.
+    # An algorithm with `match` compares sides of different pairs, and refuses pairs of different weights.
     weight_U = np.ones(UNITS) if a.match is not None else rng.uniform(0.5, 1.5, UNITS)
     margin_U = rng.uniform(0, 1, UNITS)
     logp_M = rng.uniform(-3, -1, len(sequence_M)).astype(np.float32)
 
     def near(by: float) -> np.ndarray:
+        """Log-probs that differ from the policy's by up to `by`."""
         return (logp_M + rng.uniform(-by, by, len(logp_M))).astype(np.float32)
 
     start_M = near(0.3)
@@ -136,14 +142,18 @@ def _synthetic(a: PreferenceAlgorithm) -> tuple[Batch, np.ndarray, JudgedRows]:
 
 
 class PreferenceLossCheck(Observer):
-    """A preference loss has the gradients of its definition: on a synthetic minibatch before the first step, then at
-    `due` steps. What is subtracted from rewards (`shift`) is computed again from what was remembered here."""
+    """Checks the gradients of a preference loss on a synthetic minibatch before the first step, and then at `due`
+    steps.
+
+    The shift of an algorithm is computed a second time, from sums that are kept here.
+    """
 
     def __init__(self, kept: Mapping[str, Any] | None) -> None:
-        """`kept`: what `state` was in the checkpoint that the stage goes on from; None where it starts, and an empty
-        one where the checkpoint has none."""
+        """`kept`: what `state` returned at the checkpoint from which the stage goes on. {}: the checkpoint has nothing
+        of this check. None: the stage begins here."""
         kept = {"sum": 0.0, "count": 0.0} if kept is None else kept
-        # NaN, from a checkpoint that has none of it, stays NaN in every sum: then nothing is compared.
+        # Sum and number of the rewards so far, for shift=running. With {} they are NaN and stay NaN: nothing is
+        # compared.
         self._total: float = kept.get("sum", np.nan)
         self._count: float = kept.get("count", np.nan)
         self._elsewhere: float | None = None
@@ -190,7 +200,8 @@ class PreferenceLossCheck(Observer):
         elif a.shift == "mismatched" and due(index):
             mean, tokens = elsewhere(roles, batch)
             least = LEAST[roles.run.model.dtype].mean
-            # The mean is one of sums over completions, so its rounding error is that of a token times their length.
+            # Each log-ratio is a sum over a completion's tokens, so the bound is that of one token times the mean
+            # length.
             shift_is(a, batch, a.beta * max(0.0, mean), OF_ROUNDING * least * tokens * a.beta)
 
 

@@ -1,4 +1,7 @@
-"""Checks that a preference loss compares with the reference: a model that does not move, or its log-probs."""
+"""Checks of the reference of a preference loss: its weights or its stored log-probs do not change.
+
+Also checks that the policy equals the reference before the first step, where the reference is the policy's own start.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from posttrain.role.roles import PreferenceRoles
 from posttrain.system.errors import InvariantError
 
 REMEMBERED = 4
-"""Units of the first step whose reference log-probs are compared again later."""
+"""How many units of the first compared minibatch are kept, to compare their reference log-probs again at later
+steps."""
 
 
 def segments_of(packed: Packed, episodes: Sequence[int]) -> list[Segment]:
@@ -35,7 +39,7 @@ def segments_of(packed: Packed, episodes: Sequence[int]) -> list[Segment]:
 
 
 def reference_says(held_M: np.ndarray, now_M: np.ndarray, bound: Gap, what: str) -> None:
-    """The log-probs that a preference loss compares with are those that the reference gives these tokens."""
+    """Checks that the log-probs `held_M`, which the loss reads, are those that the reference gives now (`now_M`)."""
     gap = Gap.of(held_M, now_M)
     if not gap.worst <= bound.worst:
         raise InvariantError(
@@ -48,7 +52,10 @@ def reference_says(held_M: np.ndarray, now_M: np.ndarray, bound: Gap, what: str)
 def starts_at_reference(
     learner_M: np.ndarray, reference_M: np.ndarray, dtype: str, exact: Exact, temperature: float = 1.0
 ) -> float:
-    """Before the first step of a stage that compares with its own start, every log-ratio is 0; returns the largest."""
+    """Checks that every log-ratio to the reference is 0, up to rounding; returns the largest absolute value.
+
+    For the first step of a stage whose reference is the policy as the stage began.
+    """
     gap = Gap.of(reference_M, learner_M)
     bound = allowed(dtype, gap, learner_M, exact, temperature)
     if not gap.worst <= bound.worst:
@@ -61,8 +68,11 @@ def starts_at_reference(
 
 
 class ReferenceCheck(Observer):
-    """The reference is what the stage began with, at every `due` step; before the first one every log-ratio to it is
-    0. What is called the policy's start of a step (`START`) is what its forward pass says."""
+    """Checks of a stage that learns from preferences, at every `due` step.
+
+    The reference is still the one with which the stage began. Before the first step every log-ratio to it is 0. The
+    log-probs in the stream `START`, the policy's at the start of the step, are those of its forward pass.
+    """
 
     def __init__(self, *, first: bool) -> None:
         self._first = first
@@ -87,23 +97,23 @@ class ReferenceCheck(Observer):
         batch, dtype, reference = event.batch, roles.run.model.dtype, roles.reference
         assert reference is not None
         if self._remembered is None:
-            # The first minibatch that is met is remembered with its reference log-probs, and scored again at every
+            # The first units of the first minibatch are kept with their reference log-probs, and scored again at every
             # later `due` step.
-            units = [batch.members(u) for u in range(min(REMEMBERED, batch.units))]
-            self._remembered = batch.select(np.concatenate(units))
-        some = self._remembered
+            members = [batch.members(u) for u in range(min(REMEMBERED, batch.units))]
+            self._remembered = batch.select(np.concatenate(members))
+        remembered = self._remembered
         if isinstance(reference, ReferenceScores):
-            now_M, then_M = (reference.of(segments_of(b, range(b.episodes))) for b in (batch, some))
-            # Log-probs that were computed ahead are read from memory: the same bits.
+            now_M, then_M = (reference.of(segments_of(b, range(b.episodes))) for b in (batch, remembered))
+            # These log-probs were computed ahead and are read from memory, so they must be equal to the last bit.
             bounds = Gap(0, 0), Gap(0, 0)
         else:
             reference_unmoved(reference)
-            now_M, then_M = reference.score(batch), reference.score(some)
-            # The minibatch is scored once more as it was. The remembered part was scored inside a larger one, so
-            # rounding differs more.
+            now_M, then_M = reference.score(batch), reference.score(remembered)
+            # The minibatch is scored again in the same form. The remembered units were first scored inside a larger
+            # minibatch, so their rounding differs more.
             bounds = unmeasured(dtype, batch.sampling.temperature), CEILING[dtype]
         reference_says(batch[REFERENCE], now_M, bounds[0], "the reference log-probs in the minibatch")
-        reference_says(some[REFERENCE], then_M, bounds[1], "the reference log-probs of the first step")
+        reference_says(remembered[REFERENCE], then_M, bounds[1], "the reference log-probs of the first step")
 
     def _starts(self, roles: PreferenceRoles, packed: PackedEvent, logp_M: np.ndarray) -> ObserverReport | None:
         batch, dtype, gauges = packed.batch, roles.run.model.dtype, dict[str, Gauge]()
@@ -116,9 +126,9 @@ class ReferenceCheck(Observer):
                     " what is made of them over the minibatch would be of other weights or other tokens"
                 )
         if self._first and packed.index == 1:
-            # Only the policy's own start gives ratios of 0; a named reference is another model.
-            own = roles.stage.algorithm.reads_reference and roles.stage.reference is None
-            if own:
+            # The ratios are 0 only if the reference is the policy's own start. A named reference is another model.
+            is_own_start = roles.stage.algorithm.reads_reference and roles.stage.reference is None
+            if is_own_start:
                 worst = starts_at_reference(logp_M, batch[REFERENCE], dtype, exact, batch.sampling.temperature)
                 gauges["canary/reference_gap"] = Gauge(worst, 1)
         self._first = False

@@ -12,14 +12,17 @@ from posttrain.system.errors import InvariantError
 
 
 def under_other_prompts(batch: Batch, longest: int) -> list[Segment]:
-    """Each prompt of a minibatch with the completion of the row before it, counted in a circle. A row with the same
-    prompt is passed over, and what is longer than `longest` tokens is left out."""
-    said = [batch.ids_of(e) for e in range(batch.episodes)]
+    """Each prompt of a minibatch, followed by the completion of the row before it; before the first row comes the last.
+
+    If that row has the same prompt, the row before it is taken, and so on. A sequence of more than `longest` tokens is
+    left out.
+    """
+    ids_E = [batch.ids_of(e) for e in range(batch.episodes)]
     spoken_E = np.bincount(batch.sequence_M, minlength=batch.episodes)
-    parts = [(ids[: len(ids) - n], ids[len(ids) - n :]) for ids, n in zip(said, spoken_E.tolist(), strict=True)]
+    parts = [(ids[: len(ids) - n], ids[len(ids) - n :]) for ids, n in zip(ids_E, spoken_E.tolist(), strict=True)]
     out: list[Segment] = []
     for i, (prompt, _) in enumerate(parts):
-        # A negative index goes on at the end, so the first row has the last one before it.
+        # A negative index counts from the end, so the last row comes before the first.
         before = [parts[i - k] for k in range(1, len(parts))]
         other = next((text for asked, text in before if asked.tolist() != prompt.tolist()), None)
         if other is None or len(prompt) + len(other) > longest:
@@ -32,7 +35,10 @@ def under_other_prompts(batch: Batch, longest: int) -> list[Segment]:
 
 
 def elsewhere(roles: PreferenceRoles, batch: Batch) -> tuple[float, float]:
-    """The mean over such completions of log pi - log ref, summed over the completion; and their mean length."""
+    """(mean of log pi - log ref over the completions under other prompts, their mean length in tokens).
+
+    A log-ratio of a completion is the sum over its tokens.
+    """
     segments = under_other_prompts(batch, roles.context)
     packed, reference = Packed.of(segments), roles.reference
     if isinstance(reference, ReferenceScores):

@@ -1,4 +1,5 @@
-"""The stage that learns from preferences: one minibatch of judged completions a step, and nothing is sampled."""
+"""The stage that learns from preferences of the data: one minibatch of judged completions a step. It samples
+nothing."""
 
 from __future__ import annotations
 
@@ -73,13 +74,13 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         )
         self._heldout = fitting(stage, heldout_judgements(setting.environment), render, context)
         with self.clock.of("score"):
-            # After the roles, since it reads the data that they hold where log-probs are computed ahead.
+            # Made after the roles: to compute log-probs ahead it reads the data that the roles have.
             self.roles.reference = self._reference(checkpoint)
         await self.watch.begin(self.roles)
         return self._ask, self._learn
 
     async def _ask(self, index: int) -> DataBatch:
-        """The minibatch of a step, with what the algorithm reads of models."""
+        """The minibatch of a step, with the streams that the algorithm reads: log-probs of reference and policy."""
         h, a = self.roles, self.stage.algorithm
         with self.clock.of("data"):
             judged = self._judged(index)
@@ -101,7 +102,8 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         return DataBatch(index, batch, running)
 
     def _mismatched(self, judged: Sequence[Judgement]) -> np.ndarray:
-        """float64 [E]: log-ratios of the policy to the reference of completions under other prompts."""
+        """float64 [E]: log-ratios of policy to reference, of completions that were put under the prompts of other
+        rows."""
         elsewhere = mismatched(self._segments(judged), self.roles.context)
         packed = Packed.of(elsewhere)
         ratio_M = self.roles.learner.score(packed).astype(np.float64) - self._reference_logp(elsewhere)
@@ -130,6 +132,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
     # --- the reference -----------------------------------------------------------------------------------------------
 
     def _segments(self, judged: Sequence[Judgement]) -> list[Segment]:
+        """The completions of these judgements as segments, each after its prompt."""
         return [s for j in judged for s in segments(j, self.roles.renderer, self.roles.context)]
 
     def _reference_logp(self, of: Sequence[Segment]) -> np.ndarray:
@@ -143,8 +146,8 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         """Returns whether the reference's log-probs are computed before the first step."""
         if self.stage.ahead is not None:
             return self.stage.ahead
-        # By default where tasks come again, so that each completion is computed once. With an adapter the reference is
-        # the model without it, which takes no further memory.
+        # By default only where the number of tasks is finite: tasks come again, and each completion is computed once.
+        # And not with an adapter: then the reference is the model without the adapter, which takes no further memory.
         return self.roles.source.count is not None and self.parts.run.model.lora is None
 
     def _reference(self, checkpoint: Path | None) -> Reference | ReferenceScores | None:
@@ -156,8 +159,8 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             scorer = parts.teacher(stage.reference)
             state.reference = self._same(scorer.fingerprint())
             return self._computed(scorer) if self._ahead() else scorer
-        # Resumed: the learner has later weights, and the reference is what the stage began with. They change places for
-        # it.
+        # In a resumed stage the learner has later weights, and the reference is the policy as the stage began. So the
+        # present weights are put aside, and those of the start are loaded while the reference is made.
         now = snapshot(parts.learner) if checkpoint is not None else None
         if now is not None:
             load_kept(parts, self.progress, starts(parts.run.stages, stage))
@@ -170,11 +173,11 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             return self._computed(parts.learner)
         finally:
             if now is not None:
-                # Also after an error: the policy must not go on from the weights of the reference.
+                # Also after an error: the policy must not keep the weights of the reference.
                 restore(parts.learner, now)
 
     def _same(self, fingerprint: str) -> str:
-        """The fingerprint of the reference; InvariantError where a resumed run has another one than before."""
+        """Returns the fingerprint. InvariantError where the reference of a resumed run has another one than before."""
         if self.state.reference not in ("", fingerprint):
             raise InvariantError(
                 f"{self.stage.name}: the reference is not the model that this stage began with"
@@ -186,12 +189,12 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
     def _computed(self, scorer: LogProbs) -> ReferenceScores:
         """The log-probs of all completions that the stage will meet. They are kept in the run folder."""
         stage, parts, folder = self.stage, self.parts, f"reference-{self.stage.name}"
-        # What an earlier part of the run, or a shorter run, has computed with the same reference is read and not
-        # computed again.
+        # The run may have been interrupted, or made longer. Log-probs that it computed before with the same reference
+        # are read from the folder.
         scores = ReferenceScores.load(parts.book.folder / folder, self.state.reference)
         before = len(scores)
-        for met in self._met():  # each step's own pass, so that a longer stage computes the same bits
-            scores.add(scorer, scores.missing(met))
+        for of_step in self._met():  # each step's own pass, so that a longer stage computes the same bits
+            scores.add(scorer, scores.missing(of_step))
         if len(scores) > before:
             parts.book.anew(folder, scores.save)
             parts.say(
@@ -201,16 +204,16 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         return scores
 
     def _met(self) -> Iterator[list[Segment]]:
-        """The held-out completions, then those that each step will meet for the first time."""
-        stage, met = self.stage, set[tuple[str, object]]()
+        """Yields the held-out completions, and then for each step the completions that no earlier step had."""
+        stage, seen = self.stage, set[tuple[str, object]]()
         yield self._segments(self._heldout)
         for step in range(1, stage.steps + 1):
             judged = self._judged(step)
             if stage.algorithm.reads_mismatched:
                 yield mismatched(self._segments(judged), self.roles.context)
-            # A judgement may be drawn in many steps; only its first meeting computes anything.
-            new = [j for j in judged if (j.task.id, completions(j)) not in met]
-            met.update((j.task.id, completions(j)) for j in new)
+            # A judgement may be drawn in many steps. It is yielded only for the first of them.
+            new = [j for j in judged if (j.task.id, completions(j)) not in seen]
+            seen.update((j.task.id, completions(j)) for j in new)
             yield self._segments(new)
 
 
@@ -223,7 +226,7 @@ def heldout_order(
     reference_logp: Callable[[Sequence[Segment]], np.ndarray],
 ) -> AgreementReport | None:
     """How well the learner's scores order held-out judgements. None where all have one label, or there are none."""
-    # One empty part, so that no held-out judgement at all joins to an empty array.
+    # The list begins with an empty part, so that `concatenate` works without any held-out judgement too.
     scores = [np.zeros(0)]
     for i in range(0, len(heldout), HELDOUT_PART):
         judged = heldout[i : i + HELDOUT_PART]
@@ -237,6 +240,6 @@ def heldout_order(
         return None
     if isinstance(heldout[0], Label):
         return AgreementReport.of_labels(score_E, np.array([isinstance(j, Label) and j.good for j in heldout]))
-    # Pairs stand chosen, rejected, chosen, rejected: even places are the better ones, and two places are a unit.
+    # The order is chosen, rejected, chosen, rejected: even places are the better ones, and two places are one unit.
     units = np.arange(len(score_E))
     return AgreementReport.of(score_E, units % 2 == 0, units // 2, [j.task.id for j in heldout])

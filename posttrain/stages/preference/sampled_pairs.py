@@ -1,4 +1,4 @@
-"""Pairs of sampled completions: which of a prompt's samples is preferred to which."""
+"""Pairs of sampled completions: which samples of a prompt are compared, which one is preferred, and their minibatch."""
 
 from __future__ import annotations
 
@@ -30,30 +30,35 @@ class SampledPair:
 
     @property
     def probability(self) -> float:
-        """Probability that the chosen one is preferred, by Bradley and Terry: the sigmoid of the gap. One half where it
-        is 0."""
+        """Probability that the chosen completion is preferred, by Bradley and Terry: sigmoid(gap). A gap of 0 gives
+        1/2."""
         return 1 / (1 + math.exp(-self.gap))
 
 
 @dataclass(frozen=True, eq=False)
 class SampledPairs:
-    """The pairs of a step, and what became of the others."""
+    """The pairs of a step, and the numbers of those that gave none."""
 
     pairs: tuple[SampledPair, ...]
     tied: int
-    """Pairs whose two completions were judged alike, up to rounding; of best and worst, all of a prompt. They teach
-    nothing, and are left out, but with link=nash, whose divergence to the reference holds at any preference."""
+    """Pairs whose completions were judged alike, up to rounding. They teach nothing and are left out. With link=nash
+    they are kept as pairs, since its divergence to the reference is learned at any preference."""
     unjudged: int
     """Prompts with fewer than two completions that were judged and have a token."""
 
     def gauges(self) -> Gauges:
-        asked = len(self.pairs) + self.tied + self.unjudged
-        opposed = [p.chosen.opposed for p in self.pairs if p.chosen.opposed != p.rejected.opposed and p.gap]
-        # Only pairs of one completion of each, and no tie: how often the policy is preferred to its opponent.
-        won = {"preference/won": Gauge.of([not lost for lost in opposed])} if opposed else {}
+        all_asked = len(self.pairs) + self.tied + self.unjudged
+        opponent_chosen = [p.chosen.opposed for p in self.pairs if p.chosen.opposed != p.rejected.opposed and p.gap]
+        # How often the policy is preferred to its opponent. Only pairs with one completion of each count, and no ties.
+        # The list says whether the chosen completion is the opponent's.
+        won = (
+            {"preference/won": Gauge.of([not by_opponent for by_opponent in opponent_chosen])}
+            if opponent_chosen
+            else {}
+        )
         return won | {
             "preference/pairs": Gauge(len(self.pairs), 1),
-            "preference/tied": Gauge(self.tied, asked),
+            "preference/tied": Gauge(self.tied, all_asked),
             "preference/gap": Gauge.of([p.gap for p in self.pairs]),
         }
 
@@ -61,14 +66,15 @@ class SampledPairs:
 def rejection_sampled(rewards: np.ndarray, keep: int, temperature: float, rng: np.random.Generator) -> list[int]:
     """The candidates that are kept, in the order in which they pass (2309.06657, algorithm 1).
 
-    A round keeps each candidate that is left with probability exp((R - max R) / temperature), the largest R of those
-    left. The best one always passes, so `keep` rounds are enough. What the first round keeps is distributed as ref *
-    exp(R / temperature), where the largest reward that ref can say is among the candidates. The paper's program joins
-    equal texts; here each sample counts, as the distribution wants.
+    A round keeps each candidate that is left with probability exp((R - max R) / temperature), where max R is the
+    largest reward of the candidates left. The best of them always passes, so `keep` rounds are enough. If the best
+    answer that the reference can give is among the candidates, those that the first round keeps are distributed as ref
+    * exp(R / temperature). The paper's program joins equal texts. Here each sample counts, as this distribution needs.
 
     Args:
-        rewards: float64 [C], of candidates drawn from ref.
-        rng: gives C uniforms a round, of kept candidates too, so that a candidate's number depends on its place alone.
+        rewards: float64 [C], of candidates drawn from the reference.
+        rng: draws C uniforms in each round, one for each candidate, kept or not. So a candidate's number depends on its
+            place alone.
 
     Returns:
         min(keep, C) places among the candidates.
@@ -76,16 +82,16 @@ def rejection_sampled(rewards: np.ndarray, keep: int, temperature: float, rng: n
     left, kept = list(range(len(rewards))), list[int]()
     while left and len(kept) < keep:
         uniform = rng.random(len(rewards))
-        most = max(rewards[i] for i in left)
-        passed = [i for i in left if uniform[i] < math.exp((rewards[i] - most) / temperature)]
+        largest = max(rewards[i] for i in left)
+        passed = [i for i in left if uniform[i] < math.exp((rewards[i] - largest) / temperature)]
         kept += passed
         left = [i for i in left if i not in passed]
     return kept[:keep]
 
 
 def compared(group: Group, a: PreferenceAlgorithm, place: int) -> list[list[Episode]]:
-    """The completions of a prompt that are compared with each other: each list gives one pair, its best and its worst.
-    [] where fewer than two were judged and have a token."""
+    """The completions of a prompt that are compared with each other, in lists. Each list gives one pair: its best and
+    its worst completion. [] where fewer than two completions were judged and have a token."""
     judged = [e for e in group.judged if not e.shown and e.spoken]
     if len(judged) < 2:
         return []
@@ -96,18 +102,19 @@ def compared(group: Group, a: PreferenceAlgorithm, place: int) -> list[list[Epis
     rng = seeds.generator(place, "pairs", group.task.id, group.visit)
     rewards = np.array([e.reward for e in judged], np.float64)
     kept = rng.permutation(rejection_sampled(rewards, a.draw.keep, a.draw.temperature, rng))
-    # An odd one that is left over is in no pair.
+    # Two and two. With an odd number the last one is in no pair.
     return [[judged[i], judged[j]] for i, j in kept[: len(kept) // 2 * 2].reshape(-1, 2)]
 
 
 def sampled_pairs(groups: Sequence[Group], a: PreferenceAlgorithm, place: int) -> SampledPairs:
-    """The pairs of each group: its first two judged completions, with `BestWorst` the best and the worst one, with
-    `RejectionSampled` those that are kept, two and two.
+    """The pairs of all groups.
 
-    Of equal ones the first is taken, so that the choice depends on what was sampled, and on `place`, alone.
+    A group gives a pair of its first two judged completions; with `BestWorst` a pair of its best and its worst; with
+    `RejectionSampled` the kept completions two and two. Of equal rewards the first is taken. So the choice depends on
+    the samples and on `place` alone.
 
     Args:
-        place: of this stage of this run (`seeds.key`); what is kept is drawn by it.
+        place: the random key of this stage of this run (`seeds.key`), for the draw of the kept completions.
     """
     pairs: list[SampledPair] = []
     tied = unjudged = 0
@@ -116,8 +123,8 @@ def sampled_pairs(groups: Sequence[Group], a: PreferenceAlgorithm, place: int) -
         unjudged += not sets
         for considered in sets:
             rewards = np.array([e.reward for e in considered], np.float64)
-            # Rewards are sums of verdicts. What lies within their rounding is a tie, or the pair would be one of float
-            # noise.
+            # Rewards are sums of verdicts. Rewards that differ only by rounding are a tie. Else float noise would
+            # decide which completion is preferred.
             noise = rounding([size(e.verdicts) for e in considered], max(resolution(e.verdicts) for e in considered))
             if spread(rewards, noise):
                 best, worst = considered[int(np.argmax(rewards))], considered[int(np.argmin(rewards))]

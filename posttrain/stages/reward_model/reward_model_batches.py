@@ -1,4 +1,4 @@
-"""Minibatches of a reward model, and how well its scores order held-out judgements."""
+"""Minibatches of a reward model, its loss, and its scores on held-out judgements and on a policy's answers."""
 
 from __future__ import annotations
 
@@ -33,19 +33,21 @@ def reward_batch(
     context: int,
     ends: TokenEnds | None = None,
 ) -> Batch:
-    """`batch_of` these judgements, each with its share of the minibatch as WEIGHT; with RATING where they are
-    ratings, and with STEP where they are labels of steps.
+    """The minibatch of these judgements (`batch_of`), with each judgement's share of the minibatch as WEIGHT.
+
+    Ratings have the stream RATING too, and labels of steps the stream STEP.
 
     Args:
-        ends: of the tokenizer; labels of steps need it.
+        ends: finds the tokens at which steps end; needed for labels of steps.
 
     Raises:
         DataError: all have weight 0; one has no rating of the stage's attributes, or a rating that is no class. The
             message has its place.
     """
     batch = batch_of(judged, renderer, context)
-    # The first token of each sequence, and the judgement of each sequence. The weight of a judgement stands on all
-    # tokens of all its completions; the total takes it once, at the first token of its first sequence.
+    # first_S: the first spoken token [M] of each sequence. unit_S: the judgement of each sequence. The weight of a
+    # judgement stands on all tokens of all its completions. The total counts it once: at the first token of its first
+    # sequence.
     first_S = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
     unit_S = np.arange(len(first_S)) if batch.unit_E is None else batch.unit_E
     total = float(batch[WEIGHT][first_S[np.searchsorted(unit_S, np.arange(batch.units))]].sum())
@@ -76,7 +78,7 @@ def ranking_loss(stage: RewardModel) -> RankingLoss:
 
 
 def _ratings(judgement: Judgement, stage: RewardModel) -> list[float]:
-    """Its rating of each attribute, NaN where it has none."""
+    """The rating of each attribute of the stage, NaN where the judgement has none."""
     assert isinstance(judgement, Rating)
     found = [float(judgement.ratings.get(name, math.nan)) for name in stage.attributes]
     if all(math.isnan(x) for x in found):
@@ -111,9 +113,9 @@ def heldout_agreement(
 ) -> AgreementReport | None:
     """Returns how well the scores order held-out judgements; None where these order nothing.
 
-    Of labelled steps each right one is compared with all wrong ones (the area under the ROC curve). Pairs as they
-    are. A ranking counts as the mean over its pairs. Single completions are paired at random, each with one whose label
-    or rating differs, so that the pairs are independent.
+    Labelled steps: each right step is compared with all wrong steps (the area under the ROC curve). Pairs: the chosen
+    with the rejected completion. A ranking: the mean over all its pairs. Single completions (labels, ratings): they are
+    joined in random pairs with different labels or ratings. Each is in one pair at most, so the pairs are independent.
     """
     score: list[float] = []
     worth: list[float] = []
@@ -132,7 +134,7 @@ def heldout_agreement(
         known = batch[RATING if stage.judgement == "rating" else SIDE][first]
         # Several attributes count as their mean; an attribute that was not rated is left out of it.
         worth += (np.nanmean(known, 1) if known.ndim > 1 else known).astype(np.float64).tolist()
-        # `i` judgements came before this part: units are numbered over all parts.
+        # `i` judgements were in the parts before this one: units are numbered over all parts.
         unit += (i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)).tolist()
     if stage.judgement == "steps":
         return AgreementReport.of_labels(np.array(score), np.array(worth) > 0.5)
@@ -146,8 +148,9 @@ def heldout_agreement(
 class ScoredJudgements:
     """Judged completions with the scores that a reward model gives them.
 
-    score, worth (how they were judged; more is better), tokens (of the completion) and flattery (phrases of it) are
-    float64 [S]. unit is int64 [S]: completions of one unit are compared with each other; -1: with none.
+    All arrays are [S], one entry a completion: `score`; `worth`, how it was judged (more is better); `tokens`, its
+    length; `flattery`, its number of flattering phrases (these four float64); and `unit`, int64. Completions of one
+    unit are compared with each other; -1: with none.
     """
 
     score: np.ndarray
@@ -157,14 +160,15 @@ class ScoredJudgements:
     unit: np.ndarray
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the (better, worse) completions of all pairs inside units that were judged differently, int64 [P]."""
+        """Returns (better, worse): the places of the two completions of each pair inside a unit that were judged
+        differently, int64 [P] each."""
         better: list[int] = []
         worse: list[int] = []
-        for u in np.unique(self.unit[self.unit >= 0]).tolist():
-            own = np.flatnonzero(self.unit == u)
-            one, other = np.nonzero(self.worth[own][:, None] > self.worth[own][None])
-            better += own[one].tolist()
-            worse += own[other].tolist()
+        for unit in np.unique(self.unit[self.unit >= 0]).tolist():
+            members = np.flatnonzero(self.unit == unit)
+            better_at, worse_at = np.nonzero(self.worth[members][:, None] > self.worth[members][None])
+            better += members[better_at].tolist()
+            worse += members[worse_at].tolist()
         return np.array(better, np.int64), np.array(worse, np.int64)
 
 
@@ -186,8 +190,8 @@ def scored_judgements(
 def _scores(
     judged: Sequence[Judgement], learner: Learner, renderer: PairRenderer, context: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(score, side, tokens, number of its judgement) of each completion."""
-    # An empty part first, so that no judgement at all gives empty arrays.
+    """(score, side, number of tokens, number of its judgement), each [S], of the judged completions."""
+    # The list begins with an empty part, so that without any judgement the arrays are empty.
     parts: list[tuple[np.ndarray, ...]] = [(np.zeros(0),) * 3 + (np.zeros(0, np.int64),)]
     for i in range(0, len(judged), PART):
         batch = batch_of(judged[i : i + PART], renderer, context)
@@ -208,7 +212,8 @@ def scored_answers(
     """The answers of a policy, prompt by prompt, with their scores; those of one prompt are a unit.
 
     Args:
-        worth: what an answer is worth, known of all. Values are rounded to 1e-9, so that float noise is no order.
+        worth: what an answer is worth; not None for any of them. Values are rounded to 1e-9, so that float noise does
+            not order answers.
     """
     episodes = [e for of_prompt in answers for e in of_prompt]
     judged = [Label(task=e.task, completion=e.text, good=True) for e in episodes]
@@ -224,17 +229,18 @@ def scored_answers(
 
 
 def _partners(judged: Sequence[Judgement], worth: np.ndarray, unit: np.ndarray) -> np.ndarray:
-    """int64 [S]: the unit of each completion, where single ones are joined in pairs; -1 where none is left for it."""
+    """int64 [S]: the unit of each completion. Single completions are joined in pairs; -1: no partner was left for
+    it."""
     if not judged or not isinstance(judged[0], Label | Rating):
         return unit
-    out, waiting = np.full(len(unit), -1), list[int]()
-    # Greedy pairing in a random order that is always the same. All that wait are of equal worth: two that differ would
-    # have been joined when the second came.
+    unit_of, waiting = np.full(len(unit), -1), list[int]()
+    # Greedy pairing in a random order that is always the same. All completions that wait have the same worth: two with
+    # different worth would have been joined when the second one came.
     for s in seeds.generator(0, "heldout-pairs", len(unit)).permutation(len(unit)).tolist():
-        other = next((w for w in waiting if worth[w] != worth[s]), None)
-        if other is None:
+        partner = next((waiting_one for waiting_one in waiting if worth[waiting_one] != worth[s]), None)
+        if partner is None:
             waiting.append(s)
         else:
-            waiting.remove(other)
-            out[s] = out[other] = s
-    return out
+            waiting.remove(partner)
+            unit_of[s] = unit_of[partner] = s
+    return unit_of

@@ -1,6 +1,7 @@
-"""Checks that a reward model is trained on what was judged: its head gets a gradient and is read at the end, the sides
-of a judgement are those that were judged and share their prompt, each ends in one stop token, and the loss is its
-definition's.
+"""Checks that a reward model is trained on what was judged.
+
+Its head gets a gradient and is read at the end of a sequence. The sides of a judgement are those that were judged, have
+the same prompt, and end in one stop token each. The loss is the one of its definition.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ HEAD = "reward_head."
 APART = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 """Largest difference of a loss from its definition's, relative to it and at least to 1, by the dtype of the model."""
 FELT = 1e-6
-"""By how much a score must change, relative to its size, where the token changes at which it is read."""
+"""When the token at which a score is read changes, the score must change by more than this, relative to its size."""
 
 
 def score_reaches(learner: Learner, ids: np.ndarray) -> None:
-    """The reward head and the weights beneath it get a gradient from the score of a fixed text.
+    """Checks that the reward head and the weights beneath it get a gradient from the score of a fixed text.
 
     Raises:
-        InvariantError: names those that get none.
+        InvariantError: some get none; the message names them.
     """
     learner.train_mode(True)
     text = packed_text(ids, prompt=len(ids) // 2)
@@ -60,13 +61,18 @@ def score_reaches(learner: Learner, ids: np.ndarray) -> None:
     head = {n: p for n, p in parameters.items() if n.startswith(HEAD)}
     deaf = [n for n, p in head.items() if not p.requires_grad]
     if not deaf and score.requires_grad:
-        # The gradients are asked for and not stored on the parameters, whose own must be clean at the first step.
-        found = torch.autograd.grad(score.sum(), list(parameters.values()), allow_unused=True)
-        heard = {n for n, g in zip(parameters, found, strict=True) if g is not None and bool(held(g).any())}
-        deaf = [n for n in head if n not in heard]
-        beneath = any(n not in head for n in heard)
+        # `autograd.grad` returns the gradients. `backward` would store them on the parameters, and the first step needs
+        # parameters without gradients.
+        gradients = torch.autograd.grad(score.sum(), list(parameters.values()), allow_unused=True)
+        with_gradient = {
+            n
+            for n, gradient in zip(parameters, gradients, strict=True)
+            if gradient is not None and bool(held(gradient).any())
+        }
+        deaf = [n for n in head if n not in with_gradient]
+        beneath = any(n not in head for n in with_gradient)
     else:
-        # The head already explains why nothing comes: of the weights beneath it nothing more is said.
+        # The error about the head is enough; the weights beneath it are not looked at.
         deaf, beneath = list(head), True
     learner.train_mode(False)
     if deaf or not head:
@@ -82,19 +88,21 @@ def score_reaches(learner: Learner, ids: np.ndarray) -> None:
 
 
 def sides_share_their_prompt(batch: Batch, text: Any) -> None:
-    """The completions of a judgement follow the same prompt, and are not all the same.
+    """Checks that all completions of a judgement follow the same prompt.
 
     Raises:
-        InvariantError: names the first judgement whose prompts or completions are wrong.
+        InvariantError: names the first judgement whose completions follow different prompts.
     """
     ends = np.cumsum(batch.lengths_S)
     begin = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
     for unit in range(batch.units):
-        own = batch.members(unit)
+        sequences = batch.members(unit)
         # The tokens of each sequence up to the source of its first token that counts.
-        prompts = {batch.ids_N[ends[s] - batch.lengths_S[s] : batch.source_M[begin[s]] + 1].tobytes() for s in own}
+        prompts = {
+            batch.ids_N[ends[s] - batch.lengths_S[s] : batch.source_M[begin[s]] + 1].tobytes() for s in sequences
+        }
         if len(prompts) > 1:
-            s = int(own[-1])
+            s = int(sequences[-1])
             raise InvariantError(
                 f"the completions of judgement {unit} of the minibatch follow different prompts, such as"
                 f" {text(batch.ids_N[ends[s] - batch.lengths_S[s] : ends[s]])[:80]!r}: the score would learn to tell"
@@ -103,17 +111,20 @@ def sides_share_their_prompt(batch: Batch, text: Any) -> None:
 
 
 def reads_the_end(learner: Learner, batch: Batch) -> None:
-    """A head that reads the last token gives another score where that token is another one, and the same one where only
-    a later sequence is.
+    """Checks that the score of a sequence is read at its last token.
+
+    The last token of the first sequence is changed. Then its score must change, and the scores of all other sequences
+    must stay.
 
     Raises:
         InvariantError: the score is read elsewhere.
     """
-    # Two judgements: one token of the first sequence changes, and all other sequences must not feel it.
+    # The first two judgements of the minibatch, or the only one.
     two = batch.select(batch.members(0)) if batch.units < 2 else batch.select(np.r_[batch.members(0), batch.members(1)])
     ids = two.ids_N.copy()
     at = int(np.cumsum(two.lengths_S)[0]) - 1
-    # Another token of the sequence, so that it is one of the vocabulary. Where that is equal too, nothing is compared.
+    # The new token is another token of the sequence: the one before, or the first. If both are equal to the old one,
+    # the first score is not compared.
     ids[at] = ids[at - 1] if ids[at - 1] != ids[at] else ids[0]
     changed = replace(two, ids_N=ids, target_M=ids[two.source_M + 1])
     before, after = learner.rewards(two), learner.rewards(changed)
@@ -129,42 +140,42 @@ def reads_the_end(learner: Learner, batch: Batch) -> None:
 def expected_loss(
     judged: Sequence[Judgement], stage: RewardModel, score_S: np.ndarray, logp_S: np.ndarray | None = None
 ) -> float | None:
-    """The loss of a minibatch from its definition, in float64: scores [S] in the order in which `told` has the
-    completions of each judgement. None for ratings, and for a head that reads every token.
+    """The loss of a minibatch from its definition, in float64. None for ratings, and for a head that reads every token.
 
     Args:
-        logp_S: of each completion what the language head is trained on where the stage regularises: its log-prob, or
-            with dpo its log-ratio to the reference.
+        score_S: the scores of the completions, judgement by judgement, in the order of `told`.
+        logp_S: given where the stage regularises, that is, trains the language head too: the log-prob of each
+            completion, or with dpo its log-ratio to the reference.
     """
     if stage.judgement == "rating" or stage.pool == "token":
         return None
     weights = [j.weight if isinstance(j, Pair) else 1.0 for j in judged]
-    total, at = 0.0, 0
+    total, next_S = 0.0, 0
     for j, weight in zip(judged, weights, strict=True):
-        own = told(j)
-        r = [float(x) for x in score_S[at : at + len(own)]]
-        said = None if logp_S is None else [float(x) for x in logp_S[at : at + len(own)]]
-        at += len(own)
+        completions = told(j)
+        r = [float(x) for x in score_S[next_S : next_S + len(completions)]]
+        logps = None if logp_S is None else [float(x) for x in logp_S[next_S : next_S + len(completions)]]
+        next_S += len(completions)
         # R are the scores. A label: -log sigmoid(+-R). A pair: -log sigmoid(R_c - R_r - margin), by Bradley and Terry.
         # A ranking: the mean over its pairs (2203.02155), or Plackett-Luce, sum_k log sum_(i >= k) exp(R_i - R_k).
         if isinstance(j, Label):
-            each = _below(r[0] if j.good else -r[0])
+            loss = _below(r[0] if j.good else -r[0])
         elif isinstance(j, Pair):
-            each = _below(r[0] - r[1] - ((j.margin or 0.0) if stage.margin else 0.0))
+            loss = _below(r[0] - r[1] - ((j.margin or 0.0) if stage.margin else 0.0))
         elif stage.pairs:
             gaps = [r[a] - r[b] for a in range(len(r)) for b in range(a + 1, len(r))]
-            each = sum(map(_below, gaps)) / len(gaps)
+            loss = sum(map(_below, gaps)) / len(gaps)
         else:
-            each = sum(math.log(math.fsum(math.exp(x - r[k]) for x in r[k:])) for k in range(len(r) - 1))
+            loss = sum(math.log(math.fsum(math.exp(x - r[k]) for x in r[k:])) for k in range(len(r) - 1))
         if len(r) > 1:
             # For a pair this is centre * (R_c + R_r)^2 (2312.09244).
-            each += stage.centre * (2 / len(r) * sum(r)) ** 2
+            loss += stage.centre * (2 / len(r) * sum(r)) ** 2
         if stage.regularise != "none":
-            assert said is not None
+            assert logps is not None
             # The language head is trained besides (2406.10216): on the chosen completion, or on the pair as DPO is.
-            x = said[0] if stage.regularise == "sft" else said[0] - said[1]
-            each = (1 - stage.alpha) * each + stage.alpha * _below(stage.beta * x)
-        total += weight * each
+            x = logps[0] if stage.regularise == "sft" else logps[0] - logps[1]
+            loss = (1 - stage.alpha) * loss + stage.alpha * _below(stage.beta * x)
+        total += weight * loss
     return total / sum(weights)
 
 
@@ -175,7 +186,7 @@ def _below(x: float) -> float:
 
 
 def loss_is(said: float, expected: float, dtype: str) -> None:
-    """The loss of a minibatch is that of its definition, with the scores that the reward model gave before the step.
+    """Checks that the loss `said` of a minibatch is the `expected` one of its definition.
 
     Raises:
         InvariantError: it is another number.
@@ -189,13 +200,13 @@ def loss_is(said: float, expected: float, dtype: str) -> None:
 
 
 class RankingCheck(Observer):
-    """Before the first step and on every minibatch of a stage that trains a reward model."""
+    """The checks of a stage that trains a reward model: before its first step, and on every minibatch."""
 
     def __init__(self, *, first: bool) -> None:
         self._first = first
-        """Whether the stage starts here, not from a checkpoint."""
+        """Whether the first minibatch is still to come. False from the beginning in a resumed stage."""
         self._expected: float | None = None
-        """The loss of the minibatch, where it is computed a second time."""
+        """The loss of the minibatch from its definition; None where it is not compared in this step."""
 
     async def begin(self, roles: RewardRoles) -> None:
         score_reaches(roles.learner, roles.sync.probe_ids)
@@ -216,7 +227,7 @@ class RankingCheck(Observer):
                     self._expected = expected_step_loss(roles, event.batch, judged)
             elif due(event.index):
                 logp_S = None if roles.stage.regularise == "none" else self._language(roles, event.batch)
-                # Scored before the step, with the weights that the loss will have.
+                # Scored before the update, so with the same weights as the loss.
                 self._expected = expected_loss(judged, roles.stage, roles.learner.rewards(event.batch), logp_S)
         if self._first:
             self._first = False
@@ -225,8 +236,11 @@ class RankingCheck(Observer):
         return None
 
     def _language(self, roles: RewardRoles, batch: Batch) -> np.ndarray:
-        """float64 [S]: log-probs of the completions, or with a reference log-ratios to it. The reference is the model
-        that the stage began with: it did not move, and before the first step every log-ratio is 0."""
+        """float64 [S]: log-probs of the completions, or their log-ratios to the reference, where there is one.
+
+        Also checks the reference, the model with which the stage began: its weights have not changed, and before the
+        first step every log-ratio to it is 0.
+        """
         logp_M, reference, dtype = roles.learner.score(batch), roles.reference, roles.run.model.dtype
         ratio_M = logp_M.astype(np.float64)
         if reference is not None:
