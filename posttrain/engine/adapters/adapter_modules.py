@@ -62,8 +62,8 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
                 f"model.lora.targets={','.join(lora.targets)}: PEFT puts no such adapters into {type(module).__name__}"
                 f" ({str(error).splitlines()[0]}). Its linear layers are {', '.join(names)}"
             ) from error
-    # PEFT's ParamWrapper is its adapter over a bare parameter, the form in which experts are stored. A linear layer
-    # that got none is refused under all-linear as well, because the setting promises all.
+    # PEFT's ParamWrapper is an adapter over a bare parameter, the form in which experts are stored: it is refused.
+    # Under all-linear a linear layer that got no adapter is refused as well, because the setting promises all layers.
     kinds = {n: type(layer).__name__ for n, layer in layers(module).items()}
     left = [n for n in every if n not in kinds] if lora.targets == (ALL_LINEAR,) else []
     if other := [n for n, kind in kinds.items() if kind == "ParamWrapper"] or left:
@@ -88,6 +88,7 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
 
 
 def _config(lora: Lora, module: PreTrainedModel) -> Any:
+    """PEFT's settings of these adapters."""
     from peft import LoraConfig
 
     mixture = any(p.ndim == 3 for p in module.parameters())  # to PEFT their experts and routers are linear too
@@ -113,7 +114,10 @@ def linear_names(module: PreTrainedModel) -> list[str]:
 
 
 def _linear(module: PreTrainedModel) -> list[str]:
-    """The decoder's linear layers. Their last words may name a mixture's experts too, which PEFT would adapt."""
+    """Full names of the decoder's linear layers, the head left out.
+
+    The last words of these names are not enough for PEFT: parts of a mixture's experts may have the same ones.
+    """
     head = read_out(module).head
     return [n for n, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
 
@@ -146,23 +150,24 @@ def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def base_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The tensors beneath the adapters, under the names that they have without adapters. Tied ones come once."""
-    own, seen, out = adapter_tensors(module), set[int](), dict[str, Tensor]()
+    of_adapter, seen, out = adapter_tensors(module), set[int](), dict[str, Tensor]()
     for name, tensor in module.state_dict(keep_vars=True).items():
         # keep_vars=True gives the parameters themselves, so that a tied one is known by its identity.
-        if name not in own and id(tensor) not in seen:
+        if name not in of_adapter and id(tensor) not in seen:
             seen.add(id(tensor))
             out[name.replace(".base_layer.", ".")] = tensor
     return out
 
 
 def target_names(module: nn.Module) -> list[str]:
-    """The names by which PEFT finds the layers with an adapter: their last words, where these name no other layer."""
-    found = layers(module)
-    words = sorted({name.rpartition(".")[2] for name in found})
+    """The names by which PEFT finds the layers with an adapter: their last words where these name no other layer, else
+    their full names."""
+    adapted = layers(module)
+    last_words = sorted({name.rpartition(".")[2] for name in adapted})
     # PEFT takes every layer whose name ends in a listed word. If that is more than those with an adapter, full names
     # are written, or a reader of the export would attach adapters that were never trained.
-    named = [n for n, part in module.named_modules() if n.rpartition(".")[2] in words]
-    return words if len(named) == len(found) else sorted(found)
+    named = [n for n, part in module.named_modules() if n.rpartition(".")[2] in last_words]
+    return last_words if len(named) == len(adapted) else sorted(adapted)
 
 
 def words(module: nn.Module, lora: Lora) -> str:
@@ -243,18 +248,18 @@ def merge_error(layer: nn.Module, plain: nn.Module) -> float:
     Both compute the same random inputs in float64. `MERGE_BOUND` says what rounding may change.
     """
     # In float64 the comparison itself rounds nothing that counts, so what is left is the rounding of the merge.
-    own: Any = copy.deepcopy(layer).double()
-    other: Any = copy.deepcopy(plain).double()
+    adapted: Any = copy.deepcopy(layer).double()
+    merged: Any = copy.deepcopy(plain).double()
     stored: Any = getattr(plain, "weight")  # noqa: B009 (typed as any module)
     generator = torch.Generator().manual_seed(0)
     # GPT-2's Conv1D holds its weight as [in, out], nn.Linear as [out, in].
     axis = 0 if isinstance(plain, Conv1D) else 1
     x = torch.randn(8, stored.shape[axis], generator=generator, dtype=torch.float64).to(stored.device)
     with torch.no_grad():
-        apart = (own(x) - other(x)).abs()
+        apart = (adapted(x) - merged(x)).abs()
         # Where the adapter cancels most of a weight, the error is that of the product B A, which is as large as the
         # weight beneath. So both sizes are in the bound.
-        squares = other.weight**2 + own.get_base_layer().weight ** 2
+        squares = merged.weight**2 + adapted.get_base_layer().weight ** 2
         size = (x**2 @ (squares if axis == 0 else squares.T)).sqrt()
         allowed = MERGE_BOUND * torch.finfo(stored.dtype).eps * size
         # An output that is no number must not pass, and every comparison with NaN would be false.
@@ -292,13 +297,13 @@ def beside(module: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
 def merged(module: PreTrainedModel) -> PreTrainedModel:
     """A copy of the module with every adapter merged into the copy's weights, and no adapter left. 8-bit layers become
     float ones of the module's dtype."""
-    whole = copy.deepcopy(module)
-    for name in layers(whole):
+    copied = copy.deepcopy(module)
+    for name in layers(copied):
         parent, _, last = name.rpartition(".")
-        setattr(whole.get_submodule(parent), last, _merged_layer(whole.get_submodule(name), module.dtype))
+        setattr(copied.get_submodule(parent), last, _merged_layer(copied.get_submodule(name), module.dtype))
     # The loop has made the layers with an adapter float. This is for quantised layers that had none.
-    make_float(whole, module.dtype)
-    return _forgotten(whole).requires_grad_(True)
+    make_float(copied, module.dtype)
+    return _forgotten(copied).requires_grad_(True)
 
 
 def _forgotten(module: PreTrainedModel) -> PreTrainedModel:

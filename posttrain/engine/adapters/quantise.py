@@ -1,9 +1,9 @@
 """Frozen weights in 8 or 4 bits beneath an adapter. Learner, reference and engine multiply with the same numbers.
 
 int8: row r of a weight W is held as whole numbers q between -127 and 127 and one float32 scale s, the largest size in
-the row divided by 127: W is about s q. torchao's weight-only int8 is the same but for its divisor, 127.5. Its product
-keeps a float copy of every weight for the backward pass, so training would take more memory than without it. This one
-keeps the 8-bit numbers, and makes the float form of one layer at a time.
+the row divided by 127: W is about s q. torchao's weight-only int8 is the same but for its divisor, 127.5. torchao's
+product keeps a float copy of every weight for the backward pass, so training would take more memory than without
+rounding. The product here keeps the 8-bit numbers, and makes the float form of one layer at a time.
 
 nf4: the 4-bit numbers of QLoRA (2305.14314) by torchao, with scales in 8 bits. Its product keeps the 4-bit numbers.
 """
@@ -24,7 +24,7 @@ from posttrain.engine.head.readout import read_out
 from posttrain.system.errors import ConfigError
 
 LARGEST = 127
-"""Largest size of a stored number."""
+"""Largest absolute value of a stored 8-bit number."""
 NF4_BLOCK, NF4_SCALES = 64, 256
 """Numbers that share a scale of nf4, and scales that share a scale of their own (at most)."""
 LEAST = torch.finfo(torch.float32).eps
@@ -86,14 +86,14 @@ class Nf4Linear(QuantisedLinear):
 
         nn.Module.__init__(self)
         self.out_features, self.in_features = layer.out_features, layer.in_features
-        held: Any = to_nf4(layer.weight.detach().contiguous(), NF4_BLOCK, blocks)
+        tensor: Any = to_nf4(layer.weight.detach().contiguous(), NF4_BLOCK, blocks)
         # torchao's weight is a tensor subclass. Its parts become plain parameters, which fingerprints, safetensors and
         # copies between devices can read. The subclass is put together again for each product (_held).
-        self._names, self._kind = held.__tensor_flatten__()
+        self._names, self._kind = tensor.__tensor_flatten__()
         for name in self._names:
-            part = getattr(held, name).clone(memory_format=torch.contiguous_format)
-            own = nn.Parameter(part, requires_grad=False)
-            self.register_parameter("weight" if name == "quantized_data" else name, own)
+            part = getattr(tensor, name).clone(memory_format=torch.contiguous_format)
+            parameter = nn.Parameter(part, requires_grad=False)
+            self.register_parameter("weight" if name == "quantized_data" else name, parameter)
         self.register_parameter("bias", cast("nn.Parameter | None", layer.bias))
 
     @staticmethod
@@ -175,12 +175,12 @@ def quantise(module: PreTrainedModel, kind: str) -> None:
     # In an adapted module the matrices A and B are linear layers as well. They train, so they stay float.
     parts = [(n, part) for n, part in module.named_modules() if ".lora_" not in n]
     # The exact class: a quantised layer is a subclass, and is left as it is.
-    found = [n for n, part in parts if type(part) is nn.Linear and part is not head]
-    if not found and not is_quantised(module):
+    names = [n for n, part in parts if type(part) is nn.Linear and part is not head]
+    if not names and not is_quantised(module):
         raise ConfigError(
             f"model.quantize={kind}: {type(module).__name__} has no linear layers but its head. Leave it out"
         )
-    for name in found:
+    for name in names:
         layer = module.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         _put(module, name, KINDS[kind].of(layer))
@@ -188,8 +188,8 @@ def quantise(module: PreTrainedModel, kind: str) -> None:
 
 def quantised_as(module: nn.Module) -> str | None:
     """The kind of its quantised layers; None where it has none."""
-    found = {type(part) for part in module.modules()}
-    return next((name for name, kind in KINDS.items() if kind in found), None)
+    classes = {type(part) for part in module.modules()}
+    return next((name for name, kind in KINDS.items() if kind in classes), None)
 
 
 def is_quantised(module: nn.Module) -> bool:
@@ -226,11 +226,12 @@ def weights_of(module: nn.Module) -> int:
     """Number of weights, ties counted once, and quantised ones as what they stand for."""
     few = [part for part in module.modules() if isinstance(part, QuantisedLinear)]
     # nf4 holds two weights in a byte, and scales are no weights, so the elements of these parameters are not counted.
-    held = {id(p) for part in few for n, p in part.named_parameters() if n != "bias"}
-    plain = sum(p.numel() for p in module.parameters() if id(p) not in held)
+    few_ids = {id(p) for part in few for n, p in part.named_parameters() if n != "bias"}
+    plain = sum(p.numel() for p in module.parameters() if id(p) not in few_ids)
     return plain + sum(part.in_features * part.out_features for part in few)
 
 
 def _put(module: nn.Module, name: str, layer: nn.Module) -> None:
+    """Put a layer in the place of the module's part of that name."""
     parent, _, last = name.rpartition(".")
     setattr(module.get_submodule(parent), last, layer)

@@ -20,6 +20,7 @@ LARGEST_CONFIG = 4 * read_untrusted.MiB
 PREFIX = "base_model.model."
 """The prefix that PEFT writes before the name of each tensor."""
 TARGET = re.compile(r"[\w.-]{1,256}")
+"""A name of layers: `q_proj`, `model.layers.0.self_attn.q_proj`."""
 KNOWN = {
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora"),
     *("lora_dropout", "bias", "task_type", "inference_mode", "peft_version", "init_lora_weights", "auto_mapping"),
@@ -99,13 +100,14 @@ def saved_adapter(path: str | Path) -> SavedAdapter | None:
 
 
 def _targets(file: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
-    found = config.get("target_modules")
-    if found == ALL_LINEAR:
+    """The names of the layers that have the adapter. DataError where they are given in another form."""
+    listed = config.get("target_modules")
+    if listed == ALL_LINEAR:
         return (ALL_LINEAR,)
     # PEFT takes a single string as a regular expression. A pattern out of a foreign file is not run.
-    if not isinstance(found, list) or not all(isinstance(x, str) and TARGET.fullmatch(x) for x in found):
+    if not isinstance(listed, list) or not all(isinstance(x, str) and TARGET.fullmatch(x) for x in listed):
         raise DataError(f"{file}: target_modules must be a list of names of layers, or {ALL_LINEAR}")
-    return tuple(sorted(found))
+    return tuple(sorted(listed))
 
 
 def load_saved(policy: Policy, saved: SavedAdapter) -> None:
@@ -120,18 +122,18 @@ def load_saved(policy: Policy, saved: SavedAdapter) -> None:
     from posttrain.engine.files.safetensors_rows import load_tensors
 
     file = saved.folder / WEIGHTS
-    found = {n.removeprefix(PREFIX): t for n, t in load_tensors(file, "Copy or download it again").items()}
-    own = {written_name(name): tensor for name, tensor in adapter_tensors(policy.module).items()}
+    loaded = {n.removeprefix(PREFIX): t for n, t in load_tensors(file, "Copy or download it again").items()}
+    adapter = {written_name(name): tensor for name, tensor in adapter_tensors(policy.module).items()}
     # All names and shapes are compared before anything is copied, so a wrong file leaves the adapter as it was.
-    if set(found) != set(own) or any(found[n].shape != own[n].shape for n in own):
-        wrong = sorted(set(found) ^ set(own)) or [n for n in own if found[n].shape != own[n].shape]
+    if set(loaded) != set(adapter) or any(loaded[n].shape != adapter[n].shape for n in adapter):
+        wrong = sorted(set(loaded) ^ set(adapter)) or [n for n in adapter if loaded[n].shape != adapter[n].shape]
         raise DataError(
             f"{file} does not fit the adapter that {CONFIG} describes over {saved.base}: {', '.join(wrong[:3])} differ."
             " Is the base model the one it was trained on?"
         )
     with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(found[name])
+        for name, tensor in adapter.items():
+            tensor.copy_(loaded[name])
 
 
 def written_name(name: str) -> str:
@@ -157,7 +159,7 @@ def write_adapter(policy: Policy, folder: Path, base: str) -> None:
     config.target_modules = target_names(module)
     with quiet():
         config.save_pretrained(folder)
-        held = {PREFIX + written_name(n): t.detach().contiguous() for n, t in adapter_tensors(module).items()}
-        save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
+        tensors = {PREFIX + written_name(n): t.detach().contiguous() for n, t in adapter_tensors(module).items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         policy.tokenizer.save_pretrained(folder)
         share(folder)

@@ -3,7 +3,7 @@
 The library is in the user's cache folder, beside its digest, and is loaded only where nobody else could have written
 either. Its name is a hash of source, compiler, flags and processor, so a change of any of them makes a new library.
 Without a working compiler the engine uses torch's own operations, which are slower but otherwise the same. `find`
-returns the reason.
+then returns the reason.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Segments(ctypes.Structure):
     ]
 
 
+# The C types of each function's arguments.
 SIGNATURES = {
     "begin": [POINTER] * 3,
     "before": [POINTER] * 3,
@@ -108,7 +109,7 @@ SIGNATURES = {
     "cotangent_rows": [POINTER] * 6 + [INT] * 2,
 }
 FAILS = ("attend", "pick", "segments_forward", "segments_backward")
-"""Functions that return how much of their work failed."""
+"""Functions that return a number: 0 where all went well. The others return nothing."""
 
 
 Attend = Callable[[Tensor, Tensor, float, int | None], None]
@@ -186,16 +187,16 @@ def stride(count: int) -> int:
 
 def missing() -> str:
     """Returns the reason why this machine has no compiled kernels; '' where it has them."""
-    found = find()
-    return found if isinstance(found, str) else ""
+    kernels_or_reason = find()
+    return kernels_or_reason if isinstance(kernels_or_reason, str) else ""
 
 
 def library() -> Kernels:
     """The compiled kernels of this machine. EngineError where there are none."""
-    found = find()
-    if isinstance(found, str):
-        raise EngineError(f"there are no compiled kernels: {found}")
-    return found
+    kernels_or_reason = find()
+    if isinstance(kernels_or_reason, str):
+        raise EngineError(f"there are no compiled kernels: {kernels_or_reason}")
+    return kernels_or_reason
 
 
 @functools.cache
@@ -210,20 +211,20 @@ def find() -> Kernels | str:
     if shutil.which(compiler[0]) is None:
         return f"no C compiler {compiler[0]!r}: install gcc or clang, or set CC"
     try:
-        told = _output([*compiler, "--version"])
+        version = _output([*compiler, "--version"])
         # The processor is a part of the key because a home folder may be shared by machines: code that was compiled for
         # another one (-march=native) may be an illegal instruction here.
         text = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
-        key = "\n".join([*text, *compiler, told.stdout, *FLAGS, _processor()])
+        key = "\n".join([*text, *compiler, version.stdout, *FLAGS, _processor()])
         name, cache = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so", own_cache()
-        if cache is not None and (found := _kept(cache / name)):
-            return found
+        if cache is not None and (kernels := _kept(cache / name)):
+            return kernels
         with tempfile.TemporaryDirectory(prefix="posttrain-") as temporary:
             fresh = Path(temporary) / name
             if wrong := _compile(compiler, fresh):
                 return wrong
-            found = None if cache is None else _keep(fresh, cache / name)
-            return found or _loaded(fresh)
+            kernels = None if cache is None else _keep(fresh, cache / name)
+            return kernels or _loaded(fresh)
     except OSError as error:
         return f"the kernels cannot be compiled: {error}"
 
@@ -244,24 +245,24 @@ def own_cache() -> Path | None:
 
 
 def _kept(library: Path) -> Kernels | None:
-    """The kernels of a library in the cache; None where it is not as it was written, or not by this user."""
-    digest, found = library.with_suffix(".sha256"), ""
+    """The kernels of a library in the cache; None where its digest differs, or where others could have written it."""
+    digest, kernels = library.with_suffix(".sha256"), ""
     with suppress(OSError):
         # Whoever can write the library can run code as this user. So
         # owner and rights come before its digest is read at all.
-        own = all(read_untrusted.private(path, stat.S_ISREG) for path in (library, digest))
-        found = _loaded(library) if own and _digest(library.read_bytes()) == digest.read_bytes() else ""
-    return None if isinstance(found, str) else found
+        is_private = all(read_untrusted.private(path, stat.S_ISREG) for path in (library, digest))
+        kernels = _loaded(library) if is_private and _digest(library.read_bytes()) == digest.read_bytes() else ""
+    return None if isinstance(kernels, str) else kernels
 
 
 def _keep(fresh: Path, library: Path) -> Kernels | None:
     """Put a library into the cache, with its digest, for the processes that come; None where that fails."""
     # Other processes may do the same at this moment. Each writes beside the name and renames, the digest last: a reader
     # sees a whole library without a digest, which it does not load, or with the right one.
-    with suppress(OSError), tempfile.TemporaryDirectory(dir=library.parent) as own:
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         data = fresh.read_bytes()
         for path, content in ((library, data), (library.with_suffix(".sha256"), _digest(data))):
-            part = Path(own) / path.name
+            part = Path(temporary) / path.name
             part.write_bytes(content)
             part.chmod(0o600)
             part.replace(path)
@@ -269,7 +270,7 @@ def _keep(fresh: Path, library: Path) -> Kernels | None:
 
 
 def _loaded(library: Path) -> Kernels | str:
-    """The kernels of a library; the reason where it is none of this code, or may not be run where it lies."""
+    """The kernels of a library; the reason where it lacks a function, or where nothing may be run from its folder."""
     try:
         return Kernels(ctypes.CDLL(str(library)))
     except (OSError, AttributeError) as error:
@@ -278,17 +279,19 @@ def _loaded(library: Path) -> Kernels | str:
 
 def _compile(compiler: list[str], library: Path) -> str:
     """Compile the library. Returns the reason if that failed, else ''."""
-    made = _output([*compiler, *FLAGS, "-o", str(library), str(MAIN), "-lm"])
-    if made.returncode:
-        return f"{' '.join(compiler)} does not compile {MAIN.name}: {made.stderr.strip()[:400]}"
+    completed = _output([*compiler, *FLAGS, "-o", str(library), str(MAIN), "-lm"])
+    if completed.returncode:
+        return f"{' '.join(compiler)} does not compile {MAIN.name}: {completed.stderr.strip()[:400]}"
     return ""
 
 
 def _digest(data: bytes) -> bytes:
+    """The content of a digest file: sha256 in hex."""
     return hashlib.sha256(data).hexdigest().encode()
 
 
 def _output(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, and keeps what it prints."""
     return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
 
 

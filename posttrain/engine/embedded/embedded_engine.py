@@ -40,7 +40,7 @@ from posttrain.system.errors import EngineError
 CACHE_BYTES = 4 << 30
 """Most bytes of the key-value cache. The cache grows up to this size when needed."""
 SETTLED = 8
-"""Turns of the event loop in which an episode whose turn has ended may ask for the next one."""
+"""Turns of the event loop that `idle` waits for, in which an episode whose turn has ended may ask for its next one."""
 Update = Literal["drain", "inflight", "stale"]
 
 
@@ -63,7 +63,7 @@ class EmbeddedEngine:
         text: decodes token ids, special tokens included. Without it, contracts with stop strings are refused.
         speculate: draft several tokens per pass (module `speculation`); None: one token per pass.
         mixture: a second model; tokens are drawn from the mixture of the two (`policy_mixture`). None: from `module`.
-        version: of the weights that the module holds.
+        version: the version of the weights that the module holds.
 
     Raises:
         EngineError: the architecture keeps state outside of keys and values, or the sizes do not fit.
@@ -110,8 +110,8 @@ class EmbeddedEngine:
         if budget < 1:
             raise EngineError(f"budget={budget}: a forward pass needs at least one position")
         self._budget, self._update = budget, update
-        held = min(slots * blocks_for(context) // 2, self._most // 8)
-        self._retain = held if retain is None else blocks_for(retain)
+        kept_blocks = min(slots * blocks_for(context) // 2, self._most // 8)
+        self._retain = kept_blocks if retain is None else blocks_for(retain)
         self._admission = Admission(context, self._served.vocabulary, self._most, text)
         self._version = version
         self._counters = EngineCounters(slots)
@@ -185,15 +185,15 @@ class EmbeddedEngine:
         self._scheduler.submit(request)
         self._mark(request, "queued")
         try:
-            said = await request.future
+            turn = await request.future
         # The cancelled turn may be the last one that `load` waits for.
         except asyncio.CancelledError:
             self._scheduler.cancel(request)
             self._resolve_drained()
             self._mark(request, None)
             raise
-        self._counters.said(len(said.ids))
-        return said
+        self._counters.said(len(turn.ids))
+        return turn
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`. T is at most the context."""
@@ -297,6 +297,7 @@ class EmbeddedEngine:
         return self._pool.rows * self._pool.row_bytes
 
     def _newer(self, version: int) -> None:
+        """EngineError where the version is not newer than the served one."""
         if version <= self._version:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")
 
@@ -309,6 +310,7 @@ class EmbeddedEngine:
             self._counters.stale += self._served.stale_gap(self._scheduler.slots, self._scheduler.make_room())
 
     def _proposes(self, speculate: Lookup | Draft | None, device: str) -> Proposer | None:
+        """The proposer of drafts; None without speculation. EngineError where drafts do not fit the engine."""
         if speculate is None:
             return None
         if isinstance(self._served, MixedModel):
@@ -328,6 +330,7 @@ class EmbeddedEngine:
         return DraftModel(speculate, self.context, self._served.vocabulary, self._slots, device, self._served.kernels)
 
     def _mark(self, request: GenerateCall, phase: str | None) -> None:
+        """Note in the timeline, where there is one, that a phase of the request begins; None: the request ends."""
         if self.timeline is not None:
             self.timeline.phase(request, phase)
 
@@ -385,6 +388,7 @@ class EmbeddedEngine:
         self._drained = []
 
     def _fresh(self) -> Scheduler:
+        """A new scheduler without requests, over the blocks that the pool has."""
         blocks = Blocks(self._most)
         # The pool keeps its memory, and all its blocks are free for the new scheduler.
         if self._pool.rows:
@@ -404,6 +408,7 @@ class EmbeddedEngine:
         return scheduler
 
     def _grow(self, blocks: int) -> None:
+        """Make room for this many blocks in the cache, and in that of a draft model."""
         with torch.inference_mode():
             for pool in self._pools:
                 pool.grow(blocks)

@@ -73,6 +73,7 @@ class Stepper:
         self._mark_moved()
 
     def _admit(self, begun_only: bool) -> None:
+        """Admit requests from the queue, and answer those whose contract could not be stored."""
         now = time.perf_counter()
         for request in self.scheduler.admit(begun_only):
             self.counters.spent("engine/queue", now - request.since)
@@ -117,7 +118,8 @@ class Stepper:
             return None
 
     def _forward(self, plan: Plan) -> Tensor:
-        """Hidden states [N, H] of a plan's positions."""
+        """Compute a plan's positions, and record in the scheduler and the counters that it was done. Returns their
+        hidden states [N, H]."""
         hidden, dense = self.served.run(plan)
         # The draft model computes every position too. So its cache has all rows that a slot's table names, those of
         # prompts and of tokens that it did not draft among them.
@@ -132,8 +134,8 @@ class Stepper:
         """(slots, a token for each) of the slots `at`. Where nothing can be drawn, that
         request alone gets the error."""
         slots = self.scheduler.slots
-        # Rows that fail are answered and taken out, and the others are drawn again: from fresh logits, since the rules
-        # have overwritten the ones before. Every round has fewer rows, so it ends.
+        # Requests of rows that fail get the error, and their rows are taken out. The others are drawn again from fresh
+        # logits, since the rules have overwritten the first ones. Every round has fewer rows, so it ends.
         while True:
             try:
                 contracts, uniform = slots.contracts.at(at), slots.uniforms[at, slots.said[at]]
@@ -150,9 +152,9 @@ class Stepper:
         """Verify the drafts of the generating slots together with the first tokens of slots that begin, and
         record what was accepted."""
         slots, beginning = self.scheduler.slots, len(at) - len(plan.generating)
-        # Rows of this pass: each slot has one for each of its drafts and one more, those that begin just one. Row j of
-        # a slot has the distribution after j drafts: `ahead` gives the rules those j drafts as said, and the uniform is
-        # that of the place of its token.
+        # Rows of this draw: a generating slot has one for each of its drafts and one more; a slot that begins has one.
+        # Row j of a slot has the distribution after j drafts. `ahead` makes the rules treat those j drafts as said. The
+        # row's uniform is that of the place at which its token would stand.
         padded = np.concatenate([drafts.ids, np.zeros((beginning, drafts.ids.shape[1]), np.int64)])
         drafts = Drafts(padded, np.append(drafts.counts, np.zeros(beginning, np.int64)), drafts.q)
         widths = drafts.counts + 1
@@ -174,7 +176,7 @@ class Stepper:
         # slot leaves when its draft was rejected, when its turn ended, or when nothing
         # can be drawn after its draft; then the next pass finds that out by itself.
         rest, known = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
-        said, needed = 0, [starts[: len(plan.generating)]]
+        accepted_drafts, needed = 0, [starts[: len(plan.generating)]]
         for j in range(int(accepted.max()) + 1):
             if j:
                 rest = rest[(accepted[rest] >= j) & slots.generating[at[rest]]]
@@ -183,9 +185,9 @@ class Stepper:
                 # pass; `Scheduler.cached` counted the pending token alone.
                 slots.cached[at[rest]] += 1
                 needed.append(starts[rest] + j)
-            said += int(np.count_nonzero(accepted[rest] > j))
+            accepted_drafts += int(np.count_nonzero(accepted[rest] > j))
             self._record(at[rest], drawn.at(starts[rest] + j), version)
-        self.counters.drafts(plan, said, np.concatenate(needed))
+        self.counters.drafts(plan, accepted_drafts, np.concatenate(needed))
 
     def _record(self, at: np.ndarray, drawn: DrawnTokens, version: int) -> None:
         """Record one token in each of these slots, and answer the requests that have ended."""
@@ -196,9 +198,9 @@ class Stepper:
                 self._stream_tokens(s, drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
         for s, by_id in zip(ended.tolist(), stopped.tolist(), strict=True):
             if (request := slots.request[s]) is not None:
-                said = self._with_experts(s, slots.turn(s, by_id))
+                turn = self._with_experts(s, slots.turn(s, by_id))
                 self.scheduler.free(s)
-                self._answer(request, said)
+                self._answer(request, turn)
 
     def _with_experts(self, s: int, said: SampledTurn) -> SampledTurn:
         """A turn with the experts of every token that was computed for it, where the model is a mixture of them."""
@@ -218,6 +220,7 @@ class Stepper:
             self._answer(request, error)
 
     def _answer(self, request: GenerateCall | None, answer: SampledTurn | Exception) -> None:
+        """End a request: its caller gets the turn, or the error is raised there."""
         assert request is not None
         if self.timeline is not None:
             self.timeline.phase(request, None)

@@ -31,7 +31,7 @@ TOKENS = 16384
 
 
 def fixed_rows(slots: int) -> int:
-    """Positions of every forward pass of a deterministic engine with so many slots."""
+    """Positions of every forward pass of a deterministic engine with this many slots."""
     return -(-slots // ROWS) * ROWS
 
 
@@ -58,6 +58,7 @@ class SamplerReplay:
 
     @torch.inference_mode()
     def _part(self, packed: Packed) -> Tensor:
+        """`values` of segments that together have at most `TOKENS` positions."""
         pool, size, rows = self._served.pool, len(packed.ids_N), self._rows
         row_N, blocks = _places(packed)
         if pool.rows < blocks * BLOCK:
@@ -73,11 +74,11 @@ class SamplerReplay:
             b = min(a + rows, size)
             hidden = self._pass(packed, row_N, a, b)
             lo, hi = np.searchsorted(sources, (a, b))
-            said = torch.from_numpy(order[lo:hi]).to(pool.device)
+            spoken = torch.from_numpy(order[lo:hi]).to(pool.device)
             if hi > lo:
                 z = self._served.logits(hidden[torch.from_numpy(sources[lo:hi] - a).to(pool.device)])
                 targets = torch.from_numpy(packed.target_M[order[lo:hi]].astype(np.int64)).to(pool.device)
-                out[said] = self._logp(z, targets, packed, order[lo:hi], rules, mask).float()
+                out[spoken] = self._logp(z, targets, packed, order[lo:hi], rules, mask).float()
         return out.clone()
 
     def _pass(self, packed: Packed, row_N: np.ndarray, a: int, b: int) -> Tensor:
@@ -102,8 +103,13 @@ class SamplerReplay:
         rules: LogitRules | None,
         mask: KeptMask | None,
     ) -> Tensor:
-        """As `token_sampler.DrawDistributions` computes it, with the kept sets of the draw. `said`: the tokens [C] of z
-        [C, V]."""
+        """Log-probs [C] of the targets, computed as `token_sampler.DrawDistributions` does, with the kept sets of the
+        draw.
+
+        Args:
+            z: logits [C, V].
+            said: for each row of z, the index of its spoken token in the batch.
+        """
         if rules is not None:
             # One by one, because `adjust` takes tokens that follow each
             # other, and in the order of positions these may not.

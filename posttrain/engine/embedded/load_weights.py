@@ -15,13 +15,15 @@ from posttrain.system.errors import EngineError, nearest
 def checked_tensors(
     own: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[tuple[str, Any]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The given tensors, one at a time: each of `own` (dtype, shape) exactly once. EngineError names what is wrong, at
-    the latest at the end, so nothing may be served before."""
-    given = set[str]()
+    """The given tensors, one at a time: each name of `own` must come exactly once, with that dtype and shape.
+
+    EngineError names what is wrong. A missing tensor is noticed only at the end, so nothing may be served before.
+    """
+    seen = set[str]()
     for name, tensor in tensors:
         if name not in own:
             raise EngineError(f"unknown tensor {name!r}: {nearest(name, own)}")
-        if name in given:
+        if name in seen:
             raise EngineError(f"tensor {name!r} is listed twice")
         dtype, shape = own[name]
         if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
@@ -29,9 +31,9 @@ def checked_tensors(
                 f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, the engine's is {dtype} {shape}: learner and"
                 " engine must hold the same architecture and dtype"
             )
-        given.add(name)
+        seen.add(name)
         yield name, tensor.detach()
-    if missing := [name for name in own if name not in given]:
+    if missing := [name for name in own if name not in seen]:
         names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
         raise EngineError(f"{len(missing)} of {len(own)} tensors are missing: {names}")
 
@@ -40,7 +42,9 @@ def checked_tensors(
 def replace_weights(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> None:
     """Copy named tensors over the module's own. Names are those of `served_tensors`. Where one is wrong, nothing is
     copied."""
-    own: dict[str, Tensor] = dict(served_tensors(module))
+    module_tensors: dict[str, Tensor] = dict(served_tensors(module))
     # The list is complete before the first copy: what is wrong may come last, and half of the weights must not be new.
-    for name, tensor in list(checked_tensors({n: (t.dtype, tuple(t.shape)) for n, t in own.items()}, tensors)):
-        own[name].copy_(tensor)
+    for name, tensor in list(
+        checked_tensors({n: (t.dtype, tuple(t.shape)) for n, t in module_tensors.items()}, tensors)
+    ):
+        module_tensors[name].copy_(tensor)

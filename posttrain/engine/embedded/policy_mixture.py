@@ -2,9 +2,10 @@
 
     p(token) ~ pi(token)^(1 - share) * other(token)^share
 
-Its logits are those of the two models, mixed: what is constant over the vocabulary drops out. So it is made where a
-model's logits are made, before the steps of the sampling contract: penalties, bans, temperature and truncation act on
-the mixed logits. (Nash-MD's opponent, arXiv 2312.00886, section 7; the mixture is of each token's distribution.)
+Its logits are (1 - share) of the first model's logits plus share of the other's: numbers that are equal for all tokens
+drop out of a softmax. So the mixture is made where a model's logits are made, before the steps of the sampling
+contract. Penalties, bans, temperature and truncation act on the mixed logits. (Nash-MD's opponent, arXiv 2312.00886,
+section 7; here the distribution of each token is mixed.)
 
 Axis letters: N positions of a pass, B rows of a draw, H hidden sizes of the two models together, V vocabulary.
 """
@@ -88,8 +89,9 @@ class TwoPools:
 
 
 class MixedModel(CachedModel):
-    """`CachedModel` of a model and a second one that it is mixed with. Both compute every position, so a hidden state
-    is those of the two side by side. New weights, scores and fingerprints are those of the first model alone."""
+    """`CachedModel` of a model and a second one that it is mixed with. Both compute every position, and a hidden state
+    here is the two models' states side by side. New weights, scores and fingerprints are those of the first model
+    alone."""
 
     def __init__(
         self,
@@ -105,20 +107,21 @@ class MixedModel(CachedModel):
         self._own, self._other = (
             served_model(m, context, device=device, rows=rows, kernels=kernels) for m in (module, other.module)
         )
-        mine, its = self._own.read_out.weight, self._other.read_out.weight
-        if mine.shape[0] != its.shape[0]:
+        weight, other_weight = self._own.read_out.weight, self._other.read_out.weight
+        if weight.shape[0] != other_weight.shape[0]:
             raise EngineError(
-                f"the model has {mine.shape[0]} embedding rows, and the one it is mixed with {its.shape[0]}: they mix"
-                " token by token, so both need the same tokenizer and the same number of rows"
+                f"the model has {weight.shape[0]} embedding rows, and the one it is mixed with"
+                f" {other_weight.shape[0]}: they mix token by token, so both need the same tokenizer and the same"
+                " number of rows"
             )
-        if mine.dtype != its.dtype:
+        if weight.dtype != other_weight.dtype:
             raise EngineError(
-                f"a model in {mine.dtype} cannot be mixed with one in {its.dtype}: load both in one dtype"
+                f"a model in {weight.dtype} cannot be mixed with one in {other_weight.dtype}: load both in one dtype"
             )
         self.module, self.read_out = self._own.module, self._own.read_out
         self.kernels, self.fused, self.lanes = kernels, self._own.fused, self._own.lanes
         self.pool = TwoPools(self._own.pool, self._other.pool)  # type: ignore[assignment]  # what an engine uses of one
-        self._share, self._width = other.share, mine.shape[1]
+        self._share, self._width = other.share, weight.shape[1]
 
     def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
         self._own.load(tensors)
@@ -132,9 +135,9 @@ class MixedModel(CachedModel):
         """[B, V]: (1 - share) of the first model's and share of the other's."""
         # `run` puts the states of the two models side by side; `mul_`
         # may write over logits that were made for this call.
-        own = self._own.logits(hidden[:, : self._width].contiguous())
+        mixed = self._own.logits(hidden[:, : self._width].contiguous())
         other = self._other.logits(hidden[:, self._width :].contiguous())
-        return own.mul_(1 - self._share).add_(other, alpha=self._share)
+        return mixed.mul_(1 - self._share).add_(other, alpha=self._share)
 
     def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1] of the first model alone, by which a push of weights is checked."""

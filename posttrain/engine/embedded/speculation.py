@@ -67,7 +67,8 @@ class Proposer(Protocol):
 
 
 def positions_ahead(slots: Slots, at: np.ndarray, tokens: int) -> np.ndarray:
-    """int64 [n]: most drafts of each slot. It has cache rows for them, and may still say one token more than them."""
+    """int64 [n]: most drafts of each slot. Cache rows are there for all of them, and the turn's limit leaves room for
+    the drafts and one token more."""
     # One row is for the pending token, and after n accepted drafts one more token is drawn.
     room = slots.held[at] - slots.cached[at] - 1
     return np.minimum(np.minimum(tokens, room), slots.limit[at] - slots.said[at] - 1).clip(0)
@@ -98,8 +99,8 @@ class PromptLookup:
         ids = np.zeros((len(at), self.tokens), np.int64)
         counts = np.zeros(len(at), np.int64)
         for i, (s, n) in enumerate(zip(at.tolist(), most.tolist(), strict=True)):
-            found = self._after(slots, s)[:n]
-            ids[i, : len(found)], counts[i] = found, len(found)
+            drafts = self._after(slots, s)[:n]
+            ids[i, : len(drafts)], counts[i] = drafts, len(drafts)
         return Drafts(ids, counts)
 
     def _after(self, slots: Slots, s: int) -> list[int]:
@@ -115,7 +116,7 @@ class PromptLookup:
             self._learn(tokens, known, 0)
         begun = len(tokens)
         tokens += slots.ids[s, begun - len(request.ids) : slots.said[s]].tolist()
-        found = next(
+        followed_at = next(
             (
                 known[end]
                 for n in range(MAX_NGRAM, 0, -1)
@@ -125,7 +126,7 @@ class PromptLookup:
         )
         self._learn(tokens, known, begun)
         self._known[s] = (request, tokens, known)
-        return [] if found is None else tokens[found:]
+        return [] if followed_at is None else tokens[followed_at:]
 
     def _learn(self, tokens: list[int], known: dict[tuple[int, ...], int], begun: int) -> None:
         """Store the position after every short sequence that ends before the last token, from position `begun` on."""
@@ -181,10 +182,11 @@ class DraftModel:
         return Drafts(ids, most, q)
 
     def accepts(self, slots: Slots, at: np.ndarray, ahead: np.ndarray) -> np.ndarray:
-        """float64: the uniform that decides whether the draft `ahead` of what slot `at` has said is accepted."""
+        """float64: for each row the uniform that decides about draft number `ahead`, from 0, of slot `at`."""
         return self._chance[at, 1, slots.said[at] + ahead]
 
     def _seed(self, slots: Slots, at: np.ndarray) -> None:
+        """Draw the uniforms of slots that have another request than at the last call."""
         for s in at.tolist():
             request = slots.request[s]
             assert request is not None
@@ -241,12 +243,12 @@ def _residual(
     assert drafts.q is not None
     q = torch.stack([drafts.q[j][i] for i, j in zip(slot[rows].tolist(), step[rows].tolist(), strict=True)]).double()
     at, d = torch.from_numpy(rows).to(device), torch.from_numpy(draft[rows]).to(device)[:, None]
-    mine = p.index_select(0, at)
+    p_rows = p.index_select(0, at)
     # Accepted with probability min(1, p / q). Strictly less, so that a draft of probability 0 under p is never
     # accepted, not even for a uniform of 0.
-    taken = torch.from_numpy(accept_at[rows]).to(device) * q.gather(1, d)[:, 0] < mine.gather(1, d)[:, 0]
-    left = (mine - q).clamp_min(0)
+    accepted = torch.from_numpy(accept_at[rows]).to(device) * q.gather(1, d)[:, 0] < p_rows.gather(1, d)[:, 0]
+    residual = (p_rows - q).clamp_min(0)
     # where the residual is zero, p equals q and every draft is accepted
-    left = torch.where(left.sum(-1, keepdim=True) > 0, left, mine)
-    instead = pick(left.log(), uniform[rows], spread.kernels)
-    return ids.index_copy(0, at, torch.where(taken, d[:, 0], instead))
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_rows)
+    replacement = pick(residual.log(), uniform[rows], spread.kernels)
+    return ids.index_copy(0, at, torch.where(accepted, d[:, 0], replacement))

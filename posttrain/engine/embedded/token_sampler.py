@@ -55,7 +55,7 @@ class Contracts:
     ahead: np.ndarray | None = None
     """int64 [B, D], filled up with -1: tokens that each row treats as said after those of its slot."""
     special: set[int] | None = None
-    """Rows whose contract is more than temperature 1; None: they are not counted."""
+    """Rows whose contract asks for more than the softmax at temperature 1; None: they are not counted."""
 
     @staticmethod
     def plain(n: int) -> Contracts:
@@ -236,11 +236,11 @@ class DrawDistributions:
     def say(self, ids: Tensor) -> DrawnTokens:
         """The tokens `ids` [B], with their log-probs, kept sets and most probable tokens."""
         c = self.contracts
-        said = self.logp.gather(1, ids[:, None])[:, 0]
+        logp = self.logp.gather(1, ids[:, None])[:, 0]
         if self.best is not None:
             # A greedy row says its token with probability 1.
-            said = said.masked_fill(_to(c.greedy, ids), 0.0)
-        out, out_logp = ids.cpu().numpy(), said.float().cpu().numpy()
+            logp = logp.masked_fill(_to(c.greedy, ids), 0.0)
+        out, out_logp = ids.cpu().numpy(), logp.float().cpu().numpy()
         if c.easy:
             return DrawnTokens(out, out_logp, NOTHING, [])
         return DrawnTokens(
@@ -370,7 +370,8 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _kept(c: Contracts, cut: np.ndarray, mask: Tensor | None, said: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """(truncated rows, kept ids of each). A greedy row keeps the token itself."""
+    """(truncated rows, kept ids of each). The rows `cut` of `mask` say what they keep. A greedy row keeps the token
+    that it has said."""
     rows = np.flatnonzero(c.truncated)
     if mask is None:
         return rows, [said[r : r + 1].astype(np.int32) for r in rows]

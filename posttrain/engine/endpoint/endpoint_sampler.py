@@ -1,4 +1,4 @@
-"""The common part of samplers over an endpoint: requests, answers and gauges."""
+"""The common part of samplers over an endpoint: checks of the contract, requests, answers and gauges."""
 
 from __future__ import annotations
 
@@ -137,6 +137,7 @@ class EndpointSampler:
         return {}
 
     def _body(self, s: Sampling, place: int, *, chat: bool) -> dict[str, Any]:
+        """The sampling part of a request, with the truncation of `cut` in it."""
         body = fields(s, self.look, place, chat=chat)
         # The truncation goes into the request only. The episodes keep the contract that they were given, which has
         # none.
@@ -158,21 +159,22 @@ class EndpointSampler:
         usage = answer.get("usage")
         # The count is needed because ids of a turn in text are made up to this number, and turns in ids are checked by
         # it.
-        said = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if not isinstance(said, int):
+        count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if not isinstance(count, int):
             raise self.broken(
                 f"{path} answered without usage.completion_tokens, so the length of what was said is not known"
             )
-        if said > most:
+        if count > most:
             raise self.broken(
-                f"{path} said {said} tokens where at most {most} were asked for: it does not obey max_tokens"
+                f"{path} said {count} tokens where at most {most} were asked for: it does not obey max_tokens"
             )
         # Counted after all checks, so that the mean length is that of answers which were used.
-        self._requests, self._tokens = self._requests + 1, self._tokens + said
+        self._requests, self._tokens = self._requests + 1, self._tokens + count
         # Servers differ in where they put prompt_token_ids: in the choice, or beside the choices.
-        return choices[0] | {k: v for k, v in answer.items() if k == "prompt_token_ids" and v is not None}, said
+        return choices[0] | {k: v for k, v in answer.items() if k == "prompt_token_ids" and v is not None}, count
 
     def broken(self, text: str) -> EndpointError:
+        """The error of an endpoint whose answer cannot be used."""
         return EndpointError(f"{self.endpoint.role} ({self.endpoint.url}): {text}", self.endpoint.role)
 
 

@@ -25,7 +25,7 @@ Way = Literal["chat", "completions"]
 
 @dataclass(frozen=True)
 class TextPiece:
-    """The content of one id: a message, or text that was shown (`role` user) or said (`role` assistant)."""
+    """The content of one id: a message, or text that was shown (role "user") or said (role "assistant")."""
 
     role: str
     text: str
@@ -139,10 +139,10 @@ class TextSampler(EndpointSampler):
             raise self.broken(f"what it said is no text but {type(text).__name__}")
         # A turn has as many ids as tokens were counted, so that lengths and budgets of the rollout are right, although
         # only the first id has a text. An empty turn has one id still.
-        said = [self._pieces.id(TextPiece("assistant", text or "")), *[0] * (count - 1)]
-        n = len(said)
+        turn_ids = [self._pieces.id(TextPiece("assistant", text or "")), *[0] * (count - 1)]
+        n = len(turn_ids)
         return SampledTurn(
-            np.array(said, np.int32),
+            np.array(turn_ids, np.int32),
             # Log-probs are unknown, and the version OUTSIDE says so to who might learn from them.
             np.zeros(n, np.float32),
             np.full(n, OUTSIDE, np.int32),
@@ -160,6 +160,7 @@ class TextSampler(EndpointSampler):
         )
 
     def _messages(self, ids: np.ndarray) -> list[dict[str, str]]:
+        """The conversation of these ids, as a chat request has it."""
         out: list[dict[str, str]] = []
         for piece in self._pieces.of(ids):
             if (
@@ -176,6 +177,7 @@ class TextSampler(EndpointSampler):
         return out
 
     def _prompt(self, ids: np.ndarray) -> str:
+        """The text of these ids, as a completions request has it. ConfigError where one of them is a message."""
         pieces = self._pieces.of(ids)
         if any(p.message for p in pieces):
             raise ConfigError(
@@ -185,6 +187,7 @@ class TextSampler(EndpointSampler):
         return "".join(p.text for p in pieces)
 
     def _stop(self, reason: Any) -> Stop:
+        """The reason for the end of a turn, from the endpoint's finish_reason."""
         # An answer that was filtered is no answer of the model, so it does not count as one that ended by itself.
         stops = {"stop": Stop.SAID, "length": Stop.LENGTH, "content_filter": Stop.ERROR}
         if reason not in stops:

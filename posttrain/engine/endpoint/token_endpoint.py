@@ -17,7 +17,8 @@ from posttrain.verifier.discover import RemoteModel
 from posttrain.verifier.http_client import Endpoint
 
 LOOSE = 0.05
-"""Largest difference of log-probs of one distribution between two requests (bfloat16 servers are not deterministic)."""
+"""Log-probs of one distribution may differ by this much between two requests: bfloat16 servers are not deterministic.
+"""
 
 
 class TokenSampler(EndpointSampler):
@@ -64,7 +65,7 @@ class TokenSampler(EndpointSampler):
             "return_tokens_as_token_ids": True,
         }
         choice, count = await self._choice("/completions", body, most)
-        said = self._ids(choice.get("token_ids"), "token_ids")
+        turn_ids = self._ids(choice.get("token_ids"), "token_ids")
         if (
             # A server that adds a token for the beginning, or cuts a prompt, continues another text than the learner
             # will score.
@@ -73,16 +74,16 @@ class TokenSampler(EndpointSampler):
             and self._ids(choice["prompt_token_ids"], "prompt") != prompt
         ):
             raise self.broken("it read another prompt than it was sent: prompt_token_ids differ")
-        if len(said) != count:
-            raise self.broken(f"it returned {len(said)} token_ids and counted {count} tokens")
-        logp = self._logp(choice, len(said))
-        top = self._top(choice, len(said), sampling.top) if sampling.top else None
-        stop = self._stop(choice.get("finish_reason"), said, sampling, most)
+        if len(turn_ids) != count:
+            raise self.broken(f"it returned {len(turn_ids)} token_ids and counted {count} tokens")
+        logp = self._logp(choice, len(turn_ids))
+        top = self._top(choice, len(turn_ids), sampling.top) if sampling.top else None
+        stop = self._stop(choice.get("finish_reason"), turn_ids, sampling, most)
         # With `cut` the tokens come of another distribution than the contract of the episode says.
-        version = np.full(len(said), 0 if self.cut is None else OUTSIDE, np.int32)
+        version = np.full(len(turn_ids), 0 if self.cut is None else OUTSIDE, np.int32)
         # Under the argmax a token has probability 1, whatever a server reports for it.
-        told = np.zeros(len(said), np.float32) if sampling.greedy else logp
-        return SampledTurn(np.array(said, np.int32), told, version, stop, None, top)
+        turn_logp = np.zeros(len(turn_ids), np.float32) if sampling.greedy else logp
+        return SampledTurn(np.array(turn_ids, np.int32), turn_logp, version, stop, None, top)
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`; from the endpoint's prompt_logprobs."""
@@ -144,6 +145,7 @@ class TokenSampler(EndpointSampler):
             )
 
     def _ids(self, x: Any, name: str) -> list[int]:
+        """A list of token ids of an answer, checked; EndpointError where it is none."""
         if not isinstance(x, list) or not all(type(i) is int for i in x):
             raise self.broken(
                 f"it returned no {name}, so what was said is known as text only (vLLM returns them since 0.10.2)"
@@ -151,8 +153,9 @@ class TokenSampler(EndpointSampler):
         return x
 
     def _logp(self, choice: dict[str, Any], n: int) -> np.ndarray:
-        told = choice.get("logprobs")
-        values = told.get("token_logprobs") if isinstance(told, dict) else None
+        """float32 [n]: the log-prob of each said token."""
+        logprobs = choice.get("logprobs")
+        values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
         if not isinstance(values, list) or len(values) != n or not all(isinstance(x, int | float) for x in values):
             raise self.broken(f"it returned no log-prob for each of {n} tokens")
         return np.array(values, np.float32)

@@ -69,15 +69,15 @@ def weight_files(index: Path) -> dict[str, str]:
     listed = listed.get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise DataError(f"{index} is damaged: weight_map must give the file of each weight. Copy or download it again")
-    found = cast("dict[str, str]", listed)
+    file_of_weight = cast("dict[str, str]", listed)
     # The loader joins these names to the folder, so ../ or an absolute path would make it open any file of this
     # machine.
-    if outside := next((f for f in found.values() if Path(f).name != f), None):
+    if outside := next((f for f in file_of_weight.values() if Path(f).name != f), None):
         raise DataError(
             f"{index} names the file {outside[:80]!r}: the weights of a model lie beside their index, and nothing else"
             " is read. Download the model again, or save it with save_pretrained"
         )
-    return found
+    return file_of_weight
 
 
 def check_layers(folder: Path) -> None:

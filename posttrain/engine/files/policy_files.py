@@ -1,5 +1,7 @@
-"""The policy's files in a run folder beside the weights: configuration, generation config and tokenizer. No code of
-the model's own is run."""
+"""Writes the policy's configuration and frozen weights into a run folder, and makes the policy again from a run folder.
+
+The trained weights are in checkpoints. Whoever calls `kept` loads them afterwards. No code of the model's own is run.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +37,22 @@ def write_config(policy: Policy, folder: Path, base: bool = False) -> None:
         policy.module.generation_config.to_json_file(folder / GENERATION)
     if base:
         # Names as they are without adapters: the base is loaded into a module that has none yet (`kept`).
-        held = base_tensors(policy.module)
-        save_file({n: t.detach().contiguous() for n, t in held.items()}, folder / BASE)
+        base_weights = base_tensors(policy.module)
+        save_file({n: t.detach().contiguous() for n, t in base_weights.items()}, folder / BASE)
 
 
 def _load_base(module: PreTrainedModel, path: Path) -> None:
     """Copy the kept base into the module. DataError where it is missing, damaged, or another model's."""
-    found = load_tensors(path)
-    own = dict(named_tensors(module))
+    loaded = load_tensors(path)
+    module_tensors = dict(named_tensors(module))
     # Types are compared as well: copy_ would convert them silently, and the frozen weights would be other ones.
-    if set(found) != set(own) or any(found[n].shape != own[n].shape or found[n].dtype != own[n].dtype for n in own):
+    if set(loaded) != set(module_tensors) or any(
+        loaded[n].shape != module_tensors[n].shape or loaded[n].dtype != module_tensors[n].dtype for n in module_tensors
+    ):
         raise DataError(f"{path} holds the weights of another model. Copy the whole folder again")
     with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(found[name])
+        for name, tensor in module_tensors.items():
+            tensor.copy_(loaded[name])
 
 
 def kept(
@@ -71,12 +75,12 @@ def kept(
     try:
         with quiet():
             # A run folder may be a stranger's, so code of the model's own is off whatever the run's settings say.
-            found = AutoConfig.from_pretrained(config, trust_remote_code=False)
+            model_config = AutoConfig.from_pretrained(config, trust_remote_code=False)
             # Such a config would make transformers load a library of quantisation for what is built next.
-            if getattr(found, "quantization_config", None) is not None:
+            if getattr(model_config, "quantization_config", None) is not None:
                 raise ValueError("it is quantized, and what a run learned never is")
             built: Any = AutoModelForCausalLM.from_config(
-                found,
+                model_config,
                 attn_implementation=attention.NAME,
                 dtype=getattr(torch, model.dtype),
                 trust_remote_code=False,
@@ -84,9 +88,9 @@ def kept(
             if (config / GENERATION).exists():
                 built.generation_config = GenerationConfig.from_pretrained(config)
     except Exception as error:  # broken files raise any error of their parser
-        first = (str(error).strip().splitlines() or ["no reason given"])[0]
+        first_line = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise DataError(
-            f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first})"
+            f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first_line})"
         ) from error
     module: PreTrainedModel = built
     # Parameters come from the checkpoint. A persistent buffer would keep the value of a new model and change what is

@@ -57,8 +57,10 @@ def read_skeleton(path: str, trust_remote_code: bool) -> tuple[PreTrainedConfig,
 def read_tokenizer(
     path: str, trust_remote_code: bool = False
 ) -> tuple[PreTrainedTokenizerFast, GenerationConfig | None]:
-    """The tokenizer of a local directory or hub id, and its generation config, or the one that its config implies,
-    where there is one. Reads no weights."""
+    """(tokenizer, generation config) of a local directory or hub id. Reads no weights.
+
+    The generation config is that of its file, else the one that config.json implies, else None.
+    """
     folder = Path(path).expanduser()
     if folder.is_dir():
         examine(folder)
@@ -73,10 +75,12 @@ def read_tokenizer(
 
 
 def _implied(where: str) -> GenerationConfig:
+    """The generation config that transformers derives from config.json."""
     return GenerationConfig.from_model_config(AutoConfig.from_pretrained(where))
 
 
 def _config(where: str, trust: bool) -> PreTrainedConfig:
+    """The config of a decoder-only model that can be trained; ConfigError, DataError or EngineError for others."""
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust)
     # transformers raises OSError both for a file that it cannot read here and for a hub id that it cannot fetch.
@@ -119,6 +123,7 @@ def _silence_dropout(config: PreTrainedConfig) -> list[str]:
 
 
 def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
+    """The tokenizer, with a tokenizer.json form; DataError where it has none or cannot be read."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust)
     except Exception as error:  # broken files raise any error of their parser
@@ -137,6 +142,7 @@ def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
 def _weights(
     where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bool, notes: list[str], kind: Any
 ) -> PreTrainedModel:
+    """The model with all of its weights, on the CPU. Appends to `notes` which tensors of the files it does not use."""
     try:
         loaded: Any = kind.from_pretrained(
             where,

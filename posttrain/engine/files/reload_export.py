@@ -1,6 +1,8 @@
-"""Reads an exported model as any user of transformers does: with AutoModelForCausalLM and AutoTokenizer, and PEFT for
-an adapter. Attention, cache and head are those of transformers, and nothing of ours computes in it. And compares what
-was read back with what was saved."""
+"""Reads an exported model as any user of transformers does, and compares what was read back with what was saved.
+
+It uses AutoModelForCausalLM and AutoTokenizer, and PEFT for an adapter. Attention, cache and head are those of
+transformers: nothing of posttrain computes in the model that is read back.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class ReloadedModel:
 
     @property
     def tokenizer_digest(self) -> str:
-        """The digest that `Policy.tokenizer_digest` is of a policy."""
+        """The digest of the tokenizer, to compare with `Policy.tokenizer_digest`."""
         core = self.tokenizer.backend_tokenizer
         # `prepared` clears both before a policy's digest is taken, so they are cleared here too.
         core.no_truncation()
@@ -50,33 +52,36 @@ class ReloadedModel:
 
     @torch.no_grad()
     def answer(self, prompt: np.ndarray, most: int) -> np.ndarray:
-        """int32: the greedy answer to a prompt, up to and with the first stop token. With transformers' cache; a model
-        with a recurrent state is computed anew for each token, because its cache has another form in each family."""
+        """int32: the greedy answer to a prompt, up to and with the first stop token, at most `most` tokens.
+
+        It uses transformers' cache. A model with a recurrent state is computed anew for each token, because its cache
+        has another form in each family.
+        """
         device = next(self.inner.parameters()).device
-        # fed is [1, T] at first, and [1, 1] once there is a cache.
-        fed, past, said = torch.from_numpy(prompt.astype(np.int64)).to(device)[None], None, list[int]()
-        whole, cached = fed, not is_stateful(self.inner)
-        while len(said) < most:
+        # `fed` is what the next pass reads: [1, T] at first, and [1, 1] once there is a cache.
+        fed, past, answer_ids = torch.from_numpy(prompt.astype(np.int64)).to(device)[None], None, list[int]()
+        sequence, cached = fed, not is_stateful(self.inner)
+        while len(answer_ids) < most:
             out = self.module(input_ids=fed, **({"past_key_values": past} if cached else {}), use_cache=cached)
             token = int(out.logits[0, -1].argmax())
-            said.append(token)
+            answer_ids.append(token)
             if token in self.stop_ids:
                 break
             next_one = torch.tensor([[token]], device=device)
-            past, whole = out.past_key_values if cached else None, torch.cat([whole, next_one], 1)
-            fed = next_one if past is not None else whole
-        return np.array(said, np.int32)
+            past, sequence = out.past_key_values if cached else None, torch.cat([sequence, next_one], 1)
+            fed = next_one if past is not None else sequence
+        return np.array(answer_ids, np.int32)
 
     @torch.no_grad()
     def score(self, ids: np.ndarray) -> np.ndarray:
         """float64 [T - 1]: log-probs of all tokens of a sequence but the first, by one forward pass without a cache."""
         device = next(self.inner.parameters()).device
-        given = torch.from_numpy(ids.astype(np.int64)).to(device)[None]
-        logits: Tensor = self.module(input_ids=given, use_cache=False).logits[0, :-1]
+        input_ids = torch.from_numpy(ids.astype(np.int64)).to(device)[None]
+        logits: Tensor = self.module(input_ids=input_ids, use_cache=False).logits[0, :-1]
         parts = [
             # In parts of 64 positions, so that the float64 copy is [64, V] and not [T, V].
             torch.log_softmax(part.double(), -1).gather(-1, at[:, None])[:, 0]
-            for part, at in zip(logits.split(64), given[0, 1:].split(64), strict=True)
+            for part, at in zip(logits.split(64), input_ids[0, 1:].split(64), strict=True)
         ]
         return torch.cat(parts).cpu().numpy()
 
@@ -98,18 +103,20 @@ def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
             # "auto" is what the folder itself says, as any user would load it. An adapter's folder has no model, and
             # its base may be stored in another type than the run computed in.
             dtype: Any = policy.dtype if base else "auto"
-            found: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype=dtype, trust_remote_code=trust)
-            inner, module = found, found
+            model: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype=dtype, trust_remote_code=trust)
+            inner, module = model, model
             if base:
                 from peft import PeftModel
 
-                adapted: Any = PeftModel.from_pretrained(found, str(folder))
+                adapted: Any = PeftModel.from_pretrained(model, str(folder))
                 inner, module = adapted.base_model.model, adapted
     except Exception as error:  # files that cannot be read raise any error of their parser
-        first = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise DataError(f"{folder}: what was exported cannot be read back ({type(error).__name__}: {first})") from error
+        first_line = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise DataError(
+            f"{folder}: what was exported cannot be read back ({type(error).__name__}: {first_line})"
+        ) from error
     module.to(policy.device).eval()
-    config = found.generation_config
+    config = model.generation_config
     # A whole export lists the stop ids in its generation config, and transformers' own rule is what is to be tested.
     # The base of an adapter has the config that it always had.
     stops = resolve_stops(words, config) if base else _listed(config)
@@ -118,11 +125,12 @@ def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
 
 def _listed(config: Any) -> tuple[int, ...]:
     """The ids at which `generate` of transformers ends an answer."""
-    found = getattr(config, "eos_token_id", None)
-    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    stop_ids = getattr(config, "eos_token_id", None)
+    return () if stop_ids is None else tuple(stop_ids) if isinstance(stop_ids, list | tuple) else (int(stop_ids),)
 
 
 def same_weights(ours: Iterable[tuple[str, Tensor]], again: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """InvariantError where the tensors read back are not, bit for bit and by name, those that were saved."""
     saved, read = fingerprints(ours), fingerprints(again)
     if wrong := sorted(n for n in saved.keys() | read.keys() if saved.get(n) != read.get(n)):
         raise InvariantError(
@@ -132,6 +140,8 @@ def same_weights(ours: Iterable[tuple[str, Tensor]], again: Iterable[tuple[str, 
 
 
 def same_tokenizer(ours: PreTrainedTokenizerFast, again: PreTrainedTokenizerFast, folder: Path) -> None:
+    """InvariantError where the tokenizer read back has another vocabulary, end token or chat template, or encodes some
+    texts differently."""
     # Texts made of the first 200 tokens, joined in three ways: as the decoder joins pieces, as the raw strings, and as
     # `decode` gives the first ids. They pass through normalisers, merges and the decoder, which an equal vocabulary
     # does not test.

@@ -41,8 +41,10 @@ from posttrain.system.files import share
 
 
 def pad_of(policy: Policy) -> tuple[int, str]:
-    """(the id that pads batches of this reward model, the token). It is no stop token: transformers reads a sequence at
-    its last token that is not padding, and a completion ends in a stop token.
+    """(the id that pads batches of this reward model, the token).
+
+    It is never a stop token. A completion ends in a stop token, and transformers reads the score at the last token that
+    is not padding; so a stop token as padding would move that place.
 
     Raises:
         DataError: the tokenizer has no token that could be one.
@@ -51,10 +53,10 @@ def pad_of(policy: Policy) -> tuple[int, str]:
     # Candidates from the best to the worst: tokens with no meaning in a text first, then any special one, then any
     # token from the end of the vocabulary, where rare ones are.
     named = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *sorted(tokenizer.all_special_ids)]
-    found = [i for i in [*named, *range(len(tokenizer) - 1, -1, -1)] if i is not None and i not in policy.stop_ids]
-    if not found:
+    candidates = [i for i in [*named, *range(len(tokenizer) - 1, -1, -1)] if i is not None and i not in policy.stop_ids]
+    if not candidates:
         raise DataError("every token of this tokenizer is a stop token, so none can pad a batch: add a padding token")
-    return int(found[0]), str(tokenizer.convert_ids_to_tokens(int(found[0])))
+    return int(candidates[0]), str(tokenizer.convert_ids_to_tokens(int(candidates[0])))
 
 
 def classifier_of(policy: Policy, head: RewardHead) -> PreTrainedModel:
@@ -69,23 +71,23 @@ def classifier_of(policy: Policy, head: RewardHead) -> PreTrainedModel:
     config.get_text_config().pad_token_id = config.pad_token_id = pad_of(policy)[0]
     try:
         with torch.device("meta"):
-            made: Any = AutoModelForSequenceClassification.from_config(config)
+            classifier: Any = AutoModelForSequenceClassification.from_config(config)
     except (ValueError, KeyError) as error:
         raise EngineError(
             f"transformers has no sequence classification for {type(policy.module).__name__}"
             f" ({str(error).splitlines()[0]})"
         ) from error
-    score = getattr(made, "score", None)
+    score = getattr(classifier, "score", None)
     if not isinstance(score, nn.Linear) or score.bias is not None or score.out_features != 1:
         raise EngineError(
-            f"{type(made).__name__} has no linear head `score` without bias, so transformers would compute another"
-            " score"
+            f"{type(classifier).__name__} has no linear head `score` without bias, so transformers would compute"
+            " another score"
         )
     # The classifier was built on meta, without memory. Its decoder becomes the policy's own, and its head a copy.
-    setattr(made, made.base_model_prefix, policy.module.get_decoder())
+    setattr(classifier, classifier.base_model_prefix, policy.module.get_decoder())
     score.weight = nn.Parameter(head.score.weight.detach().to(policy.dtype).clone())
-    made.eval()
-    return made
+    classifier.eval()
+    return classifier
 
 
 def write_reward_model(policy: Policy, folder: Path) -> str:
@@ -103,18 +105,22 @@ def write_reward_model(policy: Policy, folder: Path) -> str:
     # head beside the model, and the returned line says why.
     if head.shape.standard:
         try:
-            made = classifier_of(policy, head)
+            classifier = classifier_of(policy, head)
             pad, token = pad_of(policy)
             # A copy, because the policy's tokenizer goes on with the padding token that it had.
             words: Any = copy.deepcopy(policy.tokenizer)
             words.pad_token = token
             with quiet():
-                made.save_pretrained(folder)
+                classifier.save_pretrained(folder)
                 words.save_pretrained(folder)
             share(folder)
-            was: Any = policy.tokenizer.pad_token_id
-            note = "" if was == pad else f"; its padding token is {token!r} ({pad}), because {_was(policy, was)}"
-            return f"{type(made).__name__}, one label, read at the last token that is not padding{note}"
+            pad_before: Any = policy.tokenizer.pad_token_id
+            note = (
+                ""
+                if pad_before == pad
+                else f"; its padding token is {token!r} ({pad}), because {_was(policy, pad_before)}"
+            )
+            return f"{type(classifier).__name__}, one label, read at the last token that is not padding{note}"
         except EngineError as error:
             why = f" ({error})"
     policy.write(folder)
@@ -125,6 +131,7 @@ def write_reward_model(policy: Policy, folder: Path) -> str:
 
 
 def _was(policy: Policy, pad: int | None) -> str:
+    """The reason, for a message, why the tokenizer's own padding token `pad` was not taken."""
     if pad is None:
         return "the tokenizer had none"
     return f"{policy.tokenizer.convert_ids_to_tokens(pad)!r} ends completions"
@@ -152,21 +159,21 @@ def read_reward_model(path: str, model: Model, most: int | None = None) -> Polic
 
 
 def _with_head(policy: Policy, folder: Path) -> Policy:
-    """The policy with the head of the two files."""
+    """The policy with the head that lies beside it in `SHAPE` and `TENSORS`."""
     name = folder / SHAPE
     data = read_untrusted.parse_object(read_untrusted.read_bytes(name, LARGEST, DataError), str(name), DataError)
     try:
         shape = dataclass_json.from_plain(HeadShape, data)
-        found = load_tensors(folder / TENSORS)
+        loaded = load_tensors(folder / TENSORS)
     except (PosttrainError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}: its reward head is damaged ({error}). Copy the whole folder again") from error
     head = _new_head(policy, shape)
-    own = dict(head.named_parameters())
-    if set(own) != set(found) or any(own[n].shape != found[n].shape for n in own):
+    parameters = dict(head.named_parameters())
+    if set(parameters) != set(loaded) or any(parameters[n].shape != loaded[n].shape for n in parameters):
         raise DataError(f"{folder / TENSORS} belongs to another head than {SHAPE} says. Copy the whole folder again")
     with torch.no_grad():
-        for n, p in own.items():
-            p.copy_(found[n])
+        for n, p in parameters.items():
+            p.copy_(loaded[n])
     return replace(policy, reward_head=head)
 
 
@@ -179,8 +186,8 @@ def _classifier(path: str, model: Model, most: int | None) -> Policy:
     """A sequence classifier of transformers, put under a causal LM whose own head is never read."""
     attention.register()
     dtype = getattr(torch, model.dtype)
-    found, tokenizer, notes = read_pretrained(path, dtype, model.trust_remote_code, AutoModelForSequenceClassification)
-    classifier: Any = found
+    loaded, tokenizer, notes = read_pretrained(path, dtype, model.trust_remote_code, AutoModelForSequenceClassification)
+    classifier: Any = loaded
     score = getattr(classifier, "score", None)
     if not isinstance(score, nn.Linear) or score.bias is not None or score.out_features != 1:
         raise ConfigError(
@@ -193,9 +200,9 @@ def _classifier(path: str, model: Model, most: int | None) -> Policy:
         # head must exist for the read-out, and nothing reads it: the embedding stands in, so that no weight is made up.
         causal: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     setattr(causal, causal.base_model_prefix, classifier.base_model)
-    words = nn.Linear(1, 1, bias=False, device="meta")
-    words.weight = classifier.get_input_embeddings().weight
-    causal.set_output_embeddings(words)
+    stand_in = nn.Linear(1, 1, bias=False, device="meta")
+    stand_in.weight = classifier.get_input_embeddings().weight
+    causal.set_output_embeddings(stand_in)
     stops = resolve_stops(tokenizer, causal.generation_config)
     policy = prepared(model, causal, tokenizer, stops, f"from {path}, a reward model", notes, most)
     # transformers passes over padding at the end of a sequence, so this head passes over the same token.

@@ -11,7 +11,7 @@ from posttrain.system.errors import ConfigError, DataError
 SHAPE, TENSORS = "reward_head.json", "reward_head.safetensors"
 """The files of a head beside a causal LM."""
 CLASSIFIER = "ForSequenceClassification"
-"""Ends the names of transformers' classes for sequence classification."""
+"""The end of the names of transformers' classes for sequence classification."""
 LARGEST = 1 << 20
 """Most bytes of `SHAPE`."""
 
@@ -32,10 +32,10 @@ def form_of(folder: Path) -> str:
             f"{folder} is no reward model: it has no config.json. Give a directory that posttrain export or"
             " save_pretrained wrote"
         )
-    found = read_untrusted.parse_object(
+    settings = read_untrusted.parse_object(
         read_untrusted.read_bytes(config, 16 * LARGEST, DataError), str(config), DataError
     )
-    kinds: Any = found.get("architectures")
+    kinds: Any = settings.get("architectures")
     names = [str(k) for k in kinds] if isinstance(kinds, list) else []
     if not names or not names[0].endswith(CLASSIFIER):
         raise ConfigError(
@@ -43,7 +43,7 @@ def form_of(folder: Path) -> str:
             f" model is saved as ...{CLASSIFIER} with one label, or has {SHAPE} beside it"
         )
     # A config without labels is let through: the outputs of the head itself are counted when it is loaded.
-    labels: Any = found.get("id2label", {0: ""})
+    labels: Any = settings.get("id2label", {0: ""})
     if isinstance(labels, dict) and len(labels) != 1:
         raise ConfigError(
             f"{folder} is no reward model: it has {len(labels)} labels, and a reward is one number (num_labels=1)"

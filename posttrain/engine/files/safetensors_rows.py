@@ -1,4 +1,4 @@
-"""Safetensors files: read whole, or any rows of them, so that who holds a part of a weight reads only that."""
+"""Safetensors files: read whole, or only some rows of a weight, so that a rank reads only the part that it holds."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from posttrain.system import read_untrusted
 from posttrain.system.errors import DataError
 
 INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
+"""The file that lists the files of a model in several ones, and the file of a model in one."""
 
 
 def load_tensors(path: Path, advice: str = "Copy the whole folder again") -> dict[str, Tensor]:
@@ -33,7 +34,7 @@ def load_tensors(path: Path, advice: str = "Copy the whole folder again") -> dic
 class RowFiles:
     """The safetensors files of a model, of which any rows can be read.
 
-    `digest` is that of what they hold by name, type, shape and size.
+    `digest` covers the names, types and shapes of the tensors and the sizes of the files, and not their values.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,15 +57,15 @@ class RowFiles:
 
     def _paths(self) -> list[Path]:
         if (self.folder / INDEX).is_file():
-            found = [self.folder / name for name in sorted(set(weight_files(self.folder / INDEX).values()))]
+            paths = [self.folder / name for name in sorted(set(weight_files(self.folder / INDEX).values()))]
         else:
-            found = [self.folder / ALONE]
-        if missing := [p for p in found if not p.is_file()]:
+            paths = [self.folder / ALONE]
+        if missing := [p for p in paths if not p.is_file()]:
             raise DataError(
                 f"{missing[0]} is not there: rows are read from safetensors files. Save the model again with"
                 " save_pretrained, or load it whole on each rank"
             )
-        return found
+        return paths
 
     def fill(self, module: PreTrainedModel, name: str, into: Tensor, begin: int, dtype: torch.dtype) -> None:
         """Read the rows from `begin` of one weight into `into`, rounded to `dtype` first.
@@ -92,19 +93,20 @@ class RowFiles:
 
     def whole(self, module: PreTrainedModel, name: str, like: Tensor) -> Tensor:
         """All of one weight, of the shape and type of `like`."""
-        found = torch.empty(like.shape, dtype=like.dtype)
-        self.fill(module, name, found, 0, like.dtype)
-        return found
+        tensor = torch.empty(like.shape, dtype=like.dtype)
+        self.fill(module, name, tensor, 0, like.dtype)
+        return tensor
 
     def strange(self, module: PreTrainedModel) -> tuple[str, ...]:
-        """Names of weights without memory that no file has, and names in files that are of no weight."""
-        held = module.state_dict(keep_vars=True)
+        """Names of weights on `meta` that no file has, and names in files that belong to no weight of the module."""
+        tensors = module.state_dict(keep_vars=True)
         # Weights on meta are those that a file must give; others (buffers that the code computes) have their numbers.
-        missing = [n for n, t in held.items() if t.is_meta and self._key(module, n) is None]
-        known = {n.replace(".base_layer.", ".") for n in held}
+        missing = [n for n, t in tensors.items() if t.is_meta and self._key(module, n) is None]
+        known = {n.replace(".base_layer.", ".") for n in tensors}
         return (*missing, *sorted(self._of.keys() - known))
 
     def _key(self, module: PreTrainedModel, name: str) -> str | None:
+        """The name under which a file holds this weight; None where no file has it."""
         return next((n for n in self._names(module, name) if n in self._of), None)
 
     @staticmethod

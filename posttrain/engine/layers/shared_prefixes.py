@@ -22,7 +22,7 @@ from posttrain.system.errors import InvariantError
 PROOF = 512
 """Most tokens of the segments with which the first use is proved."""
 SCALES = (1.0, 2.0**-6, 2.0**-12)
-"""By which the loss of the proof is multiplied, one after the other, until its gradients do not overflow."""
+"""Factors of the loss of the proof. They are tried one after the other, until no gradient overflows."""
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest |difference| / |value| of hidden states and of the whole gradient that counts as rounding; 0.1 in narrower
 types. Norms of transformers compute in float32 also in float64 models."""
@@ -44,7 +44,8 @@ class Sharing:
 
     Args:
         on: never share where False.
-        every: every position is computed, of a mixture of experts, whose routers are counted by position.
+        every: compute all positions, also those behind the last one that is read. A mixture of experts needs them,
+            because what its routers did is recorded for every position.
 
     `proved`: whether the proof was made.
     """
@@ -56,13 +57,14 @@ class Sharing:
         """Positions of all calls of `hidden` so far, without those that sharing saved."""
 
     def hidden(self, packed: Packed, at: np.ndarray | None = None, routing: PackedRouting | None = None) -> Tensor:
-        """[M, H]: the hidden state that predicts each spoken token, or those `at` these packed positions.
+        """[M, H]: the hidden state that predicts each spoken token; with `at` those at these packed positions.
 
-        Of what follows the last of them in a segment, such as an answer's last token, nothing is computed.
+        Without `every`, positions of a segment behind its last one that is read, such as an answer's last token, are
+        not computed.
 
         Args:
-            routing: of a mixture of experts. Segments whose sampler chose other experts for what they begin with are
-                not shared.
+            routing: the record of a mixture of experts. Where it is given different choices for equal beginnings,
+                nothing is shared.
         """
         at = packed.source_M if at is None else at
         ids, lengths = packed.ids_N, packed.lengths_S
@@ -83,13 +85,15 @@ class Sharing:
         return self._shared(ids, positions(lengths), tree, tree.place_N[at], routing)
 
     def either(self, packed: Packed, shared: bool) -> Tensor:
-        """`hidden` of the spoken tokens with their beginnings shared, wherever they are, or not shared."""
+        """`hidden` of the spoken tokens. `shared`: equal beginnings are computed once, however little that saves; else
+        every position is computed."""
         if not shared:
             return self._plain(packed.ids_N, packed.lengths_S, packed.source_M)
         tree = SharedTree.of(packed.ids_N, packed.lengths_S)
         return self._shared(packed.ids_N, positions(packed.lengths_S), tree, tree.place_N[packed.source_M])
 
     def _tree(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree | None:
+        """The tree of these segments; None where sharing saves too little (`WORTH`)."""
         if len(lengths_S) < 2:
             return None
         tree = SharedTree.of(ids_N, lengths_S)
@@ -98,7 +102,7 @@ class Sharing:
     def _plain(
         self, ids_N: np.ndarray, lengths_S: np.ndarray, at_M: np.ndarray | None, routing: PassRouting | None = None
     ) -> Tensor:
-        """[M, H]; [N, H] where `at_M` is None."""
+        """[M, H]: hidden states at `at_M` without sharing; [N, H]: of all positions, where `at_M` is None."""
         layout = PackedLayout(lengths_S, kernels=self._kernels)
         return self._computed(ids_N, positions(lengths_S), layout, at_M, routing)
 
@@ -110,7 +114,7 @@ class Sharing:
         at_M: np.ndarray | None,
         routing: PassRouting | None = None,
     ) -> Tensor:
-        """[M, H]: of the unique positions `at_M`; [U, H] where it is None."""
+        """[M, H]: hidden states of the unique positions `at_M`; [U, H]: of all, where `at_M` is None."""
         layout = TreeLayout(tree, kernels=self._kernels)
         return self._computed(ids_N[tree.first_U], positions_N[tree.first_U], layout, at_M, routing)
 
@@ -123,8 +127,8 @@ class Sharing:
         routing: PassRouting | None,
     ) -> Tensor:
         layout.routing = None if routing is None else routing.pass_of(self._out.weight.device)
-        given = self._to(ids), self._to(places), layout
-        return self._out.hidden(*given) if at_M is None else self._out.hidden_at(*given, at_M)
+        inputs = self._to(ids), self._to(places), layout
+        return self._out.hidden(*inputs) if at_M is None else self._out.hidden_at(*inputs, at_M)
 
     def _prove(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> None:
         """Compare hidden states and gradients with those of the segments one by one.
@@ -139,8 +143,8 @@ class Sharing:
             once, all_N = self._choices(ids, lengths, tree)
             shared = self._shared(ids, at, tree, None, once)[self._to(tree.place_N)]
             alone = self._plain(ids, lengths, None, all_N)
-            # Both passes follow the same choices, or a choice near a tie would make a difference that sharing did not
-            # cause. Whether the choices are the routers' own is asked apart.
+            # Both passes follow the same choices. Otherwise a choice near a tie could differ, and make a difference
+            # that sharing did not cause. `lead` says whether the routers would have chosen so themselves.
             lead = 0.0 if once is None else once.routing.chosen_by_more(alone.dtype)
             gap = _gap([shared.detach()], [alone.detach()])
             # Without trained weights, as in a reference, there is no gradient to compare.
@@ -173,8 +177,11 @@ class Sharing:
 def _until_read(
     ids_N: np.ndarray, lengths_S: np.ndarray, at_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The ids and lengths of the segments, each up to its last position that is read, and `at_M` among these. A segment
-    of which nothing is read is left out; where nothing is read at all, they stay as they are."""
+    """(ids, lengths, at_M) of the segments, each cut behind its last position that is read.
+
+    A segment of which nothing is read is left out, and `at_M` is numbered anew. Where nothing is read at all, all three
+    are returned as they are.
+    """
     if not len(at_M):
         return ids_N, lengths_S, at_M
     # kept_S is how much of each segment is needed: up to its last
@@ -187,8 +194,8 @@ def _until_read(
 
 
 def _few(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, lengths) of a few segments that begin alike: those that share the most, up to `PROOF` tokens, at least two
-    of them. Long ones are cut."""
+    """(ids, lengths) of a few segments that begin alike: the two that share the most, and those that follow them in
+    sorted order, as long as all have at most `PROOF` tokens. Each is cut to `PROOF` tokens."""
     ends = np.cumsum(lengths_S)
     parts = [ids_N[a:b] for a, b in zip(ends - lengths_S, ends, strict=True)]
     parts.sort(key=lambda x: x.astype(">u4").tobytes())
@@ -204,15 +211,17 @@ def _few(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _gradient_gap(shared: Tensor, alone: Tensor, trained: Sequence[Tensor]) -> float:
-    """`_gap` of the gradients of one weighted sum of the hidden states. Where those without sharing overflow, as they
-    may in float16, both are taken of a smaller sum."""
+    """`_gap` between the gradients of one weighted sum of the hidden states, with and without sharing.
+
+    Gradients in float16 may overflow. Where those without sharing do, both are computed again of a smaller sum.
+    """
     weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(0)).to(alone)
 
     def gradients(hidden: Tensor, scale: float) -> list[Tensor]:
         loss = (hidden * (weights * scale)).sum()
         # The graph stays for the next scale.
-        found = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=True)
-        return [whole(g) for g in found if g is not None]
+        of_weights = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=True)
+        return [whole(g) for g in of_weights if g is not None]
 
     gap = float("inf")
     for scale in SCALES:
@@ -225,6 +234,7 @@ def _gradient_gap(shared: Tensor, alone: Tensor, trained: Sequence[Tensor]) -> f
 
 
 def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(ids of the parts back to back, lengths of the parts)."""
     return np.concatenate(parts), np.array([len(x) for x in parts], np.int64)
 
 

@@ -1,10 +1,10 @@
 """A learner whose ranks hold whole experts, some of each layer (expert parallelism), by the plan that transformers has
 for the architecture (`base_model_ep_plan`) and its `apply_expert_parallelism`.
 
-Every rank computes every token: attention, routers and norms are whole on each, and each computes what its own experts
-add. These parts are summed over ranks once in each layer, and so are the gradients by what went into the experts. So
-all ranks are given the same micro-batches, as with columns and rows (`tensor_parallel`), and every other gradient is
-the same on each rank.
+Every rank computes every token. Attention, routers and norms are whole on each rank. Of the experts a rank computes
+only its own. Their outputs are summed over ranks once in each layer, and so are the gradients with respect to the
+experts' inputs. So all ranks are given the same micro-batches, as with columns and rows (`tensor_parallel`), and every
+other gradient is the same on each rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from posttrain.engine.parallel.tensor_parallel import TensorLearner, refuse_whol
 from posttrain.system.errors import ConfigError
 
 PART = "transformers.distributed.expert_parallel"
-"""Where transformers has it; older ones have it not."""
+"""The module of transformers that divides experts over ranks. Older versions do not have it."""
 STYLES = ("grouped_gemm", "ep_dispatch_experts")
 """The styles that a plan may name: that of the experts' weights, and that of the module that holds them."""
 
@@ -50,15 +50,16 @@ class ExpertLearner(TensorLearner):
         return ExpertLearner(policy, self.holders)
 
     def routers(self) -> LearnerRouters | None:
-        found = super().routers()
-        if found is None:
+        all_routers = super().routers()
+        if all_routers is None:
             return None
-        # Rank r has experts r * own to (r + 1) * own - 1 of each layer, as transformers divides them.
-        own = found.experts // self.holders.world
-        begin = own * self.holders.rank
-        return replace(found, held=slice(begin, begin + own), of_all=self._every_expert)
+        # Rank r has the experts r * per_rank to (r + 1) * per_rank - 1 of each layer, as transformers divides them.
+        per_rank = all_routers.experts // self.holders.world
+        begin = per_rank * self.holders.rank
+        return replace(all_routers, held=slice(begin, begin + per_rank), of_all=self._every_expert)
 
     def _every_expert(self, own: np.ndarray) -> np.ndarray:
+        """The arrays of all ranks, joined along the experts."""
         return np.concatenate(self.holders.every(own))
 
     def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
@@ -83,20 +84,20 @@ def whole_experts(policy: Policy, world: int) -> dict[str, str]:
         )
     plan: dict[str, str] = dict(getattr(config, "base_model_ep_plan", None) or {})
     if not plan or any(style not in STYLES for style in plan.values()):
-        said = ", ".join(sorted(set(plan.values()))) or "none"
+        styles = ", ".join(sorted(set(plan.values()))) or "none"
         raise ConfigError(
-            f"{name} has no plan of whole experts in transformers (its plan: {said}). Leave out"
+            f"{name} has no plan of whole experts in transformers (its plan: {styles}). Leave out"
             " --parallel experts, or train it in one process"
         )
     decoder: Any = policy.module.get_decoder()
     # By the style grouped_gemm a plan names the stacked weights [experts, ...], so their first axis counts the experts.
-    found = {
+    counts = {
         int(p.shape[0])
         for name, p in decoder.named_parameters()
         if any(style == "grouped_gemm" and fnmatch.fnmatch(name, pattern) for pattern, style in plan.items())
     }
-    if not found or any(n % world for n in found):
+    if not counts or any(n % world for n in counts):
         raise ConfigError(
-            f"{world} ranks cannot share {min(found, default=0)} experts of {name} evenly: give a divisor of them"
+            f"{world} ranks cannot share {min(counts, default=0)} experts of {name} evenly: give a divisor of them"
         )
     return plan

@@ -43,8 +43,8 @@ def gathered(
     """The parts of all ranks on rank `to`; nothing on the others, which must read it to its end as well.
 
     A part is valid until the next one is asked for, so copy what is kept (`role.sync.whole_tensors`
-    does). A weight that comes in one part stays valid. One that every rank has whole comes once, from rank 0. Of copies
-    of the weights the first is sent.
+    does). A weight that comes in one part stays valid. A weight that every rank holds whole comes once, from rank 0.
+    Where the ranks hold several copies of the weights, only the first copy is sent.
 
     Args:
         version: of the weights of this rank.
@@ -56,11 +56,11 @@ def gathered(
     """
     advice = "A rank left out an update, so its part is stale: nothing made of it could be trusted"
     check_same(ranks, version, "version of the weights", advice)
-    held = list(shards)
+    own_shards = list(shards)
     # Everybody's labels go to everybody first. From the same table each rank makes the same buckets, so afterwards only
     # bytes are exchanged, and no rank can wait for one that has no part of a weight.
-    told: list[tuple[int, list[_Label]]] = ranks.every((bucket or BUCKET, [_label(s, ranks) for s in held]))
-    bucket, table = told[0][0], [labels for _, labels in told]
+    answers: list[tuple[int, list[_Label]]] = ranks.every((bucket or BUCKET, [_label(s, ranks) for s in own_shards]))
+    bucket, table = answers[0][0], [labels for _, labels in answers]
     for rank, labels in enumerate(table):
         # Compared by every rank, so that all of them raise, and none is left waiting in the exchange of the bytes.
         if [(x.name, x.dtype, x.shape) for x in labels] != [(x.name, x.dtype, x.shape) for x in table[0]]:
@@ -82,21 +82,22 @@ def gathered(
         1 + len(table) * (ranks.rank == to), max((width for _, width in runs), default=0), dtype=torch.uint8
     )
     for run, width in runs:
-        own, at = memory[0, :width], 0
+        sent_row, at = memory[0, :width], 0
         for i in run:
             if sent := table[ranks.rank][i].sent:
-                raw = held[i].tensor.detach().contiguous().view(-1).view(torch.uint8)
-                own[at : at + raw.numel()] = raw
+                raw = own_shards[i].tensor.detach().contiguous().view(-1).view(torch.uint8)
+                sent_row[at : at + raw.numel()] = raw
                 at += sent
-        found = [part[:width] for part in memory[1:]] if ranks.rank == to else None
-        dist.gather(own, found, group=group, group_dst=to)
-        for rank, part in enumerate(found or ()):
+        received = [part[:width] for part in memory[1:]] if ranks.rank == to else None
+        dist.gather(sent_row, received, group=group, group_dst=to)
+        for rank, part in enumerate(received or ()):
             yield from _read(part, [table[rank][i] for i in run], rank)
 
 
 def _label(shard: Shard, ranks: ProcessRanks) -> _Label:
+    """The label of one of this rank's parts."""
     size = shard.tensor.numel() * shard.tensor.element_size()
-    # Every rank has it whole, and that of rank 0 is enough. The others send a label and no bytes.
+    # A weight that every rank holds whole is sent by rank 0 alone. The others send a label and no bytes.
     doubled = shard.whole and ranks.rank > 0 and size > 0
     sent = 0 if doubled else -(-size // ALIGNED) * ALIGNED
     return _Label(shard.name, shard.tensor.dtype, shard.shape, shard.offsets, tuple(shard.tensor.shape), sent)
@@ -118,6 +119,7 @@ def _runs(table: list[list[_Label]], bucket: int) -> Iterator[list[int]]:
 
 
 def _read(part: Tensor, labels: list[_Label], rank: int) -> Iterator[Shard]:
+    """The parts that `rank` has sent in one bucket, cut out of its bytes."""
     at = 0
     for label in labels:
         count = 1

@@ -1,7 +1,7 @@
 """Cuts a module's weights over ranks (`torch.distributed.fsdp.fully_shard`), and finds what a rank has of each.
 
-Each layer is a unit, and what is left another one: the embedding, the last norm and the heads. Weights of a unit come
-together when it is computed, and its gradients are summed over ranks when they are.
+Each layer is a unit. The embedding, the last norm and the heads are another unit. All ranks put the weights of a unit
+together when it is computed, and sum its gradients over ranks when they are computed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class OutermostModule(nn.Module):
     """The outermost module: whatever reads weights runs inside its forward, where torch has put them together.
 
     Args:
-        parts: whose weights come together, layers aside.
-        inner: another one, whose weights come together beside.
+        parts: the modules whose weights come together here, but for their layers, which are units of their own.
+        inner: another outermost module inside of this one, with weights of another type.
     """
 
     def __init__(self, parts: dict[str, nn.Module], inner: OutermostModule | None = None) -> None:
@@ -37,7 +37,7 @@ class OutermostModule(nn.Module):
 def cut(
     module: Any, heads: dict[str, nn.Module], ranks: ProcessRanks, *, computes: torch.dtype | None, offload: bool
 ) -> OutermostModule:
-    """Cut the weights of a model and its heads in place, and return what they are read inside.
+    """Cut the weights of a model and its heads in place. Returns the module inside whose forward they are read.
 
     Args:
         computes: the type that the model's weights, in float32 here, are computed in; None: their own. Heads keep
@@ -48,7 +48,7 @@ def cut(
     # Gradients are summed over ranks in float32, although weights below it are computed with: sums of many ranks would
     # lose their last bits.
     policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    own = MixedPrecisionPolicy() if computes is None else policy
+    layer_precision = MixedPrecisionPolicy() if computes is None else policy
 
     def shard(part: nn.Module, precision: MixedPrecisionPolicy) -> None:
         fully_shard(part, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=away)
@@ -57,12 +57,12 @@ def cut(
     names = set(module._no_split_modules or ())
     # Layers before the outermost module: fully_shard takes of a module what no inner unit has taken.
     for layer in [part for part in module.modules() if type(part).__name__ in names]:
-        shard(layer, own)
+        shard(layer, layer_precision)
     if computes is None:
         outermost = OutermostModule({"policy": module, **heads})
     else:  # torch computes all weights of a unit in one type
         inner = OutermostModule({"policy": module})
-        shard(inner, own)
+        shard(inner, layer_precision)
         outermost = OutermostModule(heads, inner)
     shard(outermost, MixedPrecisionPolicy())
     for part in outermost.modules():
@@ -90,17 +90,17 @@ def remade(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter | None
 
 
 def with_memory(outermost: OutermostModule) -> set[str]:
-    """Give each cut parameter without memory that of this rank's part, whose numbers are to be read. Returns their
-    names."""
+    """Give each cut parameter that has no memory the memory of this rank's part, into which its numbers are read
+    afterwards. Returns the names of the parameters that had none."""
     blank = {n for n, p in outermost.named_parameters() if p.is_meta}
 
     def make(p: nn.Parameter) -> nn.Parameter | None:
         if not p.is_meta or not isinstance(p, DTensor):
             return None
         # to_local of a parameter on meta gives this rank's shape without any memory.
-        own = torch.empty(p.to_local().shape, dtype=p.dtype)
-        whole = {"shape": p.shape, "stride": p.stride()}
-        cut_up = DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, **whole)
+        local = torch.empty(p.to_local().shape, dtype=p.dtype)
+        whole_size = {"shape": p.shape, "stride": p.stride()}
+        cut_up = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, **whole_size)
         return nn.Parameter(cut_up, p.requires_grad)
 
     remade(outermost, make)
@@ -115,21 +115,21 @@ def giving(own: nn.Parameter, local: Callable[[Any], Tensor]) -> Callable[[Any],
     def give(p: Any) -> None:
         # The optimizer sees the rank's own tensor alone, so the gradient moves there, and torch's parameter holds none:
         # two copies would be memory, and one that stays would be added to in the next pass.
-        found = local(p)
-        own.grad = found if own.grad is None else own.grad.add_(found)
+        gradient = local(p)
+        own.grad = gradient if own.grad is None else own.grad.add_(gradient)
         p.grad = None
 
     return give
 
 
 def shard_of(name: str, tensor: DTensor) -> Shard:
-    """This rank's rows of a weight: ceil(rows / parts) on each rank, fewer or none on the last ones. Of copies only the
-    first one counts: ranks of the others give none."""
-    own = rows_of(tensor)
-    # Axis 0 counts the copies, and copy 0 is the first.
+    """This rank's rows of a weight: ceil(rows / parts) on each rank, fewer or none on the last ones. Where there are
+    several copies of the weights, only ranks of the first copy give rows."""
+    rows = rows_of(tensor)
+    # A mesh of two axes has copies of the weights along axis 0.
     if tensor.device_mesh.ndim == 2 and tensor.device_mesh.get_local_rank(0):
-        own = own[:0]
-    return Shard(name, own, tuple(tensor.shape), (first_row(tensor), *[0] * (tensor.ndim - 1)))
+        rows = rows[:0]
+    return Shard(name, rows, tuple(tensor.shape), (first_row(tensor), *[0] * (tensor.ndim - 1)))
 
 
 def first_row(tensor: DTensor) -> int:

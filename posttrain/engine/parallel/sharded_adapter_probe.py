@@ -1,4 +1,4 @@
-"""A loud adapter over ranks: what `adapter_modules.loud` does to the adapter of one process, each rank to its rows."""
+"""A loud adapter over ranks: each rank does to its rows what `adapter_modules.loud` does in one process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from posttrain.engine.parallel.sharded_learner import ShardedLearner
 
 @torch.no_grad()
 def loud_rows(learner: ShardedLearner) -> dict[str, Tensor]:
-    """Give every adapter random numbers half as large as its layer's own output. Every rank calls it; returns what the
-    rank's own rows were, for `put_rows`. One weight is whole at a time."""
-    own, generator = learner.parameters(), torch.Generator().manual_seed(0)
-    before = {name: p.detach().clone() for name, p in own.items()}
+    """Make every adapter add random numbers half as large as its layer's own output. Every rank calls it.
+
+    Returns the rank's own rows as they were before, for `put_rows`. One weight is whole at a time.
+    """
+    own_rows, generator = learner.parameters(), torch.Generator().manual_seed(0)
+    before = {name: p.detach().clone() for name, p in own_rows.items()}
     for name, layer in layers(learner.policy.module).items():
         part: Any = layer
         base = _norm(part.get_base_layer().weight)
@@ -31,7 +33,7 @@ def loud_rows(learner: ShardedLearner) -> dict[str, Tensor]:
             # Every rank draws the numbers of the whole matrix from one seed and keeps its own rows, so the ranks
             # together hold the matrix that one process would hold.
             numbers = torch.randn(b.weight.shape, generator=generator) * (base / (2 * max(added, 1e-30)))
-            place, begin = own[f"{name}.lora_B.{word}.weight"], first_row(b.weight)
+            place, begin = own_rows[f"{name}.lora_B.{word}.weight"], first_row(b.weight)
             place.copy_(numbers[begin : begin + len(place)])
     return before
 
@@ -44,6 +46,7 @@ def put_rows(learner: HFLearner, kept: Mapping[str, Tensor]) -> None:
 
 
 def _norm(weight: Any) -> float:
+    """The Frobenius norm of a whole weight, of which each rank holds a part."""
     # full_tensor is an exchange: every rank comes here for the same weights in the same order.
     whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
     return float(whole.double().norm())

@@ -56,10 +56,12 @@ NARROW = (torch.bfloat16, torch.float16)
 
 T = TypeVar("T")
 Filler = Callable[[Any, str, Tensor, int, torch.dtype], None]
+"""(module, name of a weight, where to put the rows, first row, dtype of the model): reads some rows of the weight."""
 
 
 def _shared(method: Callable[..., Any], per: Literal["token", "segment"] = "token") -> Any:
-    """A method without gradient, by all ranks together: each computes a share of the tokens, and is told the rest."""
+    """The method, done by all ranks together and without gradient: each rank computes a share of the tokens, and gets
+    the results of all."""
 
     def scored(self: ShardedLearner, packed: Packed, *given: Any) -> Any:
         self._prove_sharing()
@@ -82,9 +84,9 @@ class ShardedLearner(HFLearner):
     Args:
         gradient_checkpointing: as in `HFLearner`.
         offload: keep this rank's part of the weights in the memory of the CPU. On a CPU it changes nothing.
-        fill: reads this rank's rows of the weights of a policy without memory (`sharded_load`): the module, a name,
-            where to put them, the first row, and the type that the model has.
-        prove: called within the first pass of such a policy, whose fused layers are compared then.
+        fill: reads this rank's rows of the weights of a policy without memory (`sharded_load`).
+        prove: the checks at load of such a policy. It is called inside a pass, where weights are whole; then the fused
+            layers are compared.
 
     Raises:
         ConfigError: names what is not built for ranks (docs/design/shards.md).
@@ -112,9 +114,9 @@ class ShardedLearner(HFLearner):
         # What was read by rows is compared by its files (`sharded_load`); a whole copy by its numbers, before it is
         # cut.
         if fill is None:
-            begun = fingerprint(nn.ModuleDict({"policy": policy.module, **heads}).state_dict().items())
+            weights_digest = fingerprint(nn.ModuleDict({"policy": policy.module, **heads}).state_dict().items())
             advice = "Load one checkpoint, or build with one seed, on every rank"
-            check_same(ranks, begun, "weights at the start", advice)
+            check_same(ranks, weights_digest, "weights at the start", advice)
         self.narrow = policy.dtype if policy.dtype in NARROW and policy.lora is None else None
         """The type that weights are rounded to where they are computed with or sent; None: they are of one type."""
         # The master copies live in the model itself and are rounded where they are gathered: one process keeps both
@@ -149,16 +151,16 @@ class ShardedLearner(HFLearner):
         return dict(self._own)
 
     def inside(self, function: Callable[[], T]) -> T:
-        """Call what reads weights where they come together. All ranks call it at once."""
+        """Call a function that reads weights, where they are whole. All ranks call it at once."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views: nobody writes into scores
             return self._inside(function)
 
     def _prove_sharing(self) -> None:
-        """At the first pass, where shared beginnings are computed once."""
+        """Prove at the first pass that computing shared beginnings once changes nothing."""
         rows, width = self._reader._rows, self._reader.out.weight.shape[0]
-        # One process proves sharing at the first batch that shares something. Here that may differ between ranks, and a
-        # proof is passes that all must make, so it is made at the first pass of any kind.
+        # One process proves sharing at the first batch that shares something. Over ranks that batch may come at
+        # different times. A proof needs passes that all ranks make, so it is made at the first pass of any kind.
         if isinstance(rows, Sharing) and rows.on and not rows.proved:
             prove_sharing(rows, self.inside, self._own, self.ranks, width, self.policy.context)
 
@@ -207,14 +209,15 @@ class ShardedLearner(HFLearner):
         return own if self.narrow is None or name.startswith(HEADS) else own.to(self.narrow)
 
     def like(self, name: str, own: Tensor) -> Tensor:
-        """The rank's own part `own` of something as large as parameter `name`, as a part of the whole: a moment, a
-        gradient."""
+        """`own` as the rank's part of a tensor over all ranks, which has the shape and cut of parameter `name`: a
+        moment, or a gradient."""
         whole = self._sharded[name]
         return DTensor.from_local(
             own, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
     def _rounded(self, tensor: Any) -> Any:
+        """A cut weight in the type that the model has."""
         narrow = self.narrow is not None and isinstance(tensor, DTensor)
         return tensor.detach().to(self.narrow) if narrow else tensor
 
@@ -226,12 +229,12 @@ class ShardedLearner(HFLearner):
 def _filled(outermost: OutermostModule, policy: Policy, dtype: torch.dtype, fill: Filler) -> None:
     """Read this rank's parts of weights that have no memory yet. Those of a value head are 0."""
     blank = with_memory(outermost)
-    held = dict(outermost.named_parameters())
+    parameters = dict(outermost.named_parameters())
     for name in blank:
         # A value head begins with 0, and no file of the model has it.
         if "value_head." in name:
-            rows_of(held[name]).zero_()
-    ids = {id(held[name]) for name in blank}
+            rows_of(parameters[name]).zero_()
+    ids = {id(parameters[name]) for name in blank}
     for name, tensor in named_tensors(policy.module):
         # Buffers are whole on each rank.
         if not isinstance(tensor, DTensor):

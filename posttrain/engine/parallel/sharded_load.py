@@ -40,7 +40,8 @@ L = TypeVar("L", bound=HFLearner)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlankPolicy(Policy):
-    """A policy whose weights have no memory: they are in files. A new adapter has numbers."""
+    """A policy whose weights are on `meta`: they have no memory, and their values are in `files`. A new adapter has
+    memory and values."""
 
     files: RowFiles
 
@@ -91,8 +92,8 @@ def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankP
     if (folder / GENERATION).is_file():
         module.generation_config = GenerationConfig.from_pretrained(folder)
     stops = resolve_stops(tokenizer, module.generation_config)
-    made = prepared(model, module, tokenizer, stops, f"from {model.path}", notes, most)
-    policy = BlankPolicy(files=files, **{f.name: getattr(made, f.name) for f in fields(Policy)})
+    parts_of_policy = prepared(model, module, tokenizer, stops, f"from {model.path}", notes, most)
+    policy = BlankPolicy(files=files, **{f.name: getattr(parts_of_policy, f.name) for f in fields(Policy)})
     return policy if model.lora is None else _adapted(policy, model, seed)
 
 
@@ -146,8 +147,11 @@ def without_memory() -> Iterator[None]:
 
 
 def _adapted(policy: BlankPolicy, model: Model, seed: int) -> BlankPolicy:
-    """With a new adapter, whose numbers are real and those of one process. While it is attached the weights beneath are
-    memory that nobody touches, because PEFT puts an adapter where they are."""
+    """The policy with a new adapter, whose numbers are those that one process would draw.
+
+    PEFT puts an adapter on the device of the weights beneath. So while it is attached, these weights get memory on the
+    CPU, to which nobody writes.
+    """
     assert model.lora is not None
     blanks = set[int]()
 

@@ -1,8 +1,8 @@
-"""The proofs that a learner over ranks makes of what one process proves of a whole model: that fused layers, and shared
-beginnings, compute what the plain ones do.
+"""Proofs of a learner over ranks: fused layers, and shared beginnings, compute what the plain ones do.
 
-Weights come together in a pass that all ranks make at once. So a proof is made by all of them, of the same tokens,
-whether a rank's own minibatch would need it or not; and each rank compares the gradients of its own rows.
+One process proves the same of a whole model (`fused_layers`, `shared_prefixes`). Over ranks, weights come together only
+in a pass that all ranks make at once. So all ranks make a proof together, of the same tokens, whether a rank's own
+minibatch would need it or not. Each rank compares the gradients of its own rows.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ def prove_layers(
         return
     # The first layer's arguments are recorded in a pass of the whole model, so that the layer can be run alone
     # afterwards with what it is really given.
-    asked = dict[str, Any]()
+    first_layer_input = dict[str, Any]()
     hook = out.layers[0].register_forward_pre_hook(
-        lambda layer, given, named: asked.update(given=given, named=named), with_kwargs=True
+        lambda layer, given, named: first_layer_input.update(given=given, named=named), with_kwargs=True
     )
     try:
         with torch.no_grad():
-            # found[0] is of the fused layers, found[1] of the model's own; each a list: hidden states, then the rank's
-            # gradients.
-            found = [[inside(lambda read=read: sample_states(read))] for read in (out, read_out(module))]
+            # results[0] is of the fused layers, results[1] of the model's own layers. Each is a list: hidden states,
+            # and later the first layer's output and the rank's gradients.
+            results = [[inside(lambda read=read: sample_states(read))] for read in (out, read_out(module))]
     finally:
         hook.remove()
-    for parts, replaced in zip(found, (True, False), strict=True):
-        parts += _gradients(out, inside, own, asked, replaced)
+    for parts, replaced in zip(results, (True, False), strict=True):
+        parts += _gradients(out, inside, own, first_layer_input, replaced)
     # A rank may have no row of a weight, and max of nothing is an error.
-    apart = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(*found, strict=True)]
-    size = [float(b.abs().max()) if len(b) else 0.0 for b in found[1]]
+    apart = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(*results, strict=True)]
+    size = [float(b.abs().max()) if len(b) else 0.0 for b in results[1]]
     # The largest numbers of all ranks, so that every rank takes the same decision: one that raised alone would leave
     # the others waiting.
     table = ranks.every((apart[0], size[0], max(apart[1:], default=0.0), max(size[1:], default=0.0)))
@@ -81,6 +81,7 @@ def prove_layers(
 
 
 def _badness(x: float) -> float:
+    """The number to compare by: NaN counts as infinity."""
     # Every comparison with NaN is false, so `max` may pass over one. As infinity it is the largest.
     return x if math.isfinite(x) else math.inf
 
@@ -88,35 +89,35 @@ def _badness(x: float) -> float:
 def _gradients(
     out: FusedReadOut, inside: Callable[..., Any], own: dict[str, nn.Parameter], asked: dict[str, Any], replaced: bool
 ) -> list[Tensor]:
-    """Returns the output of the first layer for the input that it was given, and the gradients of one weighted sum of
-    this output: this rank's parts. A pass of all layers would need the gradients of all."""
+    """Returns the output of the first layer for the recorded input, and this rank's parts of the gradients of one
+    weighted sum of that output. A pass of all layers would need memory for the gradients of all."""
 
     def layer() -> Tensor:
         with using(PackedLayout([CANARY])), out.replaced() if replaced else nullcontext():
-            made = out.layers[0](*asked["given"], **asked["named"])
-        return made[0] if isinstance(made, tuple) else made
+            output = out.layers[0](*asked["given"], **asked["named"])
+        return output[0] if isinstance(output, tuple) else output
 
     with torch.enable_grad():
-        made = inside(layer)
-        if made.requires_grad:
+        output = inside(layer)
+        if output.requires_grad:
             # A sum with different factors: by a plain sum, errors that cancel would not be seen.
-            by = torch.arange(made.numel(), dtype=made.dtype).sin().view_as(made)
-            (made * by).sum().backward()
-    return [made.detach(), *_taken(own)]
+            by = torch.arange(output.numel(), dtype=output.dtype).sin().view_as(output)
+            (output * by).sum().backward()
+    return [output.detach(), *_taken(own)]
 
 
 def _taken(own: dict[str, nn.Parameter]) -> list[Tensor]:
     """The gradients of this rank's parts, which then have none."""
-    found = [torch.zeros(0) if p.grad is None else p.grad for p in own.values()]
+    gradients = [torch.zeros(0) if p.grad is None else p.grad for p in own.values()]
     for p in own.values():
         p.grad = None
-    return found
+    return gradients
 
 
 # --- shared beginnings ------------------------------------------------------------------------------------------------
 
 SHARED, OWN = 12, 4
-"""Tokens of the beginning, and behind it in each of the two segments."""
+"""Tokens that the two segments of the proof share, and tokens of each behind these."""
 
 
 def prove_sharing(
@@ -140,14 +141,14 @@ def prove_sharing(
     packed = _made_up(vocabulary, context)
     gap, dtype = float("inf"), torch.float32
     for scale in SCALES:
-        found = [_computed(rows, inside, own, packed, shared, scale) for shared in (True, False)]
-        apart = [square_sum(a - b) for a, b in zip(*found, strict=True)]
-        size = [square_sum(b) for b in found[1]]
+        results = [_computed(rows, inside, own, packed, shared, scale) for shared in (True, False)]
+        apart = [square_sum(a - b) for a, b in zip(*results, strict=True)]
+        size = [square_sum(b) for b in results[1]]
         # Hidden states are whole on each rank, so each rank's own ratio counts. Gradients are cut: squares of all ranks
         # are added before the ratio is taken.
         table = ranks.every((apart[0], size[0], sum(apart[1:]), sum(size[1:])))
         gap = max(*(_ratio(t[0], t[1]) for t in table), _ratio(sum(t[2] for t in table), sum(t[3] for t in table)))
-        dtype = found[1][0].dtype
+        dtype = results[1][0].dtype
         # In float16 the gradients may overflow. All ranks look at the same table, so all try the next scale or none.
         if all(math.isfinite(t[3]) for t in table):
             break
@@ -158,6 +159,7 @@ def prove_sharing(
 
 
 def _made_up(vocabulary: int, context: int) -> Packed:
+    """Two segments of made-up ids with the same beginning."""
     shared = min(SHARED, context - OWN)
     # Two segments with the same first `shared` ids. s makes the rest of the second one different.
     ids = [np.arange(shared + OWN) * 7919 + (np.arange(shared + OWN) >= shared) * s for s in (0, 1)]
@@ -179,5 +181,6 @@ def _computed(
 
 
 def _ratio(apart: float, size: float) -> float:
+    """|difference| / |value| from the sums of their squares; inf where it is nan."""
     gap = (apart / max(size, 1e-60)) ** 0.5
     return gap if gap == gap else float("inf")

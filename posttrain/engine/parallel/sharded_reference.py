@@ -1,5 +1,8 @@
-"""A frozen copy of a learner over ranks, cut as that is: each rank has its own rows of it. Where the learner has an
-adapter that does nothing yet it is the learner itself with the adapter switched off, as in one process."""
+"""The frozen reference of a learner over ranks: a copy that is cut as the learner is, so each rank has its part of it.
+
+Where the learner has an adapter that does nothing yet, the reference is the learner itself with the adapter switched
+off, as in one process.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from posttrain.engine.parallel.tensor_parallel import TensorLearner
 
 
 class EmptyModule:
-    """The module of a policy without its numbers, taken before the policy is cut. Buffers are kept."""
+    """A policy's module without the values of its parameters, copied before the policy is cut. Buffers keep theirs."""
 
     def __init__(self, policy: Policy) -> None:
         module = policy.module
@@ -32,19 +35,20 @@ class EmptyModule:
         self._policy = replace(policy, module=copy.deepcopy(module, {**blank}), reward_head=None)
 
     def blank(self) -> Policy:
-        """A policy of its own without numbers, none of whose weights trains."""
+        """A new policy over a copy of that module. None of its weights trains."""
         module = copy.deepcopy(self._policy.module).requires_grad_(False)
         return replace(self._policy, module=module)
 
 
 def rows_now(learner: ShardedLearner) -> Filler:
-    """Reads a rank's rows from those that the learner has now, rounded as they are computed with."""
-    held = dict(named_tensors(learner.policy.module))
+    """Returns a filler that copies a rank's rows from the learner, as they are now, in the type that they are computed
+    in."""
+    learner_tensors = dict(named_tensors(learner.policy.module))
 
     def fill(module: Any, name: str, into: Tensor, begin: int, dtype: torch.dtype) -> None:
-        own = held[name]
+        tensor = learner_tensors[name]
         # `begin` is not needed: the reference is cut as the learner is, so the rank's rows are the same ones.
-        into.copy_((rows_of(own) if isinstance(own, DTensor) else own).to(learner.narrow or into.dtype))
+        into.copy_((rows_of(tensor) if isinstance(tensor, DTensor) else tensor).to(learner.narrow or into.dtype))
 
     return fill
 
@@ -71,15 +75,16 @@ def frozen_rows(learner: ShardedLearner, mould: EmptyModule, ranks: ProcessRanks
 
 
 class TensorReference(ShardedReference):
-    """`core.ports.Reference` of one rank. Every rank calls it, and has all of the copy until it is cut."""
+    """`core.ports.Reference` of one rank of a `TensorLearner`. Every rank calls it, and holds the whole copy until it
+    is cut."""
 
     def __init__(self, learner: TensorLearner, mould: EmptyModule) -> None:
-        policy, held = mould.blank(), dict(named_tensors(learner.policy.module))
+        policy, learner_tensors = mould.blank(), dict(named_tensors(learner.policy.module))
         remade(policy.module, lambda p: nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=False))
         with torch.no_grad():
             for name, tensor in named_tensors(policy.module):
                 # `whole` is an exchange, so every rank reads the weights in the order of the module.
-                tensor.copy_(learner.whole(held[name]))
+                tensor.copy_(learner.whole(learner_tensors[name]))
         self._scorer = learner.beside(policy)
         self._scorer.policy.module.eval()
         self.digest = self.fingerprint()

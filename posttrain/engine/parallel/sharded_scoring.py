@@ -28,8 +28,8 @@ def divided(
 
     Args:
         room: packed tokens of one pass.
-        compute: an array, or a dataclass or mapping of arrays, whose first axis is the spoken tokens of what it is
-            given, or its segments. It makes one pass.
+        compute: makes one pass. It returns an array, or a dataclass or mapping of arrays. Their first axis is the
+            spoken tokens of the batch that it is given, or its segments (`per`).
 
     Raises:
         InvariantError: on every rank, where the ranks were given other tokens.
@@ -38,8 +38,8 @@ def divided(
         return compute(packed)
     # Every rank has the whole batch and computes the same shares of it, so who does what need not be told.
     shares = packed.shares(ranks.world)
-    mine = packed.select(shares[ranks.rank])
-    parts = mine.split(room) if mine.episodes else []
+    own_share = packed.select(shares[ranks.rank])
+    parts = own_share.split(room) if own_share.episodes else []
     # One exchange for both: whether all have the same tokens, and how many passes the slowest rank makes.
     table = ranks.every((_digest(packed), len(parts)))
     if any(digest != table[0][0] for digest, _ in table):
@@ -47,12 +47,12 @@ def divided(
             "ranks were asked to score different tokens, and each computes a share of the same ones: give every rank"
             " the whole batch, packed once"
         )
-    found = [compute(part) for part in parts]
+    results = [compute(part) for part in parts]
     # Weights come together in exchanges of all ranks, so each makes as many passes as the one with the most.
     for _ in range(max(n for _, n in table) - len(parts)):
         compute(_smallest(packed))  # so that others can compute theirs
     places = [_places(packed, share, per) for share in shares]
-    pieces = [piece for own in ranks.every(found) for piece in own]
+    pieces = [piece for of_rank in ranks.every(results) for piece in of_rank]
     # The pieces come in the order of the ranks. places[i] is where result i belongs in the batch, so sorting by it puts
     # the results into the order of the batch.
     order = np.argsort(np.concatenate(places), kind="stable")
@@ -66,15 +66,16 @@ def _places(packed: Packed, episodes: np.ndarray, per: str) -> np.ndarray:
 
 
 def _joined(pieces: list[R], order: np.ndarray) -> R:
+    """The pieces as one result, its entries taken in this order."""
     first = pieces[0]
     if isinstance(first, Mapping):
         tables = cast("list[Mapping[str, np.ndarray]]", pieces)
         return cast("R", {name: np.concatenate([t[name] for t in tables])[order] for name in tables[0]})
     if not is_dataclass(first):
         return cast("R", np.concatenate(cast("list[np.ndarray]", pieces))[order])
-    made: Any = type(first)
+    kind: Any = type(first)
     columns = ([getattr(p, f.name) for p in pieces] for f in fields(first))
-    return made(*(np.concatenate(column)[order] for column in columns))
+    return kind(*(np.concatenate(column)[order] for column in columns))
 
 
 def _smallest(packed: Packed) -> Packed:
@@ -85,7 +86,8 @@ def _smallest(packed: Packed) -> Packed:
 
 
 def _digest(packed: Packed) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    """A digest of the batch's tokens, lengths and places, with its contract."""
+    hasher = hashlib.blake2b(digest_size=16)
     for x in (packed.ids_N, packed.lengths_S, packed.source_M, packed.sequence_S):
-        found.update(np.ascontiguousarray(x).tobytes())
-    return f"{found.hexdigest()} {packed.sampling}"
+        hasher.update(np.ascontiguousarray(x).tobytes())
+    return f"{hasher.hexdigest()} {packed.sampling}"

@@ -3,7 +3,7 @@ for the architecture (`base_model_tp_plan`) and PyTorch's `parallelize_module`.
 
 Every rank computes every token, with its heads and its part of the feed-forward layers; their results are summed over
 ranks twice in a layer. So all ranks are given the same micro-batches, the trainer of each is that of one process, and
-only the optimizer's norm is exchanged (`StageOptimizer(norm=...)`). Embedding, norms and heads are whole on each rank.
+only the optimizer's norm is exchanged (`StageOptimizer(parts=...)`). Embedding, norms and heads are whole on each rank.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ WHOLE = ("replicated_with_grad_allreduce",)
 
 
 ROUNDING, NOISE = 1e-3, 1e-6
-"""How far gradients of the same weights may be apart on two ranks by rounding: relative to their size, and where all
-that they are is rounding."""
+"""Largest distance between two ranks' gradients of the same weights that counts as rounding: ROUNDING times their norm,
+plus NOISE, for gradients that are nothing but rounding."""
 
 
 class TensorLearner(HFLearner):
@@ -99,6 +99,7 @@ class TensorLearner(HFLearner):
                 p.register_hook(self._summed)
 
     def _summed(self, gradient: Tensor) -> Tensor:
+        """The sum of a gradient over all ranks."""
         # A hook must not write into its argument: autograd may still need it elsewhere.
         out = gradient.clone()
         dist.all_reduce(out, group=self.holders.group)
@@ -117,24 +118,27 @@ class TensorLearner(HFLearner):
         return {}
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
-        """The norm of the whole gradient. What every rank has whole counts once, as the first rank has it.
+        """The norm of the whole gradient. Weights that every rank holds whole count once, with the first rank's
+        gradients.
 
         Raises:
-            InvariantError: gradients of weights that every rank has whole differ by more than rounding: the ranks have
-                gone different ways.
+            InvariantError: gradients of weights that every rank holds whole differ by more than rounding: the ranks
+                have gone different ways.
         """
         cut = [g for n, g in gradients.items() if self._is_cut(n)]
-        rest = [g for n, g in gradients.items() if not self._is_cut(n)]
-        # Squares of the cut parts add up over ranks. What is whole on each is there as often as there are ranks, so it
-        # counts once.
-        own, whole = (float(torch.nn.utils.get_total_norm(part)) for part in (cut, rest))
-        table = self.holders.every((own, whole))
+        uncut = [g for n, g in gradients.items() if not self._is_cut(n)]
+        # Squares of the cut parts add up over ranks. Each rank has the gradients of the whole weights, so only the
+        # first rank's are added.
+        cut_norm, whole_norm = (float(torch.nn.utils.get_total_norm(part)) for part in (cut, uncut))
+        table = self.holders.every((cut_norm, whole_norm))
         self._of_one_way(table[0][1], [abs(w - table[0][1]) for _, w in table])
         return math.sqrt(math.fsum([x * x for x, _ in table] + [table[0][1] ** 2]))
 
     def agree(self, gradients: Mapping[str, Tensor]) -> None:
-        """Give what every rank has whole the gradients of the first one, in place. Every rank computes them, and
-        rounding may differ between processes and processors; the weights would drift apart.
+        """Overwrite the gradients of weights that every rank holds whole with those of the first rank.
+
+        Every rank computes them, and rounding may differ between processes and processors. Without this the copies of
+        these weights would drift apart.
 
         Raises:
             InvariantError: they differ by more than rounding.
@@ -152,10 +156,14 @@ class TensorLearner(HFLearner):
         self._of_one_way(size, self.holders.every(apart))
 
     def _of_one_way(self, size: float, apart: Sequence[float]) -> None:
-        """InvariantError where what every rank has whole got other gradients on some rank: `size` of the first rank's,
-        and how far that of each rank is from it."""
-        far = int(np.argmax(apart))  # one that is no number, where there is one
-        # Where the first rank's is not finite, the optimizer's own check tells of it.
+        """InvariantError where gradients of weights that every rank holds whole differ between ranks.
+
+        Args:
+            size: the norm of the first rank's gradients.
+            apart: for each rank, the distance of its gradients from the first rank's.
+        """
+        far = int(np.argmax(apart))  # argmax finds a NaN where there is one
+        # Where the first rank's norm is not finite, the optimizer's own check reports it.
         if math.isfinite(size) and not apart[far] <= ROUNDING * size + NOISE:
             raise InvariantError(
                 f"ranks have gone different ways: the gradient of what each has whole has the norm {size:.6g} on rank"
@@ -164,8 +172,8 @@ class TensorLearner(HFLearner):
             )
 
     def _is_cut(self, name: str) -> bool:
-        held = self._held[name]
-        return isinstance(held, DTensor) and isinstance(held.placements[0], Cut)
+        parameter = self._held[name]
+        return isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Cut)
 
     def shards(self) -> Iterator[Shard]:
         """This rank's parts of the policy's weights. `engine.parallel.gather` brings those of all ranks together."""
@@ -180,16 +188,16 @@ class TensorLearner(HFLearner):
         return Shard(name, own, tuple(like.shape), tuple(at))
 
     def place(self, name: str, own: Tensor) -> Shard:
-        """The rank's own part `own` of something as large as parameter `name`, with its place."""
+        """`own`, the rank's part of a tensor with the shape of parameter `name`, with its place in the whole."""
         return self._placed(name, own, self._held[name])
 
     def like(self, name: str, own: Tensor) -> Tensor:
-        """The rank's own part `own` of something as large as parameter `name`, as a part of the whole."""
-        held: Any = self._held[name]
-        if not isinstance(held, DTensor):
+        """`own` as the rank's part of a tensor over all ranks, which has the shape and cut of parameter `name`."""
+        parameter: Any = self._held[name]
+        if not isinstance(parameter, DTensor):
             return own
-        whole = {"shape": held.shape, "stride": held.stride()}
-        return DTensor.from_local(own, held.device_mesh, held.placements, run_check=False, **whole)
+        whole_size = {"shape": parameter.shape, "stride": parameter.stride()}
+        return DTensor.from_local(own, parameter.device_mesh, parameter.placements, run_check=False, **whole_size)
 
     def exact(self, packed: Any) -> None:
         """Returns None: no rank makes a whole copy of the weights."""
@@ -202,18 +210,20 @@ class TensorLearner(HFLearner):
 
 
 def _own_gradient(p: Any) -> Tensor:
+    """This rank's part of a cut parameter's gradient."""
     # torch may leave a gradient as parts that are still to be summed; redistributing it as the weight is does that.
     return _local(p.grad.redistribute(placements=p.placements)).clone()
 
 
 def _local(tensor: Any) -> Tensor:
+    """This rank's part of a cut tensor, in the same memory; the tensor itself where it is not cut."""
     with torch.no_grad():
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def refuse_whole_batches(policy: Policy, how: str) -> None:
-    """ConfigError for what a learner cannot do whose ranks compute every token. `how` they are cut: a name for the
-    message."""
+    """ConfigError for a policy that learners whose ranks compute every token cannot train. `how` names the way of
+    cutting, for the message."""
     name = type(policy.module).__name__
     if policy.device.type != "cpu" or policy.dtype not in (torch.float32, torch.float64):
         raise ConfigError(f"{how} computes on CPU in float32 here, and {name} is {policy.dtype} on {policy.device}")

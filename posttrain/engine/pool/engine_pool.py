@@ -117,12 +117,12 @@ class EnginePool:
         while True:
             engine = await self._given(turn)
             try:
-                said = await self._asked(engine, turn)
+                answer = await self._asked(engine, turn)
             except EngineDied as death:
                 self._survive(turn, str(death))
                 continue
-            self._delivered(engine, turn, said)
-            return said
+            self._delivered(engine, turn, answer)
+            return answer
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`. Every engine is asked, and they must agree.
@@ -132,21 +132,21 @@ class EnginePool:
         """
         self._attend()
         self._probe = ids  # the next weights are scored with it where they are installed
-        # Engines that scored these ids when they installed the weights are not asked again. `found` has the order of
+        # Engines that scored these ids when they installed the weights are not asked again. `scores` has the order of
         # the engines.
         known = [engine.scored(ids) for engine in self._engines]
         coming = [self._of(e, "score", ids) for e, there in zip(self._engines, known, strict=True) if there is None]
-        asked = iter(await asyncio.gather(*coming))
-        found = [next(asked) if there is None else there for there in known]
-        gaps = [float(np.abs(x.astype(np.float64) - found[0]).max(initial=0.0)) for x in found]
-        at = int(np.argmax(gaps))  # of a log-prob that is no number, where there is one: `max` may pass over it
+        new_scores = iter(await asyncio.gather(*coming))
+        scores = [next(new_scores) if there is None else there for there in known]
+        gaps = [float(np.abs(x.astype(np.float64) - scores[0]).max(initial=0.0)) for x in scores]
+        at = int(np.argmax(gaps))  # argmax finds a NaN where there is one, and `max` may pass over it
         if not gaps[at] <= self._tolerance:
             raise InvariantError(
                 f"{self._engines[at].name} gives other log-probs than {self._engines[0].name} for the same tokens (by"
                 f" {gaps[at]:.3g} nats) although both serve version {self._version}: one of them computes with stale"
                 " caches or on another device. Start the run again, with placement.engines=1 if this comes back"
             )
-        return found[0]
+        return scores[0]
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
         """Serve these weights as `version` on every engine; returns their fingerprint. Turns that are asked meanwhile
@@ -185,11 +185,11 @@ class EnginePool:
     def clock(self) -> Mapping[str, float]:
         """Seconds since the last call, of all engines together; with what they counted, how idle they were, and who
         died."""
-        found, self._lost, sent = measured(self._engines, self._lost), EngineReport(), self._sender.clock()
+        counted, self._lost, sent = measured(self._engines, self._lost), EngineReport(), self._sender.clock()
         deaths, self._deadly = self._deadly, 0
         # What sender and engines both measure, such as sync/install, is added up.
-        both = {name: spent + found[name] for name, spent in sent.items() if name in found}
-        return {**sent, **found, **both, "engine/deaths": float(deaths)}
+        both = {name: spent + counted[name] for name, spent in sent.items() if name in counted}
+        return {**sent, **counted, **both, "engine/deaths": float(deaths)}
 
     def line(self) -> str:
         """Returns in a few words what all engines do now."""
@@ -252,6 +252,7 @@ class EnginePool:
         return empty
 
     async def _asked(self, engine: PooledEngine, turn: PooledTurn) -> SampledTurn:
+        """The engine's answer to the turn. EngineDied where the engine dies first."""
         try:
             future = engine.host.call("generate", turn.ids, turn.sampling, turn.place)
             # The callback runs in the thread that reads answers. The event loop may take the answer up much later,
@@ -292,14 +293,14 @@ class EnginePool:
     async def _install(self, engine: PooledEngine, parcel: Parcel) -> None:
         """Make an engine serve a parcel. One that is started anew meanwhile has it already."""
         while engine.version != parcel.version:
-            given = parcel, self._probe
-            said = await self._of(engine, "install", *given, unless=lambda: engine.version == parcel.version)
-            if said is not None:
-                engine.serves(parcel.version, said.served, said.probe, said.scores)
+            arguments = parcel, self._probe
+            answer = await self._of(engine, "install", *arguments, unless=lambda: engine.version == parcel.version)
+            if answer is not None:
+                engine.serves(parcel.version, answer.served, answer.probe, answer.scores)
 
     async def _of(self, engine: PooledEngine, method: str, *given: Any, unless: Callable[[], bool] = bool) -> Any:
-        """The answer of one engine. Where it dies, the new one in its place is asked. None where `unless` has come true
-        when it is its turn."""
+        """The answer of one engine. Where it dies, the new one in its place is asked. None where `unless` is true when
+        the engine could be asked."""
         while True:
             self._revive()
             # `_restart` holds the lock, but waiting for a lock is no wait that `WaitList` knows of. So it is waited for
@@ -317,7 +318,7 @@ class EnginePool:
                     self._waits.check()
 
     def _agree(self) -> None:
-        """All engines serve one set of weights."""
+        """InvariantError where the engines do not all serve the same weights."""
         if len({e.served for e in self._engines}) != 1:
             raise InvariantError(
                 f"engines serve different weights: {', '.join(f'{e.name} {e.served}' for e in self._engines)}. Nothing"
@@ -347,8 +348,8 @@ class EnginePool:
                 if self._parcel is not None:
                     # A new process holds no base, so a delta would be of no use to it.
                     parcel = self._sender.whole(self._parcel.version)
-                    said = await self._answer(host.call("install", parcel), "the run", f"install of {engine.name}")
-                    engine.serves(parcel.version, said.served)
+                    answer = await self._answer(host.call("install", parcel), "the run", f"install of {engine.name}")
+                    engine.serves(parcel.version, answer.served)
                     # While new weights come, others may still serve the version before; `load` compares all of them at
                     # its end.
                     if not self._loads:
@@ -367,6 +368,7 @@ class EnginePool:
         self._notify()
 
     def _free(self, engine: PooledEngine) -> None:
+        """End the reservation of an engine."""
         engine.reserved = False
         self._notify()
 
@@ -387,6 +389,7 @@ class EnginePool:
             self._watching = attended(self._watch(), self._waits.lose)
 
     async def _answer(self, future: Future[T], owner: object, on: str, since: float | None = None) -> T:
+        """The result of a call to an engine. Owner and reason of the wait are recorded."""
         return await self._waits.until(asyncio.wrap_future(future), owner, on, since)
 
     async def _change(self, owner: object, on: str) -> None:
@@ -396,6 +399,7 @@ class EnginePool:
         await self._waits.until(waiter, owner, on)
 
     def _notify(self) -> None:
+        """Wake all that wait in `_change`."""
         # All are woken, and each looks again whether its own condition holds, as with a condition variable.
         waiting, self._changed = self._changed, []
         for waiter in [w for w in waiting if not w.done()]:

@@ -38,6 +38,7 @@ END_SECONDS = 10.0
 """Seconds that a process has to end after its connection was closed."""
 CANCEL, START = "cancel", "start"
 COMMAND = "from {module} import serve; serve({fd})  # {name}"
+"""The Python program of the process. The comment shows the engine's name in a list of processes."""
 
 
 # --- in the engine's process -----------------------------------------------------------------------------------------
@@ -55,6 +56,7 @@ def serve(fd: int) -> None:
 
 
 async def _serve(connection: Connection) -> None:
+    """Make the engine, then start a task for each call that comes. Calls run side by side."""
     loop, asked = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str, Any]]()
     # The start is pickled on its own inside of the message. So if it cannot be read here, because a module is missing,
     # the answer says so; the message itself always can.
@@ -69,12 +71,12 @@ async def _serve(connection: Connection) -> None:
     threading.Thread(target=_receive, args=(connection, loop, asked), daemon=True).start()
     calls = dict[int, asyncio.Task[None]]()
     while True:
-        number, method, given = await asked.get()
+        number, method, argument = await asked.get()
         if method == CANCEL:
-            if (task := calls.get(given)) is not None:
+            if (task := calls.get(argument)) is not None:
                 task.cancel()
             continue
-        calls[number] = loop.create_task(_answer(hosted, connection, number, method, given))
+        calls[number] = loop.create_task(_answer(hosted, connection, number, method, argument))
         calls[number].add_done_callback(lambda _, n=number: calls.pop(n))
 
 
@@ -91,6 +93,7 @@ async def _answer(hosted: WorkerMethods, connection: Connection, number: int, me
 
 
 def _send(connection: Connection, number: int, value: Any, last: EngineReport | BaseException | None) -> None:
+    """Send the answer to call `number`: its value with a report, or its error."""
     failed = isinstance(last, BaseException)
     message = (number, value, portable(last) if failed else None, None if failed else last)
     connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
@@ -228,15 +231,16 @@ class ProcessHost(CallingHost):
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             return f"it closed its connection and goes on as process {self.pid}{self._last_words()}"
-        how = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {_signal(-code)}"
-        return f"{how}{self._last_words()}"
+        end = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {_signal(-code)}"
+        return f"{end}{self._last_words()}"
 
     def _last_words(self) -> str:
-        read = self._calls.memory
+        """The last reading of the process's memory, and the last lines that it printed, as the end of a message."""
+        memory = self._calls.memory
         with contextlib.suppress(OSError):
             if lines := self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]:
-                return f"{read}. Its last words:\n" + "\n".join(lines)
-        return read
+                return f"{memory}. Its last words:\n" + "\n".join(lines)
+        return memory
 
     @property
     def _log(self) -> Path:
@@ -244,6 +248,7 @@ class ProcessHost(CallingHost):
 
 
 def _signal(number: int) -> str:
+    """The name of a signal, for a message."""
     try:
         name = signal.Signals(number).name
     except ValueError:

@@ -70,7 +70,7 @@ class PlayedElsewhere:
         return str(self.who or f"task {self.task.id!r}")
 
     def does(self, move: Move, told: int) -> None:
-        """Do a move, which is number `told` of its process, unless it was done before.
+        """Do a move to the conversation, unless it was done before. `told` is its number, from 0, in the present play.
 
         Raises:
             PlayedDifferentlyError: another one was done before.
@@ -275,7 +275,7 @@ class EnvironmentPool:
     async def _driven(self, process: EnvironmentProcess, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Do to the conversation what the process does, until the episode has ended there."""
         self._number += 1
-        number, host, told = self._number, process.host, 0
+        number, host, moves_done = self._number, process.host, 0
         # Two kinds of events: the process tells moves (`coming`, one question open at a time), and turns end here. A
         # turn that has ended is told to the process before its next moves are read.
         coming: asyncio.Future[list[Move]] | None = None
@@ -297,8 +297,8 @@ class EnvironmentPool:
                     continue
                 moves, coming = coming.result(), None
                 for move in moves:
-                    episode.does(move, told)
-                    told += 1
+                    episode.does(move, moves_done)
+                    moves_done += 1
                     if isinstance(move, TurnMove):
                         # Played again: the turn was said before, and is told at once instead of being asked.
                         if move.number in episode.said:
@@ -316,6 +316,7 @@ class EnvironmentPool:
     # --- processes ---------------------------------------------------------------------------------------------------
 
     def _revive(self) -> None:
+        """Begin to replace every process that has died."""
         for i, process in enumerate(self._processes):
             if process.host.died and (process.starting is None or process.starting.done()):
                 process.starting = attended(self._restart(i, process), self._waits.lose)
@@ -371,6 +372,7 @@ class EnvironmentPool:
 
 
 def _ended(move: EndedMove) -> EndedMove:
+    """The last move; raises the error with which its episode ended."""
     if move.error is not None:
         raise move.error
     return move

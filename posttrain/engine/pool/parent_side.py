@@ -30,8 +30,8 @@ class EngineHost(Protocol):
         ...
 
     def call(self, method: str, *given: Any) -> Future[Any]:
-        """Ask it (`worker_side.HostedEngine`). The future raises EngineDied where it dies first. Cancelling it cancels
-        the call there."""
+        """Call a method of the engine (`worker_side.HostedEngine`). The future raises EngineDied where the engine dies
+        first. Cancelling the future cancels the call in the engine."""
         ...
 
     def take_report(self) -> EngineReport:
@@ -140,7 +140,7 @@ class OpenCalls:
 
     @property
     def memory(self) -> str:
-        """Words about the memory of the process, for how it died."""
+        """The last reading of the process's memory, as the end of a message about its death; '' without a reading."""
         memory = self._report.memory
         return f"; its memory was {memory / 2**20:,.0f} MiB at the last reading" if memory else ""
 

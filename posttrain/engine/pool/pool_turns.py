@@ -45,8 +45,11 @@ class BusyTime:
 
 
 class BusyMeter:
-    """Counts from now on. It is to be told when each turn begins and ends, from any thread: an answer has come when it
-    is here, though the learner, which computes, takes it up later."""
+    """Counts how busy an engine is, from now on. `begin` and `end` tell it of each turn, from any thread.
+
+    A turn ends when its answer has come to this process. The learner may compute at that time and take the answer up
+    later.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +59,7 @@ class BusyMeter:
         self._counted = self._taken = BusyTime(0.0, 0.0, 0.0)
 
     def begin(self, turn: object, tokens: int) -> None:
-        """It has this turn from now on. `tokens`: that it computes for it at most."""
+        """The engine has this turn from now on, and computes at most `tokens` for it."""
         with self._lock:
             self._count()
             # A turn that is begun twice counts once.
@@ -64,30 +67,31 @@ class BusyMeter:
             self._open[turn] = tokens
 
     def end(self, turn: object) -> None:
-        """It has the turn no longer, if it had it."""
+        """The engine has this turn no longer. Nothing happens where it had not got it."""
         with self._lock:
             self._count()
             self._tokens -= self._open.pop(turn, 0)
 
     def clear(self) -> None:
-        """It has no turn."""
+        """The engine has no turn any more."""
         with self._lock:
             self._count()
             self._open, self._tokens = {}, 0
 
     def read(self) -> BusyTime:
-        """Since the meter was made."""
+        """Returns the counts since the meter was made."""
         with self._lock:
             self._count()
             return self._counted
 
     def take(self) -> BusyTime:
-        """Since the last call."""
+        """Returns the counts since the last call."""
         now, before = self.read(), self._taken
         self._taken = now
         return now - before
 
     def _count(self) -> None:
+        """Add the time since the last event to the counts."""
         now = time.monotonic()
         # The state since the last event was constant, so time and tokens x time of the interval can be added when the
         # next event comes.
@@ -149,20 +153,23 @@ class PooledEngine:
     """Held while weights are installed or a new process is started."""
     starting: asyncio.Task[None] | None = None
     foretold: tuple[np.ndarray, np.ndarray] | None = None
-    """Ids, and their log-probs as it computed them when it had loaded the weights that it serves; until asked for."""
+    """(ids, log-probs) that the engine computed when it loaded the weights that it serves; None once they were given.
+    """
     _sign: tuple[Future[Any], float] | None = None
     """The last question for a sign of life, and when it was asked."""
 
     def serves(
         self, version: int, served: str, probe: np.ndarray | None = None, scores: np.ndarray | None = None
     ) -> None:
-        """It has new weights, and caches nothing. `scores`: of the ids `probe`, as it computed them then."""
+        """The engine serves new weights, and has nothing cached. `scores` are the log-probs of the ids `probe` that it
+        computed with them."""
         self.version, self.served = version, served
         self.foretold = None if probe is None or scores is None else (probe, scores)
         self.beginnings.forget()
 
     def scored(self, ids: np.ndarray) -> np.ndarray | None:
-        """Log-probs of these ids that came with the weights it serves. They are given once: later ones are asked."""
+        """The log-probs of these ids that came with the weights that it serves; None where it has to be asked. They are
+        given once, so that later calls ask the engine."""
         known, self.foretold = self.foretold, None
         return known[1] if known is not None and np.array_equal(known[0], ids) else None
 
@@ -173,7 +180,7 @@ class PooledEngine:
         self.beginnings.forget()
 
     def rest(self) -> None:
-        """The event loop that asked it has ended, with all it waited for."""
+        """Forget turns, questions and locks: the event loop that used them has ended."""
         self.turns, self.busy, self.reserved, self.lock, self.starting = {}, 0, False, asyncio.Lock(), None
         self._sign = self.foretold = None
         self.meter.clear()
@@ -237,8 +244,8 @@ def summary(engines: Sequence[PooledEngine]) -> str:
 
 def unassigned(owners: Sequence[object], engines: Sequence[PooledEngine]) -> RoleRow:
     """The row of the turns that no engine has yet. `owners`: who waits for something."""
-    given = {t for e in engines for t in list(e.turns)}
-    turns = [o for o in owners if isinstance(o, PooledTurn) and o not in given]
+    taken = {t for e in engines for t in list(e.turns)}
+    turns = [o for o in owners if isinstance(o, PooledTurn) and o not in taken]
     return RoleRow(
         name="router",
         doing="holds turns back" if turns else "ready",

@@ -68,7 +68,10 @@ class WaitList:
             del self._waits[id(wait)]
 
     def look(self, every: float) -> str:
-        """To be called every so many seconds; returns what has stalled, as text, or ''."""
+        """Look whether a wait takes too long. Called about every `every` seconds.
+
+        Returns all waits as text where one takes longer than the time-out; '' where none does.
+        """
         now = time.monotonic()
         # The look came late, because the loop stood still. Nobody could be answered in that time, so every wait begins
         # later by as much. Up to twice the interval is usual.
@@ -97,13 +100,12 @@ class WaitList:
             raise self._lost
 
     def lose(self, error: Exception) -> None:
-        """Every wait raises this error, and `check` from now on. It may wait for a future or for a task, whose end
-        nobody else can set."""
+        """Every wait raises this error, and from now on `check` raises it too."""
         self._lost = self._lost or error
         for wait in self._waits.values():
             if not wait.future.done():
-                # The error is left beside the future, and the future is cancelled: a task takes no exception from
-                # outside.
+                # A wait may be for a task, and nobody can set an exception on a task from outside. So the error is
+                # left in the wait, and the future is cancelled.
                 wait.wrong = self._lost
                 wait.future.cancel()
 
@@ -123,28 +125,28 @@ def attended(work: Coroutine[Any, Any, None], lost: Callable[[Exception], None])
 def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> Future[T]:
     """Returns the future of a call that may never return. A thread makes the call, and the end of the process does not
     wait for it."""
-    found: Future[T] = Future()
+    future: Future[T] = Future()
 
     def work() -> None:
-        if not found.set_running_or_notify_cancel():
+        if not future.set_running_or_notify_cancel():
             return
         try:
-            found.set_result(function(*given, **named))
+            future.set_result(function(*given, **named))
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     # A daemon thread of its own, and no executor: Python waits for the threads of executors at its end.
     threading.Thread(target=work, name=f"call {function}", daemon=True).start()
-    return found
+    return future
 
 
 def aside(function: Callable[..., T], *given: Any) -> asyncio.Future[T]:
-    """The same for an event loop."""
+    """`in_thread`, as a future of the running event loop."""
     return asyncio.wrap_future(in_thread(function, *given))
 
 
 async def briefly(future: asyncio.Future[Any], seconds: float) -> None:
-    """Wait for it, for so many seconds at most. Raises what it raises."""
+    """Wait for the future, at most `seconds`. Raises what it raises."""
     ended, _ = await asyncio.wait([future], timeout=seconds)
     for one in ended:
         one.result()

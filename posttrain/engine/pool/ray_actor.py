@@ -25,7 +25,7 @@ AT_ONCE = 100_000
 LOOK_SECONDS = 2.0
 """Between two looks which nodes of the cluster live. Ray itself needs about 15 s to see that one is gone."""
 CLOSE_SECONDS = 10.0
-"""Within which Ray ends an actor, or the connection. It may never answer where its own processes are gone."""
+"""Seconds that Ray has to end an actor or the connection. Ray may never answer where its own processes are gone."""
 
 
 class RayEngine:
@@ -125,7 +125,7 @@ class NodeWatch:
     whoever waits is told. What was on another node has died, and starts elsewhere."""
 
     hosts: ClassVar[WeakSet[RayHost]] = WeakSet()
-    """All of this process."""
+    """All hosts of this process."""
     gone: ClassVar[str] = ""
     """The reason why nothing can be started; '' where there is none."""
 
@@ -137,6 +137,7 @@ class NodeWatch:
         threading.Thread(target=self._look, name="looks whether its node lives", daemon=True).start()
 
     def _look(self) -> None:
+        """What the thread runs: looks until the node is gone or the connection ends."""
         while not self.over.wait(LOOK_SECONDS) and not self.gone:
             with contextlib.suppress(Exception):  # asked again; a run that waits has its own deadline
                 if self._own in {n["NodeID"] for n in self._ray.nodes() if not n["Alive"]}:
@@ -156,6 +157,7 @@ def node_address() -> str:
 
 
 def no_cluster(address: str, error: Exception) -> ConfigError:
+    """The error for an address at which nothing answers."""
     return ConfigError(
         f"placement.address={address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or"
         " leave the address out"
@@ -163,8 +165,11 @@ def no_cluster(address: str, error: Exception) -> ConfigError:
 
 
 def no_entry(address: str, error: Exception) -> ConfigError:
-    """For an address that answers, where Ray does not get in. A cluster with a token looks like that: to an address
-    that is named Ray brings a token only where the environment says so."""
+    """The error for an address that answers, but to which Ray cannot connect.
+
+    A cluster that asks for a token looks like that: Ray sends a token to a named address only where the environment
+    says so.
+    """
     return ConfigError(
         f"placement.address={address}: something answers there, and Ray cannot connect to it ({error}). Where the"
         " cluster was started with a token (`ray start` says so), set RAY_AUTH_MODE=token and have the token in"
@@ -203,18 +208,18 @@ class RayHost(CallingHost):
             raise EngineError(NodeWatch.gone)
         super().__init__(name)
         self._ray = ray
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "num_cpus": 0 if cluster is None else cluster.cpus,
             "max_concurrency": AT_ONCE,
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
         }
         if cluster is None:
-            how["scheduling_strategy"] = "SPREAD"
+            options["scheduling_strategy"] = "SPREAD"
         elif cluster.group is not None:
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-            how["scheduling_strategy"] = PlacementGroupSchedulingStrategy(cluster.group, number)
-        self._actor: Any = ray.remote(RayEngine).options(**how).remote(start)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(cluster.group, number)
+        self._actor: Any = ray.remote(RayEngine).options(**options).remote(start)
         self._pid: int | None = None
         # The actor makes its engine within the first call, so errors of the start come back as this answer.
         self.started: Future[EngineFacts] = self.call("facts")
@@ -234,7 +239,7 @@ class RayHost(CallingHost):
         return future
 
     def lost(self, why: str) -> None:
-        """Whatever it was asked raises EngineDied."""
+        """All open calls raise EngineDied."""
         self._calls.die(why)
 
     def kill(self, why: str) -> None:
@@ -250,6 +255,7 @@ class RayHost(CallingHost):
             self._ray.cancel(ref)
 
     def _answered(self, number: int, done: Future[Any]) -> None:
+        """Ray has ended a call: pass on its answer, its error, or the loss of the actor."""
         try:
             value, error, report = done.result()
         # Cancelled at this side's wish: nobody waits.

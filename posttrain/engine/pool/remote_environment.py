@@ -27,7 +27,7 @@ from posttrain.system.errors import ConfigError
 
 @dataclass(frozen=True)
 class SeenMove:
-    """It wrote to a seat: `Seat.see`. Seat None is the trained one."""
+    """The environment wrote to a seat: `Seat.see`. Seat None is the trained one."""
 
     seat: str | None
     content: str | tuple[Message, ...]
@@ -45,7 +45,7 @@ class TurnMove:
 
 @dataclass(frozen=True)
 class GivenUpMove:
-    """It does not wait for this turn any more."""
+    """The environment does not wait for this turn any more."""
 
     number: int
 
@@ -60,7 +60,7 @@ class PaidMove:
 
 @dataclass(frozen=True)
 class LeftMove:
-    """`Talk.leave`. Two are equal whatever the state: it may change after it was set."""
+    """`Talk.leave`. Two of them compare as equal whatever their states, because a state may change after it was set."""
 
     state: Any = field(compare=False)
 
@@ -133,15 +133,15 @@ class PlayedTalk(PlayedSeat):
 
     async def turn(self, seat: str | None, most: int | None) -> Utterance:
         self._count += 1
-        # Two numbers: `asked` counts the turns of this seat, for its account, and `number` those of the episode, for
+        # Two numbers: `at_seat` counts the turns of this seat, for its account, and `number` those of the episode, for
         # the messages.
-        asked = self.account.asks(seat)
-        number, said = self._count, asyncio.get_running_loop().create_future()
-        self.turns[number] = said
+        at_seat = self.account.asks(seat)
+        number, coming = self._count, asyncio.get_running_loop().create_future()
+        self.turns[number] = coming
         self.tell(TurnMove(seat, most, number))
         try:
-            heard = await said
-            self.account.hears(seat, asked, heard)
+            heard = await coming
+            self.account.hears(seat, at_seat, heard)
             return heard
         except asyncio.CancelledError:
             # The environment has stopped waiting, by a time limit of its own for instance. The learner's side is told,

@@ -19,7 +19,7 @@ from posttrain.core.types import Message
 from posttrain.system.errors import InvariantError
 
 GIVEN_UP = ""
-"""In place of the digest of a turn: nobody waited for it any more, or it has not ended."""
+"""Stands in place of a turn's digest where nobody waited for the turn any more, or it has not ended."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,14 @@ class SeatAccount:
 
 @dataclass
 class TalkAccount:
-    """Is told what passes, and makes the account of it. A seat is known by its name; None is the trained one."""
+    """Makes the accounts of all seats of an episode from what passes over them. A seat is known by its name; None is
+    the trained one."""
 
     _written: dict[str | None, list[bytes]] = field(default_factory=dict[str | None, list[bytes]])
     _turns: dict[str | None, list[str]] = field(default_factory=dict[str | None, list[str]])
 
     def writes(self, seat: str | None, *what: Any) -> None:
+        """Something was written to a seat, or paid."""
         self._written.setdefault(seat, []).append(_digest(what))
 
     def asks(self, seat: str | None) -> int:
@@ -50,9 +52,11 @@ class TalkAccount:
         return len(turns) - 1
 
     def hears(self, seat: str | None, number: int, said: Utterance) -> None:
+        """Turn `number` of a seat has ended."""
         self._turns[seat][number] = _digest((said.text, str(said.stop), said.tokens)).hex()
 
     def made(self) -> Mapping[str | None, SeatAccount]:
+        """Returns the account of each seat so far."""
         return {
             seat: SeatAccount(
                 hashlib.blake2b(b"".join(self._written.get(seat, ())), digest_size=8).hexdigest(),
@@ -115,11 +119,11 @@ class AccountedTalk(AccountedSeat):
 def same_account(
     who: str, here: Mapping[str | None, SeatAccount], there: Mapping[str | None, SeatAccount] | None
 ) -> None:
-    """The conversation holds what its environment wrote and heard elsewhere, and nothing besides. A turn that the
-    environment gave up may have been said meanwhile.
+    """Check that a conversation holds what its environment wrote and heard elsewhere, and nothing besides. A turn that
+    the environment gave up may have been said meanwhile.
 
     Raises:
-        InvariantError: it does not.
+        InvariantError: the two accounts differ.
     """
     # A seat that one side never used equals one to which nothing was written.
     nothing = SeatAccount(hashlib.blake2b(digest_size=8).hexdigest(), ())

@@ -16,7 +16,7 @@ import numpy as np
 BLOCK = 16
 """Tokens of a block: engines share cached beginnings by whole blocks."""
 CALLS_AHEAD = 8
-"""By how many turns of the size of this one an engine may be ahead of the least busy one and still get it."""
+"""An engine may be ahead of the least busy one by this many turns of the present size, and still get the turn."""
 KEPT = 4096
 """Beginnings that are remembered of each engine."""
 
@@ -35,8 +35,8 @@ class EngineLoad:
 def choose(tokens: int, engines: Sequence[EngineLoad]) -> int | None:
     """The number of the engine for a turn of at most `tokens`; None where none is ready.
 
-    Of the engines that are at most `CALLS_AHEAD` such turns ahead of the least busy one, the one that has cached most
-    of it; of these the least busy one; of these the first.
+    Engines that are more than `CALLS_AHEAD` such turns ahead of the least busy one are left out. Of the others, the one
+    that has cached most of the turn's beginning is taken; among equals the least busy one, and then the first.
 
     >>> choose(10, [EngineLoad(30, 16), EngineLoad(0, 0)])
     0
@@ -69,15 +69,15 @@ class Beginnings:
 
     def cached(self, ids: np.ndarray) -> int:
         """Returns the number of first tokens of `ids` that the engine has computed."""
-        found = 0
+        known = 0
         for length, digest in _blocks(ids):
             if digest in self._known:
-                found = length
+                known = length
             # Each beginning was added together with its shorter ones, so the first unknown block ends the search. The
             # last piece may be shorter than a block and is known only to the turn that had exactly these ids.
             elif length % BLOCK == 0:
                 break
-        return found
+        return known
 
     def forget(self) -> None:
         self._known.clear()

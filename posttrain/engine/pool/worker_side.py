@@ -68,7 +68,7 @@ class EngineEnded(Exception):
 
 
 class WorkerMethods(Protocol):
-    """The object that answers calls in a process, by the names of its methods."""
+    """An object in a process that answers calls by the names of its methods."""
 
     async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
         """The value of one call, with a report where one is due."""

@@ -41,6 +41,7 @@ DTYPES = {
 }
 """The dtypes that a tensor of a parcel may have, by name."""
 WHOLE = "whole"
+"""The coding of a tensor whose own bytes are sent. All other codings are those of `delta`."""
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -125,6 +126,8 @@ def read_block(block: Buffer, transport: str, place: str) -> Parcel:
 
 
 def _refusal(place: str) -> Callable[..., ParcelDamageError]:
+    """Returns a function that makes the error of the block at this place, from the reason."""
+
     def refuse(why: str) -> ParcelDamageError:
         return ParcelDamageError(f"the block of weights at {place} cannot be read: {why}. Publish the weights again")
 
@@ -132,6 +135,7 @@ def _refusal(place: str) -> Callable[..., ParcelDamageError]:
 
 
 def _parcel(about: dict[str, Any], transport: str, place: str) -> Parcel:
+    """The parcel of a table. KeyError, TypeError or ValueError where a field is missing or of another type."""
     entries = tuple(ParcelEntry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in about["entries"])
     for e in entries:
         texts, numbers = (e.name, e.dtype, e.checksum, e.coding), (*e.shape, e.offset, e.size)

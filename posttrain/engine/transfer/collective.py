@@ -48,10 +48,10 @@ LOOPBACK = "127.0.0.1"
 GATHER = 1.0
 """Seconds from the first ticket of a version until those are called that have one."""
 CONNECT = 5.0
-"""Seconds in which those that were called must have found each other. Who died meanwhile never comes."""
+"""Seconds in which the members of a round must have found each other. A member that died meanwhile never comes."""
 LOOKS, OFTEN, SELDOM = 200, 0.001, 0.05
-"""First looks at the keys, seconds between two of them, and between two later ones. They are no waits of torch, which
-would write a warning to the terminal whenever one ends."""
+"""A wait looks at the keys again and again: LOOKS times every OFTEN seconds, then every SELDOM seconds. torch's own
+waits are not used, because torch writes a warning to the terminal whenever one of them ends."""
 ROUNDS = 10
 """Broken rounds after which a receiver gives up."""
 END = 1.0
@@ -151,9 +151,10 @@ class CollectiveSink:
         return None
 
     def end(self) -> None:
-        """Nobody comes any more."""
+        """End the thread and remove the keys of this version."""
         store = self._carrier.store
-        # The thread first, then the keys. What is left of them would stay in the store until the run ends.
+        # The thread first, because it may still set keys. Keys that are left would stay in the store until the run
+        # ends.
         self._over.set()
         self._thread.join(END)
         for key in [k for k in store.list_keys() if k.startswith(f"{self._number}/")]:
@@ -184,7 +185,7 @@ class CollectiveSink:
         return last
 
     def _round(self, keys: Any, tickets: Sequence[int]) -> None:
-        """One broadcast to these. Those that it does not reach come again."""
+        """One broadcast to the receivers with these tickets. Those that it does not reach take a new ticket."""
         # The first ticket names the round, and no two rounds have the same. The sender is rank 0.
         c, name, world = self._carrier, tickets[0], len(tickets) + 1
         for rank, ticket in enumerate(tickets, 1):
@@ -239,7 +240,8 @@ class CollectiveFetch:
     ) -> tuple[int, str]:
         """Take part in one round. Returns the first byte that did not come, and why; '' where all came.
 
-        The group must not outlive a round that broke: its end tells the others. So its error does not leave this call.
+        The group must end with a round that broke, because its end tells the other members. An error that left this
+        call would keep the call's variables alive, and with them the group. So the error is returned as text.
         """
         done = 0
         try:
@@ -311,6 +313,7 @@ def _buckets(block: bytearray, bucket: int) -> Iterator[tuple[int, torch.Tensor]
 
 
 def _store(address: str, seconds: float, listening: int | None = None) -> Any:
+    """A connection to the store of keys at this address. `listening`: the socket where this process holds the store."""
     host, _, port = address.rpartition(":")
     return C10D.TCPStore(
         host,
@@ -345,14 +348,14 @@ def _own_address(address: str) -> str:
 
 
 def _broadcast(group: Any, bucket: torch.Tensor, seconds: float) -> None:
-    how = C10D.BroadcastOptions()
-    how.rootRank, how.rootTensor, how.timeout = 0, 0, timedelta(seconds=seconds)
-    group.broadcast([bucket], how).wait(how.timeout)
+    options = C10D.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=seconds)
+    group.broadcast([bucket], options).wait(options.timeout)
 
 
 def _meet(group: Any, seconds: float) -> None:
     """Wait until all members of the group are here."""
     # A reduction ends at no member before all have come. A broadcast can end at the sender while others still read.
-    how = C10D.AllreduceOptions()
-    how.timeout = timedelta(seconds=seconds)
-    group.allreduce([torch.zeros(1)], how).wait(how.timeout)
+    options = C10D.AllreduceOptions()
+    options.timeout = timedelta(seconds=seconds)
+    group.allreduce([torch.zeros(1)], options).wait(options.timeout)

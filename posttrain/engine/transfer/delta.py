@@ -95,6 +95,7 @@ def _words(tensor: Tensor) -> np.ndarray:
 
 
 def _tensor(words: np.ndarray, like: Tensor) -> Tensor:
+    """The inverse of `_words`: a tensor of the dtype and shape of `like`."""
     return torch.from_numpy(words).view(like.dtype).reshape(like.shape)
 
 
@@ -105,6 +106,7 @@ def _folded(d: np.ndarray) -> np.ndarray:
 
 
 def _unfolded(z: np.ndarray) -> np.ndarray:
+    """The inverse of `_folded`."""
     # Unsigned, so that the shift to the right brings in a zero.
     unsigned = z.view(f"u{z.itemsize}")
     return (unsigned >> 1).view(z.dtype) ^ -(z & 1)
@@ -130,14 +132,14 @@ def _unsqueeze(data: memoryview, *wanted: np.dtype | int) -> list[np.ndarray]:
     stream = zlib.decompressobj(-15)
     try:
         # One byte more than is wanted: so a stream that holds more is seen, and never unpacked whole.
-        found = stream.decompress(data, size + 1)
+        unpacked = stream.decompress(data, size + 1)
     except zlib.error as problem:
         raise ValueError(f"its stream is damaged ({problem})") from problem
-    if len(found) != size or not stream.eof:
+    if len(unpacked) != size or not stream.eof:
         raise ValueError(f"its stream does not hold the {size:,} bytes that it should")
     out, at = list[np.ndarray](), 0
     for dtype, count in pairs:
-        planes = np.frombuffer(found, np.uint8, dtype.itemsize * count, at).reshape(dtype.itemsize, count)
+        planes = np.frombuffer(unpacked, np.uint8, dtype.itemsize * count, at).reshape(dtype.itemsize, count)
         out.append(np.ascontiguousarray(planes.T).view(dtype).reshape(-1))
         at += planes.size
     return out

@@ -55,7 +55,7 @@ class Parcel:
     base_digest: str = ""
     """The `digest` of the base."""
     followed: bool = False
-    """Whether deltas against this version may follow, so that a receiver keeps what it read."""
+    """Whether deltas against this version may follow. If so, a receiver keeps the tensors that it read."""
     audited: bool = True
     """Whether checksums cover every bit, and not only the rows of `spot`."""
 

@@ -24,14 +24,14 @@ from posttrain.engine.transfer.shared_folder import FILE, fetch_file
 from posttrain.engine.transfer.shared_memory import SHARED, fetch_shared
 
 FETCH: Mapping[str, Fetch] = {SHARED: fetch_shared, FILE: fetch_file, COLLECTIVE: CollectiveFetch()}
-"""How the block of a parcel is got at, by transport."""
+"""By transport: the function that fetches the block of a parcel."""
 
 
 class ParcelReceiver:
     """A `WeightReceiver` for parcels of all transports.
 
     Args:
-        fetch: how blocks are got at, by transport.
+        fetch: by transport, the function that fetches the block of a parcel.
     """
 
     def __init__(self, fetch: Mapping[str, Fetch] = FETCH) -> None:
@@ -55,12 +55,12 @@ class ParcelReceiver:
             )
         self._require_base(parcel)
         block = self._fetch[parcel.transport](parcel)
-        found = read_block(block, parcel.transport, parcel.place)
+        described = read_block(block, parcel.transport, parcel.place)
         # The parcel came by another way than the block, and each describes the tensors. If they differ, the block is
         # not the one that was announced, although it may be whole in itself.
-        if found != parcel:
+        if described != parcel:
             raise ParcelDamageError(
-                f"the block at {parcel.place} holds version {found.version} of {found.sender}, and version"
+                f"the block at {parcel.place} holds version {described.version} of {described.sender}, and version"
                 f" {parcel.version} of {parcel.sender} was announced there. Publish the weights again"
             )
         # All are read and checked before the first is handed out. `_last` and `_kept` change only after that, so a
@@ -71,19 +71,20 @@ class ParcelReceiver:
 
     def _require_base(self, parcel: Parcel) -> None:
         """ParcelBaseError where the parcel is a delta against other weights than those that were read last."""
-        held = self._last
+        last = self._last
         if parcel.base is None:
             return
         # By digest as well as by version: the same version may have been published twice, with other weights.
-        if held and held.followed and (held.version, held.digest) == (parcel.base, parcel.base_digest):
+        if last and last.followed and (last.version, last.digest) == (parcel.base, parcel.base_digest):
             return
-        has = "nothing" if held is None else f"version {held.version} ({held.digest[:8]})"
+        has = "nothing" if last is None else f"version {last.version} ({last.digest[:8]})"
         raise ParcelBaseError(
             f"version {parcel.version} is a delta against version {parcel.base} ({parcel.base_digest[:8]}), and this"
             f" engine holds {has}. Send it whole (`whole({parcel.version})` of the sender)"
         )
 
     def _tensor(self, block: Buffer, entry: ParcelEntry, parcel: Parcel) -> Tensor:
+        """The tensor of an entry, not checked yet: its bytes in the block, or the kept one with a delta applied."""
         if entry.coding == WHOLE:
             return tensor_of(block, entry)
         old = self._kept.get(entry.name)
@@ -100,10 +101,10 @@ class ParcelReceiver:
 
 def checked(tensor: Tensor, entry: ParcelEntry, parcel: Parcel) -> Tensor:
     """The tensor; ParcelDamageError where it is not the one that was sent."""
-    found = fingerprints([(entry.name, tensor)], parcel.spot)[entry.name]
-    if found != entry.checksum:
+    checksum = fingerprints([(entry.name, tensor)], parcel.spot)[entry.name]
+    if checksum != entry.checksum:
         raise ParcelDamageError(
-            f"tensor {entry.name!r} of version {parcel.version} arrived with checksum {found}, and {parcel.sender} sent"
-            f" {entry.checksum}. Nothing of this version is served; publish the weights again"
+            f"tensor {entry.name!r} of version {parcel.version} arrived with checksum {checksum}, and {parcel.sender}"
+            f" sent {entry.checksum}. Nothing of this version is served; publish the weights again"
         )
     return tensor

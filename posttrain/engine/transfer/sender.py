@@ -172,21 +172,21 @@ class ParcelSender:
         while True:
             with self._clock.of("sync/gather"):
                 # Over ranks the iterator itself brings the parts together, so its time is measured apart.
-                name, given = next(coming, (None, None))
-            if name is None or given is None:
+                name, incoming = next(coming, (None, None))
+            if name is None or incoming is None:
                 return
             if name in names:
                 raise ParcelError(f"tensor {name!r} was given twice. Give every weight once")
             names.add(name)
             with self._clock.of("sync/cast"):
-                tensor = served(name, given, self._dtype)
+                tensor = served(name, incoming, self._dtype)
             with self._clock.of("sync/reshard"):
                 tensor = tensor.cpu().contiguous()
                 checksum = fingerprints([(name, tensor)], parcel.spot)[name]
                 coding, data = encode(tensor, None if parcel.base is None else self._kept.get(name))
                 if self._deltas:
                     # Where nothing changed the old copy is kept on, and no second one is made.
-                    kept[name] = self._kept[name] if coding == SAME else _own(tensor, given)
+                    kept[name] = self._kept[name] if coding == SAME else _own(tensor, incoming)
             with self._clock.of("sync/transfer"):
                 sink.write(data, at, name)
             yield ParcelEntry(name, dtype_name(tensor), tuple(tensor.shape), at, checksum, coding, len(data))
@@ -199,19 +199,19 @@ def served(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     Raises:
         ParcelError: the dtype cannot be sent, or a finite weight is too large for float16.
     """
-    found = tensor.detach()
-    if dtype is not None and found.is_floating_point() and found.element_size() >= 2:
-        found = found.to(dtype)
+    converted = tensor.detach()
+    if dtype is not None and converted.is_floating_point() and converted.element_size() >= 2:
+        converted = converted.to(dtype)
         # bfloat16 has the range of float32. In float16 a large weight would become infinite; one that was infinite
         # before is no fault of the cast.
-        if dtype is torch.float16 and bool((found.isinf() & tensor.detach().isfinite()).any()):
+        if dtype is torch.float16 and bool((converted.isinf() & tensor.detach().isfinite()).any()):
             raise ParcelError(
                 f"tensor {name!r} has weights beyond {torch.finfo(dtype).max:g}, which float16 cannot hold. Serve"
                 " bfloat16"
             )
-    if found.dtype not in DTYPES.values():
-        raise ParcelError(f"tensor {name!r} is {found.dtype}, which cannot be sent: use {', '.join(DTYPES)}")
-    return found
+    if converted.dtype not in DTYPES.values():
+        raise ParcelError(f"tensor {name!r} is {converted.dtype}, which cannot be sent: use {', '.join(DTYPES)}")
+    return converted
 
 
 def _own(tensor: Tensor, given: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ from posttrain.system.files import Lock
 
 FILE = "file"
 NAME, PART = "*.weights", ".*.weights.part"
+"""Patterns of the names of whole blocks, and of blocks that are being written: `3-0f1e2d3c4b5a6978.weights`,
+`.3-0f1e2d3c4b5a6978.weights.part`."""
 
 
 class FolderCarrier:
@@ -132,6 +134,7 @@ def read_all(fd: int, size: int) -> bytearray:
 
 
 def _remove_left(folder: Path) -> None:
+    """Remove all blocks of a folder: those that an earlier sender left."""
     for path in (*folder.glob(NAME), *folder.glob(PART)):
         path.unlink(missing_ok=True)
 

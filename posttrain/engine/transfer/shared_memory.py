@@ -2,9 +2,10 @@
 
 - A block's name is drawn at random, and only its owner may open it.
 - It is written with `pwrite`, so that a full `/dev/shm` is an error and not a signal that kills the process.
-- It is removed by `remove`, by `close`, at the exit of the interpreter, and where the process is killed by the resource
-  tracker of `multiprocessing`, which outlives it. A tracker that many processes share ends with the last of them; so
-  each new sender also removes the blocks whose owner is gone (it holds a lock on them, which the kernel releases).
+- It is removed by `remove`, by `close`, or at the exit of the interpreter. Where the process is killed, the resource
+  tracker of `multiprocessing` removes it, since the tracker outlives the process. A tracker that many processes share
+  ends only with the last of them. So each new sender also removes the blocks whose owner is gone: an owner holds a lock
+  on its blocks, which the kernel releases when it ends.
 - A reader does not use `multiprocessing.shared_memory`: before Python 3.13 that registers the block with the reader's
   own tracker, which then removes it although it is in use. It maps the block for itself.
 """
@@ -33,6 +34,7 @@ from posttrain.engine.transfer.parcel import (
 SHARED = "shared"
 PREFIX = "/pt-weights-"
 NAME = re.compile(re.escape(PREFIX) + r"[\w-]{16}", re.ASCII)
+"""The name of a block: `/pt-weights-` and 16 random characters, such as `/pt-weights-Drmhze6EPcv0fN_8`."""
 FOLDER = "/dev/shm"
 """Where Linux lists the blocks. Elsewhere they cannot be listed, and orphans stay until the machine restarts."""
 _KIND = "shared_memory"
@@ -143,6 +145,7 @@ def _create() -> tuple[str, int]:
 
 
 def _remove(name: str, fd: int) -> None:
+    """Remove a block, and let the resource tracker forget it."""
     with contextlib.suppress(FileNotFoundError):
         shm_unlink(name)
     resource_tracker.unregister(name, _KIND)

@@ -36,30 +36,33 @@ class HotLoad:
 
     lora: Lora
     dtype: torch.dtype
-    """In which the engine holds the adapter: that of the model."""
+    """The dtype in which the engine holds the adapter: that of the model."""
     targets: list[str]
+    """The names by which PEFT and vLLM find the layers with an adapter."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the adapter's tensors, by the learner's names."""
     beneath: Mapping[str, str]
     """Digests of the weights beneath, by the learner's names."""
     served_beneath: Mapping[str, str]
-    """The same of what products can show of them: -0.0 counts as 0.0."""
+    """Digests of the weights beneath with every -0.0 as 0.0: a layer's products cannot tell these apart."""
     shape_beneath: Mapping[str, tuple[str, tuple[int, ...]]]
+    """(dtype, shape) of the weights beneath, by the learner's names."""
     tensors_beneath: Mapping[str, Tensor]
-    """The weights beneath themselves, which are the policy's: of several workers each serves parts of them."""
+    """The weights beneath, which are the policy's own tensors. Parts are cut out of them where there are several
+    workers, since each worker serves parts only."""
 
     @staticmethod
     def of(policy: Policy) -> HotLoad | None:
         """Returns the `HotLoad` of a policy; None where all weights train."""
         if policy.lora is None:
             return None
-        own = adapter_tensors(policy.module)
-        base = {n: t for n, t in named_tensors(policy.module) if n not in own}
+        adapter = adapter_tensors(policy.module)
+        base = {n: t for n, t in named_tensors(policy.module) if n not in adapter}
         return HotLoad(
             policy.lora,
             policy.dtype,
             target_names(policy.module),
-            {n: tuple(t.shape) for n, t in own.items()},
+            {n: tuple(t.shape) for n, t in adapter.items()},
             fingerprints(base.items()),
             fingerprints((n, without_negative_zeros(t)) for n, t in base.items()),
             {n: (_word(t.dtype), tuple(t.shape)) for n, t in base.items()},
@@ -91,37 +94,37 @@ class HotLoad:
     def refuse(self, missing: list[str]) -> None:
         """EngineError where some layers of the adapter have no place in the engine."""
         if missing:
-            words = ", ".join(dict.fromkeys(n.partition(".lora_")[0].rpartition(".")[2] for n in missing))
+            layers = ", ".join(dict.fromkeys(n.partition(".lora_")[0].rpartition(".")[2] for n in missing))
             raise EngineError(
-                f"vLLM serves no adapters on the layers {words} of this model ({len(missing)} tensors). Name others by"
+                f"vLLM serves no adapters on the layers {layers} of this model ({len(missing)} tensors). Name others by"
                 " model.lora.targets, or set engine=embedded"
             )
 
     def confirm(self, told: Sequence[Mapping[str, Any]], given: list[tuple[str, Tensor]]) -> str:
-        """The fingerprint of the learner's weights, which are those that the engine serves.
+        """Check what the engine serves. Returns the fingerprint of the learner's weights.
 
         Args:
             told: the digests that were read back, of each worker.
 
         Raises:
-            EngineError: the engine serves others.
+            EngineError: the engine serves other weights.
         """
         # What should be served is computed here again from what was given, not taken from the files that were written.
         adapter = {n: without_negative_zeros(t) for n, t in self.sent(given).items()}
 
-        def held(name: str) -> Tensor | None:
+        def expected(name: str) -> Tensor | None:
             """The tensor that should be served under a name."""
             beneath = self.tensors_beneath.get(name)
             return adapter.get(name) if beneath is None else without_negative_zeros(beneath)
 
         wanted = {**self.served_beneath, **fingerprints(adapter.items())}
-        found, which = served(told, held, wanted)
-        wrong = sorted(n for n, digest in wanted.items() if found.get(n) != digest)
+        read_back, workers = served(told, expected, wanted)
+        wrong = sorted(n for n, digest in wanted.items() if read_back.get(n) != digest)
         if wrong:
             kind = "adapter" if set(wrong) <= set(adapter) else "weights beneath the adapter"
             raise EngineError(
                 f"it serves another {kind} than was sent: {len(wrong)} tensors differ, such as {wrong[0]!r}"
-                f"{f' ({which})' if which else ''}. Set engine=embedded for this model"
+                f"{f' ({workers})' if workers else ''}. Set engine=embedded for this model"
             )
         # The fingerprint is that of the learner's own tensors, which the trainer compares with its own. That the engine
         # serves what follows from them is shown above.
@@ -146,8 +149,8 @@ def rank_for(lora: Lora) -> int:
 
 def write_base(policy: Policy, folder: Path) -> None:
     """Write the weights beneath the adapter beside the model's description, for the engine to read at its start."""
-    held = {n: t.detach().contiguous().cpu() for n, t in base_tensors(policy.module).items()}
-    save_file(held, folder / BASE, metadata={"format": "pt"})
+    weights = {n: t.detach().contiguous().cpu() for n, t in base_tensors(policy.module).items()}
+    save_file(weights, folder / BASE, metadata={"format": "pt"})
 
 
 def check_served(policy: Policy) -> None:
@@ -176,4 +179,5 @@ def without_negative_zeros(tensor: Tensor) -> Tensor:
 
 
 def _word(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -132,10 +132,10 @@ class VLLMEngine(VLLMSampler):
         Returns the fingerprint of the weights that vLLM's layers multiply with afterwards. Names and shapes are checked
         before anything is sent."""
         newer(version, self._version)
-        given = list(self._expected.checked(tensors))
+        tensors_to_load = list(self._expected.checked(tensors))
         future: Future[str] = Future()
         # The command only registers the update. `_run_once` carries it out when its time has come.
-        self._send(lambda: self._updates.append(lambda: self._update(version, given, future)))
+        self._send(lambda: self._updates.append(lambda: self._update(version, tensors_to_load, future)))
         return await self._answer(future, f"loading weights of version {version}")
 
     @property
@@ -156,6 +156,7 @@ class VLLMEngine(VLLMSampler):
     # --- on the caller's side -----------------------------------------------------------------------------------------
 
     def _send(self, command: Callable[[], None]) -> None:
+        """Put a command into the queue of the engine's thread. EngineError where the engine has failed."""
         if self._failure is not None:
             raise EngineError(f"{ROLE} has failed before: {self._failure}") from self._failure
         self._inbox.put(command)
@@ -164,21 +165,22 @@ class VLLMEngine(VLLMSampler):
         """The future's result. EngineError where the engine's thread has failed, or no step has
         ended within the timeout."""
         # Looked at again and again, since a thread that hangs or has died sets no future.
-        own = asyncio.wrap_future(future)
-        asked = time.monotonic()
+        in_loop = asyncio.wrap_future(future)
+        begun = time.monotonic()
         while True:
-            done, _ = await asyncio.wait([own], timeout=min(self._timeout, POLL))
+            done, _ = await asyncio.wait([in_loop], timeout=min(self._timeout, POLL))
             if done:
-                return own.result()
+                return in_loop.result()
             if self._failure is not None:
                 raise EngineError(f"{ROLE}: {what}: it has failed: {self._failure}") from self._failure
-            if time.monotonic() - max(self._last_activity, asked) > self._timeout:
+            if time.monotonic() - max(self._last_activity, begun) > self._timeout:
                 raise EngineError(
                     f"{ROLE}: {what}: no step has ended for {self._timeout:g} s; raise engine.timeout if the model is"
                     " that slow"
                 )
 
     def _in_loop(self, heard: TokenCallback | None) -> TokenCallback | None:
+        """The callback, to be called from the engine's thread: it then runs in this event loop."""
         if heard is None:
             return None
         loop = asyncio.get_running_loop()
@@ -243,6 +245,7 @@ class VLLMEngine(VLLMSampler):
         return True
 
     def _step(self) -> None:
+        """Run one step of vLLM and deliver its outputs."""
         begun = time.perf_counter()
         with quiet_compiler(self._eager):
             outputs = self._engine.step()
@@ -281,6 +284,7 @@ class VLLMEngine(VLLMSampler):
         asked.future.set_result(result)
 
     def _add(self, asked: _Turn) -> None:
+        """Give a turn to vLLM. While an update is pending it waits."""
         # Cancelled while the command was in the queue.
         if asked.future.cancelled():
             return
@@ -313,6 +317,7 @@ class VLLMEngine(VLLMSampler):
         )
 
     def _abort(self, asked: _Turn) -> None:
+        """Take a cancelled turn out of the waiting ones and out of vLLM."""
         if asked in self._waiting:
             self._waiting.remove(asked)
         for name in [n for n, a in self._asked.items() if a is asked]:
@@ -320,6 +325,7 @@ class VLLMEngine(VLLMSampler):
             self._engine.abort_request([name])
 
     def _score(self, ids: list[int], future: Future[np.ndarray]) -> None:
+        """Ask vLLM for the log-probs of a prompt. It also draws one token, which nobody reads."""
         from vllm.sampling_params import SamplingParams
 
         name = f"score-{next(self._names)}"
@@ -334,6 +340,7 @@ class VLLMEngine(VLLMSampler):
             future.set_exception(EngineError(f"{ROLE} cannot score: {error}"))
 
     def _deliver_score(self, future: Future[np.ndarray], output: Any) -> None:
+        """Give the log-probs of the prompt's tokens, but for the first, to who asked."""
         rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
         future.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
 

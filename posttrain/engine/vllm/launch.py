@@ -26,8 +26,8 @@ from posttrain.system.terminal_output import tell
 PARENT = "POSTTRAIN_PARENT"
 """Environment variable: process id of the run that started this server. The server ends with it."""
 FOLDER = "POSTTRAIN_FOLDER"
-"""Environment variable: the folder that such a run made for this server. The server removes it where the run has ended
-before it could."""
+"""Environment variable: the folder that the run made for this server. The server removes the folder where the run has
+ended without doing so."""
 NEEDED: dict[str, str | None] = {
     "--generation-config": "vllm",
     "--logprobs-mode": "processed_logprobs",
@@ -41,6 +41,7 @@ NEEDED: dict[str, str | None] = {
 GRACE = 10.0
 """Seconds that a server has to end by itself after the run that started it."""
 _PR_SET_PDEATHSIG = 1
+"""Linux: prctl's option by which the kernel sends this process a signal when its parent ends."""
 
 
 def arguments(given: Sequence[str]) -> list[str]:
@@ -60,9 +61,12 @@ def arguments(given: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def ending_with_parent() -> Iterator[None]:
-    """Inside, the kernel ends this process when the run that started it ends, in whatever way. Its folder goes too,
-    also where vLLM has not yet begun to handle the signal, and so do the processes that it has begun, also where it was
-    killed itself: Ray kills the children of an actor, and leaves what those have begun."""
+    """Inside, the kernel ends this process when the run that started it ends, in whatever way.
+
+    The server's folder is removed too, also where vLLM has not yet begun to handle the signal. The processes that the
+    server has begun are ended too, also where the server itself was killed. This is needed with Ray: it kills the
+    children of an actor, and leaves the processes that these have begun.
+    """
     parent, folder = os.environ.pop(PARENT, None), os.environ.pop(FOLDER, None)
     if parent is None or not sys.platform.startswith("linux"):
         yield
@@ -88,12 +92,14 @@ def ending_with_parent() -> Iterator[None]:
 
 
 def _end_after_server(server: int, parent: int, folder: str | None) -> None:
-    """Runs in a process of its own: when the server has ended, in whatever way, end what is left of its group. The
-    folder, which has the server's last words, goes when the run has removed it or has ended too."""
-    # Out of the group that it will end.
+    """Runs in a process of its own: when the server has ended, in whatever way, end what is left of its group.
+
+    The folder holds the server's log, which the run may still read. So it is removed only when the run has ended too.
+    """
+    # This process leaves the group that it will end.
     os.setsid()
-    # Blocked before the kernel is asked for SIGUSR1, so that a signal which comes at once waits for `sigwait`. The
-    # others are meant for the server, and must not end who cleans up after it.
+    # SIGUSR1 is blocked before the kernel is asked for it, so that a signal which comes at once waits for `sigwait`.
+    # The other signals are meant for the server, and must not end the process that cleans up after it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() == server:
@@ -116,8 +122,8 @@ def _end_after_server(server: int, parent: int, folder: str | None) -> None:
 
 
 def _end_after(parent: int, folder: str | None) -> None:
-    """Runs in a thread: end this process and those that it began where the signal was not enough. vLLM 0.32 that gets
-    one while it starts can wait for its engine for ever."""
+    """Runs in a thread: end this process and those that it began, where the signal was not enough. vLLM 0.32 can wait
+    for its engine for ever where it gets a signal while it starts."""
     while os.getppid() == parent:
         time.sleep(1.0)
     time.sleep(GRACE)

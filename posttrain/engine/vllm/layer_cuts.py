@@ -29,12 +29,15 @@ class CutMatrix:
     total: int
     """Rows or columns of the whole matrix."""
     begin: int
+    """The first row or column that this worker holds."""
     size: int
+    """How many it holds."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of the layer's tensor: rows (axis 0) or columns (1) of one matrix, or of several that are fused."""
+    """How a layer's tensor is cut among workers: into rows (axis 0) or columns (axis 1). The tensor is one matrix, or
+    several that are fused."""
 
     axis: int
     shards: tuple[CutMatrix, ...]
@@ -72,14 +75,14 @@ def cut_of(layer: Any, leaf: str) -> Cut | None:
         return _cut(count, 1, CutMatrix(layer.input_size, rank * n, n)) if leaf == "weight" else None
     if isinstance(layer, QKVParallelLinear):
         # With more workers than key-value heads, several neighbours hold the same head.
-        own, kv = rank, rank // layer.num_kv_head_replicas
+        query_rank, kv_rank = rank, rank // layer.num_kv_head_replicas
         sizes = [
-            (own, layer.num_heads, layer.total_num_heads, layer.head_size),
-            (kv, layer.num_kv_heads, layer.total_num_kv_heads, layer.head_size),
-            (kv, layer.num_kv_heads, layer.total_num_kv_heads, layer.v_head_size),
+            (query_rank, layer.num_heads, layer.total_num_heads, layer.head_size),
+            (kv_rank, layer.num_kv_heads, layer.total_num_kv_heads, layer.head_size),
+            (kv_rank, layer.num_kv_heads, layer.total_num_kv_heads, layer.v_head_size),
         ]
         return _cut(count, 0, *[CutMatrix(total * size, at * n * size, n * size) for at, n, total, size in sizes])
-    # Before ColumnParallelLinear, of which this class and that of queries, keys and values are kinds.
+    # Before ColumnParallelLinear, because MergedColumnParallelLinear and QKVParallelLinear are subclasses of it.
     if isinstance(layer, MergedColumnParallelLinear):
         return _cut(count, 0, *[CutMatrix(n, rank * (n // count), n // count) for n in layer.output_sizes])
     if isinstance(layer, ColumnParallelLinear):
@@ -91,8 +94,10 @@ def cut_of(layer: Any, leaf: str) -> Cut | None:
 
 
 def _cut(count: int, axis: int, *shards: CutMatrix) -> Cut | None:
+    """The cut among `count` workers; None for one worker."""
     return None if count == 1 else Cut(axis, shards)
 
 
 def _range(shard: CutMatrix, offset: int) -> tuple[int, int]:
+    """(begin, end) of this worker's part in a tensor where the matrix begins at `offset`."""
     return offset + shard.begin, offset + shard.begin + shard.size

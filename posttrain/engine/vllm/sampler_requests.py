@@ -27,7 +27,8 @@ ReadBack = list[tuple[str, str, list[int]]]
 NO_WEIGHTS = -1
 """Version of an engine without pushed weights. It refuses to generate."""
 NO_ADAPTER = -2
-"""The same where an adapter is pushed: it is first tried, as version -1 (`role.sync`)."""
+"""Version of such an engine where adapters are pushed. It lies below -1, because an adapter is first tried as version
+-1 (`role.sync`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +101,7 @@ def empty_version(policy: Policy) -> int:
 
 
 def newer(version: int, than: int) -> None:
+    """EngineError where `version` is not newer than the other one."""
     if version <= than:
         raise EngineError(f"weights of version {version} after version {than}: versions only increase")
 
@@ -137,8 +139,8 @@ class VLLMSampler:
 
 
 class UpdateGate:
-    """Many turns run at once, or one update. An update waits for the running turns, but for those that may stay, and
-    later turns wait for the update."""
+    """Lets many turns run at once, or one update. An update waits until the running turns have ended, except those that
+    may stay. Turns that come later wait for the update."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -149,7 +151,7 @@ class UpdateGate:
 
     @asynccontextmanager
     async def turn(self, stays: bool = False) -> AsyncIterator[None]:
-        """`stays`: it may go on during an update."""
+        """Inside, a turn runs. `stays`: it may go on during an update."""
         # `_updates` counts those that wait too: otherwise new turns could hold an update back for ever.
         await self._until(lambda: not self._updates)
         self.turns += 1
@@ -163,6 +165,7 @@ class UpdateGate:
 
     @asynccontextmanager
     async def update(self) -> AsyncIterator[None]:
+        """Inside, an update runs, and no turn but those that may stay."""
         self._updates += 1
         try:
             await self._until(lambda: self.turns == self._staying and not self._updating)
@@ -176,6 +179,7 @@ class UpdateGate:
             self._wake()
 
     async def _until(self, free: Callable[[], bool]) -> None:
+        """Wait until the condition is true."""
         while not free():
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)

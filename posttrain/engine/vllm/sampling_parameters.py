@@ -107,11 +107,11 @@ def _asked(s: Sampling, vocabulary: int) -> int:
     for, because a server counts the said token among them even where it is not one of them."""
     if s.top > vocabulary:
         raise EngineError(f"sampling.top={s.top} of a vocabulary of {vocabulary} tokens. Lower it to at most that")
-    kept = 0
+    for_kept_set = 0
     if s.truncated and not s.greedy:
         # top_p and min_p alone may keep any number of tokens.
-        kept = s.top_k + TIES if s.top_k else vocabulary
-    most = max(kept, s.top)
+        for_kept_set = s.top_k + TIES if s.top_k else vocabulary
+    most = max(for_kept_set, s.top)
     return min(vocabulary, most + 1) if most else 0
 
 
@@ -164,6 +164,7 @@ def said(a: Answer, s: Sampling, limit: int, end: Stop, limits: Capabilities) ->
 
 
 def _stop(a: Answer, s: Sampling, last: int, full: bool, end: Stop) -> Stop:
+    """Why the turn ended after its token `last`. `full`: it has as many tokens as it may have."""
     if a.finish == "stop" and last in (s.stop_ids or ()):
         return Stop.SAID
     if a.finish == "stop" and isinstance(a.why, str) and s.stop:
@@ -191,6 +192,7 @@ def _kept(row: dict[int, float], token: int, s: Sampling, limits: Capabilities) 
 
 
 def _top(row: dict[int, float], k: int) -> Top:
+    """The k most probable tokens at one position."""
     # Equal log-probs are ordered by id, so that the answer does not depend on the order in which they came.
     best = sorted(row.items(), key=lambda item: (-item[1], item[0]))[:k]
     if len(best) < k:

@@ -112,6 +112,7 @@ class SpawnedServer:
         return False
 
     def _wait(self) -> None:
+        """Wait until the server answers. EngineError where it ends before, or takes more than `START` seconds."""
         until = time.monotonic() + START
         while True:
             # A server that has ended is told at once, with its last words, and not after the whole time.
@@ -125,12 +126,14 @@ class SpawnedServer:
             time.sleep(0.2)
 
     def _log(self) -> str:
+        """The last lines of the server's log."""
         with contextlib.suppress(OSError):
             return "\n".join((self.folder / "log").read_text(errors="replace").splitlines()[-LOG_LINES:])
         return ""
 
 
 def _free_port() -> int:
+    """A port of this machine that nobody uses at this moment."""
     # Somebody else may take the port before the server does. Then the server ends, and `_wait` tells why.
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

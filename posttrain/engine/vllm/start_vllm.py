@@ -1,4 +1,8 @@
-"""Starting vLLM: its arguments for a model. What it changes in this process is restored."""
+"""Starts vLLM in this process, and makes its arguments and files for a model, for a server too.
+
+What vLLM changes in this process is restored. Numbers of workers that a model or this machine does not allow are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +35,8 @@ EXTENSION = "posttrain.engine.vllm.vllm_worker.ServedWeights"
 BACKEND = "posttrain"
 """Name of the weight transfer backend in vLLM's registry."""
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-"""Environment variable of vLLM for CPU. Left alone, each of its servers binds its threads to the same cores, and of
-several workers each wants a memory node (NUMA) of its own: they do not start without."""
+"""Environment variable of vLLM for CPU. Where it is not set, each server binds its threads to the same cores. Several
+workers then want a memory node (NUMA) each, and do not start where there are too few."""
 START = 600.0
 """Seconds vLLM may take to start."""
 
@@ -50,8 +54,8 @@ def limits(policy: Policy) -> Capabilities:
 
 def eos(policy: Policy) -> int | None:
     """The end token that vLLM takes from the tokenizer."""
-    own: Any = policy.tokenizer.eos_token_id
-    return own
+    end_token: Any = policy.tokenizer.eos_token_id
+    return end_token
 
 
 def describe(policy: Policy, folder: str) -> None:
@@ -88,7 +92,7 @@ def arguments(
         "enforce_eager": eager,
         "trust_remote_code": policy.remote_code,
         "disable_log_stats": True,
-        # Of vLLM itself; each request brings a seed of its own.
+        # The seed of vLLM itself. Each request has a seed of its own.
         "seed": 0,
         **several,
         **lora_arguments(policy.lora),
@@ -99,11 +103,11 @@ def workers_environment(workers: int, eager: bool) -> dict[str, str]:
     """Environment variables that vLLM's workers begin with, beside those of this process. They share its threads."""
     if workers == 1:
         return {}
-    found = {
+    variables = {
         BINDING: os.environ.get(BINDING, "nobind"),
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // workers)),
     }
-    return found | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})
+    return variables | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})
 
 
 def build(policy: Policy, slots: int, cache_bytes: int, eager: bool, workers: int = 1) -> Any:
@@ -236,10 +240,10 @@ def refuse_few(how: VLLM, placement: Placement) -> None:
         if (have := torch.cuda.device_count()) < how.workers:
             raise ConfigError(f"engine.workers={how.workers} need a GPU each, and this process sees {have}: lower it")
         return
-    own = 0 if isinstance(placement, Local) else placement.cores
-    if (have := own or cores()) < how.workers:
-        where = f"placement.cores={own} gives an engine" if own else "this process may use"
+    given_cores = 0 if isinstance(placement, Local) else placement.cores
+    if (have := given_cores or cores()) < how.workers:
+        where = f"placement.cores={given_cores} gives an engine" if given_cores else "this process may use"
         raise ConfigError(
             f"engine.workers={how.workers} need a core each, because they spin while they wait for each other, and"
-            f" {where} {have}: lower engine.workers{', or raise placement.cores' if own else ''}"
+            f" {where} {have}: lower engine.workers{', or raise placement.cores' if given_cores else ''}"
         )

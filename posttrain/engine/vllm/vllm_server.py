@@ -84,7 +84,7 @@ class VLLMServer(VLLMSampler):
         servers of others."""
         self._patience = replace(endpoint.patience, answer=timeout)
         self._name = uuid4().hex
-        """In the names of what it writes into a folder that others may share."""
+        """A part of the names of its files, because others may write into the same folder."""
         self._gate = UpdateGate()
         self._checked = False
 
@@ -108,14 +108,14 @@ class VLLMServer(VLLMSampler):
                 "sampling_params": fields(o.sampling, o.place, o.limit, self._limits),
                 **self._model(),
             }
-            told = await self._post("/inference/v1/generate", body, again=True)
+            reply = await self._post("/inference/v1/generate", body, again=True)
             self._counters.spent("engine/turn", begun)
         try:
-            choice = told["choices"][0]
+            choice = reply["choices"][0]
             rows = [_row(entry) for entry in choice["logprobs"]["content"]]
             spans = [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or ()]
             answer = Answer(choice["token_ids"], rows, choice["finish_reason"], choice["stop_reason"], spans)
-            cached = (told["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            cached = (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         except (KeyError, TypeError, IndexError) as error:
             raise self._broken(f"its answer lacks {error}: is it vLLM 0.32 or newer?") from error
         result = said(answer, o.sampling, o.limit, o.end, self._limits)
@@ -134,9 +134,9 @@ class VLLMServer(VLLMSampler):
             **self._model(),
         }
         async with self._gate.turn():
-            told = await self._post("/inference/v1/generate", body, again=True)
+            reply = await self._post("/inference/v1/generate", body, again=True)
         try:
-            rows = told["prompt_logprobs"][1:]
+            rows = reply["prompt_logprobs"][1:]
             return np.array(
                 [row[str(i)]["logprob"] for i, row in zip(body["token_ids"][1:], rows, strict=True)], np.float32
             )
@@ -195,17 +195,19 @@ class VLLMServer(VLLMSampler):
         return staged.fingerprint_served(await self._told(self._expected.wanted()))
 
     async def _told(self, wanted: ReadBack) -> list[dict[str, Any]]:
-        """Returns the answer of each worker about the tensors that it computes with, once nothing of before is
-        cached."""
+        """Empty the cache, then return what each worker answers about the tensors that it computes with."""
         await self._empty_cache()
-        told = await self._call("posttrain_digests", json.dumps(wanted))
-        for error in [one["error"] for one in told if "error" in one]:
+        answers = await self._call("posttrain_digests", json.dumps(wanted))
+        for error in [one["error"] for one in answers if "error" in one]:
             raise self._broken(error)
-        return told
+        return answers
 
     async def _load_adapter(self, hot: HotLoad, name: str, version: int, given: list[tuple[str, Any]]) -> str:
-        """Load the files of an adapter in the place of the last one. Its name is new, because the prefix cache has it
-        in its keys. The server keeps one adapter, so the last one leaves its memory."""
+        """Load the files of an adapter in the place of the last one.
+
+        The adapter's name is new, because it is part of the keys of the prefix cache. The server keeps one adapter, so
+        the last one is unloaded.
+        """
         path, last = self._share / name, self._adapter
         self._share.mkdir(parents=True, exist_ok=True)
         try:
@@ -221,6 +223,7 @@ class VLLMServer(VLLMSampler):
         return hot.confirm(await self._told(hot.wanted()), given)
 
     async def _empty_cache(self) -> None:
+        """Empty the server's prefix cache. With `inflight` running turns compute their keys and values again."""
         path = f"/reset_prefix_cache?reset_running_requests={str(self.inflight).lower()}"
         for _ in range(EMPTY_TRIES):
             if (await self._post(path, None, again=True))["success"]:
@@ -255,15 +258,15 @@ class VLLMServer(VLLMSampler):
                 f" {START_ADVICE}"
             )
         if self._hot is not None:
-            told = await self._call("posttrain_places", json.dumps(list(self._hot.shapes)))
-            self._hot.refuse(told[0]["missing"])
+            places = await self._call("posttrain_places", json.dumps(list(self._hot.shapes)))
+            self._hot.refuse(places[0]["missing"])
         self._checked = True
 
     async def _call(self, method: str, *args: str, of_all: bool = True) -> list[dict[str, Any]]:
         """Call a method of `vllm_worker.ServedWeights` on each of the server's workers. With `of_all` there must be as
         many answers as workers were asked for."""
         try:
-            told = await self._post(
+            reply = await self._post(
                 "/collective_rpc", {"method": method, "args": list(args), "timeout": self._patience.answer}, again=True
             )
         except EndpointError as error:
@@ -272,7 +275,7 @@ class VLLMServer(VLLMSampler):
                     f"engine.url={self._endpoint.url}: this server has no remote calls; {START_ADVICE}"
                 ) from error
             raise
-        results = (told or {}).get("results") or []
+        results = (reply or {}).get("results") or []
         right = len(results) == self._workers if of_all else bool(results)
         if not right or not all(isinstance(one, dict) for one in results):
             raise self._broken(
@@ -296,6 +299,7 @@ class VLLMServer(VLLMSampler):
             raise
 
     def _broken(self, why: str) -> EndpointError:
+        """The error of a server that answers something else than vLLM does."""
         return EndpointError(f"{ROLE} ({self._endpoint.url}): {why}", ROLE, None)
 
     def _model(self) -> dict[str, str]:
@@ -310,5 +314,5 @@ class VLLMServer(VLLMSampler):
 
 def _row(entry: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     """(ids, log-probs) of one token, the said one first."""
-    own = [entry, *(t for t in entry["top_logprobs"] if t["token_id"] != entry["token_id"])]
-    return [t["token_id"] for t in own], [t["logprob"] for t in own]
+    tokens = [entry, *(t for t in entry["top_logprobs"] if t["token_id"] != entry["token_id"])]
+    return [t["token_id"] for t in tokens], [t["logprob"] for t in tokens]

@@ -74,12 +74,12 @@ class DirectLoad(WeightTransferEngine[DirectInit, DirectUpdate]):
         setattr(self.model, _ZEROS, {})
 
     def receive_weights(self, update_info: DirectUpdate) -> None:
-        given = update_info.tensors if update_info.path is None else _read(Path(update_info.path))
+        sent = update_info.tensors if update_info.path is None else _read(Path(update_info.path))
         zeros = getattr(self.model, _ZEROS)
-        for name, tensor in given:
+        for name, tensor in sent:
             if tensor.is_floating_point() and bool((where := (tensor == 0) & tensor.signbit()).any()):
                 zeros[name] = where
-        self.model.load_weights(iter(given))
+        self.model.load_weights(iter(sent))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -93,6 +93,7 @@ class DirectLoad(WeightTransferEngine[DirectInit, DirectUpdate]):
 
 
 def _read(path: Path) -> list[tuple[str, Tensor]]:
+    """All tensors of a safetensors file."""
     with safe_open(path, framework="pt") as file:
         return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
 
@@ -118,11 +119,13 @@ class ServedWeights:
         }
 
     def posttrain_digests(self, wanted: str) -> dict[str, Any]:
-        """{"digests": the digest of each served tensor}, under the names, dtypes and shapes of the learner. Of a tensor
-        that is cut among workers it is that of this worker's part, and "parts" has which part that is.
+        """{"digests": name -> digest of each served tensor, "parts": name -> this worker's part of a cut tensor}.
+
+        Tensors are recovered under the names, dtypes and shapes of the learner. The digest of a tensor that is cut
+        among workers is that of this worker's part. Returns {"error": why} where a tensor cannot be recovered.
 
         Args:
-            wanted: JSON list of [name, dtype, shape]. Returns {"error": ...} where a tensor cannot be recovered.
+            wanted: JSON list of [name, dtype, shape].
         """
         reader = _TensorReader(self.get_model(), json.loads(wanted))  # type: ignore[attr-defined]
         try:
@@ -132,7 +135,7 @@ class ServedWeights:
         return {"digests": digests, "parts": {name: part.plain() for name, part in reader.parts.items()}}
 
     def posttrain_places(self, names: str) -> dict[str, Any]:
-        """{"missing": those tensors of an adapter, of a JSON list of names, for which no layer has a place}."""
+        """{"missing": the tensors of an adapter for which no layer has a place}. `names`: JSON list of its tensors."""
         reader = _TensorReader(self.get_model(), [])  # type: ignore[attr-defined]
         return {"missing": [n for n in json.loads(names) if reader.stack(n) is None]}
 
@@ -157,10 +160,11 @@ class _TensorReader:
         """Parts of the tensors of which this worker holds only a part, by name."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        found = [(name, self._tensor(name, dtype, shape)) for name, (dtype, shape) in self._wanted.items()]
+        """(name, values) of every wanted tensor, or of this worker's part of it (`parts`)."""
+        read = [(name, self._tensor(name, dtype, shape)) for name, (dtype, shape) in self._wanted.items()]
         if self._adapted:
             self._check_others()
-        return found
+        return read
 
     def stack(self, name: str) -> Tensor | None:
         """[rows, columns]: the room for a tensor of the one adapter that is served; None where there is none."""
@@ -184,7 +188,8 @@ class _TensorReader:
         return module, None
 
     def _adapter_part(self, name: str) -> WorkerPart | None:
-        """A is cut where the layer's input is, B where its output is. None: this worker holds all of it."""
+        """This worker's part of an adapter's tensor; None: it holds all of it. A is cut with the layer's input, that is
+        where the weight is cut by columns; B is cut with the output, where it is cut by rows."""
         named = ADAPTER.fullmatch(name)
         module, index = self._place(named[1]) if named else (None, None)
         cut = None if module is None else cut_of(getattr(module, "base_layer", module), "weight")
@@ -192,7 +197,7 @@ class _TensorReader:
         return None if cut is None or named is None or named[2] != cut_one else cut.part(index)
 
     def _adapter(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of the adapter. Beside it, its room holds zeros."""
+        """The values of an adapter's tensor. The rest of the room that vLLM keeps for it must hold zeros."""
         whole = self.stack(name)
         if (part := self._adapter_part(name)) is not None:
             self.parts[name], shape = part, part.shape(shape)
@@ -219,22 +224,26 @@ class _TensorReader:
                     raise LookupError(f"vLLM's layer {path} adds an adapter's output, and none was sent for it")
 
     def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The values of a tensor, or of this worker's part of it, in the learner's dtype. LookupError where that dtype
+        cannot hold them, or the shapes differ."""
         adapter = ADAPTER.fullmatch(name) is not None
         value = self._adapter(name, shape) if adapter else self._value(name, shape)
         part = self.parts.get(name)
-        if tuple(value.shape) != (own := shape if part is None else part.shape(shape)):
-            raise LookupError(f"{name} is {own} in the learner and {tuple(value.shape)} in vLLM")
+        if tuple(value.shape) != (wanted_shape := shape if part is None else part.shape(shape)):
+            raise LookupError(f"{name} is {wanted_shape} in the learner and {tuple(value.shape)} in vLLM")
         # The dtypes may differ where one holds the other's numbers exactly; turning the value back shows whether it
         # does.
-        same = value.to(dtype)
-        if same.dtype != value.dtype and not torch.equal(same.to(value.dtype), value):
+        in_dtype = value.to(dtype)
+        if in_dtype.dtype != value.dtype and not torch.equal(in_dtype.to(value.dtype), value):
             raise LookupError(f"{name} is {dtype} in the learner; vLLM serves it in {value.dtype} with other values")
         if name in self._zeros:
             # What the product gives as 0 is given the sign that was sent. Only zeros: a weight that is not 0 there
             # stays wrong, and the digest tells.
             zeros = self._zeros[name] if part is None else part.of(self._zeros[name])
-            same = torch.where(zeros.to(same.device) & (same == 0), -0.0, same)
-        return same + 0.0 if self._adapted and same.is_floating_point() else same  # see HotLoad.served_beneath
+            in_dtype = torch.where(zeros.to(in_dtype.device) & (in_dtype == 0), -0.0, in_dtype)
+        return (
+            in_dtype + 0.0 if self._adapted and in_dtype.is_floating_point() else in_dtype
+        )  # see HotLoad.served_beneath
 
     def _value(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns the values of a tensor that this worker holds; `parts` then says which part that is."""
@@ -274,7 +283,7 @@ class _TensorReader:
         )
 
     def _plain(self, path: str) -> nn.Module | None:
-        """The module at a path, without what vLLM puts around a layer that may have an adapter."""
+        """The module at a path. Of a layer that vLLM has wrapped for adapters it is the layer inside."""
         module = self._modules.get(path)
         return getattr(module, "base_layer", module)
 
@@ -284,6 +293,7 @@ class _TensorReader:
         return self._wanted[name][1][0]
 
     def _leaf(self, module: nn.Module, leaf: str) -> Tensor:
+        """A module's weight or bias, as the module multiplies with it."""
         if leaf == "weight" and isinstance(module, LinearBase | ParallelLMHead) and _packed(module):
             return _multiplied(module)
         return getattr(module, leaf).detach()
@@ -323,8 +333,8 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 def _end_with(engine: Any) -> None:
-    """End this worker with the process of its engine. vLLM's worker looks for that between two calls only, and inside
-    of one it can spin for ever, where the worker that it waits for was killed too."""
+    """End this worker when the process of its engine has ended. vLLM's worker looks for that only between two calls.
+    Inside of a call it can spin for ever, where another worker that it waits for was killed too."""
     engine.join()
     time.sleep(GRACE)
     os._exit(1)

@@ -62,10 +62,10 @@ class Updates:
         if not engine.reset_prefix_cache(reset_running_requests=running):
             raise EngineError("its prefix cache could not be emptied")
         engine.set_weight_version(str(version))
-        told = self._ask("posttrain_digests", (hot or self._expected).wanted())
+        answers = self._ask("posttrain_digests", (hot or self._expected).wanted())
         if hot is not None:
-            return hot.confirm(told, given)
-        return fingerprint_served(told, dict(given).get, lambda: fingerprints(given))
+            return hot.confirm(answers, given)
+        return fingerprint_served(answers, dict(given).get, lambda: fingerprints(given))
 
     def _send_files(self, given: list[tuple[str, Tensor]]) -> None:
         """Files in memory, one bucket at a time: each worker maps them and takes its own part of every tensor."""
@@ -78,8 +78,8 @@ class Updates:
                 path.unlink()
 
     def _load_adapter(self, version: int, hot: HotLoad, given: list[tuple[str, Tensor]]) -> None:
-        """Load the adapter in the place of the last one. Its name and the path of its files are new, because the prefix
-        cache has both in its keys."""
+        """Load the adapter in the place of the last one. Its name and the path of its files are new, because both are
+        parts of the keys of the prefix cache."""
         from vllm.lora.request import LoRARequest
 
         last = self.adapter
@@ -92,14 +92,14 @@ class Updates:
                 raise EngineError("it did not take the adapter")
         if last is not None:
             self._engine.remove_lora(last.lora_int_id)
-        # Asked of the engine, because it may keep adapters in a cache of its own.
-        if (held := set(self._engine.list_loras())) != {number}:
-            raise EngineError(f"it holds the adapters {sorted(held)}, and should hold number {number} alone")
+        # The engine is asked which adapters it holds, because it may keep some in a cache of its own.
+        if (adapters := set(self._engine.list_loras())) != {number}:
+            raise EngineError(f"it holds the adapters {sorted(adapters)}, and should hold number {number} alone")
 
     def _ask(self, method: str, argument: Any) -> list[dict[str, Any]]:
         """Returns the answers of a method of `vllm_worker.ServedWeights`, one of each worker."""
-        told = self._engine.collective_rpc(method, args=(json.dumps(argument),))
-        for one in told:
+        answers = self._engine.collective_rpc(method, args=(json.dumps(argument),))
+        for one in answers:
             if "error" in one:
                 raise EngineError(one["error"])
-        return told
+        return answers

@@ -38,6 +38,7 @@ class WorkerPart:
         return sum(end - begin for begin, end in self.ranges)
 
     def of(self, whole: Tensor) -> Tensor:
+        """This part of a whole tensor."""
         pieces = [whole.narrow(self.axis, begin, end - begin) for begin, end in self.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.axis)
 
@@ -58,45 +59,46 @@ class WorkerPart:
 def served(
     told: Sequence[Mapping[str, Any]], sent: Callable[[str], Tensor | None], whole: Mapping[str, str]
 ) -> tuple[dict[str, str], str]:
-    """The digest of each tensor that the workers serve together, and words about what is not as it was sent.
+    """(the digest of each tensor that the workers serve together, words about what differs from what was sent).
 
     Args:
         told: what `vllm_worker.ServedWeights.posttrain_digests` answered, one for each worker.
         sent: the tensor of a name as it was sent; None where none was.
         whole: the digests of the tensors that were sent.
 
-    Returns: digests that equal those of `whole` where all is well; the words are '' then. One worker's digests are
-        returned as they are.
+    Returns: where all is well, the digests of `whole` and ''. The digests of a single worker are returned as they are.
     """
     if len(told) == 1:
         return dict(told[0]["digests"]), ""
     parts = [{n: WorkerPart.read(p) for n, p in one["parts"].items()} for one in told]
-    found, wrong = dict[str, str](), dict[int, list[str]]()
+    digest_of_tensor, wrong = dict[str, str](), dict[int, list[str]]()
     # What each worker should have told, computed from what was sent by the parts that the worker itself names. That
     # these parts leave no gap is checked apart, or a worker that names an empty part would always be right.
-    wanted = [_wanted(one["digests"], own, sent, whole) for one, own in zip(told, parts, strict=True)]
+    expected = [
+        _wanted(one["digests"], parts_of_worker, sent, whole) for one, parts_of_worker in zip(told, parts, strict=True)
+    ]
     for name in told[0]["digests"]:
         digests = [one["digests"][name] for one in told]
         for worker, digest in enumerate(digests):
-            if digest != wanted[worker].get(name):
+            if digest != expected[worker].get(name):
                 wrong.setdefault(worker, []).append(name)
-        same = all(digest == w.get(name) for digest, w in zip(digests, wanted, strict=True))
+        same = all(digest == w.get(name) for digest, w in zip(digests, expected, strict=True))
         tensor = sent(name)
-        if tensor is not None and not _whole([own.get(name) for own in parts], tensor.shape):
+        if tensor is not None and not _whole([parts_of_worker.get(name) for parts_of_worker in parts], tensor.shape):
             raise EngineError(f"no worker of vLLM serves some rows or columns of {name!r}: set engine.workers=1")
-        found[name] = whole[name] if same else f"parts {' '.join(digests)}"
-    return found, "; ".join(_words(worker, len(told), names) for worker, names in sorted(wrong.items()))
+        digest_of_tensor[name] = whole[name] if same else f"parts {' '.join(digests)}"
+    return digest_of_tensor, "; ".join(_words(worker, len(told), names) for worker, names in sorted(wrong.items()))
 
 
 def fingerprint_served(
     told: Sequence[Mapping[str, Any]], sent: Callable[[str], Tensor | None], whole: Callable[[], Mapping[str, str]]
 ) -> str:
-    """The fingerprint of what the workers serve together. Where some do not serve what was sent, words beside it say
-    which, so that it equals no other.
+    """The fingerprint of what the workers serve together. Where some do not serve what was sent, words behind it name
+    them, so that the text equals no fingerprint.
 
     Args:
         told, sent: as in `served`.
-        whole: the digests of the tensors that were sent. Asked for where there are several workers.
+        whole: returns the digests of the tensors that were sent. It is called only where there are several workers.
     """
     digests, wrong = served(told, sent, whole() if len(told) > 1 else {})
     return digest_of(digests) + (f" ({wrong})" if wrong else "")
@@ -123,40 +125,41 @@ def _whole(parts: Sequence[WorkerPart | None], shape: Sequence[int]) -> bool:
     tensor."""
     if None in parts:
         return True
-    held = [part for part in parts if part is not None]
-    if len({part.axis for part in held}) != 1:
+    cut_parts = [part for part in parts if part is not None]
+    if len({part.axis for part in cut_parts}) != 1:
         return False
     end = 0
     # `end`: up to here everything is held. Parts may overlap, where heads are copied to several workers.
-    for begin, upto in sorted(r for part in held for r in part.ranges):
+    for begin, upto in sorted(r for part in cut_parts for r in part.ranges):
         if begin > end:
             return False
         end = max(end, upto)
-    return end == shape[held[0].axis]
+    return end == shape[cut_parts[0].axis]
 
 
 def _words(worker: int, count: int, names: Sequence[str]) -> str:
+    """Says which tensors a worker serves otherwise than they were sent."""
     return f"worker {worker} of {count} serves {len(names)} tensors otherwise than they were sent, such as {names[0]!r}"
 
 
 def buckets(given: Iterable[tuple[str, Tensor]], most: int = 0) -> Iterator[dict[str, Tensor]]:
     """The tensors in their order, at most so many bytes at once (0: `BUCKET`), on the CPU."""
-    most, held, size = most or BUCKET, dict[str, Tensor](), 0
+    most, bucket, size = most or BUCKET, dict[str, Tensor](), 0
     for name, tensor in given:
-        if held and size + tensor.nbytes > most:
-            yield held
-            held, size = {}, 0
-        held[name] = tensor.contiguous().cpu()
+        if bucket and size + tensor.nbytes > most:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor.contiguous().cpu()
         size += tensor.nbytes
-    if held:
-        yield held
+    if bucket:
+        yield bucket
 
 
 class StagedTensors:
     """The tensors of one version in safetensors files, until `remove`.
 
     Args:
-        name: with which the names of its files begin; nobody else's files in the folder do.
+        name: the beginning of the names of its files. No other files in the folder begin with it.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -169,8 +172,11 @@ class StagedTensors:
         self._digests: dict[str, str] = {}
 
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write them, a bucket at a time. Nothing else runs meanwhile: the ranks that give their parts wait for each
-        other, and would take another order for the next part."""
+        """Write the tensors, a bucket at a time.
+
+        Nothing else may run in this process meanwhile. The tensors may come from several ranks, which wait for each
+        other: another order to them would be taken for the next part.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         for bucket in buckets(tensors):
             path = self._folder / f"{self._name}-{len(self.files)}.safetensors"

@@ -52,10 +52,12 @@ class Blocks:
 
     def fits(self, n: int) -> bool:
         """Returns whether `n` more blocks can be taken, if spare ones are evicted."""
-        # The first test is cheap and mostly enough. `in_use` has to count the spare blocks, which could be evicted.
+        # The first test is cheap, and mostly true. The second one counts all blocks: `in_use` leaves out the spare
+        # ones, which could be evicted.
         return n <= self.free + self.most - self.capacity or n <= self.most - self.in_use
 
     def owners(self, block: int) -> int:
+        """How many own a share of the block: sequences, prompts, and the prefix tree."""
         return int(self._count[block])
 
     def grow(self, capacity: int) -> None:

@@ -106,7 +106,7 @@ class CachedModel:
         """[B, V]"""
         if self._rows is None:
             return self.read_out.logits(hidden)
-        # The bits of a product may depend on its number of rows, so there are always as many.
+        # The bits of a product may depend on its number of rows, so that number is the same in every call.
         padded = hidden.new_zeros((self._rows, hidden.shape[1]))
         padded[: len(hidden)] = hidden
         return self.read_out.logits(padded)[: len(hidden)]
@@ -115,12 +115,12 @@ class CachedModel:
     def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: log-probs of ids[1:], each given all tokens before it."""
         # By a packed layout and not by the cache, so the turns that are being said are left alone.
-        whole = self._to(np.asarray(ids, np.int64))
+        tokens = self._to(np.asarray(ids, np.int64))
         hidden = self.hidden(
-            whole, torch.arange(len(whole), device=whole.device), PackedLayout([len(whole)], kernels=self.kernels)
+            tokens, torch.arange(len(tokens), device=tokens.device), PackedLayout([len(tokens)], kernels=self.kernels)
         )
         logp = self.read_out.logits(hidden[:-1]).log_softmax(-1)
-        return logp.gather(1, whole[1:, None])[:, 0].float().cpu().numpy()
+        return logp.gather(1, tokens[1:, None])[:, 0].float().cpu().numpy()
 
     @torch.inference_mode()
     def stale_gap(self, slots: Slots, at: np.ndarray) -> Gauge:
@@ -131,10 +131,10 @@ class CachedModel:
         # The new weights compute the pending token twice: over the keys and values that the old ones left, as the next
         # draw will do it, and with its whole sequence computed anew.
         stale = self.read_out.logits(self.ahead(slots, at, slots.pending[at], slots.cached[at])).log_softmax(-1)
-        whole = [np.append(slots.sequence(i), slots.pending[i]).astype(np.int64) for i in at.tolist()]
-        lengths = np.array([len(w) for w in whole])
+        sequences = [np.append(slots.sequence(i), slots.pending[i]).astype(np.int64) for i in at.tolist()]
+        lengths = np.array([len(w) for w in sequences])
         hidden = self.hidden(
-            self._to(np.concatenate(whole)),
+            self._to(np.concatenate(sequences)),
             self._to(ragged_arange(lengths)),
             PackedLayout(lengths, kernels=self.kernels),
         )

@@ -75,32 +75,32 @@ class Plan:
 def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPieces, least: int) -> Plan:
     """The pass over the pending tokens of the slots `at`, their drafts and these pieces. It has at least `least`
     positions; idle ones fill it up."""
-    # `each` is the slot of every position at the front: once for
-    # its pending token, and once more for each draft behind it.
-    each, said = at, s.pending[at]
+    # `each` has the slot of every position at the front: a slot comes once for its pending token, and once more for
+    # each of its drafts.
+    each, tokens = at, s.pending[at]
     position = s.cached[at]
     if drafts is not None:
         widths = drafts.counts + 1
         each = np.repeat(at, widths)
         position = s.cached[each] + ragged_arange(widths)
         # Selected by a mask, row by row: each slot's pending token, then its first drafts.
-        said = np.concatenate([said[:, None], drafts.ids], 1)[np.arange(drafts.ids.shape[1] + 1) < widths[:, None]]
+        tokens = np.concatenate([tokens[:, None], drafts.ids], 1)[np.arange(drafts.ids.shape[1] + 1) < widths[:, None]]
     # The slots' tables serve as they are: position p of slot s sees
     # the entries 0..p of row s, so no list of visible rows is made.
     rows, visible, starts, lengths = s.table[each, position], s.table.ravel(), each * s.table.shape[1], position + 1
     ordered = pieces.ragged + pieces.dense + pieces.chunks
     if not ordered and not least:  # most passes
-        return Plan(at, len(each), said, position, rows, visible, starts, lengths, [], [], [], [])
+        return Plan(at, len(each), tokens, position, rows, visible, starts, lengths, [], [], [], [])
     spans = [(p, p.done, to) for p, to in ordered]
-    ids = np.concatenate([said, *(p.ids[a:b] for p, a, b in spans)]).astype(np.int64)
+    ids = np.concatenate([tokens, *(p.ids[a:b] for p, a, b in spans)]).astype(np.int64)
     # A pass without any position is not computed, and not filled up either.
     idle = np.zeros(max(0, least - len(ids)) if len(ids) else 0, np.int64)
     # Then one list is written out: the slots' own rows, and behind them those of each position of a short piece, which
     # sees all rows of its prompt up to itself.
     if pieces.ragged:  # their rows are in no table
         short = [(p, np.arange(a + 1, b + 1)) for p, a, b in spans[: len(pieces.ragged)]]
-        own = visible[np.repeat(starts, lengths) + ragged_arange(lengths)]
-        visible = np.concatenate([own, *(p.rows[ragged_arange(n)] for p, n in short)])
+        slot_rows = visible[np.repeat(starts, lengths) + ragged_arange(lengths)]
+        visible = np.concatenate([slot_rows, *(p.rows[ragged_arange(n)] for p, n in short)])
         lengths = np.concatenate([lengths, *(n for _, n in short)])
         starts = np.cumsum(lengths) - lengths
     return Plan(

@@ -1,10 +1,10 @@
-"""The same decoder with a third of the calls, for float32 models of the Llama family.
+"""A model's own decoder with a third of the calls, for sampling from float32 models of the Llama family.
 
 At the sizes that run on a CPU, the calls of a decode step cost as much time as its arithmetic. Here queries,
 keys and values are one matrix product, and gate and up are another. Norms, rotations and residuals work in
 place. The weights are stored once: the module's own parameters become views of the joined ones, so loading and
-reading them works as before. Layers with an adapter are the exception: the joined weights hold them merged, and
-`refresh` computes these again after a load.
+reading them works as before. Layers with an adapter are the exception. The joined weights hold a merged copy of them,
+and `refresh` makes this copy again after a load.
 
 With the compiled kernels, one call computes half a layer. Activations are then feature-major. W @ x reads each weight
 once in memory order, and the bits of a position do not depend on the number of other positions.
@@ -40,6 +40,7 @@ FAMILIES = {
 }
 """Architectures whose layers are exactly the one below, and the prefix of their classes in transformers."""
 CANARY = 24
+"""Tokens of the sequence on which both decoders are compared."""
 BOUND = 1e-4
 """Largest relative difference allowed between fused and original hidden states."""
 
@@ -115,7 +116,7 @@ class FusedDecoder:
         return 1 if self._kernels is None else compile_native.LANES
 
     def refresh(self) -> None:
-        """Merge the adapters again, whose weights have changed. The other weights are the module's own."""
+        """Merge the adapters again after their weights have changed. All other joined weights are the module's own."""
         for layer, place in self._merged:
             # In place: the addresses that the compiled code has stay valid.
             place.copy_(effective(layer)[0])
@@ -176,8 +177,8 @@ class FusedDecoder:
         return out
 
     def _head_room(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Memory [N, heads, D] for all heads of a pass, and its queries, keys and values [1, heads, N, D]: that of the
-        pass before, where it had as many positions."""
+        """Memory [N, heads, D] for all heads of a pass, and its views: queries, keys and values [1, heads, N, D]. The
+        memory is reused where the last pass had as many positions."""
         if len(self._heads_made[0]) != count:
             h, k, d = self._heads, self._kv_heads, self._width
             heads = torch.empty(count, h + 2 * k, d)
@@ -235,10 +236,10 @@ class FusedDecoder:
         """The weights of several layers as one. Without adapters the layers' own parameters become views of it."""
         if not any(map(is_adapted, layers)):
             return _joined([layer.weight for layer in layers])
-        found = [effective(layer)[0] for layer in layers]
-        whole = torch.cat(found)
-        self._merged += zip(layers, whole.split([len(w) for w in found]), strict=True)
-        return whole
+        weights = [effective(layer)[0] for layer in layers]
+        joined_weight = torch.cat(weights)
+        self._merged += zip(layers, joined_weight.split([len(w) for w in weights]), strict=True)
+        return joined_weight
 
     def _plain(self, layer: Any) -> Plain:
         """The layer, or what stands for one with an adapter."""
@@ -250,6 +251,7 @@ class FusedDecoder:
 
     @torch.no_grad()
     def _check(self, read_out: ReadOut, length: int) -> None:
+        """EngineError where the hidden states of a sequence differ from the original decoder's by more than `BOUND`."""
         at = torch.arange(length, device=read_out.weight.device)
         ids = at * 7919 % read_out.weight.shape[0]
         theirs = read_out.hidden(ids, at, PackedLayout([length]))
@@ -262,8 +264,8 @@ class FusedDecoder:
 
 
 def fusable(module: PreTrainedModel) -> bool:
-    """Returns whether every layer is the plain one of a known family, in float32, without hooks or other parts. Linear
-    layers may have an adapter."""
+    """Returns whether the fused decoder computes what the model does: float32, and every layer a plain one of a known
+    family, without hooks or other parts. Linear layers may have an adapter."""
     prefix = FAMILIES.get(type(module).__name__)
     config = module.config
     if (
@@ -316,6 +318,7 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def _norm(x_NE: Tensor, module: Any) -> Tensor:
+    """The RMS norm of a module: x / rms(x) * weight."""
     return (x_NE * _inverse_rms(x_NE, module.variance_epsilon)).mul_(module.weight)
 
 

@@ -33,8 +33,8 @@ from posttrain.system.errors import EngineError
 LANES = 64
 """The width of the score matrix is padded to a multiple of this, so that a row is always summed in the same way."""
 RESERVE = 2
-"""Rows of address space reserved on a CPU per row asked for. Growth within them copies nothing, and a page takes memory
-only when it is first written."""
+"""On a CPU the pool reserves this many rows of address space for each row that is asked for. Growth within them copies
+nothing, and a page takes memory only when it is first written."""
 
 
 class CachePool:
@@ -231,7 +231,7 @@ class CachedLayout:
         ), self._seen.data_ptr()
 
     def _bound(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> compile_native.Attend:
-        """`compile_native.Kernels.attend` of these tensors, with its result in `_seen`."""
+        """The compiled attention, bound to these tensors. A call of it attends in one layer and writes `_seen`."""
         shape = query.shape[1], query.shape[0], value.shape[-1]
         # One result for all layers: each has been read by the time the next layer attends.
         if self._seen.shape != shape:
@@ -367,6 +367,7 @@ class Chunk:
 
 
 def _layer(call: AttentionCall) -> int:
+    """The index of the layer that calls."""
     layer: Any = call.module.layer_idx
     return layer
 

@@ -87,14 +87,17 @@ class PrefixTree:
         return Match(np.array([n.block for n in path], np.int64), node.block, extra)
 
     def _begun(self, at: int, wanted: np.ndarray) -> tuple[_Node, int] | None:
-        """The block below node `at` that begins with most of `wanted`, and with how many of its tokens. So a sequence
-        that leaves a cached one inside a block computes nothing again before it leaves. Of many blocks the newest are
-        looked at."""
+        """(the block below node `at` that begins with most tokens of `wanted`, how many these are); None where no block
+        begins with the first of them.
+
+        A sequence that leaves a cached one inside a block need not compute the tokens before that place again. Only the
+        newest `LOOKED_AT` blocks are compared.
+        """
         best: tuple[_Node, int] | None = None
         for node in self._below.get((at, int(wanted[0])), ())[-LOOKED_AT:] if len(wanted) else ():
-            held = np.frombuffer(node.edge[1], np.int32)[: len(wanted)]
-            other = np.flatnonzero(held != wanted[: len(held)])
-            same = int(other[0]) if len(other) else len(held)
+            tokens = np.frombuffer(node.edge[1], np.int32)[: len(wanted)]
+            differing = np.flatnonzero(tokens != wanted[: len(tokens)])
+            same = int(differing[0]) if len(differing) else len(tokens)
             if best is None or same >= best[1]:
                 best = node, same
         return best

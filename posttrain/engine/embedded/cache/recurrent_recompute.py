@@ -92,6 +92,7 @@ class RecomputedModel(CachedModel):
         return rows_alone(self.read_out, ids.cpu().numpy(), lengths, np.arange(len(ids)), self._layout, BATCH)
 
     def _keep(self, rows: np.ndarray, ids: np.ndarray) -> None:
+        """Store these ids in the pool rows, as keys of width 1."""
         key = torch.from_numpy(np.asarray(ids, np.float32)).to(self.pool.device)[None, :, None]
         self.pool.write(0, torch.from_numpy(rows).to(self.pool.device), key, key)
 

@@ -50,7 +50,7 @@ class RoutedPool(CachePool):
         return self._routed[rows]
 
     def _room(self) -> None:
-        """As many rows as the pool has."""
+        """Give the choices as many rows as the pool has. New rows hold UNKNOWN."""
         if (more := self.rows - len(self._routed)) > 0:
-            none = np.full((more, *self._routed.shape[1:]), UNKNOWN, np.int16)
-            self._routed = np.concatenate([self._routed, none])
+            unknown = np.full((more, *self._routed.shape[1:]), UNKNOWN, np.int16)
+            self._routed = np.concatenate([self._routed, unknown])

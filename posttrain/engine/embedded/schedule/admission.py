@@ -33,23 +33,23 @@ class Admission:
 
         They are checked before they are cast to 32 bits, in which 2 ** 32 + 7 becomes token 7.
         """
-        given = np.asarray(ids)
-        if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
+        tokens = np.asarray(ids)
+        if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
             raise DataError(
-                f"a prompt is a non-empty list of token ids, got shape {given.shape} of {given.dtype}: check the task"
+                f"a prompt is a non-empty list of token ids, got shape {tokens.shape} of {tokens.dtype}: check the task"
                 " and its chat template"
             )
-        if len(given) > self.context:
+        if len(tokens) > self.context:
             raise DataError(
-                f"a sequence of {len(given)} tokens does not fit a context of {self.context}: shorten one or raise the"
+                f"a sequence of {len(tokens)} tokens does not fit a context of {self.context}: shorten one or raise the"
                 " other"
             )
-        if given.min() < 0 or given.max() >= self.vocabulary:
+        if tokens.min() < 0 or tokens.max() >= self.vocabulary:
             raise DataError(
-                f"prompt ids span {given.min()}..{given.max()}, the model has 0..{self.vocabulary - 1}: use its own"
+                f"prompt ids span {tokens.min()}..{tokens.max()}, the model has 0..{self.vocabulary - 1}: use its own"
                 " tokenizer"
             )
-        return np.ascontiguousarray(given, np.int32)
+        return np.ascontiguousarray(tokens, np.int32)
 
     def request(self, ids: np.ndarray, sampling: Sampling, place: int, heard: TokenCallback | None) -> GenerateCall:
         """A request of the running event loop for token ids [T]; DataError, ConfigError or EngineError
@@ -75,7 +75,7 @@ class Admission:
             self._accepted = sampling
         room = self.context - len(ids)
         limit = min(sampling.max_tokens, room)
-        # Whichever ends first is the reason that the turn will have.
+        # The smaller one of both limits ends the turn, and is its stop reason.
         end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
         # One more than it can fill, for the copy of a shared last block. So any one request fits an empty cache, and
         # preempting others always makes enough room for the oldest.

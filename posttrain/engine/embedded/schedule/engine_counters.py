@@ -68,11 +68,13 @@ class EngineCounters:
         self.stale = Gauge(0, 0)
 
     def said(self, tokens: int) -> None:
+        """Count a delivered turn of that many tokens."""
         self._tokens += tokens
         self._turns += 1
         self._longest = max(self._longest, tokens)
 
     def step(self, scheduler: Scheduler, spoke: int) -> None:
+        """Count a step in which `spoke` slots say a token."""
         self._steps += 1
         self._spoke += spoke
         # Every eighth step, since both numbers need a look at all blocks.
@@ -80,6 +82,7 @@ class EngineCounters:
             self._kv += (scheduler.blocks.in_use, scheduler.filled)
 
     def forward(self, plan: Plan, dense: PackedLayout | None) -> None:
+        """Count a pass. `dense` is the layout of its dense pieces, padding included."""
         # Pairs of query and key. A sequence of n tokens has n (n + 1) / 2 of them.
         # The last n positions of a sequence of T have n T - n (n - 1) / 2.
         ragged = int(plan.lengths.sum())
@@ -113,6 +116,7 @@ class EngineCounters:
         return taken
 
     def take(self, scheduler: Scheduler) -> Gauges:
+        """The gauges since the last call, with the scheduler's counts; all sums begin again at 0."""
         counts, scheduler.counts = scheduler.counts, SchedulerCounts()
         # Positions that are computed a second time are work, and were needed once only.
         linear = self._linear[0], self._linear[1] - sum(b - a for a, b in counts.again)

@@ -215,11 +215,11 @@ class Scheduler:
         if prompt is None:
             # Into the tree first, then released: so a block goes from the
             # slot to the tree without being free in between.
-            held = self.slots.blocks(s)
+            slot_blocks = self.slots.blocks(s)
             # Keys of older weights must not be found under the new ones, so only a fresh slot leaves its tokens there.
             if self.slots.fresh[s]:
-                self.tree.insert(self.slots.sequence(s), held[: blocks_for(int(self.slots.cached[s]))])
-            self.blocks.release(held)
+                self.tree.insert(self.slots.sequence(s), slot_blocks[: blocks_for(int(self.slots.cached[s]))])
+            self.blocks.release(slot_blocks)
             # Some more than are to be kept may gather, so that the search for what to evict is rare.
             if (spare := self.blocks.spare) > self._retain + EVICT_BLOCKS:
                 self.tree.evict(spare - self._retain)
@@ -279,26 +279,26 @@ class Scheduler:
         # said.
         ids = request.cached_ids
         resumes = request.begun is not None
-        found = self.tree.match(ids, len(ids) if resumes else len(ids) - 1)
+        match = self.tree.match(ids, len(ids) if resumes else len(ids) - 1)
         # Held before room is made for the others, which may evict spare blocks.
-        self.blocks.share(found.blocks)
-        own = blocks_for(len(ids)) - len(found.blocks)
+        self.blocks.share(match.blocks)
+        own_blocks = blocks_for(len(ids)) - len(match.blocks)
         # And one block for every generating slot, so that the next
         # pass need not preempt the request that is admitted here.
-        if not self._room(own + int(np.count_nonzero(self.slots.generating))):
-            self.blocks.release(found.blocks)
+        if not self._room(own_blocks + int(np.count_nonzero(self.slots.generating))):
+            self.blocks.release(match.blocks)
             return None
-        rows = rows_of(np.concatenate([found.blocks, self._blocks(own)]))
-        prompt = Prompt(ids, rows, done=found.tokens, resumes=resumes)
+        rows = rows_of(np.concatenate([match.blocks, self._blocks(own_blocks)]))
+        prompt = Prompt(ids, rows, done=match.tokens, resumes=resumes)
         # Of a block that is matched in part the beginning is copied into an own one.
-        if found.extra:
-            at = len(found.blocks) * BLOCK
-            self.copies.append((found.tail * BLOCK + np.arange(found.extra), rows[at : at + found.extra]))
+        if match.extra:
+            at = len(match.blocks) * BLOCK
+            self.copies.append((match.tail * BLOCK + np.arange(match.extra), rows[at : at + match.extra]))
         # Positions that were cached before and are computed again are work that no answer needs: gauges count them.
         lost = request.lost if resumes else self._lost.pop(request.key, 0)
-        if lost > found.tokens:
-            self.counts.again.append((found.tokens, lost))
-        self.counts.found += found.tokens
+        if lost > match.tokens:
+            self.counts.again.append((match.tokens, lost))
+        self.counts.found += match.tokens
         self.counts.asked += len(ids)
         if not resumes:
             self.prompts[request.key] = prompt
@@ -334,12 +334,12 @@ class Scheduler:
         """Use whole blocks that other requests have cached since the prompt was admitted, in place
         of its own empty ones."""
         # Whole blocks, and never the one with the last token, whose hidden state has to be computed.
-        found = self.tree.match(prompt.ids, (len(prompt.ids) - 1) // BLOCK * BLOCK).blocks
+        cached_blocks = self.tree.match(prompt.ids, (len(prompt.ids) - 1) // BLOCK * BLOCK).blocks
         begun = prompt.done // BLOCK
-        if len(found) > begun:
-            self._take_over(prompt, found)
-            self.counts.found += len(found) * BLOCK - prompt.done
-            prompt.done = len(found) * BLOCK
+        if len(cached_blocks) > begun:
+            self._take_over(prompt, cached_blocks)
+            self.counts.found += len(cached_blocks) * BLOCK - prompt.done
+            prompt.done = len(cached_blocks) * BLOCK
 
     def _take_over(self, prompt: Prompt, found: np.ndarray) -> None:
         """Let the prompt hold `found`, the tree's blocks of its beginning, in place of its own
@@ -380,9 +380,9 @@ class Scheduler:
         else:
             self.blocks.share(prompt.blocks[:full])
             if full * BLOCK < size:
-                own = rows_of(self._blocks(1))
-                self.slots.table[s, full * BLOCK : (full + 1) * BLOCK] = own
-                self.copies.append((prompt.rows[full * BLOCK : size], own[: size - full * BLOCK]))
+                copy_rows = rows_of(self._blocks(1))
+                self.slots.table[s, full * BLOCK : (full + 1) * BLOCK] = copy_rows
+                self.copies.append((prompt.rows[full * BLOCK : size], copy_rows[: size - full * BLOCK]))
         # From here on the slot itself owns what it holds.
         del self._waits[s]
         self._count_down(request.key)

@@ -22,6 +22,7 @@ from posttrain.system.errors import EngineError
 
 INF = float("-inf")
 NO_ID, ANY = -1, -2
+"""Fillings of tables. NO_ID equals no token. ANY, in the table of bad sequences, fits every token."""
 MASKS_KEPT = 16
 """Contracts whose masks over the vocabulary are cached."""
 
@@ -35,7 +36,7 @@ class NoDraw(EngineError):
 
 
 class NothingLeft(NoDraw):
-    """In some rows of a draw every token is banned."""
+    """The contract bans every token in some rows of a draw."""
 
 
 class NotADistribution(NoDraw):
@@ -169,6 +170,8 @@ class SlotRules:
         return self._dead_ends(logits, rows, np.union1d(static, where // width), more)
 
     def _penalise(self, logits: Tensor, rows: np.ndarray, ahead: np.ndarray | None) -> None:
+        """Apply the repetition penalty, in place: logits of tokens in the sequence are divided by it where they are
+        above 0, and multiplied by it below."""
         which = np.flatnonzero(self.penalty[rows] != 1)
         if not len(which) or self._seen is None:
             return
@@ -193,6 +196,7 @@ class SlotRules:
         return ((first == ANY) | (first == tail[:, None])).all(-1) & (self.last[rows] != NO_ID)
 
     def _put_sequences(self, s: int, sequences: list[tuple[int, ...]]) -> None:
+        """Store the bad sequences of a slot that have more than one token."""
         # Tables grow on the left, because both are right-aligned:
         # what they hold stays at the same distance from the end.
         deepest = max((len(b) - 1 for b in sequences), default=0)
@@ -236,6 +240,11 @@ class SlotRules:
         return known.never_V
 
     def _dead_ends(self, logits: Tensor, rows: np.ndarray, touched: np.ndarray, more: np.ndarray | None) -> np.ndarray:
+        """The rows among `touched` in which every token is banned. Their logits become 0.
+
+        `more` is the number of drafted tokens of each row; None: no row has any. NothingLeft where a row without
+        drafted tokens is dead.
+        """
         dead = touched
         if len(touched):
             dead = touched[(logits.index_select(0, _to(touched, logits)).amax(1) == INF).cpu().numpy()]

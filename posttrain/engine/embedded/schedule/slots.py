@@ -37,7 +37,7 @@ TokenCallback = Callable[[np.ndarray, np.ndarray], None]
 
 @dataclass(eq=False)
 class GenerateCall:
-    """One `generate` call. `limit` is the most tokens it may say, and `end` the reason it stops there."""
+    """One `generate` call. `limit` is the most tokens it may say, and `end` its stop reason where it reaches that."""
 
     ids: np.ndarray
     sampling: Sampling
@@ -199,10 +199,10 @@ class Slots:
     def say(self, at: np.ndarray, drawn: DrawnTokens, version: int) -> tuple[np.ndarray, np.ndarray]:
         """Record one token of `version` in each slot of `at`; returns (slots that have ended, whether by a stop id)."""
         # `said` is the index of the new token, and one less than the length of the turn after it.
-        said = self.said[at]
-        self.ids[at, said] = drawn.ids
-        self.logp[at, said] = drawn.logp
-        self.version[at, said] = version
+        new_index = self.said[at]
+        self.ids[at, new_index] = drawn.ids
+        self.logp[at, new_index] = drawn.logp
+        self.version[at, new_index] = version
         for row, ids in zip(drawn.truncated_rows.tolist(), drawn.kept, strict=True):
             self.kept[at[row]].append(ids)
         if drawn.top is not None:
@@ -211,9 +211,9 @@ class Slots:
                 self.top[at[row]].append(Top(drawn.top.ids[row : row + 1, :k], drawn.top.logp[row : row + 1, :k]))
         self.contracts.record(at, drawn.ids)
         self.pending[at] = drawn.ids
-        self.said[at] = said + 1
+        self.said[at] = new_index + 1
         stopped = (self.stops[at] == drawn.ids[:, None]).any(1)
-        ended = stopped | (said + 1 == self.limit[at])
+        ended = stopped | (new_index + 1 == self.limit[at])
         # Decoding text is slow, so it is done only where some slot has a stop string.
         if self.strings.wanted:
             self.ended_by_string[at] = self.strings.ended(at, self.ids, self.said)

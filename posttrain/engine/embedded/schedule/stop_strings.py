@@ -1,9 +1,9 @@
 """Stop strings: which token of a turn completes one.
 
-It is the first token, after `min_tokens` others, with which the text of the turn contains a stop string that ends
-after the text of those others. All tokens of the turn are decoded together. So a string may span tokens, and a
-token may hold several characters or a part of one. It does not matter how a character was cut into tokens. Nothing
-is stored between steps.
+It is the first token with which the text of the turn contains a stop string. The first `min_tokens` tokens complete
+none: the string must end behind their text. All tokens of the turn are decoded together. So a string may span tokens,
+and a token may hold several characters or a part of one. It does not matter how a character was cut into tokens.
+Nothing is stored between steps.
 """
 
 from __future__ import annotations
@@ -78,22 +78,23 @@ def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) 
     near = _end(ids, max(map(len, stop)) + MARGIN, text)
     if not any(s in near for s in stop):
         return False
-    # A string must end behind the text of the first `least` tokens, so it may begin in it: at the earliest where all
-    # but its last character lie before. A character that these tokens leave unfinished is not a part of their text.
+    # A string must end behind the text of the first `least` tokens, and may begin in that text. The earliest place to
+    # begin is where all but the string's last character lie in it. A character that these tokens leave unfinished is
+    # not a part of their text.
     whole, before = text(ids), len(text(ids[:least]).rstrip(UNFINISHED)) if least else 0
     return any(whole.find(s, max(0, before - len(s) + 1)) >= 0 for s in stop)
 
 
 def _end(ids: np.ndarray, characters: int, text: Text) -> str:
-    """The text of the last tokens, with at least so many characters before the last one and no cut
-    character; else the whole turn."""
+    """The text of the last tokens: without a cut character, and with at least `characters` characters before the last
+    token. The whole turn's text where no such end is found."""
     # As many tokens as characters are enough for most texts. Some tokens hold less than a character, and a window may
     # begin within one: then it is doubled.
     window = characters
     while window < len(ids) - 1:
         near = ids[len(ids) - 1 - window :]
-        found = text(near)
-        if UNFINISHED not in found and len(text(near[:-1])) >= characters:
-            return found
+        text_of_window = text(near)
+        if UNFINISHED not in text_of_window and len(text(near[:-1])) >= characters:
+            return text_of_window
         window *= 2
     return text(ids)

@@ -27,11 +27,11 @@ class Timeline:
     def phase(self, request: GenerateCall, name: str | None) -> None:
         """End the request's phase and begin phase `name`; None: the request has finished."""
         now, row = (time.perf_counter() - self._zero) * 1e6, 0 if request.slot is None else request.slot + 1
-        before = self._open.pop(request.number, None)
-        if before is not None:
+        open_phase = self._open.pop(request.number, None)
+        if open_phase is not None:
             # "X" is a complete event: its begin and its duration in one record, which is written when the phase ends.
             # In process 0 every slot is a thread, and process 1 has the steps.
-            label, begun, at = before
+            label, begun, at = open_phase
             self._add(
                 {
                     "name": label,

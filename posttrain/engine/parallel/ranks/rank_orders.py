@@ -31,6 +31,7 @@ END = "end"
 HERE = "here/{}"
 """The key by which a rank says that it has begun."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable: the network interface at which gloo listens."""
 LOOK_SECONDS = 0.05
 """Between two looks whether a rank is gone, while ranks meet."""
 MEET_SECONDS = 120.0
@@ -92,14 +93,17 @@ def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) ->
 
 
 def _meeting(work: Callable[[], ProcessRanks], seconds: float, gone: Callable[[], str]) -> ProcessRanks:
-    """Returns the result of `work`. A thread runs it: while torch connects ranks, torch hears neither signals nor that
-    a rank is gone, and waits for each of them anew."""
-    found = in_thread(work)
+    """Returns the result of `work`, which a thread runs. RankLost where it takes too long or a rank is gone.
+
+    While torch connects ranks, it can be interrupted neither by a signal nor by the end of a rank, and it waits for
+    each rank in turn. So this thread looks for both.
+    """
+    future = in_thread(work)
     last = time.monotonic() + seconds
     try:
         while True:
             try:
-                return found.result(LOOK_SECONDS)
+                return future.result(LOOK_SECONDS)
             except TimeoutError:
                 why = gone() or ("" if time.monotonic() < last else f"not all were there within {seconds:g} s")
             except RuntimeError as error:
@@ -115,15 +119,16 @@ def _meeting(work: Callable[[], ProcessRanks], seconds: float, gone: Callable[[]
 
 @contextmanager
 def _loopback() -> Iterator[None]:
+    """Inside, gloo listens at this machine's loopback interface alone."""
     before, names = os.environ.get(INTERFACE), [name for _, name in socket.if_nameindex()]
-    if found := next((n for n in ("lo", "lo0") if n in names), None):
-        os.environ[INTERFACE] = found
+    if loopback := next((n for n in ("lo", "lo0") if n in names), None):
+        os.environ[INTERFACE] = loopback
     try:
         yield
     finally:
-        if found and before is None:
+        if loopback and before is None:
             del os.environ[INTERFACE]
-        elif found and before is not None:
+        elif loopback and before is not None:
             os.environ[INTERFACE] = before
 
 
@@ -158,22 +163,22 @@ class RankOrders:
 
     def failed(self) -> dict[int, str]:
         """Returns the reasons why ranks failed, by rank, of those that said so."""
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         with contextlib.suppress(RuntimeError):
             # `check` first, because `get` of a key that is not there would wait for it.
             for rank in range(1, self.ranks.world):
                 if self._store.check([key := f"failed/{rank}"]):
-                    found[rank] = self._store.get(key).decode()
-        return found
+                    reasons[rank] = self._store.get(key).decode()
+        return reasons
 
     def standing(self) -> dict[int, str]:
         """Returns the state of each other rank: the words of its last note."""
-        found: dict[int, str] = {}
+        states: dict[int, str] = {}
         with contextlib.suppress(RuntimeError):
             for rank in range(1, self.ranks.world):
                 noted = self._store.check([key := f"at/{rank}"])
-                found[rank] = self._store.get(key).decode() if noted else "has not begun any order"
-        return found
+                states[rank] = self._store.get(key).decode() if noted else "has not begun any order"
+        return states
 
     # --- the others ---------------------------------------------------------------------------------------------------
 

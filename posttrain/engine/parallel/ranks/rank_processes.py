@@ -23,6 +23,7 @@ from posttrain.engine.parallel.ranks.signed_messages import fresh_key
 from posttrain.system.child_lifetime import begun
 
 COMMAND = "from {module} import serve; serve({rank}, {world}, {path!r}, **{told})"
+"""The Python program of a rank's process."""
 KEY = "key"
 """The name of the ranks' key in their store."""
 LOG_LINES = 12
@@ -32,8 +33,10 @@ END_SECONDS = 20.0
 
 
 class RankProcesses:
-    """Ranks 1 to `world` - 1, each running `module.serve(rank, world, path, **told)`; `path` is that of `store`, where
-    all meet."""
+    """Ranks 1 to `world` - 1, each running `module.serve(rank, world, path, **told)`.
+
+    All ranks meet in `store`, a file at `path`. `told` is passed on, with `seconds` added to it.
+    """
 
     def __init__(self, world: int, module: str, threads: int, seconds: float, told: Mapping[str, Any]) -> None:
         self.key = fresh_key()
@@ -48,11 +51,11 @@ class RankProcesses:
         # A run that ends without `close` leaves no process behind.
         atexit.register(self._killed)
         for rank in range(1, world):
-            given = {"rank": rank, "world": world, "path": path, "told": {"seconds": seconds, **told}}
+            arguments = {"rank": rank, "world": world, "path": path, "told": {"seconds": seconds, **told}}
             with self._log(rank).open("wb") as log:
                 # `begun` also ends them where this process is killed and can run nothing.
                 self._processes[rank] = begun(
-                    COMMAND.format(module=module, **given),
+                    COMMAND.format(module=module, **arguments),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -66,8 +69,8 @@ class RankProcesses:
 
     def gone(self) -> str:
         """The first rank whose process has ended, and how; '' where all live."""
-        found = ((rank, self.ended(rank)) for rank in self._processes)
-        return next((f"rank {rank} is gone: {how}" for rank, how in found if how), "")
+        ends = ((rank, self.ended(rank)) for rank in self._processes)
+        return next((f"rank {rank} is gone: {end}" for rank, end in ends if end), "")
 
     def ended(self, rank: int) -> str:
         """Returns how the process of a rank ended, in words; '' where it lives."""
@@ -102,9 +105,11 @@ class RankProcesses:
         self._temporary.cleanup()
 
     def _killed(self) -> None:
+        """End the processes at once: what runs at the exit of the interpreter."""
         self.close(kill=True)
 
     def _last_words(self, rank: int) -> str:
+        """The last lines that a rank printed, as the end of a message; '' where there are none."""
         with contextlib.suppress(OSError):
             if lines := self._log(rank).read_text(errors="replace").splitlines()[-LOG_LINES:]:
                 return ". Its last words:\n" + "\n".join(lines)
