@@ -28,7 +28,10 @@ from posttrain.algorithm.credit.reward_shaping import shape, shaped, sizes
 from posttrain.algorithm.loss.mismatch_correction import factor
 from posttrain.algorithm.loss.push_factor import pushed
 from posttrain.algorithm.loss.reference_penalty import pull_term
+from posttrain.algorithm.loss.step_scale import step_share
 from posttrain.algorithm.loss.token_selection import choose
+from posttrain.algorithm.preference.preference_link import divergence, link, noisy, owed, side, statistic
+from posttrain.algorithm.preference.preference_loss import added
 from posttrain.cli import ladder_tables as terminal
 from posttrain.config.overrides import apply, surface
 from posttrain.config.run import Reinforce, Run
@@ -203,12 +206,21 @@ def test_a_piece_without_words_or_mathematics_says_so() -> None:
             assert torch.equal(x, right), "what derives from a piece has its mathematics"
     finally:
         Blank.withdraw()
-    for function in (pushed, factor, pull_term, choose, shape, centred, by_token):
-        with pytest.raises(
-            InvariantError,
-            match=r"NoEasy has no mathematics: register a function of NoEasy with posttrain\.algorithm\.",
-        ):
-            cast("Any", function)(NoEasy(), *[None] * (len(inspect.signature(function).parameters) - 1))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(pushed, factor, pull_term, choose, shape, centred, by_token, step_share),
+        *(statistic, divergence, link, side, owed, noisy, added),
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_a_piece_without_mathematics_says_where_to_register_it(function: Any) -> None:
+    with pytest.raises(InvariantError, match="NoEasy has no mathematics: register a function of NoEasy with") as said:
+        function(NoEasy(), *[None] * (len(inspect.signature(function).parameters) - 1))
+    module, name, register = str(said.value).rpartition(" ")[2].rsplit(".", 2)
+    assert register == "register" and getattr(import_module(module), name) is function, "the name that it says is real"
 
 
 def test_every_shipped_piece_has_its_mathematics() -> None:

@@ -73,7 +73,7 @@ def centred(b: Baseline, siblings: Siblings) -> tuple[Array, float]:
     Means are exact sums, so permuting the siblings changes nothing. They are taken of differences from the lowest
     reward, so that rewards which are nearly equal are still centred.
     """
-    raise missing(b, "baseline.centred")
+    raise missing(b, centred)
 
 
 @centred.register(Zero)
@@ -177,7 +177,7 @@ class TokenCredit:
 @singledispatch
 def by_token(b: Baseline, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     """Credit of one prompt's samples from baselines that are `per_token`."""
-    raise missing(b, "baseline.by_token")
+    raise missing(b, by_token)
 
 
 @by_token.register

@@ -69,7 +69,7 @@ def sizes(
 @singledispatch
 def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
     """Rewards [G] after one piece. Numeric cases: A10, A32, C04."""
-    raise missing(piece, "shape.shape")
+    raise missing(piece, shape)
 
 
 @singledispatch

@@ -71,7 +71,7 @@ def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch:
 @singledispatch
 def factor(piece: Correction, mismatch: Mismatch) -> Tensor:
     """The factor by which one piece multiplies the push [M]."""
-    raise missing(piece, "correction.factor")
+    raise missing(piece, factor)
 
 
 @factor.register

@@ -99,7 +99,7 @@ def push(region: TrustRegion | None, inputs: TrustInputs) -> Push:
 @singledispatch
 def pushed(region: TrustRegion, inputs: TrustInputs) -> Push:
     """`push` of one trust region."""
-    raise missing(region, "trust.pushed")
+    raise missing(region, pushed)
 
 
 @pushed.register

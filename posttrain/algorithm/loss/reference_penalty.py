@@ -62,7 +62,7 @@ def pull_term(pull: Pull, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -
         log_ratio_M: log pi - log anchor, differentiable.
         logp_M: log pi, differentiable.
     """
-    raise missing(pull, "pull.pull_term")
+    raise missing(pull, pull_term)
 
 
 @pull_term.register

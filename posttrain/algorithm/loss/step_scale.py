@@ -19,7 +19,7 @@ ANSWER_RATIO, ANSWER_RATIO_SQUARE = "policy/answer_ratio", "policy/answer_ratio_
 @singledispatch
 def step_share(scale: StepScale, gauges: Gauges) -> float:
     """The share, from the gauges of the whole minibatch, so that a split changes nothing."""
-    raise missing(scale, "step_scale.step_share")
+    raise missing(scale, step_share)
 
 
 @step_share.register

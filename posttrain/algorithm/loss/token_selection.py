@@ -30,7 +30,7 @@ def choose(tokens: Tokens, batch: Batch, entropy_M: np.ndarray | None, rng: np.r
     Raises:
         InvariantError: a stream that the choice reads was not scored.
     """
-    raise missing(tokens, "choose.choose")
+    raise missing(tokens, choose)
 
 
 @singledispatch

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from posttrain.algorithm.register import missing
 from posttrain.ladder.pieces.link import (
     AnchoredDown,
     AnchoredZero,
@@ -22,7 +23,6 @@ from posttrain.ladder.pieces.link import (
     Link,
     LogSigmoid,
     NoiseContrast,
-    PreferencePiece,
     Prospect,
     SelfPlay,
     SidedLink,
@@ -47,19 +47,6 @@ from posttrain.ladder.pieces.preference_pieces import (
     Statistic,
     Total,
 )
-from posttrain.system.errors import InvariantError
-
-
-def no_mathematics(piece: PreferencePiece, function: str, module: str = "link") -> InvariantError:
-    """The error for a piece without a function; `function` is where to register one."""
-    name = type(piece).__name__
-    if piece.absent:
-        return InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
-    return InvariantError(
-        f"{name} has no mathematics: register a function of {name} with"
-        f" posttrain.algorithm.{module}.{function}.register"
-    )
-
 
 # --- the score of a completion ---------------------------------------------------------------------------------------
 
@@ -90,7 +77,7 @@ class Completions:
 @singledispatch
 def statistic(kind: Statistic, of: Completions) -> Tensor:
     """[E]: the log-probs of each completion as one number."""
-    raise no_mathematics(kind, "statistic")
+    raise missing(kind, statistic)
 
 
 @statistic.register
@@ -139,7 +126,7 @@ LARGEST_EXPONENT = 80.0
 @singledispatch
 def divergence(kind: FDivergence, log_ratio_E: Tensor) -> Tensor:
     """[E]: f'(t) for the log t of each completion."""
-    raise no_mathematics(kind, "divergence")
+    raise missing(kind, divergence)
 
 
 @divergence.register
@@ -188,13 +175,13 @@ class Margins:
 @singledispatch
 def link(kind: Link, of: Margins) -> Tensor:
     """[U]: the loss of each pair."""
-    raise no_mathematics(kind, "link")
+    raise missing(kind, link)
 
 
 @singledispatch
 def side(kind: Link, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
     """[E]: the loss of each completion alone, for links of sides. `good` is bool [E]."""
-    raise no_mathematics(kind, "side")
+    raise missing(kind, side)
 
 
 @link.register
@@ -278,7 +265,7 @@ def _(kind: Prospect, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
 def owed(kind: MarginTerm, margin_U: Tensor | None, beta: float) -> Tensor | float:
     """[U]: by how much the chosen completion must lead, in units of x. `margin_U` is the data's margin of each pair,
     where the piece reads it (`reads` names "margin")."""
-    raise no_mathematics(kind, "owed")
+    raise missing(kind, owed)
 
 
 @owed.register
@@ -305,7 +292,7 @@ def noisy(noise: LabelNoise | None, kind: Link, of: Margins) -> Tensor:
     """[U]: the loss of each pair under wrong labels; without noise, the link."""
     if noise is None:
         return link(kind, of)
-    raise no_mathematics(noise, "noisy")
+    raise missing(noise, noisy)
 
 
 @noisy.register

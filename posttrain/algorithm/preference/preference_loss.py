@@ -24,13 +24,13 @@ from posttrain.algorithm.preference.preference_link import (
     Completions,
     Margins,
     divergence,
-    no_mathematics,
     noisy,
     owed,
     side,
     statistic,
 )
 from posttrain.algorithm.preference.preference_minibatch import LIKELIHOOD, MATCH, OWN, SHIFT, layout, sides_of
+from posttrain.algorithm.register import missing
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.scores import Reads, TokenScores
 from posttrain.core.gauge import Gauge, Gauges, merge
@@ -202,7 +202,7 @@ class _Judged:
 def added(term: Added, logp_M: Tensor, batch: Streams) -> Tensor:
     """A further term of the loss: one number, a sum over the tokens of the micro-batch. `batch` has SIDE, WEIGHT (the
     weights of a minibatch's units sum to 1) and what the algorithm reads, each [M]."""
-    raise no_mathematics(term, "added", "preference")
+    raise missing(term, added)
 
 
 @added.register
