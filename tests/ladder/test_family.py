@@ -13,7 +13,8 @@ import pytest
 
 from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState, remember, steered
 from posttrain.checks.sampling.sampler_checks import noise_band
-from posttrain.config.run import Env
+from posttrain.config.run import Env, Reinforce
+from posttrain.config.stages.reinforce import Replay
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.ports import Attempt
 from posttrain.core.sampling import Sampling
@@ -168,6 +169,18 @@ def test_coefficients_follow_what_was_measured() -> None:
         "no bonus above the target"
     )  # type: ignore[union-attr]
     assert steered(GRPO, AdaptiveState()) is GRPO
+
+
+def test_a_step_never_takes_the_whole_coefficient_of_a_kl() -> None:
+    """1 - .2 * episodes / horizon is 0 from five horizons on: such a stage is refused, replayed groups counted."""
+    a = patch(GRPO, "steered", "-", pull=KL(coef=0.1, target=0.02, horizon=100))
+    most = Reinforce(name="rl", algorithm=a, prompts=62, siblings=8)
+    memory = remember(most.algorithm, AdaptiveState(), {"policy/kl_reference": Gauge(0.0, 1)}, episodes=62 * 8)
+    assert memory.pull == pytest.approx(0.1 * (1 - 0.2 * 4.96))
+    for more in ({"prompts": 63}, {"replay": Replay(groups=1)}):
+        with pytest.raises(ConfigError, match=r"one step of 504 episodes. Set pull.horizon above 100.8"):
+            replace(most, **more)
+    replace(most, prompts=63, algorithm=patch(GRPO, "fixed", "-", pull=KL(coef=0.1, horizon=100)))
 
 
 TASKS = Listed(tuple(Task(str(i), f"<{i}>") for i in range(6)))

@@ -8,6 +8,7 @@ from typing import Literal
 from posttrain.config.stages.stage import Optimizer, Stage, offered
 from posttrain.core.sampling import Sampling
 from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.pieces.pull import KL
 from posttrain.ladder.policy_rows import GRPO
 from posttrain.system.errors import ConfigError, at_least
 
@@ -197,6 +198,14 @@ class Reinforce(Stage):
             raise ConfigError(
                 f"{self.name}: {a.name} learns from a teacher alone. Name its model directory:"
                 f" {self.name}.reference=PATH"
+            )
+        # A step multiplies the weight by 1 - .2 * episodes / horizon where the KL is far below
+        # its target. From five horizons on that is 0 or less, and no KL has such a weight.
+        episodes = self.siblings * (self.prompts + (self.replay.groups if self.replay else 0))
+        if isinstance(a.pull, KL) and a.pull.target is not None and episodes >= 5 * a.pull.horizon:
+            raise ConfigError(
+                f"{self.name}: pull.target with pull.horizon={a.pull.horizon:g} may take all of pull.coef in one step"
+                f" of {episodes} episodes. Set pull.horizon above {episodes / 5:g}, or pull.target=none"
             )
         if self.sampling.top not in (0, a.stores_top):
             raise ConfigError(
