@@ -27,7 +27,7 @@ from posttrain.core.gauge import Gauge
 from posttrain.core.scored import ScoredGroup
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.ladder.algorithm import Algorithm, patch
-from posttrain.ladder.pieces.baseline import Others, SoftMean
+from posttrain.ladder.pieces.baseline import Others, SoftMean, Value
 from posttrain.ladder.pieces.pull import KL
 from posttrain.ladder.pieces.shape import BestOf
 from posttrain.ladder.policy_rows import (
@@ -368,6 +368,22 @@ def test_v_trace_on_policy_is_gae(values: list[float], seed: int, gamma: float, 
     right, targets = gae(v, r, gamma=gamma, gae_lambda=1.0)
     assert advantage == pytest.approx(right, abs=1e-9) and returns == pytest.approx(targets, abs=1e-9)
     assert v_trace(v, r, np.zeros(len(v)), gamma=gamma, gae_lambda=1.0, cap=cap)[1] == pytest.approx(v)
+
+
+def test_v_trace_says_what_it_computes() -> None:
+    """Its credit reads the target of the next token, whatever lambda those targets have; no sum of GAE is in it."""
+    value = Value(gamma=0.5, gae_lambda=0.5, clip=None, trace=2.0)
+    assert value.words() == "r_t + 0.5 target_(t+1) - V_t; targets of V-trace, start/mu up to 2"
+    target = "V_t + min(start/mu, 2) (r_t + 0.5 V_(t+1) - V_t + 0.25 (target_(t+1) - V_(t+1)))"
+    assert value.loss_words() == f"0.5 * 1/2 (V - target)^2; target = {target}"
+    # The same words in numbers: r, V, start/mu and the target of two tokens.
+    last = 0.1 + 1.5 * (0.7 - 0.1)
+    first = 0.2 + 2 * (0.3 + 0.5 * 0.1 - 0.2 + 0.25 * (last - 0.1))
+    credit, targets = v_trace(
+        np.array([0.2, 0.1]), np.array([0.3, 0.7]), np.array([3.0, 1.5]), gamma=0.5, gae_lambda=0.5, cap=2.0
+    )
+    assert targets == pytest.approx([first, last])
+    assert credit == pytest.approx([0.3 + 0.5 * last - 0.2, 0.7 - 0.1])
 
 
 @settings(max_examples=60, deadline=None)

@@ -215,7 +215,10 @@ NUMBERS: list[tuple[type, dict[str, Any]]] = [
     ],
     *[
         (Value, n)
-        for n in ({"length_alpha": 0.0}, {"credit_lambda": 1.5}, {"credit_lambda": 0.9, "length_alpha": 0.05})
+        for n in (
+            *({"length_alpha": 0.0}, {"credit_lambda": 1.5}, {"credit_lambda": 0.9, "length_alpha": 0.05}),
+            *({"trace": 1.0, "credit_lambda": 0.9}, {"trace": 1.0, "length_alpha": 0.05}),
+        )
     ],
     *[(KL, n) for n in ({"coef": 0.0}, {"estimator": "k9"}, {"horizon": 0.0}, {"refresh": -1}, {"target": 0.0})],
     *[(KL, n) for n in ({"early": -1.0}, {"early": 0.5}, {"early": 0.5, "estimator": "k1", "placement": "reward"})],

@@ -362,6 +362,12 @@ class Value(Baseline):
             raise ConfigError(
                 "baseline.credit_lambda and baseline.length_alpha both say the credit's lambda: set one of them to none"
             )
+        for name in ("credit_lambda", "length_alpha"):
+            if self.trace is not None and (value := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"baseline.{name}={value:g}: with baseline.trace credit reads the V-trace targets, whose lambda is"
+                    f" gae_lambda. Set {name}=none, or trace=none"
+                )
         if not self.coef >= 0 or not (self.clip is None or self.clip > 0):
             raise ConfigError(
                 f"baseline.coef={self.coef} must be >= 0 and baseline.clip={self.clip} > 0; to switch the value clip"
@@ -369,21 +375,28 @@ class Value(Baseline):
             )
 
     def words(self) -> str:
+        gamma = "" if self.gamma == 1 else f"{self.gamma:g} "
+        if self.trace is not None:
+            return f"r_t + {gamma}target_(t+1) - V_t; targets of V-trace, start/mu up to {self.trace:g}"
         own = (
             f"max(0, 1 - 1 / ({self.length_alpha:g} |y|))"
             if self.length_alpha is not None
             else f"{self.gae_lambda if self.credit_lambda is None else self.credit_lambda:g}"
         )
         discount = "lambda" if self.gamma == 1 else f"({self.gamma:g} lambda)"
-        gamma = "" if self.gamma == 1 else f"{self.gamma:g} "
-        trace = f"; V-trace targets, start/mu up to {self.trace:g}" if self.trace is not None else ""
-        return f"sum_k {discount}^k delta_(t+k), delta_t = r_t + {gamma}V_(t+1) - V_t, lambda = {own}{trace}"
+        return f"sum_k {discount}^k delta_(t+k), delta_t = r_t + {gamma}V_(t+1) - V_t, lambda = {own}"
 
     def loss_words(self) -> str:
         """The formula of the value loss."""
         near = "" if self.clip is None else f", V bounded to V_start +- {self.clip:g} where that costs more"
         warm = f"; the first {self.warmup} steps train V alone" if self.warmup else ""
-        return f"{self.coef:g} * 1/2 (V - target)^2{near}; target = V + GAE of lambda {self.gae_lambda:g}{warm}"
+        target = f"V + GAE of lambda {self.gae_lambda:g}"
+        if self.trace is not None:
+            gamma = "" if self.gamma == 1 else f"{self.gamma:g} "
+            later = "" if self.gamma * self.gae_lambda == 1 else f"{self.gamma * self.gae_lambda:g} "
+            delta = f"r_t + {gamma}V_(t+1) - V_t + {later}(target_(t+1) - V_(t+1))"
+            target = f"V_t + min(start/mu, {self.trace:g}) ({delta})"
+        return f"{self.coef:g} * 1/2 (V - target)^2{near}; target = {target}{warm}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         # GAE is a sum to go over rewards, and a KL that enters as a reward is spread with it.
