@@ -40,6 +40,16 @@ class ComparingJudge(Protocol):
         ...
 
 
+@runtime_checkable
+class MeasuredJudge(Protocol):
+    """An `EpisodeJudge` whose verdicts may be measured and not paid."""
+
+    @property
+    def measured(self) -> bool:
+        """True where they are. Then no episode is excluded where the judge itself fails."""
+        ...
+
+
 def attempt_of(
     task: Task,
     turns: Sequence[str],
@@ -210,20 +220,24 @@ async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tu
 
 
 async def _asked(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
-    """The verdicts of one call. If it raises, or returns another number of them, all of its episodes failed."""
+    """The verdicts of one call. If it raises, or returns another number of them, it failed on all of its episodes."""
     try:
         found = [tuple(verdicts) for verdicts in await judge.judge(episodes)]
     # A wrong setting or a broken invariant is not temporary: asking again would not help, and the run must stop.
     except (ConfigError, InvariantError):
         raise
     except Exception as error:
-        return [(Judged(judge.name, 1.0, Verdict.failed("raised", f"{type(error).__name__}: {error}")),)] * len(
-            episodes
-        )
+        return _all_failed(judge, Verdict.failed("raised", f"{type(error).__name__}: {error}"), len(episodes))
     if len(found) != len(episodes):
         why = f"returned verdicts about {len(found)} episodes of {len(episodes)}: return one tuple for each, in order"
-        return [(Judged(judge.name, 1.0, Verdict.failed("count", why)),)] * len(episodes)
+        return _all_failed(judge, Verdict.failed("count", why), len(episodes))
     return found
+
+
+def _all_failed(judge: EpisodeJudge, verdict: Verdict, count: int) -> list[tuple[Judged, ...]]:
+    # What is measured pays nothing, so its outage takes no reward away.
+    measured = isinstance(judge, MeasuredJudge) and judge.measured
+    return [(Judged(judge.name, 1.0, verdict, measured=measured),)] * count
 
 
 def _with(episode: Episode, judge: EpisodeJudge, verdicts: tuple[Judged, ...]) -> Episode:

@@ -183,6 +183,16 @@ def test_what_a_judge_returns_is_checked(tmp_path: Path) -> None:
             group(tmp_path / str(n), judge)
 
 
+def test_a_failing_judge_that_is_measured_excludes_nothing(tmp_path: Path) -> None:
+    """Whether it raises or returns too few verdicts: the rewards stay, and what it measures is not known."""
+    judges: dict[str, Any] = {"gone": Breaks(JUDGE_RETRIES + 1), "few": Says(count=1)}
+    for name, judge in judges.items():
+        judge.measured = True
+        found = group(tmp_path / name, judge)
+        assert len(found.judged) == 3 and {e.verdicts[-1].verdict.state for e in found.episodes} == {State.FAILED}
+        assert all(e.reward == e.verdicts[0].verdict.score and e.truth is None for e in found.episodes)
+
+
 def test_one_judge_that_fails_asks_only_about_its_own(tmp_path: Path) -> None:
     """Two judges stand in order, and an abstention of one leaves the other's number."""
     both = group(

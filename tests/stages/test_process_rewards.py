@@ -110,6 +110,15 @@ def test_progress_under_a_prover_beside_the_outcome_by_hand() -> None:
     assert outcome((own, *steps)) == pytest.approx(0.6 + 3 * 0.3)
 
 
+def test_a_score_that_is_not_finite_takes_no_reward_where_it_is_measured() -> None:
+    own = Judged("world", 1.0, Verdict.value(0.6))
+    for measured, paid in ((True, 0.6), (False, None)):
+        said = step_verdicts(
+            "x", Reward(function="model:x", steps="outcome", measured=measured), (4,), (math.nan,), 0.0
+        )
+        assert said[0].verdict.kind == "not finite" and outcome((own, *said)) == paid
+
+
 def test_the_score_of_process_bench() -> None:
     one = ProcessBenchScore.of([2, 0, -1, -1, -1], [2, 1, -1, -1, 0])
     assert (one.erroneous, one.correct) == (0.5, pytest.approx(2 / 3))

@@ -61,6 +61,10 @@ class GenerativeStepJudge:
         return self.verifier.name
 
     @property
+    def measured(self) -> bool:
+        return self.reward.measured
+
+    @property
     def separator(self) -> str:
         return self.verifier.judging.separator
 

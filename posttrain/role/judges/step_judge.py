@@ -110,6 +110,10 @@ class StepJudge:
     line: str = ""
     """Description of the judge and of what it reads, as a line for people."""
 
+    @property
+    def measured(self) -> bool:
+        return self.reward.measured
+
     async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
         return await asyncio.to_thread(self.verdicts, episodes)
 
@@ -174,7 +178,11 @@ def step_verdicts(
     record."""
     bad = [x for x in scores if not np.isfinite(x)]
     if bad:
-        return (Judged(name, r.weight, Verdict.failed("not finite", f"it scores {bad[0]}"), by_model=True),)
+        return (
+            Judged(
+                name, r.weight, Verdict.failed("not finite", f"it scores {bad[0]}"), measured=r.measured, by_model=True
+            ),
+        )
     if r.steps == "outcome":
         said = " ".join(why) or ", ".join(f"{x:.3f}" for x in scores)
         one = Verdict.value(aggregated(scores, r.aggregate), why=said)
