@@ -60,7 +60,7 @@ class EvaluationReport:
     mean_tokens: float
     """Spoken tokens per episode."""
     truncated: float
-    """Share of episodes that were cut off at the token limit."""
+    """Share of episodes that were cut off by a limit on tokens or time, or by the context (`Stop.cut`)."""
     groups: tuple[Group, ...]
     proxy: Score | None = None
     """Mean of what is paid, where the outcome is what is measured; None elsewhere, and where nothing is paid yet."""
@@ -169,7 +169,7 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
         failed=broken,
         abstained=sum(e.figure is None and not failed(e.verdicts) for e in episodes),
         mean_tokens=float(np.mean([e.spoken for e in episodes])) if episodes else math.nan,
-        truncated=float(np.mean([e.stop == "length" for e in episodes])) if episodes else math.nan,
+        truncated=float(np.mean([e.stop.cut for e in episodes])) if episodes else math.nan,
         groups=tuple(groups),
         proxy=_rewards(paid, Grades.of(np.concatenate(paid), Right(None))) if paid else None,
     )

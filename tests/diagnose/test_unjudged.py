@@ -93,6 +93,14 @@ def test_a_graded_reward_and_accuracy_have_names_of_their_own(
     assert found.accuracy.mean == pytest.approx(sum(r == 1 for r in outcomes) / len(outcomes))
 
 
+def test_the_evaluation_counts_as_cut_off_what_a_step_does() -> None:
+    """Every limit on tokens or time, not that of a turn alone; a limit on turns cuts nothing off."""
+    task = Task("a", "1 + 1", 2)
+    for stop in Stop:
+        e = Episode(task, 0, 0, (), stop, (Judged("v", 1.0, Verdict.value(1.0)),))
+        assert report([Group(task, 0, (e,))], None).truncated == (stop in ("length", "tokens", "context", "time"))
+
+
 def test_rows_that_ask_the_same_are_one_task_in_every_number() -> None:
     """Three rows, two prompts: the mean is over the prompts, as in the table of a run, and so is its interval."""
     rows = [(Task("a", "?"), 0.0), (Task("b", "?"), 0.4), (Task("c", "!"), 1.0)]

@@ -165,7 +165,9 @@ EVALUATION: dict[str, Definition] = {
     "eval/failed": Definition("held-out episodes that a source failed to judge", "episodes", "0"),
     "eval/abstained": Definition("held-out episodes about which every source abstained", "episodes", "as meant"),
     "eval/tokens": Definition("spoken tokens a held-out episode", "tokens", "steady"),
-    "eval/truncated": Definition("share of held-out episodes cut off at max_tokens", "share", "< 0.1"),
+    "eval/truncated": Definition(
+        "share of held-out episodes cut off by a limit on tokens or time, or by the context", "share", "< 0.1"
+    ),
     "eval/pass_at_K": Definition(
         "unbiased estimate of P(at least one of K samples of a held-out task solves it)",
         "share",
