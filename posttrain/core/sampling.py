@@ -147,7 +147,11 @@ class Sampling:
             )
 
     def _check_support(self) -> None:
-        """Checks that some token can be sampled at every position, whatever came before."""
+        """Checks that single bad tokens and early stop ids leave a token at every position.
+
+        What longer bad sequences leave depends on what was said. Where that is nothing, the sampler refuses the request
+        when it gets there.
+        """
         if self.allowed_ids is None:
             return
         if not self.allowed_ids:
