@@ -5,7 +5,7 @@
     x    = beta h_chosen - beta h_rejected - margin                      of each pair
     loss = sum over pairs of weight * coef * link(x) + what is added
 
-Every field is one choice, as in `policy_rows.algorithm`. A piece with numbers is a type of its own
+Every field is one choice, as in `ladder.algorithm`. A piece with numbers is a type of its own
 (`ladder.pieces.link`, `ladder.pieces.preference_pieces`, `ladder.pieces.pair_source`). `PreferenceAlgorithm` refuses
 combinations that mean nothing.
 """

@@ -36,8 +36,6 @@ from posttrain.system.errors import InvariantError
 
 TOKENS = 2048
 """Most tokens of a step that are read."""
-PROBE = 64
-"""Tokens of the segment whose choices are replaced to see whether the learner follows."""
 FOLLOWS = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.2}
 """Largest difference of log-probs of two passes over the same experts."""
 LEARNS_FROM = 8

@@ -113,8 +113,6 @@ def source_is_mute(history: Sequence[Step], stage: Stage) -> str:
 
 CALLS = 4
 """The rule speaks after this many steps in a row in which no call of a tool succeeds."""
-MADE = ("refused", "timeout")
-"""Ends of a call that reached a tool and got no result."""
 
 
 @played_rule

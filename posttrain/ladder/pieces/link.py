@@ -34,7 +34,7 @@ class PreferencePiece(Open, ABC):
         """Its formula, one line."""
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
-        """Yields the reasons why the link means nothing in `a`, with what to change."""
+        """Yields the reasons why the piece means nothing in `a`, with what to change."""
         yield from ()
 
     def reads(self) -> tuple[str, ...]:
