@@ -84,7 +84,7 @@ PUBLIC = {
     "posttrain.core.ports": "Sampler Scorer Examiner Reference Learner Transport TaskSource Utterance Attempt Seat Talk"
     " Dialogue Environment EpisodeJudge Tracker",
     "posttrain.core.conversation": "PairRenderer LearnedConversation",
-    "posttrain.role.judging": "ComparingJudge",
+    "posttrain.role.judging": "ComparingJudge MeasuredJudge",
     "posttrain.core.exchange.shards": "Shard",
     "posttrain.core.exchange.ranks": "Ranks",
     "posttrain.core.exchange.scores": "Reads TokenScores",
