@@ -65,11 +65,11 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
     # PEFT's ParamWrapper is an adapter over a bare parameter, the form in which experts are stored: it is refused.
     # Under all-linear a linear layer that got no adapter is refused as well, because the setting promises all layers.
     kinds = {n: type(layer).__name__ for n, layer in layers(module).items()}
-    left = [n for n in every if n not in kinds] if lora.targets == (ALL_LINEAR,) else []
-    if other := [n for n, kind in kinds.items() if kind == "ParamWrapper"] or left:
-        fit = dict.fromkeys(n.rpartition(".")[2] for n in kinds if n not in other)
+    without_adapter = [n for n in every if n not in kinds] if lora.targets == (ALL_LINEAR,) else []
+    if refused := [n for n, kind in kinds.items() if kind == "ParamWrapper"] or without_adapter:
+        fit = dict.fromkeys(n.rpartition(".")[2] for n in kinds if n not in refused)
         raise ConfigError(
-            f"model.lora.targets={','.join(lora.targets)}: {other[0]} of {type(module).__name__} can have no adapter."
+            f"model.lora.targets={','.join(lora.targets)}: {refused[0]} of {type(module).__name__} can have no adapter."
             " Experts and routers of a mixture are parameters of another form than linear layers, adapters on them are"
             " not built, and PEFT takes layers that have their names for them. Set"
             f" model.lora.targets={','.join(fit or (n for n in names if n not in lora.targets))}"
@@ -144,17 +144,19 @@ def is_adapted(module: nn.Module) -> bool:
 
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The adapters' own parameters, under their state-dict names."""
-    inside = tuple(f"{name}.{words}." for name, layer in layers(module).items() for words in layer.adapter_layer_names)
+    inside = tuple(
+        f"{name}.{attribute}." for name, layer in layers(module).items() for attribute in layer.adapter_layer_names
+    )
     return {n: t for n, t in module.state_dict(keep_vars=True).items() if n.startswith(inside)} if inside else {}
 
 
 def base_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The tensors beneath the adapters, under the names that they have without adapters. Tied ones come once."""
-    of_adapter, seen, out = adapter_tensors(module), set[int](), dict[str, Tensor]()
+    of_adapter, seen_ids, out = adapter_tensors(module), set[int](), dict[str, Tensor]()
     for name, tensor in module.state_dict(keep_vars=True).items():
         # keep_vars=True gives the parameters themselves, so that a tied one is known by its identity.
-        if name not in of_adapter and id(tensor) not in seen:
-            seen.add(id(tensor))
+        if name not in of_adapter and id(tensor) not in seen_ids:
+            seen_ids.add(id(tensor))
             out[name.replace(".base_layer.", ".")] = tensor
     return out
 
@@ -249,17 +251,17 @@ def merge_error(layer: nn.Module, plain: nn.Module) -> float:
     """
     # In float64 the comparison itself rounds nothing that counts, so what is left is the rounding of the merge.
     adapted: Any = copy.deepcopy(layer).double()
-    merged: Any = copy.deepcopy(plain).double()
+    merged_layer: Any = copy.deepcopy(plain).double()
     stored: Any = getattr(plain, "weight")  # noqa: B009 (typed as any module)
     generator = torch.Generator().manual_seed(0)
     # GPT-2's Conv1D holds its weight as [in, out], nn.Linear as [out, in].
     axis = 0 if isinstance(plain, Conv1D) else 1
     x = torch.randn(8, stored.shape[axis], generator=generator, dtype=torch.float64).to(stored.device)
     with torch.no_grad():
-        apart = (adapted(x) - merged(x)).abs()
+        apart = (adapted(x) - merged_layer(x)).abs()
         # Where the adapter cancels most of a weight, the error is that of the product B A, which is as large as the
         # weight beneath. So both sizes are in the bound.
-        squares = merged.weight**2 + adapted.get_base_layer().weight ** 2
+        squares = merged_layer.weight**2 + adapted.get_base_layer().weight ** 2
         size = (x**2 @ (squares if axis == 0 else squares.T)).sqrt()
         allowed = MERGE_BOUND * torch.finfo(stored.dtype).eps * size
         # An output that is no number must not pass, and every comparison with NaN would be false.

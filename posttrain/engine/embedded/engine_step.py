@@ -175,12 +175,12 @@ class Stepper:
         # Token by token over all slots: the j-th round records each slot's j-th token. A
         # slot leaves when its draft was rejected, when its turn ended, or when nothing
         # can be drawn after its draft; then the next pass finds that out by itself.
-        rest, known = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
+        rest, has_distribution = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
         accepted_drafts, needed = 0, [starts[: len(plan.generating)]]
         for j in range(int(accepted.max()) + 1):
             if j:
                 rest = rest[(accepted[rest] >= j) & slots.generating[at[rest]]]
-                rest = rest[known[starts[rest] + j]]
+                rest = rest[has_distribution[starts[rest] + j]]
                 # The accepted draft's keys and values were computed in this
                 # pass; `Scheduler.cached` counted the pending token alone.
                 slots.cached[at[rest]] += 1

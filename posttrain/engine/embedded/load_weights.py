@@ -19,11 +19,11 @@ def checked_tensors(
 
     EngineError names what is wrong. A missing tensor is noticed only at the end, so nothing may be served before.
     """
-    seen = set[str]()
+    names_seen = set[str]()
     for name, tensor in tensors:
         if name not in own:
             raise EngineError(f"unknown tensor {name!r}: {nearest(name, own)}")
-        if name in seen:
+        if name in names_seen:
             raise EngineError(f"tensor {name!r} is listed twice")
         dtype, shape = own[name]
         if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
@@ -31,9 +31,9 @@ def checked_tensors(
                 f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, the engine's is {dtype} {shape}: learner and"
                 " engine must hold the same architecture and dtype"
             )
-        seen.add(name)
+        names_seen.add(name)
         yield name, tensor.detach()
-    if missing := [name for name in own if name not in seen]:
+    if missing := [name for name in own if name not in names_seen]:
         names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
         raise EngineError(f"{len(missing)} of {len(own)} tensors are missing: {names}")
 

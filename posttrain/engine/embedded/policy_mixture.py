@@ -136,8 +136,8 @@ class MixedModel(CachedModel):
         # `run` puts the states of the two models side by side; `mul_`
         # may write over logits that were made for this call.
         mixed = self._own.logits(hidden[:, : self._width].contiguous())
-        other = self._other.logits(hidden[:, self._width :].contiguous())
-        return mixed.mul_(1 - self._share).add_(other, alpha=self._share)
+        other_logits = self._other.logits(hidden[:, self._width :].contiguous())
+        return mixed.mul_(1 - self._share).add_(other_logits, alpha=self._share)
 
     def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1] of the first model alone, by which a push of weights is checked."""

@@ -218,10 +218,10 @@ def verify(
         drawn = spread.say(_residual(spread, drafts, uniform, accept_at, slot, step, draft))
     # How many drafts of a slot are accepted is the index of its first row that drew something else. -1 is no token, so
     # the last row always does, and every slot has such a row.
-    right = drawn.ids == draft
-    wrong = np.where(right, len(slot), np.arange(len(slot)))
+    equals_draft = drawn.ids == draft
+    differing_row = np.where(equals_draft, len(slot), np.arange(len(slot)))
     starts = np.cumsum(widths) - widths
-    return drawn, np.minimum.reduceat(wrong, starts) - starts
+    return drawn, np.minimum.reduceat(differing_row, starts) - starts
 
 
 def _residual(

@@ -284,9 +284,9 @@ def pick(logp: Tensor, uniform: np.ndarray, kernels: KernelChoice = "auto") -> T
     ids = kernel("draw", logp.device, logp.dtype, kernels).function(logp, uniform)
     if ids is None:
         # The forms say only that some row has failed. Where no such row is found here, all are named.
-        wrong = ~logp.exp().sum(-1, dtype=torch.float64).isfinite()
+        not_finite = ~logp.exp().sum(-1, dtype=torch.float64).isfinite()
         raise NotADistribution(
-            np.flatnonzero(wrong.cpu().numpy() if wrong.any() else np.ones(len(logp))),
+            np.flatnonzero(not_finite.cpu().numpy() if not_finite.any() else np.ones(len(logp))),
             "the model's logits are not finite, so nothing can be sampled: its weights have diverged or were loaded"
             " wrongly",
         )

@@ -31,7 +31,7 @@ def fields(s: Sampling, look: RemoteModel, place: int, *, chat: bool) -> dict[st
         ConfigError: names each field of `s` that this endpoint does not support.
     """
     check(s, look, chat=chat)
-    known = _EXTENSIONS[look.dialect]
+    extensions = _EXTENSIONS[look.dialect]
     # Neutral values are sent too. Where a field is left out, vLLM takes its value from the model's
     # generation_config.json, and the distribution would be another one than the contract's.
     out: dict[str, Any] = {
@@ -50,9 +50,9 @@ def fields(s: Sampling, look: RemoteModel, place: int, *, chat: bool) -> dict[st
     }
     if s.stop:
         out["stop"] = list(s.stop)
-    if "top_k" in known:
+    if "top_k" in extensions:
         out |= {"top_k": 0 if s.greedy else s.top_k, "min_p": 0.0 if s.greedy else s.min_p}
-    if "repetition_penalty" in known:
+    if "repetition_penalty" in extensions:
         out |= {"repetition_penalty": s.repetition_penalty, "min_tokens": s.min_tokens}
         if s.allowed_ids is not None:
             out["allowed_token_ids"] = list(s.allowed_ids)
@@ -69,8 +69,8 @@ def fields(s: Sampling, look: RemoteModel, place: int, *, chat: bool) -> dict[st
 
 def check(s: Sampling, look: RemoteModel, *, chat: bool) -> None:
     """ConfigError with the names of the contract's fields that this endpoint does not support."""
-    known = _EXTENSIONS[look.dialect]
-    asked = {
+    extensions = _EXTENSIONS[look.dialect]
+    used = {
         "top_k": s.top_k > 0,
         "min_p": s.min_p > 0,
         "repetition_penalty": s.repetition_penalty != 1,
@@ -80,7 +80,7 @@ def check(s: Sampling, look: RemoteModel, *, chat: bool) -> None:
         "bad_ids": bool(s.bad_ids),
         "bad_words": bool(s.bad_words),
     }
-    if unknown := [name for name, on in asked.items() if on and name not in known]:
+    if unknown := [name for name, on in used.items() if on and name not in extensions]:
         raise ConfigError(
             f"an endpoint of dialect {look.dialect!r} knows no {', '.join(f'sampling.{n}' for n in unknown)}, and would"
             " ignore or refuse it: leave it at its default, or use another engine"
@@ -142,8 +142,8 @@ class EndpointSampler:
         # The truncation goes into the request only. The episodes keep the contract that they were given, which has
         # none.
         if self.cut is not None and not s.greedy:
-            asked = fields(self.cut, self.look, place, chat=chat)
-            body |= {name: asked[name] for name in ("top_p", "top_k", "min_p") if name in asked}
+            cut_fields = fields(self.cut, self.look, place, chat=chat)
+            body |= {name: cut_fields[name] for name in ("top_p", "top_k", "min_p") if name in cut_fields}
         return body
 
     async def _choice(self, path: str, body: Mapping[str, Any], most: int) -> tuple[dict[str, Any], int]:

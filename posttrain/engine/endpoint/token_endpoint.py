@@ -119,15 +119,15 @@ class TokenSampler(EndpointSampler):
             # If the log-probs are those of the distribution that is drawn from, they are log p_T = z / T - log Z_T for
             # logits z. Differences between tokens do not depend on Z_T, so halving T must double them. A server that
             # returns log-probs of the raw logits gives equal differences at both.
-            one, two = [
+            at_1, at_half = [
                 await self.generate(probe, Sampling(temperature=t, max_tokens=1, stop_ids=(), top=3), 0)
                 for t in (1.0, 0.5)
             ]
         except EndpointError as error:
             raise ConfigError(f"this endpoint's samples cannot be trained on: {error}") from error
-        assert one.top is not None and two.top is not None
-        warm = dict(zip(one.top.ids[0].tolist(), one.top.logp[0].tolist(), strict=True))
-        cold = dict(zip(two.top.ids[0].tolist(), two.top.logp[0].tolist(), strict=True))
+        assert at_1.top is not None and at_half.top is not None
+        warm = dict(zip(at_1.top.ids[0].tolist(), at_1.top.logp[0].tolist(), strict=True))
+        cold = dict(zip(at_half.top.ids[0].tolist(), at_half.top.logp[0].tolist(), strict=True))
         if set(warm) != set(cold):
             raise ConfigError(
                 "this endpoint's samples cannot be trained on: its most probable tokens after one prompt are"

@@ -70,7 +70,7 @@ def kept(
         DataError: the files are missing or damaged, or the architecture needs its own code, or it has buffers, which no
             checkpoint of a run holds.
     """
-    words, _ = read_tokenizer(str(tokenizer))
+    loaded_tokenizer, _ = read_tokenizer(str(tokenizer))
     attention.register()
     try:
         with quiet():
@@ -99,13 +99,13 @@ def kept(
         raise DataError(
             f"{config}: checkpoints of a run hold no buffers, and this model keeps some: {', '.join(buffers[:3])}"
         )
-    stops = tuple(stop_ids) if stop_ids else resolve_stops(words, module.generation_config)
+    stops = tuple(stop_ids) if stop_ids else resolve_stops(loaded_tokenizer, module.generation_config)
     if model.lora is not None:
         # In this order: the kept base holds the codes and scales, so the layers must have that form before it is
         # loaded, and must be plain layers of the module, without adapters, to have its names.
         if model.quantize is not None:
             quantise(module, model.quantize)
         _load_base(module, config / BASE)
-    policy = prepared(model, module, words, stops, f"kept in {config.parent}", [], most)
+    policy = prepared(model, module, loaded_tokenizer, stops, f"kept in {config.parent}", [], most)
     # Any seed will do: the numbers of the adapter are loaded from the checkpoint afterwards.
     return with_adapter(policy, model, 0)

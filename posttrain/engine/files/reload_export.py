@@ -99,7 +99,7 @@ def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
     trust = policy.remote_code
     try:
         with quiet():
-            words: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
             # "auto" is what the folder itself says, as any user would load it. An adapter's folder has no model, and
             # its base may be stored in another type than the run computed in.
             dtype: Any = policy.dtype if base else "auto"
@@ -119,8 +119,8 @@ def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
     config = model.generation_config
     # A whole export lists the stop ids in its generation config, and transformers' own rule is what is to be tested.
     # The base of an adapter has the config that it always had.
-    stops = resolve_stops(words, config) if base else _listed(config)
-    return ReloadedModel(module, inner, words, stops)
+    stops = resolve_stops(tokenizer, config) if base else _listed(config)
+    return ReloadedModel(module, inner, tokenizer, stops)
 
 
 def _listed(config: Any) -> tuple[int, ...]:

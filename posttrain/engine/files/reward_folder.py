@@ -108,11 +108,11 @@ def write_reward_model(policy: Policy, folder: Path) -> str:
             classifier = classifier_of(policy, head)
             pad, token = pad_of(policy)
             # A copy, because the policy's tokenizer goes on with the padding token that it had.
-            words: Any = copy.deepcopy(policy.tokenizer)
-            words.pad_token = token
+            padded_tokenizer: Any = copy.deepcopy(policy.tokenizer)
+            padded_tokenizer.pad_token = token
             with quiet():
                 classifier.save_pretrained(folder)
-                words.save_pretrained(folder)
+                padded_tokenizer.save_pretrained(folder)
             share(folder)
             pad_before: Any = policy.tokenizer.pad_token_id
             note = (

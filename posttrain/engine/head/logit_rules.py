@@ -50,8 +50,8 @@ class Ragged:
         first, last = int(self._before[a]), int(self._before[b])
         # The output size is given. Otherwise the CPU would wait for the GPU to learn it.
         rows = torch.arange(a, b, device=self._ids.device).repeat_interleave(self._count[a:b], output_size=last - first)
-        which = torch.arange(first, last, device=self._ids.device) + self._shift[rows]
-        rows, ids = rows - a, self._ids[which] - first_id
+        entries = torch.arange(first, last, device=self._ids.device) + self._shift[rows]
+        rows, ids = rows - a, self._ids[entries] - first_id
         # In a matrix of the whole vocabulary every id has a column. The selection is left out then, because the CPU
         # would wait for the GPU to learn how many entries it has.
         if first_id or self._last >= width:
@@ -96,12 +96,12 @@ class LogitRules:
         bias = torch.tensor([x for _, x in s.logit_bias], dtype=torch.float64, device=device) if s.logit_bias else None
         seen = Ragged(*seen_before(packed, vocabulary), device) if s.repetition_penalty != 1 else None
         never_V = banned_always(s, vocabulary)
-        rows, which = banned_here(packed)
+        rows, banned_ids = banned_here(packed)
         if packed.kept is not None:
             return LogitRules(ids, bias, s.repetition_penalty, seen, None, None)
-        _check_said(packed, never_V, rows, which)
+        _check_said(packed, never_V, rows, banned_ids)
         count_M = np.bincount(rows, minlength=packed.spoken)
-        now = Ragged(which, np.cumsum(count_M) - count_M, count_M, device) if len(rows) else None
+        now = Ragged(banned_ids, np.cumsum(count_M) - count_M, count_M, device) if len(rows) else None
         never = None if never_V is None else torch.from_numpy(never_V).to(device)
         return LogitRules(ids, bias, s.repetition_penalty, seen, never, now)
 
@@ -199,11 +199,11 @@ def banned_here(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
 
 def _check_said(packed: Packed, never_V: np.ndarray | None, rows: np.ndarray, ids: np.ndarray) -> None:
     """InvariantError where a spoken token is banned: at every position (`never_V`), or by a pair of `rows`, `ids`."""
-    wrong = rows[packed.target_M[rows] == ids]
+    banned_tokens = rows[packed.target_M[rows] == ids]
     if never_V is not None:
-        wrong = np.append(wrong, np.flatnonzero(never_V[packed.target_M]))
-    if len(wrong):
-        m = int(wrong.min())
+        banned_tokens = np.append(banned_tokens, np.flatnonzero(never_V[packed.target_M]))
+    if len(banned_tokens):
+        m = int(banned_tokens.min())
         raise InvariantError(
             f"spoken token {m} has id {int(packed.target_M[m])}, which its contract bans at that place"
             f" ({packed.sampling}): sampler and batch disagree on the distribution"

@@ -138,18 +138,18 @@ def most_probable(
     values: list[Tensor] = []
     indices: list[Tensor] = []
     for _, blocks in _scored(hidden, weight, bias, transform):
-        best, which = list[Tensor](), list[Tensor]()
+        best, best_ids = list[Tensor](), list[Tensor]()
         # `best` holds at most k log-probs per token of the earlier blocks, and k of this block. The best k of both go
         # on to the next block.
         for first, logp in normalised(blocks, torch.log_softmax, single)():
             top = logp.topk(min(k, logp.shape[1]), 1)
             best.append(top.values)
-            which.append(top.indices + first)
+            best_ids.append(top.indices + first)
             if len(best) > 1:
-                both = torch.cat(best, 1).topk(min(k, best[0].shape[1] + best[1].shape[1]), 1)
-                best, which = [both.values], [torch.cat(which, 1).gather(1, both.indices)]
+                joined = torch.cat(best, 1).topk(min(k, best[0].shape[1] + best[1].shape[1]), 1)
+                best, best_ids = [joined.values], [torch.cat(best_ids, 1).gather(1, joined.indices)]
         values.append(best[0].clamp_min(torch.finfo(best[0].dtype).min))
-        indices.append(which[0])
+        indices.append(best_ids[0])
     return torch.return_types.topk((torch.cat(values), torch.cat(indices)))
 
 

@@ -148,8 +148,8 @@ def _check_windows(module: PreTrainedModel, context: int | None, seen: bool) -> 
         # A limit matters only if the config switches it on, a layer type uses it, no layer told our attention of it,
         # and a sequence can be longer than it.
         used = getattr(config, f"use_{field}", None) is not False and (not kinds or any(kind in k for k in kinds))
-        told = seen and kind == "sliding"
-        if isinstance(size, int) and size > 0 and used and not told and (context is None or size < context):
+        layer_told = seen and kind == "sliding"
+        if isinstance(size, int) and size > 0 and used and not layer_told and (context is None or size < context):
             raise EngineError(
                 f"{type(module).__name__} has {field}={size} and keeps it by its attention mask alone, which is not"
                 f" used here: sequences beyond {size} tokens would be computed with full attention. Use an architecture"

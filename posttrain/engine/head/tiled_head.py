@@ -74,11 +74,11 @@ class TiledHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, named_MK, norm, entropy, *kept = ctx.saved_tensors
+        hidden, weight, bias, named_MK, norm, entropy, *kept_scores = ctx.saved_tensors
         transform, tile, dtype = ctx.transform, ctx.tile, logit_dtype(weight.dtype)
         # Temperature and scale multiply all numbers of a tile by a constant. So both are one factor, whatever steps
         # stand between them.
-        factor, scores = transform.beta * transform.scale, iter(kept)
+        factor, scores = transform.beta * transform.scale, iter(kept_scores)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         of_logp, of_entropy = grads
         by_logp = norm.new_zeros(named_MK.shape) if of_logp is None else of_logp.reshape(named_MK.shape)
@@ -112,10 +112,10 @@ class TiledHead(torch.autograd.Function):
                     sum_w.addmm_(d.t(), h)
                 if sum_b is not None:
                     sum_b.add_(d.sum(0))
-            for whole, part in ((grad_weight, sum_w), (grad_bias, sum_b)):
+            for gradient, part in ((grad_weight, sum_w), (grad_bias, sum_b)):
                 # A narrower gradient is rounded once for all tokens, not once a tile.
-                if whole is not None and part is not None and whole.dtype != dtype:
-                    whole[first : first + tile.ids] = part
+                if gradient is not None and part is not None and gradient.dtype != dtype:
+                    gradient[first : first + tile.ids] = part
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *(None,) * 5
 
 

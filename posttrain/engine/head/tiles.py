@@ -94,12 +94,17 @@ def _made(form: TileForm, z: Tensor, norm: Tensor, named: Tensor, by: Tensor, wa
     in place of the scores."""
     # Two copies: `kept` shows whether a form changes scores that
     # it may only read, `lost` whether it can write over them.
-    kept, lost = z.clone(), z.clone()
+    read_only, overwritten = z.clone(), z.clone()
 
     def gradient(x: Tensor, out: Tensor) -> Tensor:
         return form.cotangent(x, norm, named, by[:2].t(), by[2] if want else None, by[3], True, out)
 
-    return [*form.fold(kept, want, True), gradient(kept, torch.empty_like(z)), kept, gradient(lost, lost)]
+    return [
+        *form.fold(read_only, want, True),
+        gradient(read_only, torch.empty_like(z)),
+        read_only,
+        gradient(overwritten, overwritten),
+    ]
 
 
 def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width: int) -> float:

@@ -96,8 +96,8 @@ def _away(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     root = x if x._base is None else x._base
     if isinstance(root, nn.Parameter) or (root.is_leaf and root.requires_grad) or x.numel() < SMALL:
         return x
-    there = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type != "cpu")
-    return x.device, there.copy_(x)
+    on_cpu = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type != "cpu")
+    return x.device, on_cpu.copy_(x)
 
 
 def _back(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:

@@ -96,8 +96,8 @@ class LookedUp(torch.autograd.Function):
         if ctx.padding is not None:
             rows.masked_fill_((read_ids == ctx.padding)[:, None], 0)
         if of_weight is None:
-            made = torch.sparse_coo_tensor(read_ids[None], rows, ctx.shape, check_invariants=False, is_coalesced=True)
-            return made, None, None, None
+            sparse = torch.sparse_coo_tensor(read_ids[None], rows, ctx.shape, check_invariants=False, is_coalesced=True)
+            return sparse, None, None, None
         # the head made this gradient for this node alone
         return of_weight.index_add_(0, read_ids, rows.to(of_weight.dtype)), None, None, None
 

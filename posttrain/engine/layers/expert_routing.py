@@ -66,20 +66,20 @@ class Routing:
 
     def at(self, place: int, normalised: bool, output: Any) -> Any:
         """Returns the output of a router in this pass, from the output that the router computed itself."""
-        logits, weights, own = output
-        self.own[place] = self.used[place] = own
+        logits, weights, own_choices = output
+        self.own[place] = self.used[place] = own_choices
         if self.scores:
             self.logits[place] = logits
         # Without given choices the output is passed on as it is, and the model computes what it would without a hook.
         if self.given is None:
             return output
-        given = self.given[:, place].to(own.device)
-        if given.shape != own.shape:
+        choices = self.given[:, place].to(own_choices.device)
+        if choices.shape != own_choices.shape:
             raise EngineError(
-                f"router {place} chose {tuple(own.shape)} experts, and choices of {tuple(given.shape)} are given: they"
-                " are of another model, or of other tokens"
+                f"router {place} chose {tuple(own_choices.shape)} experts, and choices of {tuple(choices.shape)} are"
+                " given: they are of another model, or of other tokens"
             )
-        chosen = torch.where(given == UNKNOWN, own, given)
+        chosen = torch.where(choices == UNKNOWN, own_choices, choices)
         self.used[place] = chosen
         return logits, weights_of(logits, chosen, normalised, weights.dtype), chosen
 
@@ -267,8 +267,8 @@ class PackedRouting(PassRouting):
         return True
 
     def pass_of(self, device: torch.device) -> Routing:
-        given = None if self._given_C is None else torch.from_numpy(self._given_C.astype(np.int64)).to(device)
-        self.routing = Routing(given, self._scores)
+        choices = None if self._given_C is None else torch.from_numpy(self._given_C.astype(np.int64)).to(device)
+        self.routing = Routing(choices, self._scores)
         return self.routing
 
     def told(self, logp_M: Tensor) -> RoutedPass:

@@ -185,9 +185,9 @@ def _attention(
     query = rotated(q, getattr(self, "q_norm", None))
     key = rotated(k, getattr(self, "k_norm", None))
     value = v.view(*shape, -1, self.head_dim).transpose(1, 2)
-    seen, _ = attention.attend(self, query, key, value, None, self.scaling, sliding_window=window_of(self))
-    seen = seen.reshape(*shape, -1)
-    return products(seen if read is None else _selected(seen, read), self.o_proj)[0], None
+    attended, _ = attention.attend(self, query, key, value, None, self.scaling, sliding_window=window_of(self))
+    attended = attended.reshape(*shape, -1)
+    return products(attended if read is None else _selected(attended, read), self.o_proj)[0], None
 
 
 def _selected(x: Tensor, read: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class Products(torch.autograd.Function):
             of_weights = dict(zip(trained, summed([flat[i] for i in trained], x.reshape(-1, x.shape[-1])), strict=True))
         if dx is not None:
             dx = dx.view(*next(g for g in grads if g is not None).shape[:-1], -1)
-        return dx, *(found.get(i) for i in range(len(grads)) for found in (of_weights, of_biases))
+        return dx, *(of_kind.get(i) for i in range(len(grads)) for of_kind in (of_weights, of_biases))
 
 
 def products(x: Tensor, *modules: nn.Module) -> Sequence[Tensor]:

@@ -164,8 +164,8 @@ class _Bucket:
         read_BL = np.array([r.start for r in runs])[:, None] + np.minimum(np.arange(longest), length_B[:, None] - 1)
         row, column = np.nonzero(np.arange(longest) < length_B[:, None])
         # Siblings lie below the same positions. P distinct lists, and a matrix [P, B] of which run lies below which.
-        places, which = np.unique(above_BA, axis=0, return_inverse=True)
-        parents = (np.arange(len(places))[:, None] == which.reshape(1, -1)).astype(np.float32)
+        places, list_of_run = np.unique(above_BA, axis=0, return_inverse=True)
+        parents = (np.arange(len(places))[:, None] == list_of_run.reshape(1, -1)).astype(np.float32)
         return cls(
             count=len(runs),
             longest=longest,

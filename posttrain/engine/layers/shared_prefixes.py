@@ -163,11 +163,11 @@ class Sharing:
     def _choices(self, ids: np.ndarray, lengths: np.ndarray, tree: SharedTree) -> tuple[Any, Any]:
         """The experts that both passes of the proof follow, so that rounding decides none of them: for the pass that
         computes a shared beginning once, and for the other one; None where there is no router."""
-        seen = PassRouting()
-        self._plain(ids, lengths, None, seen)
-        if not seen.routing.used:
+        recorded = PassRouting()
+        self._plain(ids, lengths, None, recorded)
+        if not recorded.routing.used:
             return None, None
-        given_U = seen.routing.stacked(seen.routing.used)[self._to(tree.first_U)]
+        given_U = recorded.routing.stacked(recorded.routing.used)[self._to(tree.first_U)]
         return PassRouting(given_U, True), PassRouting(given_U[self._to(tree.place_N)])
 
     def _to(self, x: np.ndarray) -> Tensor:

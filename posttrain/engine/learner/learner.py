@@ -204,7 +204,7 @@ class HFLearner:
         """Returns the results of `score`, `value`, `entropy` and `energy` that `names` asks for, from one pass of the
         layers."""
         reader = self._reader
-        known: dict[str, Reading] = {
+        reading_of_name: dict[str, Reading] = {
             "score": reader.logp_of,
             "value": lambda part, hidden: self._values(hidden),
             "entropy": reader.entropy_of,
@@ -213,8 +213,8 @@ class HFLearner:
         # The sampler's own pass gives no hidden states for the other
         # readings, so these need the packed pass all the same.
         sampled = {"score": self.score(packed)} if self._sampled is not None and "score" in names else {}
-        asked = {name: known[name] for name in names if name not in sampled}
-        return (reader.each(packed, asked) if asked else {}) | sampled
+        readings = {name: reading_of_name[name] for name in names if name not in sampled}
+        return (reader.each(packed, readings) if readings else {}) | sampled
 
     def value(self, packed: Packed) -> np.ndarray:
         """float32 [M] estimates before each spoken token, without gradient."""
@@ -287,9 +287,9 @@ class HFLearner:
         if self._reader.replays:
             return self
         # Shallow copies: weights, heads and the record of sharing are the same objects, and one flag differs.
-        other, reader = copied(self), copied(self._reader)
-        other._reader, reader.replays = reader, True
-        return other
+        follower, reader = copied(self), copied(self._reader)
+        follower._reader, reader.replays = reader, True
+        return follower
 
     def train_mode(self, on: bool) -> None:
         """Switch training mode. Activations are checkpointed only while it is on. It adds no noise, because noise was

@@ -79,10 +79,10 @@ class PackedReader:
                 " and sampling.max_tokens"
             )
         # Without choices to follow, and without a loss that reads the routers, the pass keeps nothing of them.
-        given = packed.routed_N if self.replays else None
+        choices = packed.routed_N if self.replays else None
         balanced = packed.balance_E is not None
-        wanted = given is not None or balanced
-        return self.routed(packed, at, PackedRouting(packed, given, balanced) if wanted else None)
+        recorded = choices is not None or balanced
+        return self.routed(packed, at, PackedRouting(packed, choices, balanced) if recorded else None)
 
     def routed(self, packed: Packed, at: np.ndarray | None, routing: PackedRouting | None) -> Tensor:
         """`hidden`, with a record that gives the routers their choices and keeps what they did.

@@ -74,9 +74,9 @@ def keeps_state(config: Mapping[str, Any]) -> bool:
     # A type that is not known here is judged by the names of its layers, so that new architectures are refused, and not
     # computed with a state that runs from one sequence into the next.
     if model_type in NOT_SHOWN or states:
-        what = f" (layers of kind {', '.join(states)})" if states else ""
+        layers = f" (layers of kind {', '.join(states)})" if states else ""
         raise EngineError(
-            f"{model_type} keeps a recurrent state{what}, and it was not shown that a batch of its sequences equals"
+            f"{model_type} keeps a recurrent state{layers}, and it was not shown that a batch of its sequences equals"
             f" each of them alone: gradients could be those of other sequences. {WANTED}, or one of"
             f" {', '.join(KNOWN)}"
         )

@@ -42,10 +42,10 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
     with _generators_kept(module), torch.enable_grad():
         # Two rounds: first only the modules that draw. A module may read the training mode of a child in place of its
         # own, so what still draws is kept together with all of its children.
-        for whole in (False, True):
+        for with_children in (False, True):
             drawing = _drawing(module, out)
             for part in drawing.values():
-                for each in part.modules() if whole else (part,):
+                for each in part.modules() if with_children else (part,):
                     _keep_in_evaluation(each)
             silenced |= drawing
             if not drawing:

@@ -151,11 +151,11 @@ class Policy:
             again: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=self.dtype, trust_remote_code=self.remote_code
             ).eval()
-            words = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.remote_code)
         # From the cheapest proof to the one that covers most: equal bits, an equal tokenizer, and then transformers'
         # own forward pass, which sees a config that does not fit the weights.
         same_weights(named_tensors(self.module), named_tensors(again), Path(folder))
-        same_tokenizer(self.tokenizer, words, Path(folder))
+        same_tokenizer(self.tokenizer, tokenizer, Path(folder))
         self._check_greedy(again.to(self.device), Path(folder))
 
     def write(self, folder: Path | str) -> None:
@@ -191,11 +191,11 @@ class Policy:
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights and persistent buffers under their state-dict names. A tied tensor comes once, under its first name."""
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
         # keep_vars=True gives the parameters themselves, and a tied one is the same object under both names.
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+        if id(tensor) not in seen_ids:
+            seen_ids.add(id(tensor))
             yield name, tensor
 
 
@@ -302,9 +302,9 @@ def prepared(
     # equals this one.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    here = None if module.device.type == "meta" else _device(model.device)
+    device = None if module.device.type == "meta" else _device(model.device)
     # On meta there is nothing to move, and only the type is set.
-    torch.nn.Module.to(module, device=here, dtype=getattr(torch, model.dtype)).eval()
+    torch.nn.Module.to(module, device=device, dtype=getattr(torch, model.dtype)).eval()
     for part in module.modules():
         # The config's rates are 0 already; this is for layers that have a rate of their own.
         if isinstance(part, nn.Dropout):
@@ -325,7 +325,7 @@ def prepared(
         notes += [_BALANCE.format(coef)]
     if is_stateful(module):
         notes += [_STATE]
-    if here is not None:
+    if device is not None:
         # `silence` and `accept` run the model, so they wait until the weights are there.
         notes += silence(module, accept(module, context)[0])
     return Policy(

@@ -72,9 +72,9 @@ def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> l
     # with EOS. What stands behind the assistant's words (SAID) is the end of its turn.
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": SAID}]
     tails: list[str] = []
-    for more in ([], turns[:1]):
+    for next_turns in ([], turns[:1]):
         try:
-            text = template_process.apply(tokenizer, [*turns, *more], generate=False)
+            text = template_process.apply(tokenizer, [*turns, *next_turns], generate=False)
         except PosttrainError:
             raise
         except Exception as error:  # a tokenizer of the model's own code may raise anything

@@ -68,8 +68,8 @@ class QuantisedMoments(UpdateRule):
         state = self.inner.state.get(self.tensors[name], {})
         g = exact(gradient, at) * scale
         first, second = (exact(_numbers(state[m]), at) if m in state else torch.zeros_like(g) for m in MOMENTS)
-        taken = float(state["step"]) + 1 if state else 1.0
-        exact_update = adamw_update(config, exact(self.tensors[name], at), g, (first, second), taken, lr)
+        step = float(state["step"]) + 1 if state else 1.0
+        exact_update = adamw_update(config, exact(self.tensors[name], at), g, (first, second), step, lr)
         # The codes of one number need the scale of its whole block, so for a single index only the move is told.
         if at is not None or not _is_quantised(self.tensors[name]):
             return exact_update

@@ -133,8 +133,8 @@ class Moments(UpdateRule):
         state = self.inner.state.get(self.tensors[name], {})
         g = exact(gradient, at) * scale
         first, second = (exact(state[m], at) if m in state else torch.zeros_like(g) for m in MOMENTS)
-        taken = float(state["step"]) + 1 if state else 1.0
-        return adamw_update(config, exact(self.tensors[name], at), g, (first, second), taken, lr)
+        step = float(state["step"]) + 1 if state else 1.0
+        return adamw_update(config, exact(self.tensors[name], at), g, (first, second), step, lr)
 
     def step(self, lr: float) -> None:
         """Update the tensors, and those whose gradient holds only some rows in parts.
@@ -164,7 +164,7 @@ class Moments(UpdateRule):
         size = max(1, PART // (ROWS * weight.shape[1])) * ROWS
         edges = range(0, weight.shape[0], size)
         cuts = [*torch.searchsorted(rows, torch.tensor([*edges], device=rows.device)).tolist(), len(rows)]
-        taken = state["step"]
+        new_step = state["step"]
         try:
             for first, low, high in zip(edges, cuts[:-1], cuts[1:], strict=True):
                 # Parts without a row are visited too, because moments fade and weights decay without a gradient. `part`
@@ -177,10 +177,10 @@ class Moments(UpdateRule):
                 self.inner.state[part] = {"step": state["step"].clone(), **moments}
                 self.inner.param_groups = [{**group, "params": [part]}]
                 self.inner.step()
-                taken = self.inner.state.pop(part)["step"]
+                new_step = self.inner.state.pop(part)["step"]
         finally:
             self.inner.param_groups = groups
-        state["step"].copy_(taken)
+        state["step"].copy_(new_step)
 
 
 class Momentum(UpdateRule):

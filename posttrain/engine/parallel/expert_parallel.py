@@ -66,11 +66,11 @@ class ExpertLearner(TensorLearner):
         # The plan's patterns name parameters (the experts' stacked weights) and modules (what holds them), so both are
         # matched.
         names = [*(n for n, _ in decoder.named_parameters()), *(n for n, _ in decoder.named_modules())]
-        whole = {n: style for n in names for pattern, style in plan.items() if fnmatch.fnmatch(n, pattern)}
+        style_of_name = {n: style for n in names for pattern, style in plan.items() if fnmatch.fnmatch(n, pattern)}
         from posttrain.engine.parallel.joined_experts import divide  # not in every transformers that is used here
 
         with torch.no_grad():
-            divide(decoder, self.holders.mesh, whole)
+            divide(decoder, self.holders.mesh, style_of_name)
 
 
 def whole_experts(policy: Policy, world: int) -> dict[str, str]:

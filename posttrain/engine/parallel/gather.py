@@ -107,13 +107,13 @@ def _runs(table: list[list[_Label]], bucket: int) -> Iterator[list[int]]:
     """The places of the weights of each bucket."""
     run, size = list[int](), 0
     for i in range(len(table[0])):
-        more = sum(labels[i].sent for labels in table)
+        weight_size = sum(labels[i].sent for labels in table)
         # `run and`: a weight that is larger than a bucket alone gets a bucket of its own, and no empty one before it.
-        if run and size + more > bucket:
+        if run and size + weight_size > bucket:
             yield run
             run, size = [], 0
         run.append(i)
-        size += more
+        size += weight_size
     if run:
         yield run
 

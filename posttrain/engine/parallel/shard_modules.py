@@ -78,14 +78,14 @@ def remade(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter | None
     """Put other parameters in the place of those for which `make` returns one. Ties stay ties."""
     # By identity, so that a tied parameter is made once and put in both places. The old one is kept in the table too:
     # were it freed, its id could be that of a new parameter.
-    made: dict[int, tuple[nn.Parameter, nn.Parameter | None]] = {}
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter | None]] = {}
     for part in module.modules():
         for name, p in part._parameters.items():
             if p is None:
                 continue
-            if id(p) not in made:
-                made[id(p)] = p, make(p)
-            if (new := made[id(p)][1]) is not None:
+            if id(p) not in replaced:
+                replaced[id(p)] = p, make(p)
+            if (new := replaced[id(p)][1]) is not None:
                 part._parameters[name] = new
 
 

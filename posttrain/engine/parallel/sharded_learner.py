@@ -190,8 +190,8 @@ class ShardedLearner(HFLearner):
     @torch.no_grad()
     def round_masters(self) -> None:
         """Begin again with rounded weights, as a new optimizer in one process makes its master copies of them."""
-        for name, own in self._own.items():
-            own.copy_(self._rows_rounded(name, own))
+        for name, rows in self._own.items():
+            rows.copy_(self._rows_rounded(name, rows))
 
     def masters(self, optimizer: StageOptimizer) -> dict[str, Tensor]:
         """The master copies that this learner has itself, named as an optimizer in one process names its own."""
@@ -202,7 +202,7 @@ class ShardedLearner(HFLearner):
 
     def rounded_rows(self) -> dict[str, Tensor]:
         """`parameters()` in the type that the model has."""
-        return {name: self._rows_rounded(name, own.detach()) for name, own in self._own.items()}
+        return {name: self._rows_rounded(name, rows.detach()) for name, rows in self._own.items()}
 
     def _rows_rounded(self, name: str, own: Tensor) -> Tensor:
         # Heads are computed in their own type and never rounded.
@@ -211,9 +211,14 @@ class ShardedLearner(HFLearner):
     def like(self, name: str, own: Tensor) -> Tensor:
         """`own` as the rank's part of a tensor over all ranks, which has the shape and cut of parameter `name`: a
         moment, or a gradient."""
-        whole = self._sharded[name]
+        parameter = self._sharded[name]
         return DTensor.from_local(
-            own, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            own,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
 
     def _rounded(self, tensor: Any) -> Any:

@@ -111,7 +111,7 @@ class TensorLearner(HFLearner):
 
     def rounded_rows(self) -> dict[str, Tensor]:
         """`parameters()` as tensors, in the type that the model has."""
-        return {name: own.detach() for name, own in self._own.items()}
+        return {name: part.detach() for name, part in self._own.items()}
 
     def masters(self, optimizer: StageOptimizer) -> dict[str, Tensor]:
         """See `ShardedLearner.masters`: the optimizer has them here."""
@@ -144,15 +144,15 @@ class TensorLearner(HFLearner):
             InvariantError: they differ by more than rounding.
         """
         apart = size = 0.0
-        for name, own in gradients.items():
+        for name, gradient in gradients.items():
             if not self._is_cut(name):
-                first = own.clone()
+                first = gradient.clone()
                 dist.broadcast(first, group=self.holders.group, group_src=0)
                 size = math.hypot(size, float(torch.linalg.vector_norm(first)))
                 # sub_ overwrites this rank's gradient, which is replaced by the first rank's on the next line, so no
                 # memory is needed for the difference.
-                apart = math.hypot(apart, float(torch.linalg.vector_norm(own.sub_(first))))
-                own.copy_(first)
+                apart = math.hypot(apart, float(torch.linalg.vector_norm(gradient.sub_(first))))
+                gradient.copy_(first)
         self._of_one_way(size, self.holders.every(apart))
 
     def _of_one_way(self, size: float, apart: Sequence[float]) -> None:

@@ -134,10 +134,12 @@ class EnginePool:
         self._probe = ids  # the next weights are scored with it where they are installed
         # Engines that scored these ids when they installed the weights are not asked again. `scores` has the order of
         # the engines.
-        known = [engine.scored(ids) for engine in self._engines]
-        coming = [self._of(e, "score", ids) for e, there in zip(self._engines, known, strict=True) if there is None]
+        early_scores = [engine.scored(ids) for engine in self._engines]
+        coming = [
+            self._of(e, "score", ids) for e, early in zip(self._engines, early_scores, strict=True) if early is None
+        ]
         new_scores = iter(await asyncio.gather(*coming))
-        scores = [next(new_scores) if there is None else there for there in known]
+        scores = [next(new_scores) if early is None else early for early in early_scores]
         gaps = [float(np.abs(x.astype(np.float64) - scores[0]).max(initial=0.0)) for x in scores]
         at = int(np.argmax(gaps))  # argmax finds a NaN where there is one, and `max` may pass over it
         if not gaps[at] <= self._tolerance:
@@ -188,8 +190,8 @@ class EnginePool:
         counted, self._lost, sent = measured(self._engines, self._lost), EngineReport(), self._sender.clock()
         deaths, self._deadly = self._deadly, 0
         # What sender and engines both measure, such as sync/install, is added up.
-        both = {name: spent + counted[name] for name, spent in sent.items() if name in counted}
-        return {**sent, **counted, **both, "engine/deaths": float(deaths)}
+        added = {name: spent + counted[name] for name, spent in sent.items() if name in counted}
+        return {**sent, **counted, **added, "engine/deaths": float(deaths)}
 
     def line(self) -> str:
         """Returns in a few words what all engines do now."""

@@ -57,7 +57,7 @@ def serve(fd: int) -> None:
 
 async def _serve(connection: Connection) -> None:
     """Make the engine, then start a task for each call that comes. Calls run side by side."""
-    loop, asked = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str, Any]]()
+    loop, messages = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str, Any]]()
     # The start is pickled on its own inside of the message. So if it cannot be read here, because a module is missing,
     # the answer says so; the message itself always can.
     number, _, start = pickle.loads(connection.recv_bytes())
@@ -68,10 +68,10 @@ async def _serve(connection: Connection) -> None:
         return
     _send(connection, number, *await hosted.answer("facts", ()))
     # A thread, because reading blocks. It begins when the engine is made: until then only the start can be answered.
-    threading.Thread(target=_receive, args=(connection, loop, asked), daemon=True).start()
+    threading.Thread(target=_receive, args=(connection, loop, messages), daemon=True).start()
     calls = dict[int, asyncio.Task[None]]()
     while True:
-        number, method, argument = await asked.get()
+        number, method, argument = await messages.get()
         if method == CANCEL:
             if (task := calls.get(argument)) is not None:
                 task.cancel()

@@ -326,15 +326,15 @@ class EnvironmentPool:
         self._dead, self._lost = self._dead + 1, self._lost + process.host.take_report()
         self._say(f"{process.name} died: {process.host.died}\nIts episodes are played again")
         await self._waits.until(aside(process.host.close), "the run", f"the end of {process.name}")
-        # `left` is how many more tries there are; at 0 the pool is lost.
-        for left in reversed(range(STARTS)):
+        # `tries_left` is how many more tries there are; at 0 the pool is lost.
+        for tries_left in reversed(range(STARTS)):
             host, started = await self._waits.until(aside(self._new, number), "the run", f"a new {process.name}")
             try:
                 await self._waits.until(asyncio.wrap_future(started), "the run", f"the start of a new {process.name}")
                 process.begin(host)
                 return
             except EngineDied as death:
-                if not left:
+                if not tries_left:
                     self._waits.lose(EngineError(f"{process.name} dies whenever it is started anew: {death}"))
             finally:
                 if process.host is not host:

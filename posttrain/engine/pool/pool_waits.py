@@ -86,9 +86,9 @@ class WaitList:
 
     def begin_anew(self, owners: Iterable[object]) -> None:
         """Counts the time of these owners from now on: what they wait for does something else meanwhile."""
-        known, now = {id(o) for o in owners}, time.monotonic()
+        owner_ids, now = {id(o) for o in owners}, time.monotonic()
         for wait in self._waits.values():
-            wait.since = now if id(wait.owner) in known else wait.since
+            wait.since = now if id(wait.owner) in owner_ids else wait.since
 
     def begin(self) -> None:
         """Forget the waits of an earlier event loop."""

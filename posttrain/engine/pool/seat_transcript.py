@@ -90,9 +90,9 @@ class AccountedSeat:
 
     async def say(self, most: int | None = None) -> Utterance:
         number = self._account.asks(self._name)
-        said = await self._seat.say(most)
-        self._account.hears(self._name, number, said)
-        return said
+        utterance = await self._seat.say(most)
+        self._account.hears(self._name, number, utterance)
+        return utterance
 
 
 class AccountedTalk(AccountedSeat):

@@ -85,10 +85,10 @@ class Beginnings:
 
 def _blocks(ids: np.ndarray) -> Iterator[tuple[int, bytes]]:
     """(length, digest) of the beginnings that end at a block, and of all of `ids`."""
-    whole = hashlib.blake2b(digest_size=8)
+    running_digest = hashlib.blake2b(digest_size=8)
     raw = np.ascontiguousarray(ids, np.int32)
     for start in range(0, len(raw), BLOCK):
         piece = raw[start : start + BLOCK]
         # The digest runs on, so each one is of everything up to there, not of its block alone.
-        whole.update(piece.tobytes())
-        yield start + len(piece), whole.digest()
+        running_digest.update(piece.tobytes())
+        yield start + len(piece), running_digest.digest()

@@ -340,10 +340,10 @@ def _group(keys: Any, name: int, rank: int, members: int, address: str, seconds:
 def _own_address(address: str) -> str:
     """The address of this machine on the way to that one. Nothing is sent."""
     host, _, port = address.rpartition(":")
-    family, kind, protocol, _, there = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, address_there = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as way:
         # A datagram socket sends nothing when it connects: the system only chooses the way, and with it the address.
-        way.connect(there)
+        way.connect(address_there)
         return str(way.getsockname()[0])
 
 

@@ -211,10 +211,10 @@ class ParcelWriteError(ParcelError):
 def write_at(fd: int, data: memoryview | bytes, at: int) -> None:
     """Write all of it at a place of a file, whatever the kernel takes at once."""
     # pwrite takes at most about 2 GiB at once on Linux.
-    left = memoryview(data)
-    while len(left):
-        done = os.pwrite(fd, left, at)
-        left, at = left[done:], at + done
+    rest = memoryview(data)
+    while len(rest):
+        done = os.pwrite(fd, rest, at)
+        rest, at = rest[done:], at + done
 
 
 @contextmanager

@@ -145,10 +145,10 @@ class ParcelSender:
 
     def _write(self, parcel: Parcel, tensors: Iterable[tuple[str, Tensor]]) -> Parcel:
         """Write a block; returns its parcel, with entries and place. Nothing is left of it where that fails."""
-        kept = dict[str, Tensor]()
+        tensors_to_keep = dict[str, Tensor]()
         sink = self._carrier.begin(parcel.version)
         try:
-            parcel = replace(parcel, entries=tuple(self._entries(sink, parcel, tensors, kept)))
+            parcel = replace(parcel, entries=tuple(self._entries(sink, parcel, tensors, tensors_to_keep)))
             with self._clock.of("sync/transfer"):
                 end = max((e.offset + e.size for e in parcel.entries), default=HEAD.size)
                 table = table_bytes(parcel)
@@ -161,7 +161,7 @@ class ParcelSender:
             sink.drop()
             raise
         # Only after the announcement: a push that failed must not become the base of the next delta.
-        self._kept = kept
+        self._kept = tensors_to_keep
         return replace(parcel, place=place)
 
     def _entries(

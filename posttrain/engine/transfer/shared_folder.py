@@ -127,8 +127,8 @@ def read_all(fd: int, size: int) -> bytearray:
     block, at = bytearray(size), 0
     with memoryview(block) as room:
         # 0 bytes: somebody has cut the file meanwhile. What is missing is found by `read_block`.
-        while got := os.preadv(fd, [room[at:]], at) if at < size else 0:
-            at += got
+        while count := os.preadv(fd, [room[at:]], at) if at < size else 0:
+            at += count
     del block[at:]
     return block
 

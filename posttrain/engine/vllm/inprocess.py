@@ -111,14 +111,14 @@ class VLLMEngine(VLLMSampler):
         heard: called in this event loop with the new ids and log-probs as soon as they are drawn.
         """
         # Checked in the caller's loop, so that a wrong request raises there and does not reach the engine's thread.
-        asked = _Turn(check_request(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
+        turn = _Turn(check_request(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
         if self._version == self._empty:
             raise EngineError(f"{ROLE} was sent no weights yet: push them first (Sync.push)")
-        self._send(lambda: self._add(asked))
+        self._send(lambda: self._add(turn))
         try:
-            return await self._answer(asked.future, "a turn")
+            return await self._answer(turn.future, "a turn")
         except asyncio.CancelledError:
-            self._send(lambda: self._abort(asked))
+            self._send(lambda: self._abort(turn))
             raise
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
@@ -237,8 +237,8 @@ class VLLMEngine(VLLMSampler):
             self._updates.pop(0)()
         if not self._updates and self._waiting:
             waiting, self._waiting = self._waiting, []
-            for asked in waiting:
-                self._add(asked)
+            for turn in waiting:
+                self._add(turn)
         if self._asked or self._scored:
             self._step()
         self._last_activity = time.monotonic()

@@ -171,9 +171,9 @@ class _TensorReader:
         named = ADAPTER.fullmatch(name)
         if named is None:
             return None
-        path, which = named.groups()
+        path, matrix = named.groups()
         module, index = self._place(path)
-        stacks = getattr(module, f"lora_{which.lower()}_stacked", None)
+        stacks = getattr(module, f"lora_{matrix.lower()}_stacked", None)
         at = index or 0
         # [adapters, 1, rows, columns] for each fused matrix; there is one adapter.
         return stacks[at][0, 0] if isinstance(stacks, tuple) and at < len(stacks) else None
@@ -198,14 +198,14 @@ class _TensorReader:
 
     def _adapter(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The values of an adapter's tensor. The rest of the room that vLLM keeps for it must hold zeros."""
-        whole = self.stack(name)
+        room = self.stack(name)
         if (part := self._adapter_part(name)) is not None:
             self.parts[name], shape = part, part.shape(shape)
-        if whole is None or len(shape) != 2 or any(a > b for a, b in zip(shape, whole.shape, strict=True)):
+        if room is None or len(shape) != 2 or any(a > b for a, b in zip(shape, room.shape, strict=True)):
             raise LookupError(f"{name} has no place in vLLM's {type(self._model).__name__}")
-        value = whole[: shape[0], : shape[1]]
+        value = room[: shape[0], : shape[1]]
         # The room is as large as the greatest rank. Numbers beside the adapter's own would be added to every output.
-        if int(value.count_nonzero()) != int(whole.count_nonzero()):
+        if int(value.count_nonzero()) != int(room.count_nonzero()):
             raise LookupError(f"beside {name} vLLM's layer holds numbers of another adapter")
         return value
 
@@ -215,12 +215,12 @@ class _TensorReader:
         if None in manager.lora_index_to_id:
             raise LookupError("vLLM serves no adapter")
         # By address, because several names may stand for views of one fused layer.
-        known = {s.data_ptr() for n in self._wanted if (s := self.stack(n)) is not None}
+        addresses = {s.data_ptr() for n in self._wanted if (s := self.stack(n)) is not None}
         for path, module in self._modules.items():
             stacks = getattr(module, "lora_b_stacked", ())
             for b in stacks if isinstance(stacks, tuple) else (stacks,):
                 # B alone: where it is 0, A adds nothing.
-                if b[0, 0].data_ptr() not in known and bool(b[0].any()):
+                if b[0, 0].data_ptr() not in addresses and bool(b[0].any()):
                     raise LookupError(f"vLLM's layer {path} adds an adapter's output, and none was sent for it")
 
     def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -302,8 +302,12 @@ class _TensorReader:
         """The embedding's weight where the head multiplies with the same numbers; else the head's, so that
         the fingerprint differs."""
         for head in self._heads:
-            if head.weight is module.weight and _packed(head) and not torch.equal(other := _multiplied(head), whole):
-                return other
+            if (
+                head.weight is module.weight
+                and _packed(head)
+                and not torch.equal(head_weight := _multiplied(head), whole)
+            ):
+                return head_weight
         return whole
 
 
@@ -319,13 +323,13 @@ def _multiplied(layer: Any) -> Tensor:
         out, size, dtype = *layer.weight.shape, layer.weight.dtype
     else:
         out, size, dtype = layer.output_size_per_partition, layer.input_size_per_partition, layer.params_dtype
-    whole = torch.empty((out, size), dtype=dtype)
+    matrix = torch.empty((out, size), dtype=dtype)
     for begin in range(0, size, ROWS):
         # Rows begin to begin + ROWS of the identity. Their product is [ROWS, out]: these columns of the weight, turned.
         rows = torch.zeros((min(ROWS, size - begin), size), dtype=dtype)
         rows.diagonal(begin).fill_(1)
-        whole[:, begin : begin + len(rows)] = layer.cpu_linear(rows, layer.weight, None).t()
-    return whole
+        matrix[:, begin : begin + len(rows)] = layer.cpu_linear(rows, layer.weight, None).t()
+    return matrix
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

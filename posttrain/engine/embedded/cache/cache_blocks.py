@@ -115,11 +115,11 @@ class Blocks:
         """One owner fewer for each. Blocks without an owner are free. A block may be listed more than once."""
         # `at`, because a plain -= counts a repeated block once.
         np.subtract.at(self._count, blocks, 1)
-        left = self._count[blocks]
-        if left.min(initial=1) > 0:
+        owners_left = self._count[blocks]
+        if owners_left.min(initial=1) > 0:
             return
-        if left.min() < 0:
+        if owners_left.min() < 0:
             raise InvariantError("a cache block was released more often than it was owned")
-        free = np.unique(blocks[left == 0])
+        free = np.unique(blocks[owners_left == 0])
         self._free[self.free : self.free + len(free)] = free
         self.free += len(free)

@@ -139,10 +139,10 @@ class FusedDecoder:
                 qk[:, h:].mul_(layer.k_norm.weight)
             qk = (qk * cos).addcmul_(qk.roll(d // 2, -1), sin)
             query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (qk[:, :h], qk[:, h:], qkv[:, h + k :]))
-            seen = layout.attend(AttentionCall(layer.attention, query, key, value, layer.scaling, layer.window))
-            x_NE = _add(x_NE, seen.reshape(count, h * d), layer.out)
-            both = nn.functional.linear(_norm(x_NE, layer.after), layer.gate_up)
-            inner = nn.functional.silu(both[:, : self._features]).mul_(both[:, self._features :])
+            attended = layout.attend(AttentionCall(layer.attention, query, key, value, layer.scaling, layer.window))
+            x_NE = _add(x_NE, attended.reshape(count, h * d), layer.out)
+            gate_up = nn.functional.linear(_norm(x_NE, layer.after), layer.gate_up)
+            inner = nn.functional.silu(gate_up[:, : self._features]).mul_(gate_up[:, self._features :])
             x_NE = _add(x_NE, inner, layer.down)
         return _norm(x_NE, self._norm)
 
@@ -158,22 +158,22 @@ class FusedDecoder:
         # In the order of the fields of `struct pass`: x, normed, qkv, seen, both, inner.
         rooms = self._room((s.E, s.E, (h + 2 * k) * d, h * d, 2 * s.F, s.F), wide)
         tables = self._cos.data_ptr(), self._sin.data_ptr(), input_ids.data_ptr(), position_ids.data_ptr()
-        here = compile_native.Pass(*rooms, heads.data_ptr(), *tables, count, wide)
-        sizes, now = ctypes.addressof(s), ctypes.addressof(here)
-        kernels.begin(sizes, now, self._embed.weight.data_ptr())
+        pass_memory = compile_native.Pass(*rooms, heads.data_ptr(), *tables, count, wide)
+        sizes, pass_address = ctypes.addressof(s), ctypes.addressof(pass_memory)
+        kernels.begin(sizes, pass_address, self._embed.weight.data_ptr())
         # Queries, keys and values lie at the same addresses in every
         # layer, so the arguments of attention are bound once a pass.
         attend, seen_at = layout.every_layer(query, key, value) if isinstance(layout, CachedLayout) else (None, 0)
         for layer, weights in zip(self._layers, self._addresses, strict=True):
-            kernels.before(sizes, weights, now)
+            kernels.before(sizes, weights, pass_address)
             if attend is not None:
                 attend(layer.index, layer.scaling, layer.window)
-                kernels.after(sizes, weights, now, seen_at)
+                kernels.after(sizes, weights, pass_address, seen_at)
                 continue
             seen = layout.attend(AttentionCall(layer.attention, query, key, value, layer.scaling, layer.window))
-            kernels.after(sizes, weights, now, seen.contiguous().data_ptr())
+            kernels.after(sizes, weights, pass_address, seen.contiguous().data_ptr())
         out = torch.empty(count, s.E)
-        kernels.end(sizes, now, self._norm.weight.data_ptr(), self._norm.variance_epsilon, out.data_ptr())
+        kernels.end(sizes, pass_address, self._norm.weight.data_ptr(), self._norm.variance_epsilon, out.data_ptr())
         return out
 
     def _head_room(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -303,12 +303,12 @@ def _biases(layers: list[Any]) -> Tensor | None:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     """The parts concatenated along the first axis. Each part becomes a view of its place in the result."""
-    whole = torch.cat([p.detach() for p in parts])
-    for part, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):
+    joined_weight = torch.cat([p.detach() for p in parts])
+    for part, view in zip(parts, joined_weight.split([len(p) for p in parts]), strict=True):
         # The module's parameter keeps its name and its owner, and its numbers lie in the joined weight. So they are
         # stored once, and new weights that are copied into it are in both.
         part.data = view
-    return whole
+    return joined_weight
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:

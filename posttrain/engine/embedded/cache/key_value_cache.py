@@ -95,8 +95,8 @@ class CachePool:
                 (self._rows(self._reserved * s.heads, s.key), self._rows(self._reserved * s.heads, s.value))
                 for s in self.shapes
             ]
-            for whole, *pools in zip(self._wholes, self.keys, self.values, strict=True):
-                for fresh, old in zip(whole, pools, strict=True):
+            for reserved, *pools in zip(self._wholes, self.keys, self.values, strict=True):
+                for fresh, old in zip(reserved, pools, strict=True):
                     fresh[: len(old)] = old
         for i, (shape, (keys, values)) in enumerate(zip(self.shapes, self._wholes, strict=True)):
             self.keys[i], self.values[i] = keys[: rows * shape.heads], values[: rows * shape.heads]
@@ -191,8 +191,8 @@ class CachedLayout:
     def attend(self, call: AttentionCall) -> Tensor:
         # the ragged form also stores the keys and values of all positions, so it runs where no query is ragged too
         b = len(self._lengths_B)
-        seen = self.pool.kernel.function(self, call)
-        out: list[Tensor] = [seen] if b else []
+        attended = self.pool.kernel.function(self, call)
+        out: list[Tensor] = [attended] if b else []
         if self.dense is not None:
             out.append(self.dense.attend(call.part(b, b + self.dense.tokens)))
             b += self.dense.tokens

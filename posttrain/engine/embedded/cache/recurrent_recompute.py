@@ -67,14 +67,14 @@ class RecomputedModel(CachedModel):
         self._keep(plan.rows, plan.ids[: len(plan.rows)])
         # Every position names the rows of its whole sequence. Consecutive positions of one piece see one row more each;
         # they are one sequence, of which several last states are wanted.
-        seen = [plan.visible[a : a + n] for a, n in zip(plan.starts, plan.lengths, strict=True)]
+        rows_seen = [plan.visible[a : a + n] for a, n in zip(plan.starts, plan.lengths, strict=True)]
         seqs: list[tuple[np.ndarray, int]] = []
-        for rows in seen:
+        for rows in rows_seen:
             if seqs and len(rows) == len(seqs[-1][0]) + 1 and np.array_equal(rows[:-1], seqs[-1][0]):
                 seqs[-1] = rows, seqs[-1][1] + 1  # the next position of the same piece
             else:
                 seqs.append((rows, 1))
-        at = len(seen)
+        at = len(rows_seen)
         for n in plan.dense:
             seqs.append((plan.rows[at : at + n], n))
             at += n

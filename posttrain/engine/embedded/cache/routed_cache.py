@@ -51,6 +51,6 @@ class RoutedPool(CachePool):
 
     def _room(self) -> None:
         """Give the choices as many rows as the pool has. New rows hold UNKNOWN."""
-        if (more := self.rows - len(self._routed)) > 0:
-            unknown = np.full((more, *self._routed.shape[1:]), UNKNOWN, np.int16)
+        if (missing := self.rows - len(self._routed)) > 0:
+            unknown = np.full((missing, *self._routed.shape[1:]), UNKNOWN, np.int16)
             self._routed = np.concatenate([self._routed, unknown])

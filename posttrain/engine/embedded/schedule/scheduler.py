@@ -175,8 +175,10 @@ class Scheduler:
     def plan(self, at: np.ndarray, drafts: Drafts | None = None) -> Plan:
         """The next forward pass, for the slots that `make_room` returned."""
         computed = len(at) + (int(drafts.counts.sum()) if drafts is not None else 0)
-        left = sum(len(p.ids) - p.done for p in self._caching)
-        room = room_in_lanes(computed, left, self.budget, self._lanes) if self._rows is None else self._rows - computed
+        uncached = sum(len(p.ids) - p.done for p in self._caching)
+        room = (
+            room_in_lanes(computed, uncached, self.budget, self._lanes) if self._rows is None else self._rows - computed
+        )
         return make_plan(self.slots, at, drafts, self._pieces(room), self._rows or 0)
 
     def cached(self, plan: Plan, hidden: Callable[[int], Tensor]) -> None:
@@ -260,8 +262,8 @@ class Scheduler:
         """New weights: free every cached prompt, and the slots' caches unless they continue over `stale` blocks."""
         s = self.slots
         # The youngest first: each goes to the head of the queue, so at the end the oldest is at the head.
-        taken = [i for i in np.argsort(-s.number, kind="stable").tolist() if s.request[i] is not None]
-        for i in taken:
+        taken_slots = [i for i in np.argsort(-s.number, kind="stable").tolist() if s.request[i] is not None]
+        for i in taken_slots:
             # Slots that wait for a prompt are preempted in either case, because prompts are freed: their first token
             # would be drawn from a hidden state of the old weights.
             if not stale or not s.generating[i]:
@@ -349,9 +351,9 @@ class Scheduler:
         computed the same at once. Therefore no request holds a block after one that only the tree owns, and all
         spare blocks can be evicted."""
         # Shared before its own are released: at no moment is a block that is in use without an owner.
-        other = prompt.blocks[: len(found)] != found
-        self.blocks.share(found[other])
-        self.blocks.release(prompt.blocks[: len(found)][other])
+        differs = prompt.blocks[: len(found)] != found
+        self.blocks.share(found[differs])
+        self.blocks.release(prompt.blocks[: len(found)][differs])
         prompt.rows[: len(found) * BLOCK] = rows_of(found)
 
     def _join(self, prompt: Prompt) -> bool:

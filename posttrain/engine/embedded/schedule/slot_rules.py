@@ -142,7 +142,7 @@ class SlotRules:
         # Place b * V + id of the flat logits. The steps come in the order of the contract: bias, penalty, bans. So a
         # penalty looks at the sign of the biased logit, and nothing is computed with -inf.
         flat, width = logits.view(-1), logits.shape[1]
-        more = None if ahead is None else (ahead != NO_ID).sum(1)
+        drafted = None if ahead is None else (ahead != NO_ID).sum(1)
         # (row, column) pairs of the entries that are no filling.
         b, k = np.nonzero(self.bias_ids[rows] != NO_ID)
         if len(b):
@@ -154,8 +154,8 @@ class SlotRules:
         self._penalise(logits, rows, ahead)
         banned = [np.zeros(0, np.int64)]
         # Rows ahead have said the drafted tokens as well.
-        said = self.said[rows] if more is None else self.said[rows] + more
-        b, k = np.nonzero((said < self.min_tokens[rows])[:, None] & (self.stops[rows] != NO_ID))
+        tokens_said = self.said[rows] if drafted is None else self.said[rows] + drafted
+        b, k = np.nonzero((tokens_said < self.min_tokens[rows])[:, None] & (self.stops[rows] != NO_ID))
         banned.append(b * width + self.stops[rows[b], k])
         b, k = np.nonzero(self._completed(rows, ahead))
         banned.append(b * width + self.last[rows[b], k])
@@ -167,30 +167,30 @@ class SlotRules:
             never = self._never.index_select(0, _to(rows[static], logits))
             logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(never, INF))
         # A row without any ban cannot have lost all its tokens, so only rows with bans are searched.
-        return self._dead_ends(logits, rows, np.union1d(static, where // width), more)
+        return self._dead_ends(logits, rows, np.union1d(static, where // width), drafted)
 
     def _penalise(self, logits: Tensor, rows: np.ndarray, ahead: np.ndarray | None) -> None:
         """Apply the repetition penalty, in place: logits of tokens in the sequence are divided by it where they are
         above 0, and multiplied by it below."""
-        which = np.flatnonzero(self.penalty[rows] != 1)
-        if not len(which) or self._seen is None:
+        penalised = np.flatnonzero(self.penalty[rows] != 1)
+        if not len(penalised) or self._seen is None:
             return
-        at = _to(which, logits)
+        at = _to(penalised, logits)
         # A copy: drafts count as said in this draw, and may be rejected after it.
-        seen = self._seen.index_select(0, _to(rows[which], logits))
+        in_sequence = self._seen.index_select(0, _to(rows[penalised], logits))
         if ahead is not None:
-            b, k = np.nonzero(ahead[which] != NO_ID)
-            seen[_to(b, logits), _to(ahead[which[b], k], logits)] = True
-        z, p = logits.index_select(0, at), _to(self.penalty[rows[which]], logits)[:, None].to(logits.dtype)
-        logits.index_copy_(0, at, torch.where(seen, torch.where(z < 0, z * p, z / p), z))
+            b, k = np.nonzero(ahead[penalised] != NO_ID)
+            in_sequence[_to(b, logits), _to(ahead[penalised[b], k], logits)] = True
+        z, p = logits.index_select(0, at), _to(self.penalty[rows[penalised]], logits)[:, None].to(logits.dtype)
+        logits.index_copy_(0, at, torch.where(in_sequence, torch.where(z < 0, z * p, z / p), z))
 
     def _completed(self, rows: np.ndarray, ahead: np.ndarray | None) -> np.ndarray:
         """bool [B, W]: bad sequences that are complete but for their last token."""
         tail = self.tail[rows]
         if ahead is not None:
             # The last L of what was said and drafted: the window moves to the right by the number of drafts.
-            depth, more = tail.shape[1], (ahead != NO_ID).sum(1)
-            tail = np.take_along_axis(np.concatenate([tail, ahead], 1), more[:, None] + np.arange(depth), 1)
+            depth, drafted = tail.shape[1], (ahead != NO_ID).sum(1)
+            tail = np.take_along_axis(np.concatenate([tail, ahead], 1), drafted[:, None] + np.arange(depth), 1)
         first = self.first[rows]
         # [B, W, L]: every place fits. Rows of `last` that are filling ban nothing.
         return ((first == ANY) | (first == tail[:, None])).all(-1) & (self.last[rows] != NO_ID)

@@ -81,8 +81,8 @@ def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) 
     # A string must end behind the text of the first `least` tokens, and may begin in that text. The earliest place to
     # begin is where all but the string's last character lie in it. A character that these tokens leave unfinished is
     # not a part of their text.
-    whole, before = text(ids), len(text(ids[:least]).rstrip(UNFINISHED)) if least else 0
-    return any(whole.find(s, max(0, before - len(s) + 1)) >= 0 for s in stop)
+    turn_text, before = text(ids), len(text(ids[:least]).rstrip(UNFINISHED)) if least else 0
+    return any(turn_text.find(s, max(0, before - len(s) + 1)) >= 0 for s in stop)
 
 
 def _end(ids: np.ndarray, characters: int, text: Text) -> str:

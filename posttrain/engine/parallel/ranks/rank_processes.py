@@ -78,8 +78,8 @@ class RankProcesses:
         if code is None:
             return ""
         # Popen gives a process that was ended by a signal the negative number of the signal.
-        how = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
-        return f"{how}{self._last_words(rank)}"
+        end = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+        return f"{end}{self._last_words(rank)}"
 
     def stopped(self, rank: int) -> bool:
         """Returns whether the process lives and is stopped (SIGSTOP), as far as this system says."""
