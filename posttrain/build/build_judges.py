@@ -36,26 +36,28 @@ SLOTS = 256
 def generative_judge(
     run: Run, reward: Reward, resolution: float, member: Callable[[Run, str, Policy], JudgeMember]
 ) -> GenerativeJudge:
-    """The judge of a reward, with the weights of its run's last checkpoint.
+    """The judge that `judge:PATH` of a reward names, with the weights of that run's last checkpoint.
 
     Args:
-        run: the run that it pays.
-        resolution: relative noise of a probability that it computes.
-        member: loads a reward model, and says whether it reads the tokens of this policy.
+        run: the run whose answers it judges.
+        resolution: relative noise of a probability that the judge computes.
+        member: loads a reward model from a path, for a given policy. Its `renderer` is None where it reads the policy's
+            own tokens.
 
     Raises:
         ConfigError: the run did not learn to judge; or the meta reward model has another tokenizer.
     """
     folder = Path(reward.judge_run).expanduser()
-    # Its environment is made for the judging alone, and may be code: of a folder from elsewhere it is refused.
-    own = admitted(folder, parts=("env", "model"), allow=False)
-    judging, sampling = _judging(own, reward.judge_run), _sampling(own)
+    # The judge's environment is made only to read what it judges (`_judging`). It may be code, so a folder that came
+    # from elsewhere is refused.
+    judge_run = admitted(folder, parts=("env", "model"), allow=False)
+    judging, sampling = _judging(judge_run, reward.judge_run), _sampling(judge_run)
     policy = kept_policy(folder, allow=False)
     load_weights(find(folder, "last").folder, HFLearner(policy))
     policy.module.requires_grad_(False).eval()
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
-    engine = embedded_engine(replace(own, slots=SLOTS), Embedded(), policy, renderer.decode)
+    engine = embedded_engine(replace(judge_run, slots=SLOTS), Embedded(), policy, renderer.decode)
     name = folder.resolve().name
     return GenerativeJudge(
         name=name,
@@ -75,10 +77,10 @@ def generative_judge(
 
 
 def by_its_form(judge: GenerativeJudge, reward: Reward, ends: TokenEnds) -> GenerativeJudge | GenerativeStepJudge:
-    """The judge itself, where it judges whole answers. One that judges steps, as a process reward model.
+    """Returns the judge itself if it judges whole answers. If it judges steps, returns it as a process reward model.
 
     Args:
-        ends: of the policy's tokenizer, whose tokens steps end at.
+        ends: finds the tokens of the policy at which steps end.
 
     Raises:
         ConfigError: steps are asked of a judge of whole answers, or single steps are measured.
@@ -98,44 +100,51 @@ def by_its_form(judge: GenerativeJudge, reward: Reward, ends: TokenEnds) -> Gene
 
 
 def _judging(own: Run, path: str) -> Judging:
+    """What the judge's run learned to judge. `path`: its folder, for the message."""
     environment = make_environment(own)
     try:
-        found = declared(environment).judging
+        judging = declared(environment).judging
     finally:
         # Only its declaration was wanted.
         environment.close()
-    if found is None:
+    if judging is None:
         raise ConfigError(
             f"judge:{path}: that run learned environment {own.env.name!r}, which is no judging. Train a judge first"
             " (posttrain run judge), and name its folder"
         )
-    return found
+    return judging
 
 
 def _sampling(own: Run) -> Sampling:
-    """The settings with which its last stage that samples sampled; the defaults where none does."""
-    found = [s.contract for s in own.stages if s.contract is not None]
-    return found[-1] if found else Sampling()
+    """The sampling settings of the run's last stage that samples; the defaults where no stage samples."""
+    contracts = [s.contract for s in own.stages if s.contract is not None]
+    return contracts[-1] if contracts else Sampling()
 
 
 def _meta(run: Run, path: str, policy: Policy, member: Callable[[Run, str, Policy], JudgeMember]) -> JudgeMember:
-    found = member(run, path, policy)
-    if found.renderer is not None:
+    """The meta reward model, which judges the votes of a judge. `policy`: the judge's."""
+    meta = member(run, path, policy)
+    if meta.renderer is not None:
         raise ConfigError(
             f"meta={path}: its tokenizer or chat template is not the judge's, whose tokens it must read. Train it from"
             " the judge's weights (model=RUN of the judge)"
         )
-    return found
+    return meta
 
 
 def _resolution(reward: Reward, judging: Judging, model: float) -> float:
-    """The probability of Yes is a model's number; votes are counted exactly."""
+    """The relative noise of the judge's scores.
+
+    A judge of single answers (`sides` 1) scores with the probability of Yes, which a model computes with rounding.
+    Comparisons give counts of votes, which are exact.
+    """
     if reward.resolution is not None:
         return reward.resolution
     return model if judging.sides == 1 else RESOLUTION
 
 
 def _line(name: str, reward: Reward, judging: Judging) -> str:
+    """A line for people about the judge."""
     paid = "measured, not paid" if reward.measured else f"weight {reward.weight:g}"
     meta = "" if reward.meta is None else f"; {reward.meta} keeps the better half of the votes"
     if judging.separator:

@@ -24,6 +24,7 @@ def own_learner(run: Run, policy: Policy) -> HFLearner:
 
 def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> StageOptimizer:
     """The optimizer of a stage."""
+    # The device of the optimizer's state; None: that of the parameters.
     home = torch.device("cpu") if model.offload_optimizer else None
     return StageOptimizer(learner.parameters(), config, model.kernels, model.dtype == "float16", home)
 
@@ -32,7 +33,7 @@ def beside(run: Run, learner: HFLearner, config: Optimizer) -> tuple[HFLearner, 
     """A second model that trains, with its optimizer: a copy of the learner as it is now. Weights that never train are
     shared."""
     policy = learner.policy.twin()
-    # The copy took over gradients too, if there were any.
+    # A copy has the gradients of the original too, if there are any.
     policy.module.zero_grad(set_to_none=True)
     second = HFLearner(
         policy, gradient_checkpointing=run.model.checkpointing, offload_activations=run.model.offload_activations

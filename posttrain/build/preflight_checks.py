@@ -1,4 +1,4 @@
-"""Checks before the first step, on the parts of the run: prompts, verifier, split. They take a fraction of a second.
+"""Checks before the first step, on the parts of the run: prompts, verifier, user's rewards, templates and split.
 
 The complete check of an environment is `posttrain.environment.conformance`. Here its claims are tested on a few tasks,
 together with the claims that need the policy's tokenizer.
@@ -36,18 +36,18 @@ from posttrain.system.errors import DataError, InvariantError, PosttrainError
 TASKS = 8
 """Tasks of each split that are tested."""
 TURNS, PLAYED = 3, 30.0
-"""Turns played in an environment without known right answers, and the most seconds of such an episode."""
+"""Turns that are played in an environment without known right answers, and the most seconds of a scripted episode."""
 ANSWERS, MOMENT = 4, 1.0
-"""Different answers with which the user's rewards are tried, and the seconds after which that ends."""
+"""Number of different answers with which the user's rewards are tried, and the seconds after which that ends."""
 LEAKS, SECONDS = 500, 0.3
 """Most training tasks compared with the held-out ones, and most seconds spent on it."""
 
 
 async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
-    """Test every claim; the first that does not hold raises. Returns notes for the user.
+    """Test every claim of the run's environments; returns notes for the user.
 
     Raises:
-        InvariantError: prompts, verifier or split are not what they claim to be.
+        InvariantError: the first claim about prompts, verifier or split that does not hold.
         DataError: the data cannot be read.
     """
     # By identity: stages that share an environment are tested once.
@@ -60,6 +60,7 @@ async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
 
 
 async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list[str]:
+    """All tests of one environment but that of the split; returns notes."""
     env = setting.environment
     held, train = (
         [t for t in tasks if len(t.prompt)]  # nothing is asked by a text that is learned whole
@@ -75,16 +76,15 @@ async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list
         *other_form(parts, env, [*train, *held]),
     ]
     answered = [await conversations_append(parts, setting, task) for task in [*train[:1], *held[:1]]]
-    learns = any(s.demonstrated or s.judged is not None for s in parts.run.stages)
-    render, follows = cast("Renderer", parts.renderer), ["user"] if any(answered) else []
-    looked = template_findings(render, env, [*held, *train], follows, learns)
-    notes += [f"{f.name}: {f.seen}; {f.advice}" for f in looked if f.warns]
+    imitates = any(s.demonstrated or s.judged is not None for s in parts.run.stages)
+    render, roles_that_follow = cast("Renderer", parts.renderer), ["user"] if any(answered) else []
+    findings = template_findings(render, env, [*held, *train], roles_that_follow, imitates)
+    notes += [f"{f.name}: {f.seen}; {f.advice}" for f in findings if f.warns]
     return [*notes, *(observations_can_be_written(parts, env.name) if any(answered) else [])]
 
 
 def lint_notes(parts: RunParts, env: Environment) -> list[str]:
-    """Returns the findings of the environment on its own data. Findings without a warning are left out, except for
-    figures on lengths."""
+    """Notes of what the environment finds in its own data: all warnings, and the figures on lengths."""
     if env.abilities.lint is None:
         return []
 
@@ -98,10 +98,10 @@ def lint_notes(parts: RunParts, env: Environment) -> list[str]:
 
 
 def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:
-    """The tokenizer can encode every observation; characters it lacks are replaced, and a note says so.
+    """Checks that the tokenizer can encode every observation. A note says that missing characters will be replaced.
 
     Raises:
-        DataError: it has no replacement either. The message names the environment.
+        DataError: the tokenizer cannot encode the replacement either. The message names the environment.
     """
     writable = cast("Renderer", parts.renderer).writable
     try:
@@ -117,17 +117,21 @@ def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:
 
 
 def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Task]) -> None:
-    """A rollout's prompt equals what the model's own tokenizer writes: one begin token, and nothing appended."""
+    """Checks that a rollout's prompt is what the model's own tokenizer writes: one begin token, and nothing
+    appended."""
     special = set(tokenizer.all_special_ids)
     for task in tasks:
         if not isinstance(task.prompt, str) and any(
             s in str(m.get("content")) for m in task.prompt for s in tokenizer.all_special_tokens
         ):
-            continue  # here special tokens in the text are encoded as text; the model's own tokenizer does not do that
+            # A message with the text of a special token is not compared: posttrain encodes it as text, and the model's
+            # own tokenizer as the special token.
+            continue
         got = np.asarray(setting.rollout.dialogue(task.id).see(task.prompt)).tolist()
         if isinstance(task.prompt, str):
-            # What the tokenizer writes, without special tokens at its end: a prompt may begin with some, and must not
-            # end in one. Where the text itself begins with a special token, none needs to be added.
+            # Allowed is what the tokenizer writes, without any number of the special tokens at its end: a prompt may
+            # begin with special tokens, and must not end in one. If the text itself begins with a special token, the
+            # tokens without any added ones are allowed too.
             full, bare = (
                 tokenizer(task.prompt)["input_ids"],
                 tokenizer(task.prompt, add_special_tokens=False)["input_ids"],
@@ -149,7 +153,7 @@ def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Ta
 
 
 async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
-    """The environment's own verifier gives known right answers a score of 1."""
+    """Checks that the environment's own verifier gives known right answers a score of 1."""
     gold = env.abilities.gold
     if gold is None or gold.verdict is None:
         return
@@ -165,7 +169,7 @@ async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
 
 
 async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
-    """The environment's own verifier gives a wrong answer that looks right, and an empty one, a score of 0.
+    """Checks that the environment's own verifier gives a score of 0 to an empty answer and to one that looks right.
 
     A verifier with partial credit must give less than 1.
     """
@@ -186,16 +190,17 @@ async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
 
 
 async def rewards_tell(env: Environment, tasks: Sequence[Task]) -> list[str]:
-    """Notes on the user's rewards, from a few answers that are judged in a moment. `posttrain check` tries more."""
+    """Notes on the user's rewards, from a few answers that are judged within `MOMENT`. `posttrain check` tries more."""
     gold = env.abilities.gold
     if gold is None or env.abilities.vouched or not env.abilities.judges:
         return []
-    # By the answer: tasks of different answers, so that one task's right answer is wrong for the next one.
+    # `ANSWERS` tasks with different answers, so that one task's right answer is wrong for the next task.
     known = [(t, a) for a, t in {turns[0]: t for t, turns in gold.known(tasks) if len(turns) == 1}.items()][:ANSWERS]
     if len(known) < ANSWERS:
         return []
 
     async def earned(said: Sequence[str]) -> np.ndarray:
+        """The reward of one answer to each task, in order; NaN where it was not judged."""
         told = [outcome(await judged(env, t, [text])) for (t, _), text in zip(known, said, strict=True)]
         return np.array([np.nan if x is None else x for x in told])
 
@@ -209,7 +214,11 @@ async def rewards_tell(env: Environment, tasks: Sequence[Task]) -> list[str]:
 async def _won_without_answers(
     tasks: Sequence[Task], answers: Sequence[str], earned: Callable[[Sequence[str]], Awaitable[np.ndarray]]
 ) -> list[str]:
-    """Compares right answers, in the first form that tells them from those of other tasks, with texts that are none."""
+    """Notes where rewards seem inverted, or can be won without an answer; [] where they seem right.
+
+    An answer is tried in each form of `SHAPES`, such as inside a box, until right answers earn more than those of other
+    tasks. In that form they are compared with texts that are no answers.
+    """
     for form in SHAPES.values():
         said = [form.format(a) for a in answers]
         # Each task gets its own answer, and then that of the next one.
@@ -219,7 +228,7 @@ async def _won_without_answers(
         if np.all(right > wrong):
             break
     else:
-        return []  # they look at something else
+        return []  # the rewards look at something else than the answer
     texts = {
         "saying nothing": [""] * len(said),
         "one answer to everything": said[:1] * len(said),
@@ -233,14 +242,14 @@ async def _won_without_answers(
 async def _own_verdict(
     env: Environment, verdict: Callable[[Attempt], Awaitable[Verdict]], task: Task, turns: Sequence[str]
 ) -> Verdict:
-    """The verdict on a scripted episode. While the verifier fails it is asked again, as often as in a rollout.
+    """The verdict on a scripted episode. A verifier that fails is asked again, as often as in a rollout.
 
     Raises:
         InvariantError: it fails each time, which says nothing about the answer.
     """
     played = await _play(env, task, turns)
     own = await verdict(played)
-    # A verifier that fails now and then is no reason not to begin, as it is none in a rollout.
+    # A verifier may fail now and then in a rollout too.
     for _ in range(JUDGE_RETRIES):
         if own.state is not State.FAILED:
             break
@@ -277,7 +286,7 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
         return True
     env = setting.environment
     gold = env.abilities.gold
-    # Known right answers lead furthest into an episode. A script of neutral texts shows the form of observations too.
+    # Known right answers lead furthest into an episode. Without them a script of neutral texts shows the observations.
     turns = (gold.right(task) if gold is not None and env.abilities.vouched else None) or (_probe_text(render),) * TURNS
     chat, dialogue = not isinstance(task.prompt, str), setting.rollout.dialogue
     talk = _ScriptedTalk(render, dialogue(task.id), turns, Sampling(), chat=chat, task=task.id)
@@ -294,7 +303,8 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
         raise
     except Exception:
         pass  # an error of the environment is not the template's; in an episode it becomes a failed verdict
-    if task.tools:  # they are offered, and one message ends the episode
+    # `shown` counts the prompt too, so more than 1 means that an observation was sent.
+    if task.tools:  # tools of the row itself: they are only offered, and one message ends the episode
         return talk.shown > 1
     if talk.tools and (why := render.rewrites([Message(role="tool", content="")], talk.tools)):
         raise DataError(f"task {task.id!r}: {why}")
@@ -317,8 +327,11 @@ class _ScriptEnded(Exception):
 
 
 class _ScriptedTalk(DemonstrationTalk):
-    """Scripted turns in the policy's chat template. Records the tools that are offered and the number of observations
-    (`shown`, with the prompt)."""
+    """Scripted turns in the policy's chat template.
+
+    It records the tools that are offered (`tools`), and how often the policy was shown something (`shown`): the prompt,
+    then observations.
+    """
 
     tools: Sequence[Mapping[str, Any]] = ()
     shown = 0
@@ -344,14 +357,16 @@ class _ScriptedTalk(DemonstrationTalk):
 
 
 def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> list[str]:
-    """Among the first training tasks, none is a held-out task of `env` or of the `others` that the run is measured on.
+    """Checks that none of the first training tasks is a held-out task of `env` or of `others`, which are measured too.
 
-    Tasks of different environments are the same when their prompts are written alike. Later training tasks are
-    compared when a step asks for them. A note where the environment's key tells tasks apart that are the same.
+    Tasks of different environments are the same if their prompts are written alike. Later training tasks are compared
+    when a step asks for them. Returns a note if two tasks have the same prompt and answer, and the environment's key
+    says that they differ.
     """
     same = sameness(env)
-    # By the environment's own key, which decides; as written, for tasks of other environments; and by prompt and
-    # answer, which shows a key that tells equal tasks apart.
+    # Held-out tasks in three tables. `held`: by the environment's own key, which decides. `elsewhere`: those of other
+    # environments, by the text of the prompt. `asked`: by prompt and answer, to find a key that tells equal tasks
+    # apart.
     held = {same(t): t.id for t in env.heldout}
     elsewhere = {as_written(t): t.id for other in others for t in other.heldout}
     asked = {as_asked(t): t.id for t in env.heldout if t.answer is not None}

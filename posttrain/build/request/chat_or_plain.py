@@ -1,4 +1,8 @@
-"""Checks whether the model knows the prompts in another form: as a chat with its template, or as plain text."""
+"""Checks whether the model knows the other form of the prompts better: a chat in its template, or plain text.
+
+Known right answers are scored after the prompts as they are ("here"), and after the same prompts in the other form
+("there"). If they are far likelier there, the user gets a note.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,11 @@ from posttrain.stages.run_parts import RunParts
 from posttrain.system.errors import PosttrainError
 
 PAIRS, TOKENS = 8, 4096
-"""Most prompts that are scored in both forms, and the tokens after which no more are taken."""
+"""Most prompts that are scored in both forms, and the number of tokens above which no more prompts are taken."""
 BETTER, SHARE, SURE = 0.2, 0.2, 3.0
-"""Nats a token by which right answers must be likelier in the other form, the share of what they have in this form
-that it must be, and standard errors that it must be above 0. A model that knows neither form has nearly the same, large
-distance from both."""
+"""Three bounds for the mean gain of right answers in the other form. At least `BETTER` nats a token. At least this
+share of the nats a token that they have in the present form: a model that knows neither form has many nats in both, and
+their difference says little. And at least `SURE` standard errors above 0."""
 
 
 def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list[str]:
@@ -60,11 +64,14 @@ def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list
 
 
 def clearly_better(here: np.ndarray, there: np.ndarray) -> bool:
-    """True where answers are likelier in the other form by more than chance, by the log-probs of each a token."""
+    """True where answers are clearly likelier in the other form.
+
+    Args:
+        here, there: mean log-prob a token of each answer, in the present and in the other form.
+    """
     gain = there - here
     error = float(gain.std(ddof=1)) / len(gain) ** 0.5
-    # Three bounds at once: a difference that matters, one that is large against the distance itself, and one above
-    # chance.
+    # The gain must reach all three bounds. `here` is negative, so the second one is positive.
     return bool(gain.mean() >= max(BETTER, -SHARE * here.mean(), SURE * error))
 
 
@@ -82,6 +89,7 @@ def answers(env: Environment, tasks: Sequence[Task]) -> list[tuple[Task, str]]:
 
 
 def _other(prompt: Content | Sequence[Message]) -> str | tuple[Message, ...]:
+    """A prompt in the other form: a text as one message of the user, messages as their texts."""
     if isinstance(prompt, str):
         return (Message(role="user", content=prompt),)
     return "\n".join(text_of(m["content"]) for m in prompt)  # type: ignore[index]
@@ -99,5 +107,5 @@ def _logps(parts: RunParts, segments: Sequence[Segment]) -> np.ndarray:
     """float64 [pairs]: mean log-prob of an answer's tokens."""
     packed = Packed.of(segments)
     logp = parts.learner.score(packed).astype(np.float64)
-    # One answer, one number: else long answers would count more than short ones.
+    # The mean over each answer, so that long answers do not count more than short ones.
     return np.bincount(packed.segment_M, weights=logp) / np.bincount(packed.segment_M)

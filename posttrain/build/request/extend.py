@@ -1,7 +1,7 @@
 """A run that goes on with other settings: `posttrain run --resume RUN rl.steps=200`.
 
-What may change is in one table. All else stays as it was, because the steps that were taken were taken with it; another
-run that begins with this one's weights may change anything (`model=RUN`, see `build.request.branch`).
+The table `ALLOWED` has the settings that may change. All others stay, because the steps so far were taken with them. A
+new run that begins with the weights of this one may change anything (`model=RUN`, see `build.request.branch`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from posttrain.system.shell import command_line
 from posttrain.system.version import VERSION
 
 SCALARS = (str, int, float, bool, type(None))
+"""Types of values that run.json keeps as they are."""
 LENGTH = ("Stage.steps", "Stage.wall_time", "Reinforce.target")
 """Settings that say where a stage ends."""
 ALLOWED: Mapping[str, str] = {
@@ -126,13 +127,17 @@ MAY = (
     "its length (steps, wall_time, target), how it is measured and kept (eval_every, checkpoint_every,"
     " evaluation.samples, trackers), and what changes no result (threads, slots, micro_tokens, the cache, placement)"
 )
-"""The table in words."""
+"""The table `ALLOWED` in words, for messages."""
 
 
 def check_changes(folder: Path, old: Run, new: Run, words: Sequence[str] = ()) -> tuple[Change, ...]:
-    """The changes, if the table allows them all. ConfigError names those that it does not, and the way to them.
+    """The changes from `old` to `new`, if `ALLOWED` has all of them.
 
-    `words`: the overrides as the user wrote them.
+    Args:
+        words: the overrides as the user wrote them.
+
+    Raises:
+        ConfigError: a change is not allowed. The message has the reason, and the command of a new run that may make it.
     """
     if [s.name for s in old.stages] != [s.name for s in new.stages]:
         raise ConfigError(f"a run goes on with the stages it was begun with.\n{_branch(folder, old, words)}")
@@ -140,9 +145,10 @@ def check_changes(folder: Path, old: Run, new: Run, words: Sequence[str] = ()) -
     for c in made:
         if c.field in ALLOWED:
             continue
-        # The field itself, then its class, then what holds of every setting: what is in no table is refused.
+        # The reason of the field, else that of its class, else one that is true of every setting.
         why = REFUSED.get(c.field) or REFUSED.get(c.field.partition(".")[0]) or "the steps so far were taken with it"
-        # The error names the override that the user wrote, which may be a short key or change several fields.
+        # The message names the override as the user wrote it: it may be a short key (`clip.high`), or change several
+        # fields.
         said = next((w for w in words if c.path in _alone(old, w)), f"{c.path}={c.after}")
         raise ConfigError(
             f"{said} cannot change in a run that goes on: {why} ({c.before}). What may change is {MAY}.\n"
@@ -152,18 +158,21 @@ def check_changes(folder: Path, old: Run, new: Run, words: Sequence[str] = ()) -
 
 
 def _alone(run: Run, word: str) -> set[str]:
-    """The paths that an override changes by itself."""
+    """The paths of the settings that one override changes."""
     try:
         return {c.path for c in changes(run, dotted.apply(run, [word]))}
-    except ConfigError:  # it is valid only beside others
+    except ConfigError:  # it is valid only together with other overrides
         return set()
 
 
 def _branch(folder: Path, run: Run, words: Sequence[str], path: str = "") -> str:
-    """The command of a new run that begins with the weights of this one, at the stage of a path or at the last one."""
+    """A sentence and the command of a new run that begins with the weights of this one.
+
+    The new run begins at the stage to which the setting `path` belongs, or at the last stage.
+    """
     names = [s.name for s in run.stages]
-    head = path.partition(".")[0]
-    before = names[: names.index(head) if head in names else len(names) - 1]
+    stage_of_path = path.partition(".")[0]
+    before = names[: names.index(stage_of_path) if stage_of_path in names else len(names) - 1]
     left = [f"{name}=none" for name in before if f"{name}=none" not in words]
     return (
         "A new run may begin with its weights and change anything:\n"
@@ -173,18 +182,20 @@ def _branch(folder: Path, run: Run, words: Sequence[str], path: str = "") -> str
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """The way a run goes on: its new settings, the state it starts from, and the changes."""
+    """How a run goes on: its new settings, the changes, and the state from which it starts."""
 
     run: Run
     changes: tuple[Change, ...]
     state: Mapping[str, Any] | None
     """The progress to go on from; None: there is no checkpoint."""
     gauges: Gauges | None
-    """Set where a stage that had ended goes on: the gauges of its last evaluation that belong to its last step."""
+    """Set where an ended stage goes on: gauges of its last evaluation, which now belong to the line of its last
+    step."""
     step: int
     """Steps of the stage so far."""
     inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
-    """Digests of what it reads from now on, where that is not what it began with (`build.request.input_digests`)."""
+    """Digests of the files that it reads from now on, where they differ from those with which it began
+    (`build.request.input_digests`)."""
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -192,7 +203,7 @@ class ResumedRun:
 
 
 GOES_ON: Mapping[str, Any] = {"ended": "", "waited": 0}
-"""The state of a stage that had ended and is made longer: its patience begins anew, or it would end at once."""
+"""What is reset in the state of an ended stage that is made longer. Without this it would end again at once."""
 
 
 def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> ResumedRun:
@@ -206,8 +217,8 @@ def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> Resum
         return ResumedRun(new, made, None, None, 0)
     state: dict[str, Any] = dict(checkpoint.state)
     done, longer = int(state.get("stage", 0)), {c.path.partition(".")[0] for c in made if c.field in LENGTH}
-    # Three cases: the stage that is running gets another length; the last one of a finished run is opened again; any
-    # other stage that is over stays so, since later ones began with its weights.
+    # Three cases. The running stage gets another length. Or the last stage of a finished run is opened again. Any other
+    # stage that is over cannot be longer, since later stages began with its weights.
     over, last = [s for s in new.stages[:done] if s.name in longer], new.stages[-1]
     if over and (over != [last] or done < len(new.stages)):
         name = over[0].name
@@ -220,7 +231,7 @@ def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> Resum
         step = int(running.get("step", 0))
         if done < len(new.stages):
             _enough_steps(book.folder, new.stages[done], step, allow_equal=True)
-        # Its stop condition was met in the last step before the checkpoint.
+        # The running stage met a stop condition in its last step before the checkpoint, and is now made longer.
         if running.get("ended") and new.stages[done].name in longer:
             state["running"] = {**running, **GOES_ON}
         return ResumedRun(new, made, state, None, step)
@@ -228,7 +239,7 @@ def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> Resum
 
 
 def _reopened(book: RunFolder, checkpoint: Checkpoint, new: Run, made: tuple[Change, ...]) -> ResumedRun:
-    """The last stage of a finished run goes on."""
+    """The extension of a finished run whose last stage goes on."""
     last = new.stages[-1]
     reopening: Any = checkpoint.state.get("reopening")
     if not isinstance(reopening, dict) or not isinstance(reopening.get("progress"), dict):
@@ -242,12 +253,12 @@ def _reopened(book: RunFolder, checkpoint: Checkpoint, new: Run, made: tuple[Cha
             f" {book.folder}/checkpoints/NAME).\n{_branch(book.folder, new, [f'{last.name}.steps={last.steps}'])}"
         )
     with damage_is_named(f"{checkpoint.folder}/state.json"):
-        # The progress as it was just before the stage was ended, with its optimizer in the same checkpoint.
+        # The progress as it was just before the stage ended. The same checkpoint has the stage's optimizer.
         state = dict(reopening["progress"])
         running = dict(state["running"])
         step = int(running["step"])
     _enough_steps(book.folder, last, step, allow_equal=False)
-    # Else the run would be opened, take no step, and be finished again.
+    # Without this check the run would be opened, take no step, and be finished again.
     if why := _ended_still(last, running, made):
         raise ConfigError(why)
     state["running"] = {**running, **(GOES_ON if running.get("ended") else {})}
@@ -257,6 +268,7 @@ def _reopened(book: RunFolder, checkpoint: Checkpoint, new: Run, made: tuple[Cha
 
 
 def _enough_steps(folder: Path, stage: Stage, step: int, allow_equal: bool) -> None:
+    """ConfigError where a stage's new length is less than the steps taken, or equal to them unless `allow_equal`."""
     if stage.steps > step or (allow_equal and stage.steps == step):
         return
     raise ConfigError(
@@ -266,8 +278,8 @@ def _enough_steps(folder: Path, stage: Stage, step: int, allow_equal: bool) -> N
 
 
 def _ended_still(stage: Stage, running: Mapping[str, Any], made: Sequence[Change]) -> str:
-    """Returns the reason why the stage would end again at once, by a time or a target that ended it; '' where it would
-    not."""
+    """Returns the reason why the stage would end again at once, by the time, target or rounds that ended it; else
+    ''."""
     changed = {c.field for c in made}
     seconds = float(running.get("seconds", 0.0))
     if stage.wall_time is not None and seconds >= stage.wall_time:
@@ -300,7 +312,8 @@ def history_entry(e: ResumedRun, edited: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    # JSON has no infinity.
+    """The value of a setting as run.json keeps it: a scalar or a list as it is, any other value as text."""
+    # JSON has no infinity, so it becomes text.
     known = isinstance(value, SCALARS) and value not in (math.inf, -math.inf)
     return list(value) if isinstance(value, tuple) else value if known else str(value)
 
@@ -311,8 +324,8 @@ def begin(e: ResumedRun, book: RunFolder, checkpoint: Checkpoint | None) -> Chec
     note = provenance.recall(found.identity)
     if e.gauges is not None and checkpoint is not None and e.state is not None:
         name = f"{int(e.state['version']):08d}-{e.run.stages[-1].name}-{e.step:06d}"
-        # The checkpoint first, then run.json: a kill in between leaves a stage at its last step, which then ends once
-        # more.
+        # The checkpoint is written first, then run.json. If the process is killed in between, the next resume finds the
+        # stage at its last step with its old length, and it ends once more.
         checkpoint = book.reopen(checkpoint, name, e.state, e.gauges)
     book.record_change(e.run, history_entry(e, found.edited))
     carry_note(book.folder, note, found.run, e.run)
@@ -320,14 +333,14 @@ def begin(e: ResumedRun, book: RunFolder, checkpoint: Checkpoint | None) -> Chec
 
 
 def carry_note(folder: Path, before: provenance.Note | None, old: Run, new: Run) -> None:
-    """Write this user's note of a run anew after its run.json was written by `RunFolder.record_change`.
+    """Write this user's note of a run anew, after `RunFolder.record_change` wrote its run.json.
 
-    The folder of somebody else has no note and gets none: what it asks for stays unasked.
+    The note keeps what this user allowed the run to do. A folder of somebody else has no note and gets none.
     """
     if before is None:
         return
-    # What the user allowed before stays allowed, and so is what this command adds, which the user wrote. What the
-    # folder asked for without permission stays unasked.
+    # The user's note has what the user allowed before, and what this command adds, since the user wrote it. What the
+    # folder asked for without permission does not get into the note.
     known = {a.digest for a in asks(old)}
     mine: list[Ask] = [a for a in asks(new) if a.digest in before.asked or a.digest not in known]
     found = run_file(folder)

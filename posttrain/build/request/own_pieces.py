@@ -1,8 +1,8 @@
-"""Pieces of algorithms that the user's own Python files define: what run.json records of them, and how a run folder
-gets them again.
+"""Pieces of algorithms that the user's own Python files define: which a run has, and how a resumed run imports them.
 
-Their code runs with all rights of the user. So a file is imported only if it is as it was when the run was begun, and
-the user made the run on this machine or allows it with `--trust`. A command that only reads needs no class.
+Their code runs with all rights of the user. So a file is imported only if two conditions hold: it is as it was when the
+run was begun; and the user made the run on this machine, or allows the import with `--trust`. A command that only reads
+a run folder needs no class.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from posttrain.system.shell import command_line
 from posttrain.verifier.user_code import module_name, user_module
 
 _DIGEST = "__posttrain_digest__"
-"""In an imported file of algorithms: the digest of its text."""
+"""The name in an imported module of algorithms under which the digest of its text is stored."""
 
 
 def own_classes(run: Run) -> dict[str, type]:
-    """The classes of all pieces of the run that are no part of posttrain, by their names.
+    """The classes of all pieces of the run's algorithms that are not posttrain's own, by their names.
 
     Raises:
         ConfigError: two of them have one name, or there are too many.
     """
     algorithms = [a for own in algorithms_of(run.stages).values() for a in own.lineage()]
-    found = dict.fromkeys(type(p) for a in algorithms for p in a.pieces)
+    classes = dict.fromkeys(type(p) for a in algorithms for p in a.pieces)
     own: dict[str, type] = {}
-    for c in found:
+    for c in classes:
         if c.__module__.startswith("posttrain."):
             continue
         if own.setdefault(c.__name__, c) is not c:
@@ -48,11 +48,14 @@ def own_classes(run: Run) -> dict[str, type]:
 
 
 def algorithm_module(path: Path) -> ModuleType:
-    """Import a file of algorithms. One that was imported before and is unchanged is not run again, so that its classes
-    stay the same and algorithms made of them can be equal."""
+    """Import a file of algorithms.
+
+    An unchanged file that was imported before is not run again. So its classes stay the same objects, and two
+    algorithms made of them can be equal.
+    """
     digest = file_digest(path)
     module = sys.modules.get(module_name(path))
-    # By the text and not by the time of the file: classes of an unchanged file must stay the same objects.
+    # Changed or not is decided by the text, not by the time of the file.
     if module is None or vars(module).get(_DIGEST) != digest:
         module = user_module(path, "algorithm")
         vars(module)[_DIGEST] = digest
@@ -68,9 +71,11 @@ def piece_asks(pieces: Sequence[OwnPiece]) -> Iterator[Ask]:
 
 
 def check_files(folder: Path, pieces: Sequence[OwnPiece]) -> None:
-    """ConfigError where the file of a piece is not as it was when the run was begun, or there is none.
+    """Checks that the files of recorded pieces are as they were when the run was begun.
 
-    RunFolderError where the record of a piece is none that a run writes.
+    Raises:
+        ConfigError: a file has changed or is gone, or a class was defined without a file.
+        RunFolderError: no run writes such a record of a piece.
     """
     for p in pieces:
         if not p.file:
@@ -83,7 +88,8 @@ def check_files(folder: Path, pieces: Sequence[OwnPiece]) -> None:
         # A relative path would name whatever lies in the folder where the command is run.
         if p.file not in p.files or not all(Path(name).is_absolute() for name in p.files):
             raise RunFolderError(f"{folder / 'run.json'} is damaged: the piece {p.name} has no digest of its file")
-        # Checked before anything is imported, each module beside the file too.
+        # `files` has the imported file and the file of the class, which may be a module beside it. All are compared
+        # before anything is imported.
         for name, digest in p.files.items():
             there = Path(name).is_file()
             if there and file_digest(Path(name)) == digest:
@@ -97,6 +103,7 @@ def check_files(folder: Path, pieces: Sequence[OwnPiece]) -> None:
 
 
 def _again(folder: Path, file: str) -> str:
+    """The command that resumes the run with the algorithm of a file."""
     return command_line("run", "--resume", folder, f"algorithm={file}:NAME")
 
 

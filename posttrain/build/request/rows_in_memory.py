@@ -17,7 +17,7 @@ DEEPEST = 100
 
 
 def jsonl(rows: Any, split: str = "train") -> str:
-    """The rows as JSONL. The package of a data set or a frame is never imported here: the object is asked.
+    """The rows as JSONL. Packages such as datasets and pandas are not imported: an object is known by its methods.
 
     Raises:
         ConfigError: these are no rows, or there are too many to be kept with a run.
@@ -45,7 +45,7 @@ def jsonl(rows: Any, split: str = "train") -> str:
 
 
 def _rows(rows: Any, split: str) -> Iterable[Any]:
-    # Objects are known by what they offer, in an order in which none is taken for another: a data set is iterable too.
+    # Objects are known by their attributes. The order matters: a data set and a data frame are iterable too.
     if hasattr(rows, "column_names") and hasattr(rows, "to_list"):  # a data set
         return rows
     if isinstance(rows, Mapping):
@@ -63,7 +63,7 @@ def _rows(rows: Any, split: str) -> Iterable[Any]:
 
 
 def _frame(frame: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a data frame. A missing value is left out: a frame has NaN where other rows have a value."""
+    """The rows of a data frame without missing values. A frame has NaN or NA where only other rows have a value."""
     for row in frame.to_dict("records"):
         yield {k: v for k, v in row.items() if not _missing(v)}
 
@@ -77,8 +77,8 @@ def _missing(value: Any) -> bool:
 
 
 def _plain(value: Any, place: str, depth: int = 0) -> Any:
-    """A value as JSON has it. Arrays and numbers of NumPy, torch and arrow are taken by their values."""
-    # A value that holds itself ends here too.
+    """A value as JSON has it. Arrays and numbers of NumPy, torch and arrow become lists and numbers."""
+    # A value that contains itself also ends here.
     if depth > DEEPEST:
         raise DataError(f"{place} is nested more than {DEEPEST} deep, or holds itself: write it flatter")
     if value is None or isinstance(value, str | bool | int | float):
