@@ -101,8 +101,8 @@ class Algorithm:
     """The algorithm that it is a patch of."""
 
     def __post_init__(self) -> None:
-        # What an unknown piece reads and refuses is in its class, which is not here. Such
-        # an algorithm was checked where it was made, and is only printed and compared.
+        # The class of an absent piece is not here, so nobody knows what it refuses. Such an algorithm
+        # was checked where it was made. Here it is only printed and compared.
         for reason in () if self.absent else _meaningless(self):
             raise ConfigError(f"algorithm {self.name!r}: {reason}")
 
@@ -110,7 +110,7 @@ class Algorithm:
     def pieces(self) -> tuple[Piece, ...]:
         """All its pieces, in the order of the choices."""
         chosen = [getattr(self, name) for name in CHOICES]
-        # A choice is one piece, a tuple of pieces, a word or None: tuples are opened, and what is no piece falls out.
+        # A choice is one piece, a tuple of pieces, a word or None. Tuples are opened, words and None are left out.
         flat = [x for c in chosen for x in (cast("tuple[Any, ...]", c) if isinstance(c, tuple) else (c,))]
         return tuple(x for x in flat if isinstance(x, Piece))
 
@@ -143,8 +143,8 @@ class Algorithm:
 
     @property
     def taught(self) -> bool:
-        """True where the algorithm learns from a teacher alone that the stage must name. With a hint the policy is its
-        own teacher."""
+        """True where the algorithm learns only from a teacher, and the stage must name it. With a hint the policy is
+        its own teacher."""
         return self.rewards == "none" and self.hint is None
 
     @property
@@ -166,7 +166,7 @@ class Algorithm:
     @property
     def varies(self) -> bool:
         """True where credit can differ between the tokens of one episode."""
-        # A KL to go makes credit differ too: each token pays what follows it.
+        # A KL to go makes credit differ too: each token pays the KL from itself on.
         return self.baseline.per_token or self.charges_tokens or (self.baseline.to_go and self.kl_in_credit is not None)
 
     # --- what roles read ----------------------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ class Algorithm:
     def reads(self) -> frozenset[str]:
         """The streams that the step must score before the loss: subset of {start, reference, values, entropy, energy,
         teacher, implicit}."""
-        # Each piece knows its own streams. What follows from two choices
-        # together stands here: a ratio needs START only against that anchor.
+        # Each piece knows its own streams. Here stands what follows from two choices
+        # together: a ratio needs START only with anchor=start.
         need = {stream for p in self.pieces for stream in p.reads(self)}
         if (self.forms_ratio and self.anchor == "start") or self.start_before_loss:
             need.add("start")
@@ -242,7 +242,7 @@ def _meaningless(a: Algorithm) -> Iterator[str]:
     yield from _meaningless_credit(a)
     for piece in a.pieces:
         yield from piece.refuses(a)
-    # With anchor=behaviour the ratio is pi/mu and holds start/mu as a factor: pi/mu = pi/start * start/mu.
+    # With anchor=behaviour the ratio is pi/mu = pi/start * start/mu, so it contains start/mu already.
     weighing = [c for c in a.correction if c.weighs]
     if weighing and a.anchor == "behaviour" and a.ratio != "one":
         yield (
@@ -255,7 +255,7 @@ def _meaningless(a: Algorithm) -> Iterator[str]:
             f"correction={names} would multiply start/mu twice. Keep one of them; reject, veto and negativemask may"
             " stand beside it"
         )
-    # One ratio for all tokens of an answer is the derivative of an objective with one advantage for the answer.
+    # One ratio for all tokens of an answer comes from an objective with one advantage for the answer.
     if a.ratio in ("sequence_mean", "sequence_product") and a.varies:
         yield (
             "a sequence-level ratio with credit that varies inside the sequence means nothing. Set ratio=sequence_token"
@@ -264,7 +264,8 @@ def _meaningless(a: Algorithm) -> Iterator[str]:
 
 
 def _meaningless_credit(a: Algorithm) -> Iterator[str]:
-    # maxrl_success divides the plain reward by the group's mean: it looks at siblings without comparing with them.
+    """The reasons that concern rewards, scale and whitening."""
+    # `maxrl_success` divides the plain reward by the group's mean: it needs no baseline that compares siblings.
     scores_only = isinstance(a.baseline, Zero) and a.scale == "group_mean"
     if a.scale in ("group_std", "group_mean", "best_std") and not a.group_relative and not scores_only:
         yield (
@@ -273,7 +274,7 @@ def _meaningless_credit(a: Algorithm) -> Iterator[str]:
         )
     if a.scale == "best_std" and a.best_of is None:
         yield "scale=best_std divides by the spread of the best of k, and no k is named. Add shape=bestof"
-    # The scale is computed of raw outcomes. Rewards that something else has changed are in other units.
+    # This scale is computed from raw outcomes. Rewards that another shaping has changed are in other units.
     if a.scale == "best_std" and any(s.changes_reward and not isinstance(s, BestOf) for s in a.shape):
         yield (
             "scale=best_std is the spread of the best raw outcome, so nothing else may shape it. Set shape=bestof"
@@ -281,8 +282,8 @@ def _meaningless_credit(a: Algorithm) -> Iterator[str]:
         )
     if a.whiten is not None and a.scale == "batch_std":
         yield "whiten already divides by a standard deviation of the step. Set scale=one, or whiten=none"
-    # Each source has its own spread, so nothing that is one number for the
-    # whole reward fits: no shaping, no KL on top, no scale of the sum.
+    # Each source is compared on its own. So choices that work on the whole reward do
+    # not fit: shaping, a KL in the reward, a scale of the sum.
     several = a.scale not in ("one", "group_std") or a.shape or a.charges_answers
     if a.rewards == "each" and (several or not a.baseline.of_sources):
         yield (
@@ -318,7 +319,7 @@ def patch(parent: A, name: str, paper: str, *, note: str = "", **changes: Any) -
     for field, value in changes.items():
         if field not in known:
             raise ConfigError(f"patch {name!r}: no choice is called {field!r}; {nearest(field, known)}")
-        # A patch tells what is different. One that repeats its parent would tell of a difference that is none.
+        # A patch states differences. A change that repeats the parent would state a difference where there is none.
         if getattr(parent, field) == value:
             raise ConfigError(f"patch {name!r}: {field}={value!r} is what {parent.name!r} already has. Leave it out")
     if not changes:

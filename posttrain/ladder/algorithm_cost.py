@@ -1,5 +1,4 @@
-"""The inputs of an algorithm, and the cost of a step beside rollout and learning. Torch-free; computed from the
-choices."""
+"""The inputs of an algorithm, and what a step costs beside rollout and learning, read from its choices. Torch-free."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def anchor(a: Algorithm) -> str:
 
 def reads(a: Algorithm) -> tuple[str, ...]:
     """Returns the inputs of credit and loss beside those that the sampler stores with every sampled token."""
-    own = (
+    inputs = (
         ("log-probs at the start of the step", "start" in a.reads),
         ("reference", "reference" in a.reads),
         ("values", "values" in a.reads),
@@ -43,18 +42,19 @@ def reads(a: Algorithm) -> tuple[str, ...]:
         ("each reward source", a.rewards == "each"),
         ("versions of the weights", a.anchor == "proximal"),
     )
-    return tuple(name for name, yes in own if yes)
+    return tuple(name for name, yes in inputs if yes)
 
 
 def cost(a: Algorithm) -> Cost:
+    """The costs of a step of this algorithm."""
     passes: list[str] = []
-    own = _own(a)
-    # Where the policy runs over its tokens anyway, START comes with that
-    # pass. Else it is needed only from the second optimizer step on.
-    late = int("start" in a.reads and not own)
-    if own:
+    policy_outputs = _own(a)
+    # Where the policy makes a pass over its tokens anyway, that pass gives START too. Else
+    # START costs a pass, and only where a step takes several optimizer steps.
+    late = int("start" in a.reads and not policy_outputs)
+    if policy_outputs:
         # One pass of the layers gives all of the policy's own numbers, so they are counted as one.
-        passes.append(" with ".join(own))
+        passes.append(" with ".join(policy_outputs))
     if "reference" in a.reads:
         passes.append("the reference")
     if "implicit" in a.reads:
@@ -83,13 +83,15 @@ def _own(a: Algorithm) -> list[str]:
 
 
 def _generation(a: Algorithm) -> list[str]:
-    own = [text for p in a.pieces if (text := p.samples())]
-    return own + (["groups asked again until the step is full"] if a.filter is not None else [])
+    """What the algorithm costs while sampling, in words."""
+    of_pieces = [text for p in a.pieces if (text := p.samples())]
+    return of_pieces + (["groups asked again until the step is full"] if a.filter is not None else [])
 
 
 def _memory(a: Algorithm) -> list[str]:
+    """What the algorithm keeps in memory, in words."""
     out: list[str] = []
-    # A teacher with the policy's weights of now, or with averages that the optimizer keeps anyway, is no further copy.
+    # A teacher that has the policy's present weights, or averages that the optimizer keeps anyway, needs no copy.
     if a.reads & {"reference", "teacher"} and not a.own_teacher:
         out.append("a copy of the weights")
     if "values" in a.reads:

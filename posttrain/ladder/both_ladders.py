@@ -1,6 +1,7 @@
 """The two ladders by the type of their algorithms: those that learn from reward, and those that learn from preferences.
 
-A stage has one of them in its field `algorithm`. What reads or writes that field asks here which ladder it is.
+A stage has an algorithm of one ladder in its field `algorithm`. Code that reads or writes this field asks here which
+ladder it is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class NamedStage(Protocol):
 
 def algorithm_type(kind: type[Any]) -> type[Any] | None:
     """The type of the algorithm of a kind of stage; None where it has none."""
-    # By the declared type of the field: a kind of stage is asked before there is a stage.
+    # The declared type of the field is read, because at this point there may be no stage, only its class.
     declared = dataclass_json.hints(kind).get("algorithm")
     return declared if declared in LADDERS else None
 
@@ -61,8 +62,8 @@ def named_algorithm(kind: type[Any], name: str) -> Any:
     """
     if name in LADDERS[kind]:
         return LADDERS[kind][name]
-    # The usual mistake is dpo in a stage that learns from reward: to
-    # name the other ladder helps more than the nearest name on this one.
+    # A frequent mistake is algorithm=dpo in a stage that learns from reward. There the
+    # name of the other ladder helps more than the nearest name on this one.
     other = next((k for k, rows in LADDERS.items() if name in rows), None)
     if other is not None:
         raise ConfigError(

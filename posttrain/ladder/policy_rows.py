@@ -179,8 +179,8 @@ SDFT         = _patch(SDPO,      "sdft",         "2601.19897", hint=Hint(of="ans
                                                                aggregate="sequence_mean")
 
 # fmt: on
-# By type and in the order of definition: a row that is written
-# above is on the ladder, and no list of names can forget it.
+# Collected by type, in the order of definition: every row above is
+# on the ladder, and there is no list of names that could miss one.
 LADDER: dict[str, Algorithm] = {a.name: a for a in list(globals().values()) if isinstance(a, Algorithm)}
 """All algorithms above, by name."""
 

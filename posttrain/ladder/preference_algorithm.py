@@ -126,8 +126,8 @@ class PreferenceAlgorithm:
     def reads(self) -> frozenset[str]:
         """The inputs that must be known before the loss: subset of {reference, start, collision, margin}. All but
         `margin`, which the data gives, are scored by models."""
-        # START only for what is made over the whole minibatch before
-        # the loss: the loss itself has the policy's log-probs.
+        # START is needed only for streams that are made over the whole minibatch
+        # before the loss. The loss itself has the policy's log-probs.
         need = {stream for p in self.pieces for stream in p.reads()}
         if self.against == "reference":
             need.add("reference")
@@ -182,7 +182,7 @@ def _meaningless(a: PreferenceAlgorithm) -> Iterator[str]:
         yield from _meaningless_labels(a)
     elif (a.good, a.bad) != (1.0, 1.0):
         yield f"good and bad weigh single completions, and rows={a.rows} has pairs. Set good=1, bad=1"
-    # (u_c - s) - (u_r - s) = u_c - u_r.
+    # In a difference the shift s cancels: (u_c - s) - (u_r - s) = u_c - u_r.
     if a.shift is not None and (a.rows != "label" or a.link.of != "sides"):
         yield (
             f"shift={a.shift} moves the reward of single completions; a difference cancels it. Set shift=none, or"
@@ -196,7 +196,7 @@ def _meaningless(a: PreferenceAlgorithm) -> Iterator[str]:
         yield from _meaningless_match(a)
     if isinstance(a.margin, DataMargin) and a.draw is not None:
         yield "margin=datamargin reads the margin of a row, and drawn pairs have none. Set margin=none"
-    # Each row's third completion costs its forward pass.
+    # The gold completion costs a forward pass, so some term must read it.
     if a.rows == "triple" and not any(x.of == "gold" for x in a.add):
         yield "rows=triple has a gold completion that nothing reads. Set add=goldnll, or rows=pair"
     if a.draw is not None and a.rows != "pair":
@@ -207,6 +207,7 @@ def _meaningless(a: PreferenceAlgorithm) -> Iterator[str]:
 
 
 def _meaningless_labels(a: PreferenceAlgorithm) -> Iterator[str]:
+    """The reasons that concern rows=label."""
     if a.link.of != "sides":
         yield (
             f"link={type(a.link).__name__.lower()} reads pairs, and rows=label has single completions. Set"
@@ -217,14 +218,15 @@ def _meaningless_labels(a: PreferenceAlgorithm) -> Iterator[str]:
 
 
 def _meaningless_match(a: PreferenceAlgorithm) -> Iterator[str]:
+    """The reasons that concern `match`."""
     if a.rows != "pair" or a.link.of != "difference":
         yield f"match={a.match} sorts what a link of differences reads. Set rows=pair, link=logsigmoid, or match=none"
     if a.against == "nothing":
         yield f"match={a.match} sorts log-ratios to the reference. Set against=reference"
     if a.weights is not None:
         yield f"match={a.match} joins sides of different pairs, whose weights are then nobody's. Set weights=none"
-    # Its score of a completion depends on the other one of its pair,
-    # and after sorting that is not the one it is compared with.
+    # `Desensitized` scores a completion by the length of the other side of its pair.
+    # After sorting it is compared with a side of another pair.
     if type(a.statistic).__name__ == "Desensitized":
         yield f"match={a.match} joins sides of different pairs, and desensitized compares lengths within one"
 

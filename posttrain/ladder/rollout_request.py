@@ -61,9 +61,11 @@ class PassRate:
     passed: float = 0.0
 
     def and_then(self, played: float, passed: float) -> PassRate:
+        """The rate with further groups added."""
         return PassRate(self.played + played, self.passed + passed)
 
     def halved(self) -> PassRate:
+        """The same rate, in which all groups so far count half."""
         return PassRate(self.played / 2, self.passed / 2)
 
     def wave(self, missing: int) -> int:
@@ -72,6 +74,6 @@ class PassRate:
 
         32 missing, 20 of 50 passed -> 80. None of 50 passed counts as half a group: -> 3200.
         """
-        # missing / rate, rounded up. None passed counts as half a group,
-        # so that the wave is large and not infinite; the caller bounds it.
+        # missing / rate, rounded up. Where no group passed, half a group is counted, so
+        # that the wave is large and not infinite. The caller limits it.
         return missing if not self.played else max(missing, math.ceil(missing * self.played / max(self.passed, 0.5)))

@@ -59,8 +59,8 @@ def ask(policy: ToyPolicy, prompt_E: Tensor, made: torch.Generator, disturb: Dis
     for t in range(policy.length):
         logits_EV = policy.at(prompt_E, tokens_ET, t)
         logp_EV = torch.log_softmax(logits_EV if disturb is None else disturb(logits_EV), -1)
-        # The inverse of the cumulative distribution: as many tokens lie below the uniform number as the index of the
-        # drawn one. The clamp is for a sum that rounds to less than 1.
+        # Inverse of the cumulative distribution: the index of the drawn token is the number of tokens whose
+        # cumulative probability is below the uniform number. The clamp is for a sum that rounds to less than 1.
         below_EV = torch.cumsum(logp_EV.exp(), -1) < torch.rand(len(prompt_E), 1, generator=made, dtype=torch.float64)
         tokens_ET[:, t] = below_EV.sum(-1).clamp_(max=logp_EV.shape[-1] - 1)
         mu_ET[:, t] = logp_EV.gather(1, tokens_ET[:, t : t + 1])[:, 0]
@@ -131,7 +131,7 @@ def batch_of_answers(
     start_ET: Tensor | None = None,
     reference_ET: Tensor | None = None,
 ) -> Batch:
-    """One minibatch of these answers, with one prompt token before each.
+    """One minibatch of these answers, each after a prompt of one token.
 
     Args:
         credit_ET: credit of every token, [E, T], or one number per answer, [E].
@@ -142,7 +142,7 @@ def batch_of_answers(
     return Batch(
         ids_N=ids.ravel(),
         lengths_S=np.full(e, t + 1, np.int32),
-        # Each answer has 1 + T tokens, and its token t is predicted at position t of them.
+        # A prompt token and T answer tokens make 1 + T. Answer token t is predicted at position t of these.
         source_M=(np.arange(e)[:, None] * (t + 1) + np.arange(t)).ravel().astype(np.int64),
         target_M=ids[:, 1:].ravel(),
         segment_M=np.repeat(np.arange(e, dtype=np.int32), t),

@@ -21,8 +21,8 @@ MODULUS, TRAINED, HELD_OUT = 7, 3000, 300
 
 @dataclass(frozen=True)
 class Chain:
-    """Different problems of `depth` numbers. Seven in ten are trained on, 3,000 at most, and 300 others are held out.
-    Where there are fewer than that, it is all the others."""
+    """Different problems of `depth` numbers. Seven in ten of all possible ones are trained on, at most 3,000. Of the
+    others 300 are held out, or all of them where there are fewer."""
 
     depth: int
     step_by_step: bool
@@ -35,14 +35,14 @@ class Chain:
 
     @property
     def trained(self) -> int:
-        """Number of problems that are trained on; the others are held out."""
+        """Number of problems that are trained on. They are the first ones of `digits_PL`; the rest is held out."""
         return min(TRAINED, 7 * MODULUS**self.depth // 10)
 
     @cached_property
     def digits_PL(self) -> Tensor:
         """int64 [P, depth]: the numbers of each problem, all different."""
         made = torch.Generator().manual_seed(self.seed)
-        # A problem is a number in base 7, and its digits are the summands: different numbers are different problems.
+        # A problem is a number whose digits in base 7 are the summands, so different numbers are different problems.
         drawn = torch.randperm(MODULUS**self.depth, generator=made)[: self.trained + HELD_OUT]
         return torch.stack([drawn // MODULUS**place % MODULUS for place in range(self.depth)], 1)
 
@@ -53,7 +53,7 @@ class Chain:
         return sums if self.step_by_step else sums[:, -1:]
 
     def policy(self, width: int) -> NetworkPolicy:
-        """A network that reads all numbers, and what it has said."""
+        """A network that reads all numbers of a problem, and the tokens of the answer so far."""
         features = torch.nn.functional.one_hot(self.digits_PL, MODULUS).flatten(1)
         return NetworkPolicy(features, self.length, MODULUS, width, self.seed)
 
@@ -72,6 +72,6 @@ class Chain:
         return float((said_ET[:, -1] == self.truth_PT[prompt_E, -1]).double().mean())
 
     def written(self, problem: int) -> tuple[list[str], list[str]]:
-        """A problem and its answer as they are read."""
+        """(the signs of a problem, the tokens of its answer), as a person reads them."""
         numbers = [str(int(d)) for d in self.digits_PL[problem]]
         return [*"+".join(numbers), "="], [str(int(t)) for t in self.truth_PT[problem]]

@@ -33,7 +33,7 @@ def responses(vocabulary: int = 3, longest: int = 4, eos: int = 0) -> list[Respo
     out: list[Response] = []
     for n in range(1, longest + 1):
         for y in product(range(vocabulary), repeat=n):
-            # Each response once: nothing follows the end, and only the longest may lack it.
+            # `eos` ends a response, so it is never followed by a token. Only responses of the full length may lack it.
             if eos not in y[:-1] and (y[-1] == eos or n == longest):
                 out.append(y)
     return out
@@ -49,7 +49,7 @@ class PrefixPolicy:
         self.eos, self.sampling = eos, Sampling(max_tokens=longest, stop_ids=(eos,))
         self.all = responses(vocabulary, longest, eos)
         self.lengths = [len(y) for y in self.all]
-        # Every prefix that may go on has a row. A complete response has none.
+        # Every prefix of a response that is not complete has a row in the table.
         self.states = sorted({y[:t] for y in self.all for t in range(len(y))})
         self.index = {s: i for i, s in enumerate(self.states)}
         draws = np.random.default_rng(seed).normal(size=(len(self.states), vocabulary)) * scale
@@ -113,7 +113,7 @@ class PrefixPolicy:
         (4, True)
         """
         chosen = rng.choice(len(self.all), size=siblings, p=self.probabilities().detach().numpy()).tolist()
-        # Equal draws share one episode in plain numbers.
+        # Equal responses share one plain episode, so it is computed once.
         plain = {i: self.plain(i, float(rewards_R[i])) for i in set(chosen)}
         return scored_group(name, [plain[i] for i in chosen])
 

@@ -55,11 +55,11 @@ class PlainEpisode:
     shown: bool = False
     """Whether it is a demonstration; `mu` is then not known."""
     verdicts: tuple[Judged, ...] = ()
-    """Verdicts that replace the one of value `reward`."""
+    """Verdicts of the episode. Empty: one verdict of value `reward`."""
     top: Top | None = None
     """The sampler's most probable tokens."""
     teacher: Top | None = None
-    """The teacher's."""
+    """The teacher's most probable tokens."""
     sampling: Sampling = SAMPLING
 
     @property
@@ -73,9 +73,9 @@ class PlainEpisode:
 
 
 def segments_of(plain: PlainEpisode) -> tuple[Segment, ...]:
-    """Its segments: two prompt tokens each, then its turns with observations between them."""
+    """The episode's segments. Each has two prompt tokens, then its turns with observations between them."""
     out: list[Segment] = []
-    # `here` are the entries of this segment in the arrays, which go over all segments.
+    # The arrays go over all segments: `here` are the entries of this segment, from `at` on.
     at = 0
     for turns in plain.turns:
         mask: list[bool] = [False, False]
@@ -85,7 +85,7 @@ def segments_of(plain: PlainEpisode) -> tuple[Segment, ...]:
         here = slice(at, at + int(m.sum()))
         logp, ids = np.full(len(m), np.nan, np.float32), np.full(len(m), 7, np.int32)
         version = np.full(len(m), -1, np.int32)
-        # A log-prob is never above 0, where rounding may put it.
+        # A log-prob is at most 0; rounding may have put it slightly above.
         logp[m] = 0.0 if plain.shown else np.minimum(plain.mu[here], 0)
         version[m] = SHOWN if plain.shown else plain.version[here] if len(plain.version) else 0
         if len(plain.ids):
@@ -98,18 +98,21 @@ def segments_of(plain: PlainEpisode) -> tuple[Segment, ...]:
 
 
 def episode_of(task: Task, sibling: int, plain: PlainEpisode) -> Episode:
+    """The library's episode of these plain numbers."""
     return Episode(task, 0, sibling, segments_of(plain), plain.stop, plain.judged)
 
 
 def _cut(x: np.ndarray, episode: Episode) -> tuple[np.ndarray, ...]:
+    """An array over all spoken tokens as one array per segment."""
     return tuple(np.split(x, np.cumsum([s.spoken for s in episode.segments])[:-1]))
 
 
 def _scored(episode: Episode, plain: PlainEpisode) -> Scored:
-    held = {START: plain.start, REFERENCE: plain.reference, VALUE: plain.values}
-    held |= {ENTROPY: plain.entropy, ENERGY: plain.energy, IMPLICIT: plain.implicit}
-    held |= {} if plain.teacher is None else {TOP_IDS: plain.teacher.ids, TOP_LOGP: plain.teacher.logp}
-    return Scored(episode, streams={s: _cut(x, episode) for s, x in held.items() if x is not None})
+    """The episode with those of its streams that are given."""
+    streams = {START: plain.start, REFERENCE: plain.reference, VALUE: plain.values}
+    streams |= {ENTROPY: plain.entropy, ENERGY: plain.energy, IMPLICIT: plain.implicit}
+    streams |= {} if plain.teacher is None else {TOP_IDS: plain.teacher.ids, TOP_LOGP: plain.teacher.logp}
+    return Scored(episode, streams={s: _cut(x, episode) for s, x in streams.items() if x is not None})
 
 
 def scored_group(
@@ -125,10 +128,10 @@ def scored_group(
     """
     task = Task(name, "?", info=info or {})
     episodes = [episode_of(task, i, p) for i, p in enumerate(plain)]
-    # The argmax answer is judged beside the siblings and is none of them.
-    best = None if greedy is None else episode_of(task, len(plain), PlainEpisode(greedy, [[1]], np.full(1, -1.0)))
+    # The argmax answer is judged beside the siblings, and is no sibling itself.
+    argmax = None if greedy is None else episode_of(task, len(plain), PlainEpisode(greedy, [[1]], np.full(1, -1.0)))
     scored = [_scored(e, p) for e, p in zip(episodes, plain, strict=True) if e.reward is not None]
-    return ScoredGroup(Group(task, 0, tuple(episodes), best), tuple(scored))
+    return ScoredGroup(Group(task, 0, tuple(episodes), argmax), tuple(scored))
 
 
 def rewarded(*groups: Sequence[float], lengths: Sequence[Sequence[int]] | None = None) -> list[ScoredGroup]:

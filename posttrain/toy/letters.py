@@ -30,6 +30,7 @@ LETTERS = " abcdefghijklmnopqrstuvwxyz"
 
 
 def ids(text: str) -> np.ndarray:
+    """int32: the place of each character in `LETTERS`."""
     return np.array([LETTERS.index(c) for c in text], np.int32)
 
 
@@ -48,7 +49,7 @@ def taught(steps: int = 60, lr: float = 300.0) -> Tensor:
         unit_E=np.arange(len(segments), dtype=np.int32),
         streams={WEIGHT: np.full(spoken, 1 / spoken)},
     )
-    # The row of the table is the character before a token, which lies at its source.
+    # A token's row in the table is the character before it, at the packed position `source_M`.
     before, target = (torch.as_tensor(x, dtype=torch.int64) for x in (batch.ids_N[batch.source_M], batch.target_M))
     table = torch.zeros(len(LETTERS), len(LETTERS), dtype=torch.float64, requires_grad=True)
     for _ in range(steps):

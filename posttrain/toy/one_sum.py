@@ -1,7 +1,7 @@
 """A policy that half knows the answer to one sum, over the tokens 0 to 9 and the sign that ends an answer.
 
-It says two digits and the sign. `skill` is how sure it is of the right ones; what is left goes to the other digits,
-the nearer ones more.
+It says two digits and the sign. `skill` is the probability of each right digit. The rest goes to the other digits, and
+more of it to the nearer ones.
 
 >>> policy = sum_policy(12, skill=0.7)
 >>> [round(x, 2) for x in torch.softmax(policy.table[0, 0], -1).tolist()][:3]
@@ -27,7 +27,7 @@ def sum_policy(answer: int, skill: float) -> TabularPolicy:
     table = torch.full((1, 3, len(SIGNS)), -12.0, dtype=torch.float64)
     for place, right in enumerate(digits):
         away = torch.tensor([abs(d - right) for d in range(10)], dtype=torch.float64)
-        # What is left of the probability falls with the distance, and the right digit itself has none of it.
+        # Shares of the remaining probability: they fall with the distance, and the right digit has none.
         share = torch.exp(-1.6 * (away - 1)) * (away > 0)
         table[0, place, :10] = torch.log((1 - skill) * share / share.sum() + skill * (away == 0) + 1e-9)
     table[0, 2, END] = 0.0
@@ -35,5 +35,5 @@ def sum_policy(answer: int, skill: float) -> TabularPolicy:
 
 
 def text(tokens_T: Tensor) -> str:
-    """The tokens of one answer as they are read."""
+    """The tokens of one answer as text."""
     return "".join(SIGNS[int(t)] for t in tokens_T)

@@ -40,7 +40,8 @@ class TablePolicy(Protocol):
 
 
 class TiedPolicy:
-    """One softmax for all positions: what is learned of a token at one place holds everywhere. Token 0 is the end."""
+    """One softmax for all positions: what is learned about a token at one place holds at all places. Token 0 ends an
+    answer."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self.logits = torch.tensor([shares], dtype=torch.float64).log().requires_grad_()
@@ -62,7 +63,7 @@ def pair_logp(policy: TablePolicy, pairs: Sequence[AnswerPair]) -> Tensor:
 
 def batch_of_pairs(reference: TablePolicy, pairs: Sequence[AnswerPair]) -> Batch:
     """One minibatch of these pairs, each a unit, with the log-probs of this policy as the reference."""
-    # Chosen, rejected, chosen, rejected: the order of the tokens in `pair_logp` too.
+    # Answers are in the order chosen, rejected, chosen, rejected, as in `pair_logp`.
     lengths = [len(y) for pair in pairs for y in pair]
     sides = np.tile(np.array([1, 0], np.int32), len(pairs))
     streams = {SIDE: np.repeat(sides, lengths), REFERENCE: pair_logp(reference, pairs).detach().numpy()}

@@ -79,7 +79,7 @@ class NetworkPolicy(nn.Module):
     def forward(self, prompt_E: Tensor, tokens_ET: Tensor) -> Tensor:
         """Logits [E, T, V]; those at t read the tokens before t alone."""
         said_ETH = self.said[torch.arange(self.length), tokens_ET]
-        # The sum of the tokens strictly before t: what is said at t must not be read there.
+        # The sum over the tokens strictly before t: the logits at t must not read token t.
         before_ETH = torch.cumsum(said_ETH, 1) - said_ETH
         return self._read((self.features_PF @ self.prompt)[prompt_E][:, None] + self.place + before_ETH)
 
@@ -88,4 +88,5 @@ class NetworkPolicy(nn.Module):
         return self._read((self.features_PF @ self.prompt)[prompt_E] + self.place[t] + said_EH)
 
     def _read(self, x: Tensor) -> Tensor:
+        """Logits from the sum of the inputs, through one hidden layer."""
         return torch.relu(torch.relu(x) @ self.middle + self.bias) @ self.out

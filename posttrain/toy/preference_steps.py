@@ -21,7 +21,8 @@ from posttrain.toy.pairs import AnswerPair, TablePolicy, batch_of_pairs, pair_lo
 
 
 def gap(policy: TablePolicy, reference: TablePolicy, pair: AnswerPair) -> float:
-    """Returns by how much more the policy has raised the chosen answer than the rejected one, in nats."""
+    """Returns how much more the policy has raised the log-prob of the chosen answer than that of the rejected one, in
+    nats, against the reference."""
     with torch.no_grad():
         moved = pair_logp(policy, [pair]) - pair_logp(reference, [pair])
     first = len(pair[0])
@@ -38,7 +39,7 @@ def descend(
     lr: float,
 ) -> list[float]:
     """Train on all pairs at once; returns the gap of the first pair before each step and at the end."""
-    # Once, since all pairs are in every step and the reference does not move.
+    # Prepared once, because all pairs are in every step and the reference does not change.
     batch, _ = prepared(a, batch_of_pairs(reference, pairs))
     seen = [gap(policy, reference, pairs[0])]
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""A policy that decides by position which earlier letter to read, and says what it makes of it.
+"""A small policy with attention over positions: the position alone decides which earlier letters are read.
 
 >>> reader = PositionReader(letters=4, positions=6, width=3, seed=0)
 >>> tuple(reader(torch.tensor([[0, 1, 2]])).shape)
@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 
 class PositionReader(nn.Module):
-    """Logits [B, T, letters] of the next letter: a mean of the vectors of the letters so far, weighed by attention that
-    knows positions alone, goes through one matrix. `width` is what the two have room for."""
+    """Logits [B, T, letters] of the next letter.
+
+    Attention that depends on positions alone weighs the vectors of the letters so far. Their weighted mean, of size
+    `width`, goes through one matrix.
+    """
 
     def __init__(self, *, letters: int, positions: int, width: int, seed: int) -> None:
         super().__init__()

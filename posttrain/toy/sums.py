@@ -1,5 +1,7 @@
-"""The world that most miniatures share: a + b mod m, said in a few tokens by a small network that was taught badly at
-first."""
+"""The world that most miniatures share: a + b mod m, answered in a few tokens by a small network.
+
+The network first imitates answers of which only a share is right.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ class Sums:
     m: int = 11
     free: int = 0
     skew: float = 0.0
-    """How lopsided the imitated tokens are: the k-th choice has weight k^-skew, and the sum is the least common of
-    all."""
+    """How uneven the imitated tokens are: the k-th choice has weight k^-skew, and the right sum is the last choice, the
+    least common one."""
 
     @property
     def prompts(self) -> int:
@@ -35,16 +37,18 @@ class Sums:
 
     @property
     def features_PF(self) -> Tensor:
+        """Both numbers of each prompt as one-hot vectors, side by side."""
         a, b = torch.arange(self.prompts) // self.m, torch.arange(self.prompts) % self.m
         return torch.cat([torch.eye(self.m)[a], torch.eye(self.m)[b]], 1)
 
     @property
     def truth_P(self) -> Tensor:
+        """int64: the right sum of each prompt."""
         return (torch.arange(self.prompts) // self.m + torch.arange(self.prompts) % self.m) % self.m
 
     def taught(self, seed: int, *, hidden: int, steps: int, right: float | tuple[float, float]) -> NetworkPolicy:
-        """A network that imitated answers of which a share `right` was correct (two shares: of every other prompt), the
-        others drawn."""
+        """A network that imitated answers: a share `right` of them was correct, the others were drawn at random. Two
+        shares are for prompts of even and of odd number."""
         return deepcopy(self._taught(seed, hidden, steps, right if isinstance(right, tuple) else (right, right)))
 
     @cache  # noqa: B019  (worlds live as long as the program)
@@ -56,9 +60,10 @@ class Sums:
         tokens_ET = torch.multinomial(choices, len(prompt_E) * self.length, replacement=True, generator=made).reshape(
             -1, self.length
         )
-        # Choices count on from the sum, so the last and least common choice is the sum itself.
+        # Choice k becomes the token k + 1 places after the sum (modulo m), so the last and least common choice is the
+        # sum itself.
         tokens_ET[:, -1] = (self.truth_P[prompt_E] + 1 + tokens_ET[:, -1]) % self.m
-        # Two shares: prompts of even and of odd number.
+        # `prompt_E % 2` chooses between the shares of even and of odd prompts.
         good_E = torch.rand(len(prompt_E), generator=made) < torch.tensor(right)[prompt_E % 2]
         tokens_ET[good_E, -1] = self.truth_P[prompt_E[good_E]]
         imitate(policy, prompt_E, tokens_ET, steps, 5e-3, made)
@@ -70,11 +75,12 @@ class Sums:
 
     @torch.no_grad()
     def solved(self, policy: NetworkPolicy) -> Tensor:
-        """Probability of the sum for every prompt [P], exact where no free token comes first."""
+        """Exact probability of the right sum for every prompt [P]. The answers must have no free tokens."""
         assert self.free == 0
         everything = torch.arange(self.prompts)
         logits = policy(everything, torch.zeros(self.prompts, 1, dtype=torch.int64))[:, 0]
         return torch.softmax(logits, -1).gather(1, self.truth_P[:, None])[:, 0]
 
     def accuracy(self, policy: NetworkPolicy) -> float:
+        """Mean probability of the right sum over all prompts."""
         return float(self.solved(policy).mean())

@@ -1,7 +1,7 @@
 """Takes training steps in a small world: from the rewards of its answers to a gradient and a step of an optimizer.
 
-All that counts is the library's: `credit_step` makes credit, `weigh` the weights, `choose` the tokens, `objective` the
-loss. What is written here only remembers credit that was asked for before, and steps an optimizer.
+The library computes everything: `credit_step` the credit, `weigh` the weights, `choose` the tokens, `objective` the
+loss. The code here only remembers credit that was computed before, and steps an optimizer.
 
 Axis letters: P prompts, G siblings, E = P * G answers of T tokens each.
 """
@@ -42,6 +42,7 @@ def _short_group(rewards_GK: np.ndarray) -> ScoredGroup:
 
 @cache
 def _of_pattern(a: Algorithm, rewards: tuple[tuple[float, ...], ...]) -> tuple[float, ...]:
+    """Credit of each sibling of one group with these rewards [G, K]."""
     group = _short_group(np.array(rewards))
     return tuple(float(e.advantage[0][0]) for e in credit_step(a, [group], max_tokens=1, ema=0.0).groups[0].episodes)
 
@@ -49,10 +50,10 @@ def _of_pattern(a: Algorithm, rewards: tuple[tuple[float, ...], ...]) -> tuple[f
 def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     """Credit [P, G] of rewards [P, G], or [P, G, K] of K sources: one number an answer, all answers equally long.
 
-    `credit_step` is asked once for every pattern of sorted siblings and remembered, since permuting siblings permutes
-    credit (law 4); whitening over the step is the library's own, afterwards.
+    `credit_step` is called once for every different group of sorted rewards, and its result is remembered. That is
+    enough because permuting siblings permutes credit (law 4). Whitening over the step comes afterwards, by the library.
     """
-    # These read more than one group, or more than rewards: a pattern of siblings does not decide their credit.
+    # These choices read more than one group, or more than rewards: the rewards of a group do not decide its credit.
     assert (
         not isinstance(a.baseline, Ema | Value)
         and a.kl_in_credit is None
@@ -61,11 +62,11 @@ def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     plain = a if a.whiten is None else replace(a, whiten=None)
     p, g = rewards_PG.shape[:2]
     rewards_PGK = rewards_PG.reshape(p, g, -1)
-    # Siblings are sorted by their rewards, credit is asked of the sorted ones, and goes back to the places they came
-    # from.
+    # Siblings are sorted by their rewards. Credit is computed for the sorted siblings, and put back into their old
+    # places.
     order_PG = np.lexsort(np.moveaxis(rewards_PGK, 2, 0), axis=1)
     sorted_PGK = np.take_along_axis(rewards_PGK, order_PG[..., None], 1)
-    # Few patterns are different: with rewards 0 and 1 a group of G has G + 1.
+    # There are few different patterns: with rewards 0 and 1 a group of G has G + 1.
     patterns, which_P = np.unique(sorted_PGK.reshape(p, -1), axis=0, return_inverse=True)
     table = np.array([_of_pattern(plain, tuple(map(tuple, x.reshape(g, -1).tolist()))) for x in patterns])
     out_PG = np.zeros((p, g))
@@ -150,8 +151,8 @@ class ToyTrainer:
     def step(self, answers: Answers, credit: np.ndarray, reference_ET: Tensor | None = None) -> Gauges:
         """All optimizer steps of one batch of answers; credit [E] or [E, T]. Returns the last minibatch's gauges.
 
-        As in the library's packer, answers without credit leave the forward pass and stay in the denominators, and a
-        minibatch of nothing else moves no weight.
+        As in `role.pack`, answers without credit are left out of the forward pass and stay in the denominators. A
+        minibatch that has only such answers changes no weight.
         """
         groups = len(answers.prompt_E) // self.g
         flat = credit.reshape(len(answers.prompt_E), -1)
@@ -162,15 +163,15 @@ class ToyTrainer:
             for part in np.array_split(order, self.minibatches):
                 # The answers of whole groups, sibling after sibling.
                 at = torch.as_tensor((part[:, None] * self.g + np.arange(self.g)).ravel())
-                mine = answers.subset(at)
+                chosen = answers.subset(at)
                 ref = None if reference_ET is None else reference_ET[at]
-                batch = batch_of(self.a, mine, flat[at.numpy()], self.g, start_ET[at], ref, self.rng)
+                batch = batch_of(self.a, chosen, flat[at.numpy()], self.g, start_ET[at], ref, self.rng)
                 if not self.a.reads_silent_tokens:
-                    loud = flat[at.numpy()].any(1)
-                    if not loud.any():
+                    has_credit = flat[at.numpy()].any(1)
+                    if not has_credit.any():
                         continue
-                    batch, mine = batch.select(np.flatnonzero(loud)), mine.subset(torch.as_tensor(loud))
-                loss, gauges = loss_of(self.a, batch, self.policy, mine)
+                    batch, chosen = batch.select(np.flatnonzero(has_credit)), chosen.subset(torch.as_tensor(has_credit))
+                loss, gauges = loss_of(self.a, batch, self.policy, chosen)
                 self.optimizer.zero_grad()
                 loss.backward()
                 self.optimizer.step()

@@ -54,6 +54,7 @@ _NONE = {
     "step_scale": "every step uses the whole learning rate",
 }
 """The meaning of a choice that is none."""
+# Words before the formula of a piece, by choice.
 _LEADS = {"clip": "push = ", "pull": "pull = "}
 
 
@@ -87,6 +88,7 @@ def formula(choice: str, value: Any) -> str:
 
 
 def _baseline(b: Baseline) -> str:
+    """The line of a baseline, with the rule by which its tokens pay a KL."""
     charged = "; a token answers only for the KL paid from it on" if b.to_go and not b.per_token else ""
     return f"A = {b.words()}{charged}"
 

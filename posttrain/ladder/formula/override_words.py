@@ -28,8 +28,8 @@ def word(value: Any) -> str:
 
 
 def compact(value: Any) -> str:
-    """`word` without the numbers that are off: fields at a default of none, 0 or false,
-    and what only such a field reads."""
+    """`word` without fields that are off: those at a default of none, 0 or false, and those that only such a field
+    reads."""
     if isinstance(value, tuple):
         return ",".join(compact(v) for v in cast("tuple[Any, ...]", value)) or "none"
     if not dataclasses.is_dataclass(value) or isinstance(value, type | AnyAlgorithm):
@@ -41,8 +41,8 @@ def compact(value: Any) -> str:
 def _set_fields(piece: Any) -> dict[str, Any]:
     """The fields of a piece that are not off."""
     values = {f.name: getattr(piece, f.name) for f in dataclasses.fields(piece)}
-    # Off: a default of none, 0 or false that was left. Horizon and delta say
-    # how an adaptive coefficient moves, and without a target it does not.
+    # Off: the default is none, 0 or false, and the field still has it. `horizon` and `delta` say how
+    # an adaptive coefficient moves; without a `target` it does not move.
     off = {f.name for f in dataclasses.fields(piece) if not f.default and values[f.name] == f.default}
     idle = {"horizon", "delta"} if "target" in off else set[str]()
     return {name: x for name, x in values.items() if name not in off | idle}
@@ -57,7 +57,7 @@ def patches(a: AnyAlgorithm) -> list[str]:
         old, new = getattr(a.parent, f), getattr(a, f)
         if old == new:
             continue
-        # The same kind of piece with other numbers is told by its numbers; another kind as a whole.
+        # Same kind of piece, other numbers: only the changed numbers (`clip.high=0.28`). Another kind: the whole piece.
         inside = list(dataclasses.fields(new)) if dataclasses.is_dataclass(new) and type(old) is type(new) else []
         changed = [x.name for x in inside if getattr(old, x.name) != getattr(new, x.name)]
         if changed:
@@ -74,6 +74,7 @@ def credit_words(a: Algorithm) -> str:
 
 
 def source(a: AnyAlgorithm) -> str:
+    """The publication of an algorithm in words, such as `arXiv 2402.14740` or `Williams 1992`."""
     return f"arXiv {a.paper}" if _arxiv(a) else a.paper
 
 
@@ -87,4 +88,5 @@ def year(a: AnyAlgorithm) -> str:
 
 
 def _arxiv(a: AnyAlgorithm) -> bool:
+    # Such as 2402.14740, or 1312.5602.
     return re.fullmatch(r"\d{4}\.\d{4,5}", a.paper) is not None

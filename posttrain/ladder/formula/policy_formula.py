@@ -39,12 +39,13 @@ def credit(a: Algorithm) -> str:
     """A, whitening and a KL charged to its token included."""
     b, by = a.baseline.words(), SCALE[a.scale].replace("r of the group", a.baseline.of)
     white = "" if a.whiten is None else f"; then A <- {WHITEN[a.whiten]}"
-    # Turns and states have deviations of their own, which no single divisor at the end could show.
+    # Each comparison of turns or states has a deviation of its own, so one divisor at the end would be wrong.
     if a.baseline.scaled_apart and a.scale == "group_std":
         return f"{b}; each difference / std of what it compares{white}"
     kl = a.kl_in_credit
     if kl is not None and a.baseline.to_go and not a.baseline.per_token:
-        # To go: the credit shows what a token pays, and the scale the whole KL that rewards were compared with.
+        # With a KL to go, the credit shows the KL that a token pays, and the scale the whole KL of an answer:
+        # rewards less this KL are what the scale is computed from.
         b = f"{b} - {kl.coef:g} sum_(k>=t) {kl.estimator}_k"
         by = by.replace("(r of", f"(r - {kl.coef:g} sum_k {kl.estimator}_k of")
     whole = b if a.scale == "one" else f"({b}) / {by}" if " " in b else f"{b} / {by}"
@@ -80,6 +81,7 @@ def importance(ratio: Ratio, anchor: str) -> str:
 
 
 def push(a: Algorithm) -> str:
+    """The factor of a token's policy gradient, with the ratio that it reads."""
     rho = importance(a.ratio, _NAME[a.anchor])
     return rho if a.clip is None else f"{a.clip.words()};  rho = {rho}"
 
@@ -94,4 +96,5 @@ AGGREGATE: dict[Aggregate, str] = {
 
 
 def weight(a: Algorithm) -> str:
+    """The weight of a token in the loss."""
     return AGGREGATE[a.aggregate]

@@ -98,7 +98,7 @@ def preference_formulas(a: PreferenceAlgorithm) -> list[tuple[str, str]]:
 
 
 def _read(a: PreferenceAlgorithm) -> tuple[str, str]:
-    """Returns the input of its link, as letter and formula."""
+    """Returns the input of the algorithm's link as (letter, formula)."""
     if a.link.of != "difference":
         return ("u", f"beta h, beta = {a.beta:g}" if a.shift is None else f"{_SHIFT[a.shift][4:]}, beta = {a.beta:g}")
     less = "" if a.margin is None else f" - {a.margin.words()}"

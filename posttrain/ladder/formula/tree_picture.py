@@ -14,13 +14,13 @@ WIDTH = 100
 
 
 def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> Iterator[str]:
-    """Lines with `words` after `lead`; further lines begin with `below`.
-    Only a word too long for a line is cut, at a comma."""
+    """Lines with `words` after `lead`; further lines begin with `below`. A word is cut, at its commas, only where it is
+    too long for a line."""
     line, empty = lead, True
     for text in words:
         whole = len(below) + len(text) <= width
-        # Non-greedy up to each ", " cuts a long word at its commas. Parts of
-        # one word are joined again without the space that stands between words.
+        # The pattern cuts a long word behind each comma: "Clip(low=0.2, high=0.28)" gives
+        # "Clip(low=0.2, " and "high=0.28)". Between parts of one word no space is added.
         for n, part in enumerate([text] if whole else re.findall(r".*?, |.+$", text)):
             between = "  " if n == 0 else ""
             if not empty and len((line + between + part).rstrip()) > width:
@@ -31,13 +31,13 @@ def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> 
 
 
 def picture(width: int = WIDTH, ladder: Mapping[str, Any] = LADDER) -> list[str]:
-    """All algorithms of a ladder, each under the one it patches, with its source and what it changes there. In fewer
-    than `WIDTH` columns the sources are left out, so that the changes have room."""
+    """All algorithms of a ladder as lines, each under the one that it patches, with its source and its changes. With
+    fewer than `WIDTH` columns the sources are left out, so that the changes have room."""
     source = 15 if width >= WIDTH else 0
     children: dict[str, list[AnyAlgorithm]] = {}
     for a in ladder.values():
         children.setdefault(a.parent.name if a.parent else "", []).append(a)
-    # Each level is indented by 4: the widest branch with its name sets the column where sources begin.
+    # Each level is indented by 4. The widest line of indent and name sets the column where sources begin.
     wide = max(4 * len(a.lineage()) - 4 + len(a.name) for a in ladder.values())
 
     def draw(a: AnyAlgorithm, lead: str, below: str) -> Iterator[str]:

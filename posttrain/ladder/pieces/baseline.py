@@ -1,4 +1,4 @@
-"""Baselines: what a reward is compared with. Without spread the credit of those that compare siblings is 0."""
+"""Baselines: what a reward is compared with. A group without spread has credit 0 where a baseline compares siblings."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class Baseline(Piece, begin=True):
     per_token: ClassVar[bool] = False
     """Whether credit differs between the tokens of an episode."""
     to_go: ClassVar[bool] = False
-    """Whether a KL in the reward is subtracted from the tokens up to the one that it is of,
-    not from the whole episode."""
+    """Whether each token pays only the KL in the reward from itself on, not that of the whole episode."""
     earns_to_go: ClassVar[bool] = False
     """Whether rewards of earlier turns are left out of a token's credit."""
     greedy: ClassVar[bool] = False
@@ -50,7 +49,7 @@ class Baseline(Piece, begin=True):
 
 def _of_turns(b: Baseline, a: Algorithm) -> Iterator[str]:
     """Refusals of baselines that compare turns."""
-    # Other scales, and a KL in the reward, are one number for an answer, which has no turn to belong to.
+    # Other scales, and a KL in the reward, are one number for a whole answer, which belongs to no single turn.
     if a.scale not in ("one", "group_std") or a.charges_answers:
         yield (
             f"baseline={named(b)} compares turns, not answers. Set scale=one or group_std, and pull=none or one in the"
@@ -60,6 +59,7 @@ def _of_turns(b: Baseline, a: Algorithm) -> Iterator[str]:
 
 
 def _judged(b: Baseline, a: Algorithm) -> Iterator[str]:
+    """Refusals of baselines that need judged steps or turns."""
     if a.rewards == "none":
         yield f"rewards=none leaves no step or turn to compare, which baseline={named(b)} does. Set baseline=zero"
 
@@ -157,8 +157,8 @@ class EnergyMean(Baseline):
         return f"r - sum(W_t r) / sum(W_t) over the siblings that still speak at t, {weight}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        # At each token other siblings are left, so one deviation of whole
-        # answers would scale differences that it is not the deviation of.
+        # At each token other siblings are compared. One deviation of whole
+        # answers is not the deviation of these differences.
         if a.scale != "one":
             whole = f"scale={a.scale} is one number for an answer"
             yield f"{whole}, and baseline=energymean compares token by token. Set scale=one, or whiten=token"
@@ -378,13 +378,13 @@ class Value(Baseline):
         gamma = "" if self.gamma == 1 else f"{self.gamma:g} "
         if self.trace is not None:
             return f"r_t + {gamma}target_(t+1) - V_t; targets of V-trace, start/mu up to {self.trace:g}"
-        own = (
+        lambda_words = (
             f"max(0, 1 - 1 / ({self.length_alpha:g} |y|))"
             if self.length_alpha is not None
             else f"{self.gae_lambda if self.credit_lambda is None else self.credit_lambda:g}"
         )
         discount = "lambda" if self.gamma == 1 else f"({self.gamma:g} lambda)"
-        return f"sum_k {discount}^k delta_(t+k), delta_t = r_t + {gamma}V_(t+1) - V_t, lambda = {own}"
+        return f"sum_k {discount}^k delta_(t+k), delta_t = r_t + {gamma}V_(t+1) - V_t, lambda = {lambda_words}"
 
     def loss_words(self) -> str:
         """The formula of the value loss."""
@@ -399,7 +399,7 @@ class Value(Baseline):
         return f"{self.coef:g} * 1/2 (V - target)^2{near}; target = {target}{warm}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        # GAE is a sum to go over rewards, and a KL that enters as a reward is spread with it.
+        # GAE sums the rewards of later tokens, so a KL of one token would be charged to the tokens before it too.
         if a.charges_tokens:
             yield (
                 "placement=token charges a token alone, while GAE hands its charge to the tokens before it. Set"

@@ -95,7 +95,7 @@ class BinaryKL(Correction):
         )
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        # Interpolated from mu, start cannot show how far learner and sampler are apart.
+        # With anchor=proximal, start is interpolated from mu, so it cannot show how far learner and sampler are apart.
         if a.anchor == "proximal":
             yield (
                 "BinaryKL compares sampler and learner, and anchor=proximal skips the learner's forward. Set"
@@ -149,4 +149,5 @@ class NegativeMask(Correction):
         return f"1, and 0 for responses with A < 0 and mean over t of log(mu/pi) > {self.delta:g}"
 
     def reads(self, a: Algorithm) -> Iterable[str]:
-        return ()  # it compares the policy with the sampler
+        # It compares the current policy with the sampler, so it needs no START.
+        return ()

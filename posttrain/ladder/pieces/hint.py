@@ -43,7 +43,7 @@ class Hint(Piece):
                 "an answer without a hint has no gradient, and would lose that of its reward too. Set rewards=none, or"
                 " hint=none"
             )
-        # A refresh replaces the reference, and these weights are not the reference's.
+        # A refresh replaces the reference, and the teachers `now` and `average` are not the reference.
         if self.weights != "start" and a.refresh:
             yield (
                 f"hint.weights={self.weights} takes a teacher that moves by itself, so there is nothing to refresh. Set"

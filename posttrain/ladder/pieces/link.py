@@ -43,6 +43,7 @@ class PreferencePiece(Open, ABC):
 
 
 def below_half(path: str, value: float) -> None:
+    """ConfigError unless the value lies between 0 and 0.5."""
     if not 0 < value < 0.5:
         raise ConfigError(
             f"{path}={value}: must lie between 0 and 0.5. It is the share of swapped labels, and at one half the labels"
@@ -58,8 +59,8 @@ class Link(PreferencePiece, begin=True):
     the policy itself said."""
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
-        # A difference of two rewards of one prompt cancels what belongs to the prompt alone.
-        # Links of sides have no such difference, so all that relies on it is refused.
+        # In a difference of two rewards of one prompt everything cancels that depends on the prompt alone.
+        # Other links have no such difference, so choices that rely on it are refused.
         if self.of == "difference":
             return
         name = type(self).__name__.lower()
@@ -86,7 +87,8 @@ class SidedLink(Link, begin=False):
         return "a link of sides"
 
 
-SidedLink.withdraw()  # a base of alternatives, and no alternative itself
+# The base class of some links is no link that can be chosen itself.
+SidedLink.withdraw()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,8 @@ class Piece(Open, ABC):
         """Its formula, one line in the letters of `ladder.formula`."""
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        """Yields the reasons why the piece means nothing in `a`, with what to change. `Algorithm` itself refuses what
-        concerns no single piece."""
+        """Yields the reasons why the piece means nothing in `a`, with what to change. Reasons that concern no single
+        piece are in `ladder.algorithm`."""
         yield from ()
 
     def reads(self, a: Algorithm) -> Iterable[str]:
@@ -79,20 +79,24 @@ def named(piece: Piece) -> str:
 
 
 def share(path: str, value: float) -> None:
+    """ConfigError unless the value lies in [0, 1]."""
     if not 0 <= value <= 1:
         raise ConfigError(f"{path}={value}: must lie in [0, 1]")
 
 
 def positive(path: str, value: float, off: str = "") -> None:
+    """ConfigError unless the value is above 0. `off` is the override that switches the choice off."""
     if not value > 0:
         raise ConfigError(f"{path}={value}: must be > 0" + (f"; to switch it off set {off}" if off else ""))
 
 
 def not_negative(path: str, value: float) -> None:
+    """ConfigError unless the value is 0 or more."""
     if not value >= 0:
         raise ConfigError(f"{path}={value}: must be >= 0")
 
 
 def ordered(path: str, low: float, high: float) -> None:
+    """ConfigError unless 0 <= low < high."""
     if not 0 <= low < high:
         raise ConfigError(f"{path}.low={low} must be >= 0 and below {path}.high={high}")

@@ -57,7 +57,7 @@ class Desensitized(Statistic):
         return f"sum of l, {self.alpha:g} l beyond the length of the shorter side"
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
-        # The tail is what is longer than the other side.
+        # The tail is the part that is longer than the other side, so it needs a pair.
         if a.rows == "label":
             yield "statistic=desensitized compares two lengths, and rows=label has one completion. Set statistic=total"
 
@@ -87,7 +87,7 @@ class FDivergence(PreferencePiece, begin=True):
         name = type(self).__name__.lower()
         if a.against == "nothing":
             yield f"divergence={name} is one to the reference, and against=nothing has none. Set divergence=reversekl"
-        # f' is taken of the ratio of whole completions: a mean of log-ratios is no log of a ratio.
+        # f' is a function of the ratio of whole completions. The mean of log-ratios is not the log of that ratio.
         if type(a.statistic).__name__ != "Total":
             yield (
                 f"divergence={name} reads the ratio of whole completions. Set statistic=total, or divergence=reversekl"

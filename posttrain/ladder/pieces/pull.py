@@ -95,8 +95,8 @@ class KL(Pull):
     one more copy of the weights, so that any checkpoint can be resumed. 0: never."""
 
     def __post_init__(self) -> None:
-        # The legal pairs are listed with their meaning, and so is why
-        # each other one is refused: most libraries take any pair.
+        # `_KL_TRUTH` lists the legal pairs and what their gradient is. `_KL_REFUSED`
+        # says why each other pair is wrong: many libraries accept them.
         pair = (self.estimator, self.placement)
         if pair not in _KL_TRUTH:
             why = _KL_REFUSED.get(pair, "there is no such pair")
@@ -131,7 +131,7 @@ class KL(Pull):
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if self.estimator == "rk3" and a.ratio == "one":
             yield "rk3 weights k3 by the ratio, and ratio='one' has none. Set ratio=token, or use k3/both"
-        # A teacher that becomes the policy teaches nothing.
+        # A refresh would replace the teacher by the policy, and there would be nothing left to learn from it.
         if self.refresh and a.distill is not None:
             yield (
                 "distill's teacher is the reference, and pull.refresh would replace it. Set pull.refresh=0, or"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Tokens(Piece, begin=True):
     """A choice of tokens of the minibatch. Its mathematics is in `algorithm.loss.token_selection`."""
 
-    # A choice is one over the whole minibatch: left out of the batch, silent tokens would shift its means and shares.
+    # Tokens are chosen over the whole minibatch. Without the silent tokens its means and shares would be others.
     reads_silent: ClassVar[bool] = True
     silences: ClassVar[bool] = True
     """Whether the tokens that it does not choose are masked: they have no policy gradient."""
@@ -214,8 +214,8 @@ class Shown(Piece):
         return f"{self.siblings} of the siblings written by demonstration{style}; their tokens have {gradient}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        # Every token of a batch has the same K candidates' columns,
-        # and there is nobody who could fill them for a demonstration.
+        # Every token of a batch must have K candidates, and a
+        # demonstration has no sampler that could name them.
         if a.stores_top:
             yield (
                 "clip.top reads the sampler's most probable tokens, and a demonstration has no sampler. Set clip.top=0,"
@@ -263,7 +263,7 @@ class Distill(Piece):
         return f"{times(self.coef)}JSD_{self.beta:g}(teacher || pi) over {over}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        # Both travel in the same streams, TOP_IDS and TOP_LOGP.
+        # Both use the same streams, TOP_IDS and TOP_LOGP.
         if a.stores_top:
             yield (
                 "distill and clip.top would each name the candidate tokens of a position. Set clip.top=0, or"

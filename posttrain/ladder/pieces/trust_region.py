@@ -27,7 +27,7 @@ class TrustRegion(Piece, begin=True):
     mask tokens at random."""
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        # With the ratio 1 no bound is ever reached.
+        # A ratio that is always 1 never reaches a bound.
         if a.ratio == "one":
             yield "clip needs a ratio to bound, and ratio='one' has none. Set ratio=token, or clip=none"
         if self.per_token and a.ratio not in ("token", "one"):
@@ -58,7 +58,7 @@ class Clip(TrustRegion):
     def __post_init__(self) -> None:
         if not (0 <= self.low <= 1 and self.high >= 0):
             raise ConfigError(f"clip.low={self.low} must lie in [0, 1] and clip.high={self.high} must be >= 0")
-        # Below the clip's own bound it would mask punished tokens that the policy has hardly moved.
+        # A cap at or below the clip's own upper bound would mask punished tokens that the policy has hardly moved.
         if self.cap is not None and not self.cap > 1 + self.high:
             raise ConfigError(
                 f"clip.cap={self.cap} must lie above 1 + clip.high={1 + self.high:g}; to switch it off set cap=none"
@@ -70,7 +70,7 @@ class Clip(TrustRegion):
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         yield from super().refuses(a)
-        # Credit that varies inside a sequence is refused there for a reason of its own, which says what to do.
+        # Credit that varies inside a sequence is refused in `ladder.algorithm`, with a message that says what to do.
         if a.ratio in ("sequence_mean", "sequence_product") and a.aggregate == "token_mean" and not a.varies:
             mean = "is no longer a mean over sequences. Set aggregate=sequence_mean"
             yield f"a clipped sequence-level ratio with aggregate=token_mean {mean}"
@@ -190,7 +190,7 @@ class Divergence(TrustRegion):
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         yield from super().refuses(a)
-        # TOP_LOGP holds the sampler's log-probs, so a distance over them is one to the sampler.
+        # TOP_LOGP holds the sampler's log-probs, so this distance is always one to the sampler.
         if self.top and a.anchor != "behaviour":
             yield (
                 "clip.top reads the sampler's most probable tokens, so it compares with the sampler. Set"

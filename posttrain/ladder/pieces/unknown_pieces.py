@@ -1,7 +1,8 @@
 """Pieces of an algorithm whose class this program does not have, as a run folder records them.
 
-Reading a run runs no code of it. So a piece that the user's own file defines is read as its recorded numbers, under its
-own name. It can be printed and compared. It has no mathematics, and the checks of an algorithm leave it out.
+Reading a run executes no code of it. So a piece that the user's own file defines is read as its recorded numbers, under
+its own name: as an instance of a stand-in class. It can be printed and compared. It has no mathematics, and the checks
+of an algorithm leave it out.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from posttrain.system.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.system.subclass_registry import is_open
 
 MOST = 100
-"""Most fields of a piece whose class this program does not have."""
+"""Largest number of fields of a stand-in."""
 LONGEST = 80
-"""Most characters of the name of such a piece or of a field of it."""
+"""Largest number of characters of the name of a stand-in, or of one of its fields."""
 
 
 def known_pieces() -> set[str]:
@@ -42,6 +43,7 @@ def _fields() -> dict[str, Any]:
 
 
 def _inner(declared: Any) -> Iterator[Any]:
+    """A declared type and all types inside it: of `tuple[Correction, ...]`, itself and `Correction`."""
     yield declared
     for part in typing.get_args(declared):
         yield from _inner(part)
@@ -52,15 +54,15 @@ def read_without(run: Any, names: Collection[str]) -> Generator[None]:
     """Context in which the pieces `names` of a plain run can be read although this program has no class for them.
 
     Raises:
-        RunFolderError: what is recorded of one cannot be a piece.
+        RunFolderError: the record of one of them cannot be a piece.
     """
-    # Stand-ins are alternatives of their choices only inside the
-    # block: outside, an override with such a name must stay an error.
+    # Only inside the block are the stand-ins alternatives of their choices:
+    # outside, an override with such a name must stay an error.
     made: dict[tuple[type[Any], str], type[Any]] = {}
     try:
         for base, data in _recorded(run) if names else ():
             name = str(data.get(dataclass_json.TAG))
-            # Names that the caller knows to be absent, each once. What has a class here is read by that class.
+            # Only names that the caller knows to be absent, each once. A piece with a class is read by its class.
             if name in names and (base, name) not in made:
                 made[base, name] = _offered(base, name, tuple(f for f in data if f != dataclass_json.TAG))
         yield
@@ -70,12 +72,12 @@ def read_without(run: Any, names: Collection[str]) -> Generator[None]:
 
 
 def _recorded(run: Any) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
-    """(open choice, plain piece) of every algorithm of a plain run, those that it is a patch of included."""
+    """(open choice, plain piece) for each piece of every algorithm of a plain run, the algorithms' parents included."""
     stages: Any = cast("dict[str, Any]", run).get("stages") if isinstance(run, dict) else None
     for stage in cast("list[Any]", stages) if isinstance(stages, list) else []:
         a: Any = cast("dict[str, Any]", stage).get("algorithm") if isinstance(stage, dict) else None
-        # An algorithm's parents are recorded inside it, and may hold other pieces.
-        # A record is foreign data, so everything is looked at before it is used.
+        # An algorithm's parents are recorded inside it, and may have other pieces. A record
+        # comes from elsewhere, so the type of each value is tested before it is used.
         while isinstance(a, dict):
             plain = cast("dict[str, Any]", a)
             for field, hint in _fields().items():
@@ -88,7 +90,7 @@ def _recorded(run: Any) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
 
 
 def _offered(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
-    """The stand-in of a piece as an alternative of its choice."""
+    """Makes the stand-in of a piece, and offers it as an alternative of its choice."""
     try:
         one = _stand_in(base, name, fields)
         one.offer()
@@ -100,9 +102,9 @@ def _offered(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
 @lru_cache(maxsize=64)
 def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
     """A class with the recorded fields and no mathematics, in no choice yet. The same record gives the same class, so
-    that the pieces of two readings can be equal."""
-    # The names become a class and its fields, so their size and form are
-    # bounded: nothing dunder, nothing that would hide a method of the base.
+    that pieces of two readings can be equal."""
+    # The names become the names of a class and of its fields. So their number and length are limited, and
+    # a field must not begin with `__` or hide a method of the base.
     if len(name) > LONGEST or len(fields) > MOST:
         raise ConfigError(
             f"it has {len(fields)} fields and a name of {len(name)} letters; the most are {MOST}, {LONGEST}"
@@ -118,13 +120,14 @@ def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
     def nothing(self: Any, *given: Any, **named: Any) -> Any:
         raise InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
 
-    # Abstract methods must exist, or no instance could be made.
-    # They raise, except for `words`, which prints the record.
+    # Abstract methods must be defined, or no instance could be made. They
+    # raise an error, except for `words`, which prints the record.
     methods: dict[str, Any] = dict.fromkeys(base.__abstractmethods__, nothing)
     space = {**methods, "words": words, "absent": True, "__module__": __name__}
     typed = [(f, Any) for f in fields]
     made: Any = dataclasses.make_dataclass(name, typed, bases=(base,), namespace=space, frozen=True, kw_only=True)
-    made.withdraw()  # defining a class offers it
+    # Defining a class has offered it as an alternative, which is too early: `_offered` does that.
+    made.withdraw()
     return made
 
 
