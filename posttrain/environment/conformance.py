@@ -1,5 +1,4 @@
-"""Checks that an environment keeps its promises. The tests of every gallery environment run it, and so does the command
-line."""
+"""Checks that an environment keeps its promises. The tests of the gallery run it, and so does `posttrain check`."""
 
 from __future__ import annotations
 
@@ -34,17 +33,17 @@ async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     credit. No constant answer may earn more than the share of the most common answer plus 0.02. All `claims` must hold.
     The user's rewards are left out.
     """
-    # A copy without the user's rewards: what they pay is no promise of the environment.
+    # A copy without the user's rewards, because the environment promises nothing about them.
     env = replace(env, rewards=())
-    held, train = (_known(env, tasks) for tasks in (env.heldout, _train(env, 200)))
-    most = 1.0 if env.pays_parts else 0.0
-    right, wrong = (lambda r: r == 1.0), (lambda r: r == 0.0 or r < most)
+    heldout, training = (_known(env, tasks) for tasks in (env.heldout, _train(env, 200)))
+    wrong_below = 1.0 if env.pays_parts else 0.0
+    right, wrong = (lambda r: r == 1.0), (lambda r: r == 0.0 or r < wrong_below)
     return (
-        await _scores("gold scores 1", env, held, [env.gold(t) for t in held], right),
-        await _scores("gold scores 1 in training", env, train, [env.gold(t) for t in train], right),
-        await _scores("distractor scores 0", env, held, [env.distractor(t) for t in held], wrong),
-        await _scores("silence scores 0", env, held, [("",) * len(env.gold(t)) for t in held], wrong),
-        await _constant(env, held),
+        await _scores("gold scores 1", env, heldout, [env.gold(t) for t in heldout], right),
+        await _scores("gold scores 1 in training", env, training, [env.gold(t) for t in training], right),
+        await _scores("distractor scores 0", env, heldout, [env.distractor(t) for t in heldout], wrong),
+        await _scores("silence scores 0", env, heldout, [("",) * len(env.gold(t)) for t in heldout], wrong),
+        await _constant(env, heldout),
         *await claims(env, samples),
     )
 
@@ -67,25 +66,29 @@ async def claims(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
 
 
 def _known(env: SingleTurn, tasks: Sequence[Task]) -> list[Task]:
+    """The tasks whose right answer is known."""
     return [t for t in tasks if env.knows_gold(t)]
 
 
 def _train(env: SingleTurn, most: int) -> list[Task]:
+    """The first training tasks, at most `most`."""
     count = env.train.count
     return [env.train.task(i) for i in range(most if count is None else min(most, count))]
 
 
 async def reward(env: Environment, task: Task, turns: Sequence[str]) -> float | None:
+    """The reward of one scripted episode; None if it could not be judged."""
     return outcome(await judged(env, task, turns))
 
 
 async def _scores(
     name: str, env: Environment, tasks: Sequence[Task], turns: Sequence[Sequence[str]], fits: Callable[[float], bool]
 ) -> Check:
-    for task, said in zip(tasks, turns, strict=True):
-        got = await reward(env, task, said)
-        if got is None or not fits(got):
-            return Check(name, False, f"task {task.id!r} ({prompt_words(task.prompt)}): {list(said)} scored {got}")
+    """Checks that the rewards of these turns, one entry for each task, all fit."""
+    for task, answer in zip(tasks, turns, strict=True):
+        paid = await reward(env, task, answer)
+        if paid is None or not fits(paid):
+            return Check(name, False, f"task {task.id!r} ({prompt_words(task.prompt)}): {list(answer)} scored {paid}")
     return Check(name, bool(tasks), f"{len(tasks)} tasks")
 
 
@@ -93,20 +96,21 @@ async def _constant(env: SingleTurn, held: Sequence[Task]) -> Check:
     """Tries each of the five most common final answers on every held-out task."""
     answers = Counter(env.gold(t)[-1] for t in held)
     share = answers.most_common(1)[0][1] / len(held)
-    worst, best = "", 0.0
+    best_answer, best = "", 0.0
     for answer, _ in answers.most_common(5):
         rewards = [await reward(env, t, [answer] * len(env.gold(t))) for t in held]
         mean = sum(r or 0.0 for r in rewards) / len(held)
         if mean > best:
-            worst, best = answer, mean
+            best_answer, best = answer, mean
     return Check(
         "constant answer earns its share",
         best <= share + 0.02,
-        f"{worst!r} everywhere earns {best:.3f}; the modal answer's share is {share:.3f}",
+        f"{best_answer!r} everywhere earns {best:.3f}; the modal answer's share is {share:.3f}",
     )
 
 
 def _distinct(env: SingleTurn, held: Sequence[Task]) -> Check:
+    """Checks that no two held-out tasks have the same id or key."""
     keys, ids = {env.key(t) for t in held}, {t.id for t in held}
     return Check(
         "held-out tasks are distinct",
@@ -117,59 +121,65 @@ def _distinct(env: SingleTurn, held: Sequence[Task]) -> Check:
 
 
 def _disjoint(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
+    """Checks that no training task is a held-out task."""
     keys, asked = {env.key(t) for t in held}, {as_asked(t) for t in held}
-    # By the environment's own key, and by all that a policy or a reward can see of a task, in case `key` tells
-    # apart what is the same.
-    both = [t for t in train if env.key(t) in keys or (t.answer is not None and as_asked(t) in asked)]
+    # Tasks are compared by the environment's own key, and by all that a policy or a reward can see of a task. The
+    # second finds equal tasks that `key` takes for different ones.
+    shared = [t for t in train if env.key(t) in keys or (t.answer is not None and as_asked(t) in asked)]
     return Check(
         "held-out is disjoint from train",
-        not both,
-        f"{len(train)} training tasks, {len(both)} of them held out"
-        + (f", such as {prompt_words(both[0].prompt)}" if both else ""),
+        not shared,
+        f"{len(train)} training tasks, {len(shared)} of them held out"
+        + (f", such as {prompt_words(shared[0].prompt)}" if shared else ""),
         "held-out accuracy would measure memory: draw training tasks again where key() is that of a held-out one",
     )
 
 
 def as_asked(task: Task) -> str:
-    """All of a task but its name. Tasks in which it is equal are the same to a policy, whatever `key` says."""
+    """All of a task except its id, as text. If it is equal, two tasks are the same to a policy, whatever `key` says."""
     return repr((task.prompt, task.answer, task.info, task.tools))
 
 
 def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
+    """Checks that tasks repeat under the same seed, and that another seed changes training tasks only."""
     # New objects, so that nothing comes from a cache.
     again, other = replace(env), replace(env, seed=env.seed + 1)
-    mine, others = ([e.train.task(i) for i in range(len(train))] for e in (again, other))
-    same = list(again.heldout) == list(held) == list(other.heldout) and mine == list(train)
+    repeated, reseeded = ([e.train.task(i) for i in range(len(train))] for e in (again, other))
+    unchanged = list(again.heldout) == list(held) == list(other.heldout) and repeated == list(train)
     # A finite list is the same under every seed.
-    moved = env.train.count is not None or others != list(train)
+    moved = env.train.count is not None or reseeded != list(train)
     return Check(
         "tasks are a function of the seed",
-        same and moved,
-        f"repeated: {same}; training differs under another seed: {moved}",
+        unchanged and moved,
+        f"repeated: {unchanged}; training differs under another seed: {moved}",
         "make task i from posttrain.core.seeds.generator(self.seed, name, i) alone, and held-out tasks from"
         " HELDOUT_SEED",
     )
 
 
 def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
-    false = env.distractor if env.abilities.rows is None else lambda _: ()  # the user's prompts have none
-    texts = [x for t in _known(env, tasks) for x in (t.prompt, *env.gold(t), *false(t)) if isinstance(x, str)]
-    written = {c for text in texts for c in text}
-    outside = "".join(sorted(written - set(env.alphabet))) if env.alphabet else ""
+    """Checks that the alphabet has every character of these tasks."""
+    wrong_answer = env.distractor if env.abilities.rows is None else lambda _: ()  # the user's prompts have none
+    texts = [x for t in _known(env, tasks) for x in (t.prompt, *env.gold(t), *wrong_answer(t)) if isinstance(x, str)]
+    used = {c for text in texts for c in text}
+    outside = "".join(sorted(used - set(env.alphabet))) if env.alphabet else ""
     name, advice = "the alphabet covers prompts and answers", "add these characters to alphabet()"
     return Check(name, not outside, f"outside: {outside!r}", advice)
 
 
 async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wrong: float) -> Check:
-    """Right ones must score 1, wrong ones 0, or less than 1 if the verifier gives partial credit. Documents have no
-    prompt, so only their alphabet is checked."""
+    """Checks the demonstrations of one style, all right (`wrong` is 0) or all wrong (1).
+
+    Right ones must score 1. Wrong ones must score 0, or less than 1 if the verifier gives partial credit. Documents
+    have no prompt, so only their alphabet is checked.
+    """
     name = f"style {style}, wrong={wrong:g}"
     for i, task in enumerate(tasks):
         prompt, text = env.demonstrate(task, style, generator(env.seed, "prove", style, i), wrong)
         turns = [text] if isinstance(text, str) else list(text)
         if env.alphabet and set("".join(turns)) - set(env.alphabet):
             return Check(name, False, f"{text!r} leaves the alphabet")
-        got = await reward(env, task, turns) if prompt else 1.0 - wrong
-        if got != 1.0 - wrong and not (wrong and env.pays_parts and got is not None and got < 1.0):
-            return Check(name, False, f"{prompt_words(prompt)} -> {text!r} scored {got}")
+        score = await reward(env, task, turns) if prompt else 1.0 - wrong
+        if score != 1.0 - wrong and not (wrong and env.pays_parts and score is not None and score < 1.0):
+            return Check(name, False, f"{prompt_words(prompt)} -> {text!r} scored {score}")
     return Check(name, True, f"{len(tasks)} texts")

@@ -1,8 +1,8 @@
 """Makes every observation encodable: a character without a token is replaced by another one.
 
 A tokenizer of characters or words has no token for text it was not built with. The text of a tool, such as an error
-that quotes the policy, is not known beforehand. If it were refused during an episode, the episode would be a failure of
-ours and leave the batch.
+that quotes the policy, is not known beforehand. If such a text were refused, the episode would fail, although the
+policy is not to blame, and leave the batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXACT: Mapping[str, bool] = {"skip_special_tokens": False, "clean_up_tokenizatio
 """Options with which every id is decoded as it stands."""
 
 PROBES = "é雪ßЖ\U0001f9ee"
-"""Characters of many scripts. A tokenizer that encodes each of them is taken to encode every text."""
+"""Characters of many scripts. A tokenizer that encodes each of them is assumed to encode every text."""
 STAND_INS = "?_.#-*0ax "
 """Candidates for the replacement. The first one that the tokenizer has is used."""
 
@@ -51,8 +51,9 @@ class Writable:
         self._encode = encode
         self._has: dict[str, bool] = {}
         self.everything = all(self._ids(c) for c in PROBES)
-        """Whether every text can be encoded."""
+        """True if every text can be encoded."""
         self._drops = any(self._ids(c) == [] for c in PROBES)
+        """True if the tokenizer drops unknown characters, and raises no error for them."""
         self.stand_in = next((c for c in STAND_INS if self._ids(c)), "")
 
     def text(self, text: str) -> str:
@@ -61,12 +62,12 @@ class Writable:
         Raises:
             DataError: the text cannot be encoded even then.
         """
-        # The text stays as it is where each character can be written; and also where the tokenizer neither
-        # drops unknown characters nor refuses this text, because it has an <unk> token then.
+        # The text stays as it is in two cases. Each character can be encoded. Or the tokenizer neither drops unknown
+        # characters nor refuses this text, so it has an <unk> token.
         if all(self._writes(c) for c in set(text)) or not (self.everything or self._drops or self._ids(text) is None):
             return text
         shown = "".join(c if self._writes(c) else self.stand_in for c in text)
-        # Each character may have a token by itself, and their sequence may still be refused.
+        # Even if each character has a token, the tokenizer may refuse the whole text.
         if self._ids(shown) is None or (shown != text and not self.stand_in):
             raise DataError(
                 f"this tokenizer has no tokens for {text!r:.80}, and none that could stand in for them. What tools and"
@@ -103,8 +104,11 @@ class Writable:
 def leading_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Special ids before plain text, found by encoding a probe with and without them."""
     probe = _probe(tokenizer)
-    full, bare = tokenizer.encode(probe, add_special_tokens=True), tokenizer.encode(probe, add_special_tokens=False)
-    # Special tokens may stand before and behind the text: what is before the text's own ids is the beginning.
+    full, bare = (
+        tokenizer.encode(probe, add_special_tokens=True),
+        tokenizer.encode(probe, add_special_tokens=False),
+    )
+    # Special tokens may stand before and behind the text. Those before the text's own ids are the leading ones.
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return tuple(full[:start])

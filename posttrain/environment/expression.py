@@ -11,6 +11,7 @@ MAX_CHARACTERS = 200
 MAX_DEPTH = 20
 MAX_DIGITS = 12
 
+# A natural number or one of the symbols `-+*/()`, after spaces.
 _TOKEN = re.compile(r"[ \t]*(?:(?P<number>[0-9]+)|(?P<symbol>[-+*/()]))")
 _SPELLINGS = str.maketrans({"\u2212": "-", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/"})
 
@@ -36,8 +37,8 @@ def evaluate(text: str) -> Expression:
     Raises:
         ExpressionError: other text; more than 200 characters, 12 digits in a number or 20 levels; division by zero.
     """
-    # Before anything else: all further work is linear in the length, and numbers and depth are bounded on the
-    # way, so no answer can cost much time or overflow the stack.
+    # The length is checked first. All further work is linear in it, and the parser bounds the digits and the depth, so
+    # no answer can take much time or overflow the stack.
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"more than {MAX_CHARACTERS} characters")
     parser = _ExpressionParser(_tokens(text.translate(_SPELLINGS)))
@@ -48,6 +49,7 @@ def evaluate(text: str) -> Expression:
 
 
 def _tokens(text: str) -> list[str]:
+    """The numbers and symbols of a text, in order."""
     tokens, at, text = [], 0, text.rstrip()
     while at < len(text):
         match = _TOKEN.match(text, at)
@@ -101,7 +103,7 @@ class _ExpressionParser:
         if depth > MAX_DEPTH:
             raise ExpressionError(f"more than {MAX_DEPTH} levels")
         token = self._take()
-        # A minus sign is a level too: a chain of them recurses as parentheses do.
+        # A minus sign counts as a level too, because a chain of them recurses as parentheses do.
         if token == "-":
             return -self._factor(depth + 1)
         if token == "(":

@@ -17,7 +17,7 @@ from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn
 from posttrain.system.errors import ConfigError
 
 TRIES = 10_000
-"""Draws for one task, after which the error says that the settings leave no room."""
+"""After this many draws without a new task, an error says that the settings leave no room."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class GeneratedTasks(SingleTurn):
 
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
-        # One generator in sequence: a smaller held-out set is the beginning of a larger one. Training tasks
-        # have a generator each, so that task i needs no task before it.
+        # One generator draws all held-out tasks in order, so a smaller held-out set is the beginning of a larger one.
+        # Each training task has its own generator, so that task i does not need the tasks before it.
         rng, tasks = generator(HELDOUT_SEED, f"{self.name}/heldout"), dict[Hashable, Task]()
         for i in range(self.heldout_count):
             task = self._new(rng, f"{self.name}-heldout-{i + 1}", tasks)
@@ -54,12 +54,13 @@ class GeneratedTasks(SingleTurn):
         return frozenset(self.key(t) for t in self.heldout)
 
     def _new(self, rng: np.random.Generator, name: str, taken: Collection[Hashable]) -> Task:
+        """A task whose key is not in `taken`. ConfigError after `TRIES` draws."""
         for _ in range(TRIES):
             task = self.draw(rng, name)
             if task is not None and self.key(task) not in taken:
                 return task
-        own = ", ".join(self.settings())
+        settings = ", ".join(self.settings())
         raise ConfigError(
             f"env {self.name}: no new task in {TRIES:,} draws, with {self.heldout_count} held out. Lower env.heldout,"
-            f" or widen its settings ({own})"
+            f" or widen its settings ({settings})"
         )

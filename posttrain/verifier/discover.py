@@ -13,7 +13,8 @@ Dialect = Literal["openai", "compatible", "vllm", "posttrain"]
 """The request fields that a server accepts.
 
 openai: OpenAI's own API. compatible: the fields that all compatible servers have. vllm, posttrain: these fields and the
-server's own extensions."""
+server's own extensions.
+"""
 UNBOUNDED = 2**31 - 1
 """Context of an endpoint that does not report one."""
 

@@ -26,7 +26,8 @@ async def call(function: Callable[..., Any], timeout: float, *args: Any, **kwarg
     """Call a sync or async function. Raises what it raises, or `TimedOut` after it has run for `timeout` seconds.
 
     A sync function runs in a daemon thread of its own. If it hangs, neither the loop nor the next call nor the end of
-    the process waits for it. With a shared thread pool they would."""
+    the process waits for it. With a shared thread pool they would.
+    """
     if is_async(function):
         return await _within(timeout, function(*args, **kwargs))
     slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(THREADS))

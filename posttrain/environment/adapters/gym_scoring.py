@@ -1,9 +1,8 @@
-"""Scoring with reasoning-gym's own scorers, in worker processes. An endless search is killed there and blocks nothing
-else.
+"""Scoring with reasoning-gym's own scorers, in worker processes, where an endless search can be killed.
 
 Some scorers evaluate the answer as Python, but the policy's text must never be evaluated. Scorers that want a Python
-literal get `ast.literal_eval` in place of `eval`. Scorers that give a formula to sympy, whose parser evaluates it, get
-only answers of numbers, operators and names of elementary functions.
+literal get `ast.literal_eval` in place of `eval`. Other scorers give a formula to sympy, whose parser evaluates it.
+They get only answers of numbers, operators and names of elementary functions.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SECONDS = 30
 works."""
 WORKERS = 2
 CHUNK = 1000
-"""Items for one reasoning-gym seed. Some of its tasks are slow or refuse if there are very many."""
+"""How many items a data set of one reasoning-gym seed has. Some of its tasks are slow, or refuse, if there are many."""
 
 FORMULAS = frozenset(
     {"countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"}
@@ -36,11 +35,13 @@ FORMULAS = frozenset(
 """Tasks whose scorers give the answer to sympy's parser."""
 _LITERALS = ("algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens")
 """Modules whose scorers give the answer to `eval`."""
+# Names of functions and constants that a formula may have: `sqrt`, `asinh`, `Abs`, `pi`.
 _FUNCTIONS = re.compile(
     r"sqrt|cbrt|exp|log|ln|a?(sin|cos|tan|cot|sec|csc)h?|[aA]bs|sign|pi|oo|Rational|Integral|erfi?|[SCE]i|li|fresnel[sc]",
     re.ASCII,
 )
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+# Only the characters of a formula, such as `3*x**2 + sqrt(2)`, and no point before a letter, as `x.real` has.
 _FORMULA = re.compile(r"(?!.*\.\s*[A-Za-z_])[\w\s+\-*/^().,=!|]*", re.ASCII | re.DOTALL)
 
 
@@ -54,27 +55,27 @@ class ScoringRequest(NamedTuple):
     entry: Mapping[str, Any]
     answer: str
     gold: str
-    """The answer of the data, if there is one. With it one tests whether the scorer works."""
+    """The right answer of the data, if there is one. It is used to test whether the scorer works."""
 
 
 def scored(data: Any, asked: ScoringRequest) -> Verdict:
     """The verdict of a data set's scorer. If the scorer raises, it is tried on the gold answer. If it raises there too,
     the verdict is `failed`."""
-    # Before the scorer sees it: its parser would evaluate the text.
+    # The answer is checked before the scorer gets it, because the scorer's parser would evaluate it.
     if asked.task in FORMULAS and (why := _no_formula(asked.answer)):
         return Verdict.value(0.0, "unparsable", why)
     try:
         score = data.score_answer(asked.answer, asked.entry)
-    except MemoryError:  # the worker's matter: it ends, and the request is tried again
+    except MemoryError:  # the worker ends, and the pool tries the request again
         raise
     except Exception as error:
         try:
             # The same scorer on an answer that is known to be right: if it raises there as well, the answer is
             # not to blame.
             data.score_answer(asked.gold, asked.entry)
-        except Exception as ours:
+        except Exception as gold_error:
             return Verdict.failed(
-                "raised", f"the scorer of {asked.task!r} raises on the right answer too: {where(ours)}"
+                "raised", f"the scorer of {asked.task!r} raises on the right answer too: {where(gold_error)}"
             )
         return Verdict.value(0.0, "unparsable", where(error))
     return as_verdict(float(score) if isinstance(score, bool) else score)
@@ -96,8 +97,8 @@ _SHARED: WeakValueDictionary[str, WorkerPool] = WeakValueDictionary()
 
 
 def workers() -> WorkerPool:
-    """The pool of scoring processes, shared by the environments of this program. It ends when none of them refers to it
-    any more."""
+    """The pool of scoring processes, which the environments of this program share. It ends when no environment refers
+    to it."""
     pool = _SHARED.get("gym")
     if pool is None:
         spec = Spec(f"{__name__}:handler", cpu=SECONDS, wall=2.0 * SECONDS + 20, preload=True, quiet=True)
@@ -106,17 +107,19 @@ def workers() -> WorkerPool:
 
 
 async def verdict(pool: WorkerPool, asked: ScoringRequest) -> Verdict:
-    """The scorer's verdict. If an answer ended the process, it scores 0 only if the gold answer is scored after it."""
+    """The scorer's verdict. An answer that ended the process scores 0 only if the gold answer can be scored after
+    it."""
     try:
-        found = await pool.ask(asked)
-        if found.kind in ("timeout", "memory", "crash") and found.score is not None:
-            # If the right answer ends the process too, the scorer is broken, and that says nothing about this answer.
-            known = await pool.ask(asked._replace(answer=asked.gold))
-            if known.state is State.FAILED or known.kind == found.kind:
+        scored_answer = await pool.ask(asked)
+        if scored_answer.kind in ("timeout", "memory", "crash") and scored_answer.score is not None:
+            # If the right answer ends the process too, the scorer is broken, and the answer is not to blame.
+            scored_gold = await pool.ask(asked._replace(answer=asked.gold))
+            if scored_gold.state is State.FAILED or scored_gold.kind == scored_answer.kind:
                 return Verdict.failed(
-                    found.kind, f"{found.why}, and the scorer of {asked.task!r} does not answer the right answer either"
+                    scored_answer.kind,
+                    f"{scored_answer.why}, and the scorer of {asked.task!r} does not answer the right answer either",
                 )
-        return found
+        return scored_answer
     except Exception as error:  # an item that cannot be pickled, a pool that was closed
         return Verdict.failed("worker", f"{type(error).__name__}: {error}")
 

@@ -31,6 +31,7 @@ REFUSED = {
 """Tasks not offered, and why."""
 NO_GOLD: Mapping[str, str] = dict.fromkeys(("boxnet", "rush_hour"), "it has many solutions and gives none")
 """Tasks whose data have no correct answer, so that their scorers cannot be tested with one."""
+# Tasks whose right answer stands in the metadata of an entry, each with its key there.
 _GOLD_KEY = {
     "graph_color": "possible_answer",
     "propositional_logic": "example_answer",
@@ -38,6 +39,7 @@ _GOLD_KEY = {
 }
 
 RETRIES = 100
+"""How often a training item is drawn again whose question is held out."""
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -57,11 +59,11 @@ class Gym(SingleTurn):
     @staticmethod
     def of(task: str, args: Mapping[str, Scalar], **common: Any) -> Gym:
         """A checked environment: a known task, known settings with valid values, and enough distinct questions."""
-        known = [n for n in _factory().DATASETS if n not in REFUSED]
+        offered = [n for n in _factory().DATASETS if n not in REFUSED]
         if task in REFUSED:
             raise ConfigError(f"env.name='gym:{task}' is not offered: {REFUSED[task]}")
-        if task not in known:
-            raise ConfigError(f"reasoning-gym has no task {task!r}: {nearest(task, known)}")
+        if task not in offered:
+            raise ConfigError(f"reasoning-gym has no task {task!r}: {nearest(task, offered)}")
         _check_args(task, args)
         env = Gym(task=task, args=dict(args), **common)
         try:
@@ -82,8 +84,8 @@ class Gym(SingleTurn):
     def _train(self, index: int) -> Task:
         chunk, item = divmod(index, CHUNK)
         for attempt in range(RETRIES):
-            # A held-out question is drawn again from a data set of another seed, at the same place. So no other
-            # training task changes.
+            # In place of a held-out question, the item at the same place of a data set of another seed is taken. So no
+            # other training task changes.
             side = "train" if attempt == 0 else f"again {attempt}"
             task = self._task(f"{self.name}-{index}", side, chunk, item)
             if task.prompt not in self._held:
@@ -95,7 +97,8 @@ class Gym(SingleTurn):
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
         tasks: dict[Any, Task] = {}
-        # Twenty draws for each: fewer distinct questions than a twentieth means that the task has too few for a split.
+        # Up to twenty draws for each held-out task. If they do not give enough distinct questions, the task has too few
+        # of them for a split.
         for draw in range(20 * self.heldout_count):
             if len(tasks) == self.heldout_count:
                 break
@@ -124,6 +127,7 @@ class Gym(SingleTurn):
         return Task(id=name, prompt=entry["question"], answer=self._gold(entry), info=info)
 
     def _gold(self, entry: Mapping[str, Any]) -> str | None:
+        """The right answer of an entry as text; None if the data have none."""
         gold = entry["metadata"].get(_GOLD_KEY[self.task]) if self.task in _GOLD_KEY else entry["answer"]
         return gold if gold is None or isinstance(gold, str) else json.dumps(gold)
 
@@ -161,6 +165,7 @@ class Gym(SingleTurn):
         return await gym_scoring.verdict(self._pool, self._asked(attempt))
 
     def _asked(self, attempt: Attempt) -> ScoringRequest:
+        """The request that scores an attempt, with the gold answer or, without one, a wrong answer."""
         place = attempt.task.info
         entry = self._entry(place["side"], place["chunk"], place["item"])
         tagged = _ANSWER.findall(attempt.text)
@@ -198,6 +203,7 @@ class Gym(SingleTurn):
 
 
 def _factory() -> ModuleType:
+    """reasoning-gym's module that makes data sets. ConfigError if the package is missing."""
     try:
         importlib.import_module("reasoning_gym")
         return importlib.import_module("reasoning_gym.factory")

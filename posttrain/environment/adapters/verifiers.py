@@ -68,7 +68,7 @@ class Verifiers(SingleTurn):
             raise ConfigError(
                 f"{PREFIX}{env_id}: its rubric has no reward function with a weight; add one, or give env.rewards"
             )
-        # Bounded once, when it is loaded: the package calls tools by this table.
+        # The package calls tools by `tool_map`, so each tool gets its time limit there, once.
         for name, tool in getattr(inner, "tool_map", {}).items():
             inner.tool_map[name] = bounded(tool, name, env.limits.tool_seconds)
         return env
@@ -106,7 +106,8 @@ class Verifiers(SingleTurn):
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
         if "eval" in self._tasks:
-            # Reversed twice: of equal tasks the first one is kept, and the order stays.
+            # A dict keeps the last of equal tasks. Reversed before and after, it keeps the first one, and the order
+            # stays.
             distinct = {self.key(t): t for t in reversed(self._tasks["eval"])}
             return tuple(reversed(distinct.values()))[: self.heldout_count]
         by_digest = {self.key(t): t for t in reversed(self._tasks["train"])}
@@ -115,8 +116,8 @@ class Verifiers(SingleTurn):
 
     @cached_property
     def train(self) -> TaskSource:
-        held = {self.key(t) for t in self.heldout}
-        return Listed(tuple(t for t in self._tasks["train"] if self.key(t) not in held))
+        held_keys = {self.key(t) for t in self.heldout}
+        return Listed(tuple(t for t in self._tasks["train"] if self.key(t) not in held_keys))
 
     @cached_property
     def alphabet(self) -> str:
@@ -144,18 +145,18 @@ class Verifiers(SingleTurn):
         try:
             state = await self.inner.rollout(self._row(task), policy.client(), "policy", {})
             error = state.get("error")
-            # The package keeps the error that ended its loop in the state. One of a tool is a result of what the
-            # policy did; any other means that the episode says nothing about the policy.
+            # The package keeps the error that ended its loop in the state. An error of a tool is a result of what the
+            # policy did. After any other error the episode shows nothing about the policy.
             if error is not None and not isinstance(error, package().ToolError):
                 raise error
         except BaseException:
             if policy.state is not None:
                 await self.inner.rubric.cleanup(policy.state)
             raise
-        left = plain(state)
-        talk.leave(left)
-        # The recorded state is kept with its id, so the id cannot be given to another object meanwhile.
-        self._ended[id(left)] = (left, state)
+        record = plain(state)
+        talk.leave(record)
+        # The recorded state is kept together with its id. While it exists, no other object can have the same id.
+        self._ended[id(record)] = (record, state)
         while len(self._ended) > WAITING:
             del self._ended[next(iter(self._ended))]
         return policy.stop(state)
@@ -163,8 +164,9 @@ class Verifiers(SingleTurn):
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         """The verdicts of the rubric's functions with their weights, and its metrics with weight 0. A function that
         raises gives `failed` and not 0."""
-        # A second judging, or one from a record, has no live state: it is rebuilt, where nothing of it was lost.
-        left, state = self._ended.pop(id(attempt.state), (None, None))
+        # There is no live state if the episode was judged before, or comes from a record. It is then rebuilt, if all of
+        # its entries could be stored.
+        record, state = self._ended.pop(id(attempt.state), (None, None))
         if state is None:
             if missing := lost(attempt.state):
                 why = f"its state held {', '.join(missing)}, which no record can keep, so it is judged once, as it ends"
@@ -172,12 +174,12 @@ class Verifiers(SingleTurn):
                 return (broken, *await self.added(attempt))
             state = await live(self.inner, self._row(attempt.task), attempt)
         try:
-            own = [x for rubric in rubrics(self.inner.rubric) for x in await score(rubric, state)]
+            verdicts = [x for rubric in rubrics(self.inner.rubric) for x in await score(rubric, state)]
         finally:
-            if left is not None:
+            if record is not None:
                 await self.inner.rubric.cleanup(state)
-        said = (replace(j, resolution=self.resolution, measured=self.measured) for j in _named(own))
-        return (*said, *await self.added(attempt))
+        named = (replace(j, resolution=self.resolution, measured=self.measured) for j in _named(verdicts))
+        return (*named, *await self.added(attempt))
 
     def verify(self, attempt: Attempt) -> Verdict:
         return Verdict.abstain("its rubric judges")
@@ -205,12 +207,13 @@ class Verifiers(SingleTurn):
 
 
 def _digest(row: Mapping[str, Any]) -> str:
-    told = [row["prompt"], row.get("answer"), row.get("info")]
-    return hashlib.blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+    """16 hex digits of the prompt, answer and info of a row."""
+    parts = [row["prompt"], row.get("answer"), row.get("info")]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
 def _named(judged: Sequence[Judged]) -> Iterator[Judged]:
-    """Append a number to a source's name that occurred before."""
+    """The verdicts, with a number behind a source's name that occurred before: `check.2`."""
     seen: dict[str, int] = {}
     for j in judged:
         seen[j.source] = seen.get(j.source, 0) + 1
@@ -221,7 +224,7 @@ def _named(judged: Sequence[Judged]) -> Iterator[Judged]:
 
 
 def package() -> Any:
-    """The package's errors and types. ConfigError, which says what to install, if it is missing or another version."""
+    """The package's module of errors. ConfigError if the package is missing, or is a version that cannot be used."""
     try:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
@@ -237,6 +240,7 @@ def package() -> Any:
 
 
 def _loaded(env_id: str, args: dict[str, Any]) -> Any:
+    """The environment of the package with this id or file, made with these arguments."""
     try:
         if env_id.endswith(".py"):
             return load(Path(env_id), "load_environment", "environment")(**args)
@@ -256,16 +260,18 @@ def _loaded(env_id: str, args: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _signals_stay() -> Iterator[None]:
-    """Disables the package's signal handlers. Its environments handle SIGINT and SIGTERM once they are created. That
-    would end a run without a checkpoint, and it works in the main thread only."""
+    """Keeps the package's environments from setting signal handlers when they are created.
+
+    Their handlers of SIGINT and SIGTERM would end a run without a checkpoint. They can be set in the main thread only.
+    """
     module = importlib.import_module("verifiers.envs.environment")
-    before: Any = module.signal  # type: ignore[attr-defined]
-    own = {name: getattr(before, name) for name in dir(before) if not name.startswith("_")}
-    module.signal = SimpleNamespace(**{**own, "signal": lambda *_: None})  # type: ignore[attr-defined]
+    real_signal: Any = module.signal  # type: ignore[attr-defined]
+    members = {name: getattr(real_signal, name) for name in dir(real_signal) if not name.startswith("_")}
+    module.signal = SimpleNamespace(**{**members, "signal": lambda *_: None})  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        module.signal = before  # type: ignore[attr-defined]
+        module.signal = real_signal  # type: ignore[attr-defined]
 
 
 __all__ = ["Verifiers", "package"]

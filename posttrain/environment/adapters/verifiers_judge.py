@@ -27,28 +27,28 @@ _OWN = (
     "prompt answer info example_id prompt_too_long timed_out"
 )
 OWN = frozenset(_OWN.split())
-"""The entries that the package's loop itself keeps in a state. All others are the environment's."""
+"""Names of the entries of a state that belong to the package's loop. All others belong to the environment."""
 
 
 def plain(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state in the form that a record can store: the conversation after the prompt, the environment's own entries,
     and the names of entries that cannot be stored."""
-    kept: dict[str, Any] = {}
-    missing: list[str] = []
+    entries: dict[str, Any] = {}
+    not_stored: list[str] = []
     for name, value in state.items():
         if name in OWN:
             continue
         try:
-            # Through JSON and back: the record keeps exactly what a later judging gets.
+            # The entry goes through JSON and back, so that a judging from the record gets the same value as one now.
             text = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
             text = ""
         if 0 < len(text) <= LONGEST:
-            kept[name] = json.loads(text)
+            entries[name] = json.loads(text)
         else:
-            missing.append(name)
-    said = [dict(from_package(m)) for m in state.get("completion") or ()]
-    return {"completion": said, "state": kept, "lost": missing}
+            not_stored.append(name)
+    conversation = [dict(from_package(m)) for m in state.get("completion") or ()]
+    return {"completion": conversation, "state": entries, "lost": not_stored}
 
 
 def lost(left: Any) -> list[str]:
@@ -59,30 +59,30 @@ def lost(left: Any) -> list[str]:
 async def live(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
     """The state at the end of the episode, rebuilt from its record."""
     state = await env.init_state(row, PolicyClient(ScriptedPolicy(()), attempt.task.id).client(), MODEL, {})
-    left = attempt.state if isinstance(attempt.state, Mapping) else {}
-    said = left.get("completion") or [{"role": "assistant", "content": t} for t in attempt.turns]
+    record = attempt.state if isinstance(attempt.state, Mapping) else {}
+    conversation = record.get("completion") or [{"role": "assistant", "content": t} for t in attempt.turns]
     normalize: Any = importlib.import_module("verifiers.utils.message_utils").normalize_messages
-    messages = normalize([_to_package(m) for m in said])
-    # First the environment's own set-up, then what its entries were at the end, then the conversation that
-    # rubrics read.
-    state.update(left.get("state", {}))
+    messages = normalize([_to_package(m) for m in conversation])
+    # The state has the environment's own set-up. Its entries get their values at the end of the episode, and then comes
+    # the conversation that rubrics read.
+    state.update(record.get("state", {}))
     state["completion"] = messages
     prompt = list(state["prompt"])
     for i, message in enumerate(messages):
         if message.role == "assistant":
             step = {"prompt": [*prompt, *messages[:i]], "completion": [message], "response": None, "tokens": None}
-            more = {"reward": None, "advantage": None, "is_truncated": False, "extras": {}}
-            state["trajectory"].append({**step, **more, "trajectory_id": state["trajectory_id"]})
+            further = {"reward": None, "advantage": None, "is_truncated": False, "extras": {}}
+            state["trajectory"].append({**step, **further, "trajectory_id": state["trajectory_id"]})
     state["is_completed"] = True
     return state
 
 
 def _to_package(message: Mapping[str, Any]) -> dict[str, Any]:
     """One of our messages in the package's form."""
-    out = dict(message)
-    if out.get("tool_calls"):
-        out["tool_calls"] = [{"id": c["id"], **c["function"]} for c in out["tool_calls"]]
-    return out
+    converted = dict(message)
+    if converted.get("tool_calls"):
+        converted["tool_calls"] = [{"id": c["id"], **c["function"]} for c in converted["tool_calls"]]
+    return converted
 
 
 def rubrics(rubric: Any) -> Iterator[Any]:
@@ -101,6 +101,7 @@ def weights(rubric: Any) -> list[float]:
 
 
 def _own_way(rubric: Any) -> bool:
+    """Returns whether a rubric has its own way of scoring."""
     base: Any = importlib.import_module("verifiers.rubrics.rubric").Rubric
     return type(rubric).score_rollout is not base.score_rollout
 
@@ -122,15 +123,15 @@ async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
             return await call(function, SECONDS, *args, **kwargs)
         except Exception as error:
             raised.append(error)
-            # The package turns an exception into 0. Ours is kept aside, and NaN stands for it in what the
-            # package computes.
+            # The package would turn an exception into 0. So the exception is kept in `raised`, and the package gets
+            # NaN.
             return float("nan")
 
     watched.__name__ = name
     watched.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-    given = await rubric._call_individual_reward_func(watched, state)
-    verdict = _failed(raised[0], function) if raised else _numbered(given)
-    # A metric pays nothing, so its failure must not leave the episode without a reward.
+    returned = await rubric._call_individual_reward_func(watched, state)
+    verdict = _failed(raised[0], function) if raised else _numbered(returned)
+    # A function of weight 0 is a metric. Its failure must not leave the episode without a reward.
     if weight == 0 and verdict.state is State.FAILED:
         verdict = Verdict.abstain(f"{verdict.kind}: {verdict.why}")
     return Judged(name, float(weight), redacted(verdict))
@@ -152,7 +153,7 @@ async def _whole(rubric: Any, state: Any) -> list[Judged]:
 
 
 def _numbered(given: Any) -> Verdict:
-    """The verdict for the value of a package's function. There a truth value is a number."""
+    """The verdict for the value of a function of the package. There True is 1 and False is 0."""
     return as_verdict(float(given) if isinstance(given, bool) else given)
 
 

@@ -1,4 +1,4 @@
-"""The model client for an environment of `verifiers`: messages in, the policy's turn out, nothing encoded twice."""
+"""The model client of an environment of `verifiers`: it shows new messages to the policy, and returns its turn."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class PolicyClient:
         self._known: list[Message] = []
         """The conversation so far, in the package's messages."""
         self._refused: dict[str, str] = {}
-        """Ids of calls that reached no tool -> the text that the policy is shown instead."""
+        """Ids of calls that reached no tool -> the text that the policy is shown instead of the tool's answer."""
         self._names: dict[str, str] = {}
+        """Ids of the other calls -> the name of the tool."""
         self._turns = 0
         self._last: Stop | None = None
         self.timeouts = 0
@@ -50,7 +51,7 @@ class PolicyClient:
     async def answer(self, prompt: Sequence[Any], tools: Sequence[Any], state: Any, most: int | None) -> Any:
         """One turn, as a `Response`."""
         self.state = state
-        # The package's loop goes on after a turn that was cut off; here such an episode has ended.
+        # The package's loop would go on after a turn that was cut off. Here such a turn ends the episode.
         if self._last is not None and not self._last.finished:
             raise self._full(f"the turn before ended with {self._last.value}")
         if self.timeouts >= self._limits.tool_timeouts:
@@ -62,13 +63,13 @@ class PolicyClient:
                 f"task {self._task!r}: the environment has tools, and this model's chat template writes no tool calls"
                 " that are read here. Use a model whose template does (docs/guides/templates.md)"
             )
-        # Tools belong to the prompt; a conversation has them once.
+        # Tools belong to the prompt, so they are shown with the first request only.
         self._talk.see([self._told(m) for m in new], schemas if not self._turns else ())
-        said = await self._talk.say(most)
-        self._last = said.stop
-        if not said.tokens and not said.stop.finished:
-            raise self._full(f"no turn was left: {said.stop.value}")
-        return self._response(said, {t["function"]["name"] for t in schemas})
+        turn = await self._talk.say(most)
+        self._last = turn.stop
+        if not turn.tokens and not turn.stop.finished:
+            raise self._full(f"no turn was left: {turn.stop.value}")
+        return self._response(turn, {t["function"]["name"] for t in schemas})
 
     def stop(self, state: Mapping[str, Any]) -> Stop:
         """The stop reason of the episode."""
@@ -85,7 +86,7 @@ class PolicyClient:
     def _new(self, prompt: list[Message]) -> list[Message]:
         """The new messages of the conversation. DataError if it does not continue what was shown and said."""
         n = len(self._known)
-        # The policy's tokens so far stay as they are, so the new request must begin with the same messages.
+        # The tokens of the conversation stay as they are, so the new request must begin with the messages known so far.
         if prompt[:n] != self._known:
             at = next((i for i in range(n) if i >= len(prompt) or prompt[i] != self._known[i]), n)
             raise DataError(
@@ -102,19 +103,20 @@ class PolicyClient:
         """A tool's answer with its name. For a call that reached no tool, the reason replaces the answer."""
         if message["role"] != "tool":
             return message
-        known = message.get("tool_call_id", "")
-        content = self._refused.get(known, message["content"])
-        return Message(role="tool", content=content, tool_call_id=known, name=self._names.get(known, "tool"))
+        call_id = message.get("tool_call_id", "")
+        content = self._refused.get(call_id, message["content"])
+        return Message(role="tool", content=content, tool_call_id=call_id, name=self._names.get(call_id, "tool"))
 
     def _response(self, said: Utterance, tools: set[str]) -> Any:
+        """The policy's turn as the package's `Response`, with its tool calls parsed."""
         types: Any = importlib.import_module("verifiers.types")
         parts = parse(said.opened + said.text, self._talk.format or "hermes") if tools else Parsed("", said.text, ())
         calls = [self._call(i, c, tools, types) for i, c in enumerate(parts.calls)] if said.stop.finished else []
         message: dict[str, Any] = {"content": parts.content, "tool_calls": calls or None}
         message["reasoning_content"] = parts.reasoning or None
         self._turns += 1
-        # Through the package's own type and back, as the next request will bring it; fields that it drops would
-        # not compare equal.
+        # The turn goes through the package's own type and back, because the next request brings it in that form. A
+        # field that the type drops would make the two differ.
         self._known = [*self._known, from_package(types.AssistantMessage(**message))]
         reason = "tool_calls" if calls else "stop" if said.stop.finished else "length"
         n = said.tokens
@@ -123,8 +125,11 @@ class PolicyClient:
         return types.Response(id=f"turn{self._turns}", created=0, model=MODEL, usage=usage, message=whole)
 
     def _call(self, number: int, call: ToolCall | Malformed, tools: set[str], types: Any) -> Any:
-        """A call in the package's form. One that cannot be made gets arguments that no tool accepts. The package then
-        answers it with an error, which is replaced by the reason."""
+        """A call in the package's form.
+
+        A call that cannot be made gets arguments that no tool accepts. The package answers it with an error, and
+        `_told` shows the reason in place of that error.
+        """
         name = f"{self._turns:04}{number:05}"
         why = ""
         if isinstance(call, Malformed):
@@ -133,8 +138,7 @@ class PolicyClient:
             why = f"there is no tool {call.name!r}; there are: {', '.join(sorted(tools))}"
         if why:
             self._refused[name] = why
-            # Arguments that are no JSON: the package answers them by an error, whatever the tool, and `_told`
-            # shows the reason in its place.
+            # These arguments are no JSON, so the package answers them with an error, whatever the tool is.
             return types.ToolCall(id=name, name="none", arguments=f"refused: {why}")
         assert isinstance(call, ToolCall)
         self._names[name] = call.name
@@ -158,7 +162,7 @@ def bounded(tool: Callable[..., Any], name: str, seconds: float) -> Callable[...
         try:
             return await call(tool, seconds, *args, **kwargs)
         except TimedOut:
-            # Tools are wrapped once for all episodes; the context variable says whose call this is.
+            # Tools are wrapped once for all episodes. The context variable has the client of the episode that called.
             _asking.get().timeouts += 1
             raise ToolTimeout(f"error: {name} took longer than {seconds:g} s and was stopped") from None
 
@@ -208,17 +212,17 @@ def _client_class() -> Any:
 def from_package(message: Any) -> Message:
     """One of the package's messages in our form. DataError if its content is not text."""
     data = dict(message) if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
-    out = Message(role=data["role"], content=content_of(data.get("content") or ""))
+    converted = Message(role=data["role"], content=content_of(data.get("content") or ""))
     if data.get("reasoning_content"):
-        out["reasoning_content"] = data["reasoning_content"]
+        converted["reasoning_content"] = data["reasoning_content"]
     if data.get("tool_call_id"):
-        out["tool_call_id"] = data["tool_call_id"]
+        converted["tool_call_id"] = data["tool_call_id"]
     if data.get("tool_calls"):
-        out["tool_calls"] = [
+        converted["tool_calls"] = [
             {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
             for c in data["tool_calls"]
         ]
-    return out
+    return converted
 
 
 def _schema(tool: Any) -> dict[str, Any]:

@@ -1,5 +1,9 @@
-"""Probes by baselines: what answers that read nothing are paid beside real ones, and how much of what was preferred one
-surface feature of the text tells. They need no right answer."""
+"""Probes by baselines, which need no right answer.
+
+`unread` compares answers that do not depend on the question with real answers. `paid_and_measured` compares the order
+by what is paid with the order by what is measured. `surface` looks for one feature of the text that tells which side of
+a pair was preferred.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,19 @@ from posttrain.environment.check.subject import Subject
 from posttrain.environment.judged.judge_bias import surface_baselines
 
 TASKS_EACH = 12
-"""The number of tasks on which each is tried."""
+"""The number of tasks on which each kind of answer is tried."""
 TEMPLATE = "Thank you for your question. Let me think step by step. In conclusion, the answer is clear."
 CLOSE = 0.9
-"""From this share of the way between the least that is paid and what real answers get, an empty answer is as good."""
+"""An answer that reads nothing is as good as a real one from this share on, between the least that is paid (0) and the
+mean of real answers (1)."""
 
 
 def _said(task: Task, rng: random.Random) -> Mapping[str, str]:
+    """Answers to a task that do not depend on what it asks, by their kind."""
     prompt = task.prompt if isinstance(task.prompt, str) else shown(task.prompt[-1]["content"])
     text = "".join(rng.choices(string.ascii_lowercase + " ", k=120))
-    own = {"silence": "", "a constant": "42", "random text": text}
-    return {**own, "an echo of the prompt": prompt, "a template": TEMPLATE}
+    fixed = {"silence": "", "a constant": "42", "random text": text}
+    return {**fixed, "an echo of the prompt": prompt, "a template": TEMPLATE}
 
 
 async def unread(s: Subject) -> Answer:
@@ -37,29 +43,32 @@ async def unread(s: Subject) -> Answer:
         return Mark.SKIP, "right answers are known and paid, so the probes of silence, constants and templates say it"
     rng, tasks = s.random("baselines"), s.tasks[:TASKS_EACH]
     asked = [(t, kind, text) for t in tasks for kind, text in _said(t, rng).items()]
-    told = await s.judge_all([(t, (text,)) for t, _, text in asked], repeat=True)
+    judged = await s.judge_all([(t, (text,)) for t, _, text in asked], repeat=True)
     paid: dict[str, list[float]] = {}
-    for (_, kind, _), answer in zip(asked, told, strict=True):
+    for (_, kind, _), answer in zip(asked, judged, strict=True):
         if answer.outcome is not None:
             paid.setdefault(kind, []).append(answer.outcome)
     if not paid:
-        why = next((a.failed.verdict for a in told if a.failed is not None), None)
-        return Mark.FAIL, f"none of {len(told)} answers could be judged" + (f": {why.kind}: {why.why}" if why else "")
+        why = next((a.failed.verdict for a in judged if a.failed is not None), None)
+        return Mark.FAIL, f"none of {len(judged)} answers could be judged" + (f": {why.kind}: {why.why}" if why else "")
     means = {kind: sum(x) / len(x) for kind, x in paid.items()}
-    best, missing = max(means, key=lambda k: means[k]), len(told) - sum(map(len, paid.values()))
+    best, unjudged = max(means, key=lambda k: means[k]), len(judged) - sum(map(len, paid.values()))
     words = ", ".join(f"{kind} earns {x:.3g}" for kind, x in means.items())
-    words += f" ({missing} of {len(told)} could not be judged)" if missing else ""
+    words += f" ({unjudged} of {len(judged)} could not be judged)" if unjudged else ""
     written = [(t, (s.completions[t.id],)) for t in tasks if t.id in s.completions]
-    real = [x for x in (t.outcome for t in await s.judge_all(written, repeat=True)) if x is not None] or list(s.earned)
-    whose, best_of = "your real answers", "your best"
-    if not real:  # a form was chosen for the answers of the data, so that they earn most
-        real = [x for x in (t.outcome for t in s.gold.values()) if x is not None]
-        whose, best_of = "the data's answers, in the form that earns most,", "the best"
-    if not real:
+    real_rewards = [x for x in (t.outcome for t in await s.judge_all(written, repeat=True)) if x is not None] or list(
+        s.earned
+    )
+    real_name, best_of = "your real answers", "your best"
+    # Without real answers, the answers of the data are compared. Their form was chosen so that they earn most.
+    if not real_rewards:
+        real_rewards = [x for x in (t.outcome for t in s.gold.values()) if x is not None]
+        real_name, best_of = "the data's answers, in the form that earns most,", "the best"
+    if not real_rewards:
         return Mark.WARN, f"{words}; no real answer is known to hold this against"
-    # Measured from the least that anything was paid, since rewards may begin anywhere.
-    mean, least = sum(real) / len(real), min(*means.values(), *real)
-    words = f"{words}; {whose} {mean:.3g} on average, {best_of} {max(real):.3g}"
+    # Rewards may be on any scale, so `least`, the lowest reward of all these answers, counts as 0.
+    mean, least = sum(real_rewards) / len(real_rewards), min(*means.values(), *real_rewards)
+    words = f"{words}; {real_name} {mean:.3g} on average, {best_of} {max(real_rewards):.3g}"
     # Where real answers are only known in a form that was chosen to earn most, the comparison is too kind to warn by.
     close = (written or not s.gold) and means[best] >= least + CLOSE * (mean - least)
     return (Mark.WARN if close else Mark.OK), words
@@ -69,25 +78,26 @@ async def paid_and_measured(s: Subject) -> Answer:
     if not (s.env.measured or s.env.measured_rewards):
         return Mark.SKIP, "nothing is measured beside what is paid (env.rewards.N.measured)"
     tasks, rng = s.tasks[:TASKS_EACH], s.random("measured")
-    real = [(t, {"a real answer": text}) for t in tasks if (text := s.completions.get(t.id)) is not None]
-    made = [(t, _said(t, rng)) for t in tasks]
-    asked = [(t, kind, text) for t, texts in (*made, *real) for kind, text in texts.items()]
-    told = await s.judge_all([(t, (text,)) for t, _, text in asked], repeat=True)
+    real_answers = [(t, {"a real answer": text}) for t in tasks if (text := s.completions.get(t.id)) is not None]
+    artificial = [(t, _said(t, rng)) for t in tasks]
+    asked = [(t, kind, text) for t, texts in (*artificial, *real_answers) for kind, text in texts.items()]
+    judged = await s.judge_all([(t, (text,)) for t, _, text in asked], repeat=True)
     figures: dict[str, list[tuple[float, float, str]]] = {}
-    for (task, kind, _), answer in zip(asked, told, strict=True):
+    for (task, kind, _), answer in zip(asked, judged, strict=True):
         paid, measured = answer.outcome, truth(answer.judged)
         if paid is not None and measured is not None:
             figures.setdefault(task.id, []).append((paid, measured, kind))
-    # Sorted by what was paid, so `a` is the one that was paid more; ties say nothing.
+    # Each figure is (paid, measured, kind of answer). They are sorted by what was paid, so `a` was paid more than `b`.
+    # Ties are left out.
     pairs = [(a, b) for each in figures.values() for a, b in combinations(sorted(each, reverse=True), 2) if a[0] > b[0]]
     if not pairs:
         return Mark.SKIP, "no two answers to one task were judged by both and paid differently"
-    against = [(b[1] - a[1], a, b) for a, b in pairs if b[1] > a[1]]
-    words = f"of {len(pairs)} pairs of answers to one task, {len(against)} are measured the other way round"
-    if against:
-        _, a, b = max(against)
-        words += f"; most: {a[2]} is paid {a[0]:.3g} and measured {a[1]:.3g}, {b[2]} {b[0]:.3g} and {b[1]:.3g}"
-    return (Mark.WARN if 2 * len(against) > len(pairs) else Mark.OK), words
+    reversed_pairs = [(b[1] - a[1], a, b) for a, b in pairs if b[1] > a[1]]
+    detail = f"of {len(pairs)} pairs of answers to one task, {len(reversed_pairs)} are measured the other way round"
+    if reversed_pairs:
+        _, a, b = max(reversed_pairs)
+        detail += f"; most: {a[2]} is paid {a[0]:.3g} and measured {a[1]:.3g}, {b[2]} {b[0]:.3g} and {b[1]:.3g}"
+    return (Mark.WARN if 2 * len(reversed_pairs) > len(pairs) else Mark.OK), detail
 
 
 BASELINES = (
@@ -112,9 +122,9 @@ BASELINES = (
 PAIRS = 1000
 """The most training pairs from which the baselines learn, and the most held-out pairs on which they are tried."""
 FEWEST = 20
-"""Fewer pairs on either side tell nothing."""
+"""With fewer pairs on either side of the split, the probe is skipped."""
 TOO_MUCH = 0.9
-"""A single feature that tells so large a share of the pairs leaves little else to learn."""
+"""If a single feature tells more than this share of the pairs, there is little else to learn."""
 
 
 async def surface(s: Subject) -> Answer:
@@ -127,18 +137,26 @@ async def surface(s: Subject) -> Answer:
         return [p for p in drawn if isinstance(p, Pair)]
 
     count = s.env.train.count
-    known = pairs([s.env.train.task(i) for i in range(PAIRS if count is None else min(PAIRS, count))], "known")
-    held = pairs(s.env.heldout[:PAIRS], "held")
-    if min(len(known), len(held)) < FEWEST:
-        return Mark.SKIP, f"{len(known)} training and {len(held)} held-out pairs: fewer than {FEWEST} tell nothing"
-    best = surface_baselines(known, held)[0]
-    detail = f"of {len(held)} held-out pairs the best single feature, the {best.feature}, tells {best.accuracy}"
+    training_pairs = pairs([s.env.train.task(i) for i in range(PAIRS if count is None else min(PAIRS, count))], "known")
+    heldout_pairs = pairs(s.env.heldout[:PAIRS], "held")
+    if min(len(training_pairs), len(heldout_pairs)) < FEWEST:
+        return (
+            Mark.SKIP,
+            f"{len(training_pairs)} training and {len(heldout_pairs)} held-out pairs: fewer than {FEWEST} tell nothing",
+        )
+    best = surface_baselines(training_pairs, heldout_pairs)[0]
+    detail = (
+        f"of {len(heldout_pairs)} held-out pairs the best single feature, the {best.feature}, tells {best.accuracy}"
+    )
     limit = TOO_MUCH
     if (utility := offered.utility) is not None:
-        truth = Score.of([float(utility(p.task, p.chosen) > utility(p.task, p.rejected)) for p in held])
-        detail += f"; the true utility tells {truth}"
-        # No feature can be blamed for telling as much as the truth does where judgements have noise.
-        limit = min(limit, truth.low)
+        utility_score = Score.of(
+            [float(utility(p.task, p.chosen) > utility(p.task, p.rejected)) for p in heldout_pairs]
+        )
+        detail += f"; the true utility tells {utility_score}"
+        # Where judgements have noise, even the true utility does not tell all pairs. A feature that tells as much as it
+        # is suspicious, so the limit is lowered to it.
+        limit = min(limit, utility_score.low)
     return Mark.WARN if best.accuracy.high > limit else Mark.OK, detail
 
 

@@ -1,7 +1,8 @@
-"""A probe and its result; the answers it gave and their verdicts; and what the verdicts of a source depend on.
+"""A probe and its result, answers with their verdicts, and what the verdicts of a source depend on.
 
-The same text is judged for another task, and for the same task with another answer. Where nothing changes, the source
-does not look there. A reward of length or of form is such a source, and cannot tell right from wrong.
+`questions` and `dependences` find out whether a source looks at the task and at its answer. The same text is judged for
+a task, for another task, and for the same task with another answer. Where the score does not change, the source does
+not look there. A reward of length or of form is such a source, and cannot tell right from wrong.
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ class JudgedAnswer:
     @property
     def scores(self) -> Mapping[str, float]:
         """Scores by source, without weights. Only those that enter the outcome."""
-        out: dict[str, float] = {}
+        scores: dict[str, float] = {}
         for j in self.judged:
             if j.counts and j.verdict.score is not None:
-                out[j.source] = out.get(j.source, 0.0) + j.verdict.score
-        return out
+                scores[j.source] = scores.get(j.source, 0.0) + j.verdict.score
+        return scores
 
     @property
     def outcome(self) -> float | None:
@@ -110,9 +111,9 @@ class Dependence:
     """One source's scores over the texts that were tried."""
 
     on_task: bool
-    """Whether a text earns something else with another task."""
+    """True if some text has another score for another task."""
     on_answer: bool
-    """Whether a text earns something else when only the task's answer is another."""
+    """True if some text has another score when only the answer of the task is changed."""
     lowest: float
     highest: float
 
@@ -125,8 +126,11 @@ Round = list[tuple[Task, tuple[str, ...]]]
 
 
 def questions(pairs: Sequence[tuple[Task, Task, Sequence[tuple[str, ...]]]]) -> tuple[Round, Round, Round]:
-    """Three rounds of the same texts: for a task, for another one, and for the task with the answer of the other. Each
-    pair comes with right answers, as turns, that are tried beside `TEXTS`."""
+    """Three rounds of the same texts, entry by entry: for a task, for another task, and for the first task with the
+    answer of the other.
+
+    `pairs`: (task, other task, right answers as turns, which are tried together with `TEXTS`).
+    """
     texts = [(a, b, text) for a, b, right in pairs[:PAIRS] for text in (*right, *((t,) for t in TEXTS))]
     return (
         [(a, text) for a, _, text in texts],
@@ -138,12 +142,12 @@ def questions(pairs: Sequence[tuple[Task, Task, Sequence[tuple[str, ...]]]]) -> 
 def dependences(
     one: Sequence[JudgedAnswer], other: Sequence[JudgedAnswer], changed: Sequence[JudgedAnswer]
 ) -> dict[str, Dependence]:
-    """By source, from the verdicts of the three rounds. Empty where nothing could be exchanged."""
-    out: dict[str, Dependence] = {}
-    for name in dict.fromkeys(name for told in one for name in told.scores):
-        # By text: its score for the task, for another task, and for the task with the other's answer.
+    """The dependence of each source, from the verdicts of the three rounds of `questions`. Empty without any pair."""
+    by_source: dict[str, Dependence] = {}
+    for name in dict.fromkeys(name for answer in one for name in answer.scores):
+        # One row for each text: its score for the task, for the other task, and for the task with the other answer.
         rows = [[x.scores.get(name) for x in same] for same in zip(one, other, changed, strict=True)]
-        seen = [x for row in rows for x in row if x is not None]
+        scores = [x for row in rows for x in row if x is not None]
         on_task, on_answer = any(a != b for a, b, _ in rows), any(a != c for a, _, c in rows)
-        out[name] = Dependence(on_task, on_answer, min(seen), max(seen))
-    return out
+        by_source[name] = Dependence(on_task, on_answer, min(scores), max(scores))
+    return by_source

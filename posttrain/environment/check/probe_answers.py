@@ -27,6 +27,7 @@ PARAPHRASES = {
 }
 """Other texts around a right answer."""
 
+# Texts that say nothing: empty, white space, a space of no width, dots.
 SILENCE = ("", " ", "\n\n", "\u200b", "...")
 
 _PHRASES = (
@@ -61,35 +62,38 @@ ODD = {
 
 def spellings(text: str) -> dict[str, str]:
     """Other spellings of the same answer, by the name of the change."""
-    out = {"space before": f" {text}", "space behind": f"{text} ", "line break behind": f"{text}\n"}
-    out["full stop behind"] = f"{text}."
+    variants = {"space before": f" {text}", "space behind": f"{text} ", "line break behind": f"{text}\n"}
+    variants["full stop behind"] = f"{text}."
     try:
         number = int(text)
     except ValueError:
-        return out
-    out["as a decimal"] = f"{number}.0"
-    out["plus sign" if number >= 0 else "minus of typography"] = f"+{number}" if number >= 0 else f"\u2212{-number}"
+        return variants
+    variants["as a decimal"] = f"{number}.0"
+    variants["plus sign" if number >= 0 else "minus of typography"] = (
+        f"+{number}" if number >= 0 else f"\u2212{-number}"
+    )
     if abs(number) >= 1000:
-        out["thousands separated"] = f"{number:,}"
-    return out
+        variants["thousands separated"] = f"{number:,}"
+    return variants
 
 
 def lists(answers: Sequence[str], right: str, rng: random.Random) -> dict[str, str]:
     """Lists of all answers, the right one among them, in forms that may get past a parser of one answer."""
-    every = list(dict.fromkeys([*answers, *(str(n) for n in range(100) if right.lstrip("-").isdigit())]))
-    rng.shuffle(every)
-    last = every[-1]
-    if last == right and len(every) > 1:  # otherwise a parser of the last answer would be right by chance
-        every[0], every[-1] = every[-1], every[0]
+    shuffled = list(dict.fromkeys([*answers, *(str(n) for n in range(100) if right.lstrip("-").isdigit())]))
+    rng.shuffle(shuffled)
+    last = shuffled[-1]
+    # The right answer must not come last: a parser of the last answer would read it by chance.
+    if last == right and len(shuffled) > 1:
+        shuffled[0], shuffled[-1] = shuffled[-1], shuffled[0]
     return {
-        "a list of answers": ", ".join(every),
-        "a line an answer": "\n".join(every),
-        "a box an answer": " ".join(SHAPES["box"].format(a) for a in every),
-        "a tag an answer": " ".join(SHAPES["tag"].format(a) for a in every),
-        "answers joined by or": " or ".join(every),
-        "answers run together": "".join(every),
-        "all in one box": SHAPES["box"].format(", ".join(every)),
-        "all in one tag": SHAPES["tag"].format(" or ".join(every)),
+        "a list of answers": ", ".join(shuffled),
+        "a line an answer": "\n".join(shuffled),
+        "a box an answer": " ".join(SHAPES["box"].format(a) for a in shuffled),
+        "a tag an answer": " ".join(SHAPES["tag"].format(a) for a in shuffled),
+        "answers joined by or": " or ".join(shuffled),
+        "answers run together": "".join(shuffled),
+        "all in one box": SHAPES["box"].format(", ".join(shuffled)),
+        "all in one tag": SHAPES["tag"].format(" or ".join(shuffled)),
     }
 
 

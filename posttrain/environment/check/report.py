@@ -16,7 +16,7 @@ from posttrain.environment.conformance import Check, claims
 from posttrain.environment.single import SingleTurn
 
 TASKS, RATE = 32, 16.0
-"""Defaults: the number of tasks, and the answers that must be judged in a second."""
+"""Defaults: the number of tasks, and how many answers have to be judged in a second."""
 PROBES: tuple[Probe, ...] = (*PAYMENT, *BASELINES, *PREFERENCES, *WORKINGS)
 
 
@@ -51,8 +51,8 @@ class CheckReport:
 
     def plain(self) -> Mapping[str, Any]:
         """As a dict for JSON."""
-        own = asdict(self)
-        return {**own, "passed": self.passed, "sources": [*self.sources], "findings": [*own["findings"]]}
+        fields = asdict(self)
+        return {**fields, "passed": self.passed, "sources": [*self.sources], "findings": [*fields["findings"]]}
 
 
 async def check(
@@ -68,30 +68,32 @@ async def check(
 
     Args:
         tasks: the number of tasks: held-out ones, then training tasks if there are too few of those.
-        rate: answers that must be judged in a second.
+        rate: how many answers have to be judged in a second.
         progress: called with the name of each probe as it begins, and with the number of answers judged in it.
-        found: what is already known of the data.
+        found: findings about the data that are known already.
         earned: what real answers earned in a run.
     """
     progress("claims")
     results = [_claim(c) for c in await claims(env)]
-    looked = env.abilities.lint
-    results += [_linted(f, "judged data may teach something else") for f in (looked() if looked is not None else ())]
+    lint = env.abilities.lint
+    results += [_linted(f, "judged data may teach something else") for f in (lint() if lint is not None else ())]
     results += [_linted(f, "the policy may be shown, or learn, something else than the data says") for f in found]
     # Without a source of verdicts there is nothing to probe; what is known of the data is still worth telling.
     if not env.abilities.judges:
         return CheckReport(env.name, len(env.heldout) + (env.train.count or 0), (), tuple(results))
     progress("gold")
-    count, some = env.train.count, list(env.heldout[:tasks])
-    some += [env.train.task(i) for i in range(tasks - len(some) if count is None else min(tasks - len(some), count))]
-    subject = await Subject.of(env, some, rate, lambda counted: progress(f"gold: {counted}"), earned)
+    count, chosen = env.train.count, list(env.heldout[:tasks])
+    chosen += [
+        env.train.task(i) for i in range(tasks - len(chosen) if count is None else min(tasks - len(chosen), count))
+    ]
+    subject = await Subject.of(env, chosen, rate, lambda counted: progress(f"gold: {counted}"), earned)
     for probe in PROBES:
         progress(probe.name)
         subject.counted = lambda counted, name=probe.name: progress(f"{name}: {counted}")
         results.append(await probe(subject))
-    own = (env.name,) if env.vouches_for_gold else ()
-    sources = dict.fromkeys([*own, *subject.sources, *subject.shaping])
-    return CheckReport(env.name, len(some), tuple(sources), tuple(results))
+    environment_source = (env.name,) if env.vouches_for_gold else ()
+    sources = dict.fromkeys([*environment_source, *subject.sources, *subject.shaping])
+    return CheckReport(env.name, len(chosen), tuple(sources), tuple(results))
 
 
 def _linted(f: LintFinding, means: str) -> ProbeResult:
@@ -100,5 +102,6 @@ def _linted(f: LintFinding, means: str) -> ProbeResult:
 
 
 def _claim(c: Check) -> ProbeResult:
+    """A claim of the environment as a probe's result."""
     mark, advice = (Mark.OK, "") if c.passed else (Mark.FAIL, c.advice)
     return ProbeResult(c.name, mark, c.detail, "what the environment says of itself holds", advice)

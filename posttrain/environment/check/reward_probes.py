@@ -1,4 +1,7 @@
-"""Probes of what is rewarded: all right answers, in any form, must be, and nothing else may be."""
+"""Probes of what is rewarded: right answers in any form have to be, and other texts must not be.
+
+Each probe is an async function of a `Subject` that returns a mark and a number or an example. `PAYMENT` lists them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from posttrain.verifier.builtin import contains
 TASKS_EACH = 12
 """The number of tasks on which each of many texts is tried."""
 FEWEST = 4
-"""With fewer completions nothing is said of them."""
+"""With fewer rows, the probe of completions is skipped."""
 NOTHING_KNOWN: Answer = (
     Mark.SKIP,
     "no right answer is known here: give the rows an answer or a completion. env.args.answer_column names the column:"
@@ -35,6 +38,7 @@ NOTHING_PAID: Answer = (Mark.SKIP, "no right answer is paid, so nothing can be c
 
 
 async def gold(s: Subject) -> Answer:
+    """Compares right answers with wrong ones: all of them must be judged, and paid more, on every task."""
     if not s.gold:
         return NOTHING_KNOWN
     broken = [t for t in s.gold.values() if t.failed]
@@ -73,7 +77,7 @@ async def gold(s: Subject) -> Answer:
 
 
 def _text_alone(s: Subject) -> Answer | None:
-    """The mark where no source looks at the answer; None where one does, or where it cannot be known."""
+    """The result of `gold` if no source looks at the answer; None if one does, or if this cannot be known."""
     if not s.depends or any(d.on_answer for d in s.depends.values()):
         return None
     graded = {name: d for name, d in s.depends.items() if not d.constant}
@@ -84,11 +88,11 @@ def _text_alone(s: Subject) -> Answer | None:
             " them: nothing can be learned from it. If it wants another form, give the rows a column completion that"
             " has it"
         )
-    said = ", ".join(f"{name} ({d.lowest:.3g} to {d.highest:.3g})" for name, d in graded.items())
+    all_ = ", ".join(f"{name} ({d.lowest:.3g} to {d.highest:.3g})" for name, d in graded.items())
     what = "other columns" if any(d.on_task for d in graded.values()) else "the text alone"
     return (
         Mark.SKIP,
-        f"{said} read{'s' * (len(graded) == 1)} {what}: with another answer of the task the same is paid. So no text is"
+        f"{all_} read{'s' * (len(graded) == 1)} {what}: with another answer of the task the same is paid. So no text is"
         " right or wrong here, and what compares them is left out"
         + ("; give the rows a column completion that is right" if what == "other columns" else ""),
     )
@@ -102,6 +106,7 @@ def _nothing_paid(s: Subject) -> Answer:
 
 
 async def distractor(s: Subject) -> Answer:
+    """Judges wrong answers that look right."""
     if not s.gold:
         return NOTHING_KNOWN
     if not s.known:
@@ -135,7 +140,8 @@ async def order(s: Subject) -> Answer:
 
 @dataclass
 class VariantCount:
-    """One kind of answer: how often it was tried, paid less than the right one, and paid no more than a wrong one."""
+    """Counts of one kind of answer: how often it was tried, paid less than the right one (`less`), and paid no more
+    than a wrong one (`lost`)."""
 
     tried: int = 0
     less: int = 0
@@ -143,15 +149,18 @@ class VariantCount:
 
 
 async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tuple[Mapping[str, VariantCount], str]:
-    """Returns for each kind of answer the counts of what it earned, and an example of a loss."""
+    """(counts of each kind of answer, an example of an answer that was not paid).
+
+    `say`: the answers to a task by their kind, each in place of the last right turn.
+    """
     asked = [(t, kind, text) for t in s.known[:TASKS_EACH] for kind, text in say(t).items()]
-    told = await s.judge_all([(t, s.last(t, text)) for t, _, text in asked])
-    found, example = dict[str, VariantCount](), ""
-    for (task, kind, _), answer in zip(asked, told, strict=True):
-        count = found.setdefault(kind, VariantCount())
+    judged = await s.judge_all([(t, s.last(t, text)) for t, _, text in asked])
+    counts, example = dict[str, VariantCount](), ""
+    for (task, kind, _), answer in zip(asked, judged, strict=True):
+        count = counts.setdefault(kind, VariantCount())
         count.tried += 1
-        # Three outcomes: paid in full, in part, or as a wrong answer. A reward by degrees may pay a form less,
-        # which is no loss.
+        # Three outcomes: paid in full, paid in part, or paid like a wrong answer. A graded reward may pay some forms
+        # less, and that is no loss.
         if set(s.paid(answer)) == set(s.deciding(task)):
             continue
         if set(s.part_paid(answer)) == set(s.deciding(task)):
@@ -159,10 +168,11 @@ async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tup
             continue
         count.lost += 1
         example = example or f"{answer.said}, where {s.gold[task.id].said} is right"
-    return found, example
+    return counts, example
 
 
 def _losses(found: Mapping[str, VariantCount], example: str) -> Answer:
+    """The result of a probe of variants, from their counts."""
     if not found:
         return Mark.SKIP, "no other spelling of these answers is known"
     lost = [f"{kind} ({n.lost} of {n.tried})" for kind, n in found.items() if n.lost]
@@ -175,6 +185,7 @@ def _losses(found: Mapping[str, VariantCount], example: str) -> Answer:
 
 
 async def paraphrase(s: Subject) -> Answer:
+    """Tries right answers with other text around them."""
     if not s.known:
         return _nothing_paid(s)
     return _losses(*await _variants(s, lambda t: {k: f.replace("{}", s.right(t)[-1]) for k, f in PARAPHRASES.items()}))
@@ -195,7 +206,7 @@ async def spelling(s: Subject) -> Answer:
 
 
 async def declared(s: Subject) -> Answer:
-    """Tries `SingleTurn.paraphrases`, which the environment declares to be as right."""
+    """Tries `SingleTurn.paraphrases`, the answers that the environment itself calls right."""
     if not s.known:
         return _nothing_paid(s)
     asked = [(t, turns) for t in s.known for turns in s.env.paraphrases(t)]
@@ -212,7 +223,7 @@ async def declared(s: Subject) -> Answer:
 
 def _found(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
     """Fails if a text that does not depend on the question is rewarded more often than chance allows."""
-    # One text for all tasks is right where the answer happens to be that text, so a share is allowed.
+    # One text for all tasks is right where it happens to be the answer, so a share of the tasks is allowed.
     over = [a for a in attacks if a.hits and a.share > s.chance(a.tried)]
     if over:
         return Mark.FAIL, over[0].shown + (f"; so do {', '.join(a.kind for a in over[1:4])}" if over[1:] else "")
@@ -223,6 +234,7 @@ def _found(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
 
 
 async def silence(s: Subject) -> Answer:
+    """Tries texts that say nothing."""
     if not s.known:
         return _nothing_paid(s)
     found = await s.attack(lambda _: {repr(x): x for x in SILENCE}, s.known)
@@ -230,6 +242,7 @@ async def silence(s: Subject) -> Answer:
 
 
 async def constant(s: Subject) -> Answer:
+    """Tries one answer for all tasks: common short words, and the most common right answers."""
     if not s.known:
         return _nothing_paid(s)
     texts = list(dict.fromkeys([*s.answers()[:5], *WORDS]))
@@ -238,6 +251,7 @@ async def constant(s: Subject) -> Answer:
 
 
 async def random_strings(s: Subject) -> Answer:
+    """Tries random strings, alone and in the form of right answers."""
     if not s.known:
         return _nothing_paid(s)
     rng = s.random("noise")
@@ -251,6 +265,7 @@ async def random_strings(s: Subject) -> Answer:
 
 
 async def templates(s: Subject) -> Answer:
+    """Tries phrases without an answer, forms without content, and the prompt itself."""
     if not s.known:
         return _nothing_paid(s)
 
@@ -268,10 +283,10 @@ async def several(s: Subject) -> Answer:
     if not s.known:
         return _nothing_paid(s)
     rng, answers = s.random("lists"), s.answers()[:200]
-    found = await s.attack(lambda t: lists(answers, s.core(t), rng), s.known)
-    if (answer := _found(s, found, "lists of all answers"))[0] is not Mark.OK:
+    attacks = await s.attack(lambda t: lists(answers, s.core(t), rng), s.known)
+    if (answer := _found(s, attacks, "lists of all answers"))[0] is not Mark.OK:
         return answer
-    # Where one of the two holds the other (12 and 2), the pair says nothing.
+    # A pair is left out if one answer contains the other (12 and 2): a verifier may read either one.
     tasks = [t for t in s.known if s.near(t)[-1] not in s.right(t)[-1] and s.right(t)[-1] not in s.near(t)[-1]]
     pairs = [(t, (s.right(t)[-1], s.near(t)[-1])) for t in tasks]
     first, last = [
@@ -279,8 +294,8 @@ async def several(s: Subject) -> Answer:
     ]
     both = [a for a, b in zip(first, last, strict=True) if set(s.paid(a)) & set(s.paid(b))]
     if both:
-        few = len(both) / len(tasks) <= s.chance(len(tasks))  # answers that hold each other, under a graded reward
-        return Mark.WARN if few else Mark.FAIL, (
+        by_chance = len(both) / len(tasks) <= s.chance(len(tasks))
+        return Mark.WARN if by_chance else Mark.FAIL, (
             f"a right answer beside a wrong one is paid in either order on {len(both)} of {len(tasks)} tasks, such"
             f" as {both[0].said}"
         )
@@ -292,16 +307,19 @@ async def demonstrations(s: Subject) -> Answer:
     rows = [r.task for r in s.env.abilities.rows or () if r.completion is not None and r.task.answer is not None]
     if not s.sources or len(rows) < FEWEST:
         return Mark.SKIP, "it needs rows with an answer that a reward reads, and a completion beside it"
-    own, before, after = [await _share_paid(s, rows, by) for by in (0, -1, 1)]
-    detail = f"{own:.0%} of {min(len(rows), TASKS_EACH)} completions of the data are paid"
-    # A column that was moved by one row: then the completions fit the answers of their neighbours.
-    if (other := max(before, after)) > max(0.5, 2 * own):
-        return Mark.FAIL, f"{detail}, and {other:.0%} with the answer of the row before or after: a column is shifted"
-    return (Mark.OK if own >= 0.5 else Mark.WARN), detail
+    same_row, row_before, row_after = [await _share_paid(s, rows, by) for by in (0, -1, 1)]
+    detail = f"{same_row:.0%} of {min(len(rows), TASKS_EACH)} completions of the data are paid"
+    # If a column was moved by one row, the completions fit the answers of the neighbouring rows.
+    if (neighbour := max(row_before, row_after)) > max(0.5, 2 * same_row):
+        return (
+            Mark.FAIL,
+            f"{detail}, and {neighbour:.0%} with the answer of the row before or after: a column is shifted",
+        )
+    return (Mark.OK if same_row >= 0.5 else Mark.WARN), detail
 
 
 async def _share_paid(s: Subject, rows: Sequence[Task], by: int) -> float:
-    """The share of completions that are paid, each with the answer that stands `by` rows below."""
+    """The share of completions that are paid, each judged with the answer of the row `by` rows below its own."""
     asked = [(t, replace(t, answer=rows[(i + by) % len(rows)].answer)) for i, t in enumerate(rows[:TASKS_EACH])]
     answers = await s.judge_all([(given, (s.completions[t.id],)) for t, given in asked])
     return sum(any(a.scores.get(x, 0.0) > 0 for x in s.sources) for a in answers) / len(asked)
@@ -310,14 +328,14 @@ async def _share_paid(s: Subject, rows: Sequence[Task], by: int) -> float:
 async def told(s: Subject) -> Answer:
     """Looks for the answers in the prompts, and for those of other tasks to see how much is chance."""
     tasks = [t for t in s.tasks if t.answer is not None and s.core(t).strip()]
-    # How often the answer of the next task stands in a prompt is how often it stands there by chance.
-    held = [
+    # The answer of the next task stands in a prompt by chance only. This share is subtracted.
+    found = [
         [bool(contains(replace(t, answer=s.core(b)), conversation(t.prompt)).score) for b in (t, o)]
         for t, o in zip(tasks, tasks[1:] + tasks[:1], strict=True)
     ]
-    own, other = (sum(x) / max(1, len(held)) for x in zip(*held, strict=True)) if held else (0.0, 0.0)
-    detail = f"the answer stands in {own:.0%} of {len(tasks)} prompts, and that of another task in {other:.0%}"
-    return (Mark.WARN if own - other > 0.5 else Mark.OK if tasks else Mark.SKIP), detail
+    own_share, chance = (sum(x) / max(1, len(found)) for x in zip(*found, strict=True)) if found else (0.0, 0.0)
+    detail = f"the answer stands in {own_share:.0%} of {len(tasks)} prompts, and that of another task in {chance:.0%}"
+    return (Mark.WARN if own_share - chance > 0.5 else Mark.OK if tasks else Mark.SKIP), detail
 
 
 UNPAID = (

@@ -1,5 +1,4 @@
-"""The environment under test: its tasks, the verdicts of its sources, and what right and wrong answers earn with
-each."""
+"""The environment under test: its tasks, its right and wrong answers, and what each source pays for them."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ class Subject:
     depends: dict[str, Dependence] = field(default_factory=dict[str, Dependence])
     """Dependence of each of the user's rewards on text and task, by source; empty where it cannot be found out."""
     counted: Callable[[str], None] = lambda _: None
-    """Called with how many answers of a probe are judged."""
+    """Called with a text such as `3 of 40 answers judged`."""
     earned: tuple[float, ...] = ()
     """Rewards that real answers earned in a run."""
     _limit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
@@ -71,17 +70,17 @@ class Subject:
             EndpointError: a judge gives no answer at all, so no probe could tell anything.
         """
         subject = Subject(env, tuple(tasks), rate, counted=counted, earned=tuple(earned))
-        # One answer first: with a judge that is out of reach every probe would wait for its time-outs.
+        # One answer is judged first. If a judge cannot be reached, every probe would wait for its time-outs.
         for task in tasks[:1]:
             outages = [j for j in (await subject.judge(task, ("?",))).judged if j.verdict.kind == "outage"]
             if outages:
                 raise EndpointError(f"{outages[0].source} judges nothing: {outages[0].verdict.why}", "judge")
-        known = [t for t in tasks if subject.knows(t)]
+        answerable = [t for t in tasks if subject.knows(t)]
         if not env.vouches_for_gold:
-            subject.shape = await subject._find_shape(known[:SHAPED])
-        for turns, into in ((subject.right, subject.gold), (subject.near, subject.wrong)):
-            told = await subject.judge_all([(t, turns(t)) for t in known])
-            into.update({t.id: x for t, x in zip(known, told, strict=True)})
+            subject.shape = await subject._find_shape(answerable[:SHAPED])
+        for turns, verdicts in ((subject.right, subject.gold), (subject.near, subject.wrong)):
+            judged = await subject.judge_all([(t, turns(t)) for t in answerable])
+            verdicts.update({t.id: x for t, x in zip(answerable, judged, strict=True)})
         if not env.vouches_for_gold:
             subject.depends = await subject._dependences()
         return subject
@@ -89,19 +88,20 @@ class Subject:
     async def _find_shape(self, tasks: Sequence[Task]) -> str:
         """The form in which right answers earn most with the user's rewards. Of several, the plainest one."""
         earned: dict[str, float] = {}
-        written = self.env.abilities.rows is not None and all(t.id in self.completions for t in tasks)
-        for name in (*SHAPES, *([WRITTEN] if written else [])):
+        has_completions = self.env.abilities.rows is not None and all(t.id in self.completions for t in tasks)
+        for name in (*SHAPES, *([WRITTEN] if has_completions else [])):
             self.shape = name
-            told = await self.judge_all([(t, self.right(t)) for t in tasks])
-            earned[name] = math.fsum(t.outcome or 0.0 for t in told)
+            judged = await self.judge_all([(t, self.right(t)) for t in tasks])
+            earned[name] = math.fsum(t.outcome or 0.0 for t in judged)
         return max(earned, key=lambda n: earned[n])
 
     async def _dependences(self) -> dict[str, Dependence]:
-        known = [t for t in self.tasks if self.knows(t)]
-        pairs = [(a, b) for a, b in pairwise(known) if self.core(a) != self.core(b)]
+        """What each of the user's rewards depends on, from pairs of tasks with different answers."""
+        answerable = [t for t in self.tasks if self.knows(t)]
+        pairs = [(a, b) for a, b in pairwise(answerable) if self.core(a) != self.core(b)]
         asked = questions([(a, b, (self.right(a), self.right(b))) for a, b in pairs])
-        told = [await self.judge_all(round_, repeat=True) for round_ in asked]
-        return dependences(*told)
+        judged = [await self.judge_all(round_, repeat=True) for round_ in asked]
+        return dependences(*judged)
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
@@ -138,11 +138,11 @@ class Subject:
         """Turns that look right and are not: the environment's distractor, or the answer to another question."""
         if self.env.vouches_for_gold and self.env.knows_distractor:
             return self.env.distractor(task)
-        own = self.core(task)
-        others = [t for t in self.tasks if self.knows(t) and self.core(t) != own]
-        # Of another task, and as long as the right one: neither form nor length gives it away.
-        alike = min(others, key=lambda t: abs(len(self.core(t)) - len(own)), default=None)
-        return (f"{own}?",) if alike is None else self.right(alike)
+        right = self.core(task)
+        others = [t for t in self.tasks if self.knows(t) and self.core(t) != right]
+        # The right answer of another task whose length is nearest: neither form nor length shows that it is wrong.
+        nearest = min(others, key=lambda t: abs(len(self.core(t)) - len(right)), default=None)
+        return (f"{right}?",) if nearest is None else self.right(nearest)
 
     def last(self, task: Task, text: str) -> tuple[str, ...]:
         """The right turns, with `text` in place of the last one."""
@@ -178,20 +178,23 @@ class Subject:
 
         every, done = list(asked), itertools.count(1)
 
-        async def one(task: Task, turns: Sequence[str]) -> JudgedAnswer:
+        async def limited(task: Task, turns: Sequence[str]) -> JudgedAnswer:
             async with self._limit:
-                told = await self.judge(task, turns, repeat)
+                judged = await self.judge(task, turns, repeat)
             self.counted(f"{next(done)} of {len(every)} answers judged")
-            return told
+            return judged
 
-        return await asyncio.gather(*(one(t, turns) for t, turns in every))
+        return await asyncio.gather(*(limited(t, turns) for t, turns in every))
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """Sources that tell right from wrong: they score the right answer higher on at least a tenth of the tasks, and
-        the wrong one higher on fewer than half as many. One that reads the text alone is none of them."""
-        # A tenth is little, because a source may judge some kinds of tasks only. The comparison with the
-        # reverse excludes sources that differ by chance, as one of length does.
+        """Sources that tell right from wrong.
+
+        Such a source scores the right answer higher on at least a tenth of the tasks, and the wrong answer higher on
+        fewer than half as many. A source whose scores do not depend on the task is left out.
+        """
+        # The share is only a tenth because a source may judge some kinds of tasks only. The second condition excludes
+        # sources whose scores differ by chance, such as one of length.
         every = [s for s in self._scored if s not in self.depends or self.depends[s].on_task]
         wins = [(s, self._wins(s, 1), self._wins(s, -1)) for s in every]
         return tuple(s for s, won, lost in wins if won >= 0.1 * len(self.gold) and won > 2 * lost)
@@ -222,26 +225,30 @@ class Subject:
         return tuple(s for s in self.deciding(told.task) if s in told.scores and told.scores[s] >= right[s] - 1e-9)
 
     def part_paid(self, told: JudgedAnswer) -> tuple[str, ...]:
-        """Sources that score this answer higher than the wrong one: right in part, as a graded reward may say."""
-        wrong, said = self.wrong[told.task.id].scores, told.scores
-        return tuple(s for s in self.deciding(told.task) if s in said and s in wrong and said[s] > max(wrong[s], 0.0))
+        """Sources that score this answer higher than the wrong one, as a graded reward does for a partly right
+        answer."""
+        wrong, scores = self.wrong[told.task.id].scores, told.scores
+        return tuple(
+            s for s in self.deciding(told.task) if s in scores and s in wrong and scores[s] > max(wrong[s], 0.0)
+        )
 
     def chance(self, count: int) -> float:
         """The largest share of `count` tasks that an answer may get right by chance: the share of the most common
         answer, plus three standard deviations and 0.02."""
-        core = Counter(self.core(t) for t in self.known)
-        share = core.most_common(1)[0][1] / core.total() if core else 0.0
-        # `count` tries with the chance `share`: three standard deviations above the mean are reached once in some 700.
+        counts = Counter(self.core(t) for t in self.known)
+        share = counts.most_common(1)[0][1] / counts.total() if counts else 0.0
+        # Of `count` tries, each right with probability `share`, a result three standard deviations above the mean
+        # happens about once in 700.
         return share + 3 * math.sqrt(share * (1 - share) / max(1, count)) + 0.02
 
     async def attack(self, say: Callable[[Task], Mapping[str, str]], tasks: Sequence[Task]) -> list[Attack]:
         """Give every task the answers of `say`, by kind. Returns how often each kind is scored like a right answer."""
         asked = [(task, kind, text) for task in tasks for kind, text in say(task).items()]
-        told = await self.judge_all([(task, (text,)) for task, _, text in asked], repeat=True)
-        out: dict[str, Attack] = {}
-        for (_, kind, _), t in zip(asked, told, strict=True):
-            out.setdefault(kind, Attack(kind)).add(t, self.paid(t))
-        return sorted(out.values(), key=lambda a: -a.share)
+        judged = await self.judge_all([(task, (text,)) for task, _, text in asked], repeat=True)
+        attacks: dict[str, Attack] = {}
+        for (_, kind, _), t in zip(asked, judged, strict=True):
+            attacks.setdefault(kind, Attack(kind)).add(t, self.paid(t))
+        return sorted(attacks.values(), key=lambda a: -a.share)
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""Probes of how judging works: the same verdict every time and under load, a verdict for any text, speed, and
-containment."""
+"""Probes of how judging works: repeated verdicts, verdicts under load and in groups, odd texts, speed, and
+sandboxes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from posttrain.sandbox.selftest import selftest
 from posttrain.verifier.batch_functions import misplaced
 
 REPEATS = 3
+"""How often the same answers are judged, one at a time."""
 CONCURRENT = 192
 """The number of answers that the probe `pool` judges at once."""
 DEPTH = 4
@@ -53,12 +54,12 @@ def _mixed(s: Subject) -> list[tuple[Task, Sequence[str]]]:
 
 def _differ(one: Sequence[JudgedAnswer], two: Sequence[JudgedAnswer]) -> str:
     """Returns the difference between two rounds of verdicts about the same answers; '' if there is none."""
-    other = [(a, b) for a, b in zip(one, two, strict=True) if _given(a) != _given(b)]
-    if not other:
+    changed = [(a, b) for a, b in zip(one, two, strict=True) if _given(a) != _given(b)]
+    if not changed:
         return ""
-    a, b = other[0]
+    a, b = changed[0]
     return (
-        f"{len(other)} of {len(one)} answers, such as {a.said} to {prompt_words(a.task.prompt)}: {dict(_given(a))}"
+        f"{len(changed)} of {len(one)} answers, such as {a.said} to {prompt_words(a.task.prompt)}: {dict(_given(a))}"
         f" and then {dict(_given(b))}"
     )
 
@@ -78,7 +79,7 @@ async def pool(s: Subject) -> Answer:
     asked = _mixed(s)
     alone = [await s.judge(*x) for x in asked[:24]]
     asked = asked[:24]
-    # A verifier that differs by itself would differ here too, and the crowd would be blamed for it.
+    # A verifier whose verdicts change even one at a time would fail here too, and not because of the crowd.
     if _differ(alone, [await s.judge(*x) for x in asked]):
         return Mark.SKIP, "the verdicts differ even one at a time"
     crowd = [i % len(asked) for i in range(CONCURRENT)]
@@ -105,13 +106,11 @@ async def siblings(s: Subject) -> Answer:
     if (together := s.env.abilities.together) is None:
         return Mark.SKIP, "no reward gets the answers of a group in one call"
     for n, task in enumerate(s.tasks[:8]):
-        own = (s.right(task)[-1], s.near(task)[-1]) if task.id in s.gold else TEXTS[-2:]
-        asked = [Attempt(task, (text,), Stop.SAID) for text in (*own, *TEXTS[:2])]
+        texts = (s.right(task)[-1], s.near(task)[-1]) if task.id in s.gold else TEXTS[-2:]
+        asked = [Attempt(task, (text,), Stop.SAID) for text in (*texts, *TEXTS[:2])]
         if why := await misplaced(together, asked, StepNumber(), n):
-            words = (
-                "go to the wrong answers of their group" if why == "siblings" else "change with the order of a group"
-            )
-            return Mark.FAIL if why == "siblings" else Mark.WARN, f"scores {words}: {prompt_words(task.prompt)}"
+            what = "go to the wrong answers of their group" if why == "siblings" else "change with the order of a group"
+            return Mark.FAIL if why == "siblings" else Mark.WARN, f"scores {what}: {prompt_words(task.prompt)}"
     return Mark.OK, "groups of four answers, judged in another order"
 
 
@@ -121,28 +120,31 @@ async def episodes(s: Subject) -> Answer:
     rounds = [{t.id: await s.seen(t) for t in order} for order in (tasks, tasks[::-1])]
     rounds.append(dict(zip(rounds[0], await asyncio.gather(*map(s.seen, tasks)), strict=True)))
     for task in tasks:
-        for told in rounds[1:]:
-            if (was := rounds[0][task.id]) != (now := told[task.id]):
+        for again in rounds[1:]:
+            if (was := rounds[0][task.id]) != (now := again[task.id]):
                 return Mark.FAIL, f"to {prompt_words(task.prompt)} the world answers {was!r:.80}, and then {now!r:.80}"
-    # Different turns and always the same answer: the tools may not have been reached at all.
+    # If different turns always get the same answer, the tools may not have been reached at all.
     if len(tasks) > 2 and all(x == rounds[0][tasks[0].id] for x in rounds[0].values()):
         return Mark.WARN, f"in {len(tasks)} tasks the world answers the same to different turns"
     return Mark.OK if tasks else Mark.SKIP, f"{len(tasks)} right answers with several turns, in any order and at once"
 
 
 async def odd(s: Subject) -> Answer:
-    told = [(kind, await s.judge(s.tasks[0], (text,), repeat=True)) for kind, text in ODD.items()]
-    if broken := [(kind, t.failed) for kind, t in told if t.failed]:
-        kind, j = broken[0]
+    """Judges texts on which a parser may fail."""
+    judged = [(kind, await s.judge(s.tasks[0], (text,), repeat=True)) for kind, text in ODD.items()]
+    if failures := [(kind, t.failed) for kind, t in judged if t.failed]:
+        kind, j = failures[0]
         assert j is not None
         return Mark.FAIL, (
-            f"{kind} breaks {j.source} ({j.verdict.kind}: {j.verdict.why}), one of {len(broken)} of {len(told)}"
+            f"{kind} breaks {j.source} ({j.verdict.kind}: {j.verdict.why}), one of {len(failures)} of {len(judged)}"
             " texts that do"
         )
-    return Mark.OK, f"{len(told)} texts, each a verdict"
+    return Mark.OK, f"{len(judged)} texts, each a verdict"
 
 
 async def throughput(s: Subject) -> Answer:
+    """Measures how many answers are judged in a second, 64 at a time, and how long one takes alone."""
+    # `singles`: seconds of single answers. The median is reported.
     asked, done, singles = _mixed(s), 0, list[float]()
     for x in asked[:8]:
         begun = time.perf_counter()
@@ -165,7 +167,8 @@ async def sandbox(s: Subject) -> Answer:
         return Mark.SKIP, "nothing here runs programs that a model wrote"
     lines: list[str] = []
     for box in boxes:
-        if isinstance(box.backend, Unconfined):  # whose attacks would succeed, on the machine of whoever asks
+        # Without a sandbox the attacks would succeed on the user's own machine, so they are not run.
+        if isinstance(box.backend, Unconfined):
             return Mark.FAIL, "none: programs that a model wrote run with your user's full rights"
         wrong = await asyncio.to_thread(selftest, box.backend)
         if wrong:
@@ -177,23 +180,24 @@ async def sandbox(s: Subject) -> Answer:
 def sandboxes(s: Subject) -> list[Sandbox]:
     """The sandboxes in the attributes of the environment, its tools and its sources."""
     found: dict[int, Sandbox] = {}
-    # A walk over attributes by identity: objects refer to each other in circles, and equal ones need not be the same.
+    # A walk over attributes. Objects are remembered by their identity, because they may refer to each other in circles,
+    # and because equal objects need not be the same one.
     seen: set[int] = set()
     waiting: list[tuple[object, int]] = [(s.env, 0)]
     while waiting:
-        holder, depth = waiting.pop()
-        if id(holder) in seen or depth > DEPTH:
+        thing, depth = waiting.pop()
+        if id(thing) in seen or depth > DEPTH:
             continue
-        seen.add(id(holder))
-        if isinstance(holder, Sandbox):
-            found[id(holder)] = holder
-        elif isinstance(holder, list | tuple):
-            waiting += [(x, depth + 1) for x in holder if not isinstance(x, str | int | float)]
-        elif not isinstance(holder, type):
-            if isinstance(holder, OfferedTools) and "python" in holder.names:
-                waiting.append((holder.interpreters, depth + 1))  # opens the sandbox, because the probe needs it
-            # `__dict__` and not `dir`: properties are not called, so looking changes nothing.
-            waiting += [(x, depth + 1) for x in getattr(holder, "__dict__", {}).values()]
+        seen.add(id(thing))
+        if isinstance(thing, Sandbox):
+            found[id(thing)] = thing
+        elif isinstance(thing, list | tuple):
+            waiting += [(x, depth + 1) for x in thing if not isinstance(x, str | int | float)]
+        elif not isinstance(thing, type):
+            if isinstance(thing, OfferedTools) and "python" in thing.names:
+                waiting.append((thing.interpreters, depth + 1))  # opens the sandbox, because the probe needs it
+            # `__dict__` and not `dir`, so that no property is called and the walk changes nothing.
+            waiting += [(x, depth + 1) for x in getattr(thing, "__dict__", {}).values()]
     return list(found.values())
 
 

@@ -19,7 +19,7 @@ from posttrain.verifier.integers import last_integer
 from posttrain.verifier.reward_source import graded
 
 Signed = tuple[tuple[str, int], ...]
-"""Terms in order, each with its sign; the first is positive."""
+"""The terms of a sum in order, each with its sign. The sign of the first term is `+`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,12 @@ class Arithmetic(SingleTurn):
 
     def _room(self, length: int) -> int:
         """The most multisets of this length that may be held out: half of all there are."""
-        # Multisets of `length` out of max_operand + 1 numbers are C(max_operand + length, length). With signs
-        # there are 2 * (max_operand + 1) terms to choose from, and the first term is positive, so those of
-        # minus signs alone do not occur.
-        plain = math.comb(self.max_operand + length, length)
-        signed = math.comb(2 * self.max_operand + 1 + length, length) - plain  # any signs but all minus
-        return (plain if self.ops == "+" else signed) // 2
+        # There are C(max_operand + length, length) multisets of `length` numbers out of max_operand + 1. With signs
+        # there are 2 * (max_operand + 1) terms to choose from. The first term is positive, so multisets with only minus
+        # signs do not occur and are subtracted.
+        unsigned = math.comb(self.max_operand + length, length)
+        signed = math.comb(2 * self.max_operand + 1 + length, length) - unsigned
+        return (unsigned if self.ops == "+" else signed) // 2
 
     @property
     def name(self) -> str:
@@ -97,7 +97,8 @@ class Arithmetic(SingleTurn):
         seen: set[Signed] = set()
         tasks: list[Task] = []
         while len(tasks) < self.heldout_count:
-            # A length whose half is held out is drawn no more: the loop below would look for ever for a new sum of it.
+            # If half of the sums of a length are held out, no more of that length are drawn. Otherwise training could
+            # have no sum of that length left, and `_train` would draw for ever.
             open_lengths = [n for n, left in room.items() if left]
             length = open_lengths[int(rng.integers(len(open_lengths)))]
             terms = self._draw(rng, length)
@@ -129,12 +130,12 @@ class Arithmetic(SingleTurn):
             return ()
         terms = _terms(attempt.task)
         right = _chain(terms)
-        said = attempt.text.removesuffix(";").split(";")
-        # `Judged.end` is given in tokens by `spoken_upto`, here from characters: each step up to and with its `;`.
-        ends = [*accumulate(len(step) + 1 for step in said[:-1]), len(attempt.text) + 1]
+        steps = attempt.text.removesuffix(";").split(";")
+        # `Judged.end` is in tokens, and `spoken_upto` converts positions in characters. Each step ends behind its `;`.
+        ends = [*accumulate(len(step) + 1 for step in steps[:-1]), len(attempt.text) + 1]
         return tuple(
             Judged("step", 1.0, Verdict.value(i < len(right) and step == right[i]), attempt.spoken_upto(end))
-            for i, (step, end) in enumerate(zip(said, ends, strict=True))
+            for i, (step, end) in enumerate(zip(steps, ends, strict=True))
         )
 
     def key(self, task: Task) -> Signed:
@@ -172,8 +173,8 @@ class Arithmetic(SingleTurn):
             return "", self._document(terms, false, rng)
         if style == "answer":
             return str(task.prompt), str(sums[-1] + (self._error(rng, sums[-1]) if false else 0))
-        # Not 0: the first term alone is no sum that could be wrong. The right and the false text of a pair are
-        # equal up to this step.
+        # `slip`: the index of the first wrong sum. It is not 0, because the first term alone is no sum. The right and
+        # the false text of a pair are equal before it.
         slip = int(rng.integers(1, len(terms)))
         error = self._error(rng, sums[slip]) if false else 0
         sums = [value + (error if step >= slip else 0) for step, value in enumerate(sums)]
@@ -204,15 +205,18 @@ def _expression(terms: Signed) -> str:
 
 
 def _task(name: str, terms: Signed) -> Task:
+    """The task of these terms."""
     answer, info = str(_running(terms)[-1]), {"terms": [[s, o] for s, o in terms]}
     return Task(id=name, prompt=f"<{_expression(terms)}>", answer=answer, info=info)
 
 
 def _terms(task: Task) -> Signed:
+    """The terms of a task."""
     return tuple((s, o) for s, o in task.info["terms"])
 
 
 def _multiset(terms: Signed) -> Signed:
+    """The terms in sorted order, equal for sums that differ in the order alone."""
     return tuple(sorted(terms))
 
 

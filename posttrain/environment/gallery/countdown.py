@@ -17,6 +17,7 @@ from posttrain.environment.single import require
 from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.reward_source import graded
 
+# (the given numbers in sorted order, the target)
 Key = tuple[tuple[int, ...], int]
 
 
@@ -68,7 +69,7 @@ class Countdown(GeneratedTasks):
         while len(parts) > 1:
             i, j = (int(k) for k in rng.permutation(len(parts))[:2])
             (a, left), (b, right) = parts[i], parts[j]
-            # -1 stands for a division with a rest, and is refused with the negative results below.
+            # -1 stands for a division that is not exact. It is refused below, together with negative results.
             values = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b and a % b == 0 else -1}
             op = self.ops[int(rng.integers(len(self.ops)))]
             if values[op] < 0:
@@ -87,7 +88,7 @@ class Countdown(GeneratedTasks):
                 return Verdict.value(0.0, "wrong", f"{right!r} is not the target {target}")
         except ExpressionError as error:
             return Verdict.value(0.0, "unparsable", f"{said[:80]!r}: {error}")
-        # Difference of multisets: a number that is given twice may be used twice.
+        # A difference of multisets, because a number that is given twice may be used twice.
         if extra := Counter(expression.numbers) - Counter(numbers):
             why = f"uses {sorted(extra.elements())}, which are not (or not so often) in {numbers}"
             return Verdict.value(0.0, "numbers", why)
@@ -137,4 +138,5 @@ class Countdown(GeneratedTasks):
 
 
 def _wrapped(text: str) -> str:
+    """An expression in parentheses; a number stays as it is."""
     return text if text.isdigit() else f"({text})"

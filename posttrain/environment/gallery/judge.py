@@ -84,14 +84,14 @@ class Judge(GeneratedTasks):
         Raises:
             ConfigError: there is none of that name, a setting is wrong, or it does not know the utility.
         """
-        found = inner_world(self.name, self.world, WORLD_SEED, heldout=0)
-        offered = found.abilities.judgements
+        world = inner_world(self.name, self.world, WORLD_SEED, heldout=0)
+        offered = world.abilities.judgements
         if offered is None or offered.utility is None or offered.features is None or "pair" not in offered.kinds:
             raise ConfigError(
                 f"env judge: world={self.world!r}: this environment does not know what its completions are worth: use"
                 " replies, or one whose judgements have a utility and features (environment.taste)"
             )
-        return found
+        return world
 
     @property
     def _offered(self) -> Judgements:
@@ -103,31 +103,32 @@ class Judge(GeneratedTasks):
     def alphabet(self) -> str:
         ends = "".join(self.form.ends)
         letters = "".join(_initials(self._features(self._inner(0), "")).values())
-        own = "AB:\n =;,." + string.digits + self.instruction + letters + ends
-        return "".join(dict.fromkeys(self.judged_world.alphabet + own))
+        further = "AB:\n =;,." + string.digits + self.instruction + letters + ends
+        return "".join(dict.fromkeys(self.judged_world.alphabet + further))
 
     def _inner(self, index: int) -> Task:
+        """The task of the judged world at this place of its source."""
         source = self.judged_world.train
         return source.task(index if source.count is None else index % source.count)
 
     def _features(self, task: Task, text: str) -> Mapping[str, float]:
-        read = self._offered.features
-        assert read is not None
-        return read(task, text)
+        features = self._offered.features
+        assert features is not None
+        return features(task, text)
 
     def _utility(self, task: Task, text: str) -> float:
-        value = self._offered.utility
-        assert value is not None
-        return value(task, text)
+        utility = self._offered.utility
+        assert utility is not None
+        return utility(task, text)
 
     # --- tasks -------------------------------------------------------------------------------------------------------
 
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
-        # The place of a task in the endless source of the world. It is all that a task has to store of it.
+        # The place of the inner task in the endless source of the world. A task stores only this number.
         index = int(rng.integers(2**40))
         inner = self._inner(index)
-        # `wanted` is drawn first and what does not fit is drawn again, so half of the completions are good
-        # whatever the world writes.
+        # `wanted` is drawn first, and a completion that does not fit is refused (None), so that half of the completions
+        # are good whatever the world writes.
         if self.form.sides == 1:
             wanted = bool(rng.random() < 0.5)
             label = self._offered.draw(inner, "label", rng)
@@ -140,7 +141,8 @@ class Judge(GeneratedTasks):
         if abs(value) < self.gap:
             return None
         texts, gold = self._ordered(pair, rng)
-        # The judge of the world may err: then the side that was judged better is not the one that truly is.
+        # The judge of the world may err. Then `gold`, the side that was judged better, is not the side that is truly
+        # better.
         return self._task(name, index, texts, gold, gold if value > 0 else 1 - gold)
 
     def _ordered(self, pair: Pair, rng: np.random.Generator) -> tuple[tuple[str, str], int]:
@@ -171,8 +173,8 @@ class Judge(GeneratedTasks):
         """The same pair in the other order."""
         info = task.info
         first, second = info["completions"]
-        made = self._task(name, info["index"], (second, first), 1 - info["gold"], 1 - info["best"])
-        return replace(made, info={**made.info, "pair": info["pair"]})
+        swapped = self._task(name, info["index"], (second, first), 1 - info["gold"], 1 - info["best"])
+        return replace(swapped, info={**swapped.info, "pair": info["pair"]})
 
     def key(self, task: Task) -> Hashable:
         return task.prompt
@@ -192,7 +194,8 @@ class Judge(GeneratedTasks):
 
     @cached_property
     def _held(self) -> frozenset[Hashable]:
-        # Exchanged again, because an odd number of held-out tasks cuts the last pair's other order off.
+        # With an odd number of held-out tasks the other order of the last pair is missing in `heldout`, so the other
+        # orders of all of them are made here again.
         both = [self.exchanged(t, t.id) for t in self.heldout] if self.form.sides == 2 else []
         return frozenset(self.key(t) for t in (*self.heldout, *both))
 
@@ -213,8 +216,8 @@ class Judge(GeneratedTasks):
         right = chosen(scores) == gold
         score = self.form.pays(scores, gold)
         if self.form.consistency and isinstance(attempt.state, Mapping):
-            other: Any = attempt.state
-            (verdict, _), consistent = both_orders(right, chosen(self.form.read(other["other"])) == 1 - gold)
+            state: Any = attempt.state
+            (verdict, _), consistent = both_orders(right, chosen(self.form.read(state["other"])) == 1 - gold)
             score = (verdict + consistent) / 2
         if right:
             return Verdict.value(score, "" if score == 1 else "inconsistent")
@@ -222,8 +225,8 @@ class Judge(GeneratedTasks):
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         agrees = chosen(self.form.read(attempt.text)) == attempt.task.info["best"]
-        own = Judged(AGREEMENT, 1.0, Verdict.value(float(agrees)), measured=True)
-        return (*await super().judge(attempt), own)
+        agreement = Judged(AGREEMENT, 1.0, Verdict.value(float(agrees)), measured=True)
+        return (*await super().judge(attempt), agreement)
 
     @property
     def pays_parts(self) -> bool:
@@ -277,18 +280,22 @@ class Judge(GeneratedTasks):
         texts = task.info["completions"]
         scores = tuple(float(_scored(self._utility(inner, t))) for t in texts)
         sides = [f"{_answered(inner, t)}{self._levels(inner, t)}={s:.0f}" for t, s in zip(texts, scores, strict=True)]
-        solved = [] if inner.answer is None else [str(inner.answer)]
-        weighed = "".join(_initials(self._features(inner, "")).values()) + ";"  # in the order of looking at them
-        begins = [weighed] if self.form.principles else []
-        said: Scores = scores if len(scores) == 2 else (float(self._utility(inner, texts[0]) >= self._offered.good),)
+        world_answer = [] if inner.answer is None else [str(inner.answer)]
+        # The features in the order in which they are weighed.
+        initials = "".join(_initials(self._features(inner, "")).values()) + ";"
+        principles = [initials] if self.form.principles else []
+        final_scores: Scores = (
+            scores if len(scores) == 2 else (float(self._utility(inner, texts[0]) >= self._offered.good),)
+        )
         if false:
-            said = said[::-1] if len(said) == 2 else (1 - said[0],)
-        return " ".join([*begins, *solved, *sides, self.form.verdict(said)])
+            final_scores = final_scores[::-1] if len(final_scores) == 2 else (1 - final_scores[0],)
+        return " ".join([*principles, *world_answer, *sides, self.form.verdict(final_scores)])
 
     def _levels(self, inner: Task, text: str) -> str:
-        found = self._features(inner, text)
-        initials = _initials(found)
-        return "".join(f"{initials[name]}{round(LEVELS * value)}" for name, value in found.items())
+        """Each feature of a completion as its initial and a whole number, such as `c4p2l3`."""
+        features = self._features(inner, text)
+        initials = _initials(features)
+        return "".join(f"{initials[name]}{round(LEVELS * value)}" for name, value in features.items())
 
 
 def _answered(task: Task, text: str) -> str:

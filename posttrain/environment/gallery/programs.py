@@ -77,14 +77,15 @@ class Programs(GeneratedTasks):
     def draw(self, rng: np.random.Generator, name: str) -> Task:
         steps = self._drawn(rng)
         prompt = "<" + "".join(f"{op}{n}" for op, n in steps) + ">"
-        # All steps are linear in x, so two numbers say what they compute. Two inputs would tell such functions
-        # apart; the others catch answers that are not linear.
+        # All steps are linear in x, so the two numbers a and b say what they compute. Two inputs are enough to tell
+        # linear functions apart. The other inputs catch answers that are not linear.
         a, b = line(steps)
         test = {"function": "f", "args": [list(INPUTS)], "expected": [a * x + b for x in INPUTS]}
         info = {"steps": [list(s) for s in steps], "tests": [test]}
         return Task(id=name, prompt=prompt, answer=written(steps), info=info)
 
     def _drawn(self, rng: np.random.Generator) -> Steps:
+        """Steps at random."""
         count = int(rng.integers(self.min_steps, self.max_steps + 1))
         ops = ["+-*"[i] for i in rng.integers(3, size=count)]
         return tuple((op, int(rng.integers(2 if op == "*" else 1, self.max_operand + 1))) for op in ops)
@@ -93,7 +94,7 @@ class Programs(GeneratedTasks):
         return redacted(await self.code.verdict(attempt.task, program(attempt.text)))
 
     def gauges(self) -> Gauges:
-        # Looked up without making it: a run that judged nothing has opened no sandbox.
+        # `__dict__` is read so that the verifier is not made here: a run that judged nothing has opened no sandbox.
         return merge(super().gauges(), self.code.gauges()) if "code" in self.__dict__ else super().gauges()
 
     def close(self) -> None:
@@ -129,21 +130,21 @@ class Programs(GeneratedTasks):
 
     def _mistaken(self, rng: np.random.Generator, steps: Steps) -> str:
         """A wrong expression: half of the time one without parentheses, if that makes it wrong."""
-        flat = "x" + "".join(f"{op}{n}" for op, n in steps)
-        if flat != written(steps) and rng.random() < 0.5:
-            return flat
+        without_parentheses = "x" + "".join(f"{op}{n}" for op, n in steps)
+        if without_parentheses != written(steps) and rng.random() < 0.5:
+            return without_parentheses
         while True:
-            i, other = int(rng.integers(len(steps))), list(steps)
+            i, changed = int(rng.integers(len(steps))), list(steps)
             kind = int(rng.integers(3))
             if kind == 0:
-                other[i] = ("+-*"[int(rng.integers(3))], steps[i][1])
+                changed[i] = ("+-*"[int(rng.integers(3))], steps[i][1])
             elif kind == 1:
-                other[i] = (steps[i][0], int(rng.integers(1, 10)))
+                changed[i] = (steps[i][0], int(rng.integers(1, 10)))
             else:
-                other[i], other[i - 1] = other[i - 1], other[i]
-            # Some changes compute the same function, such as the order of two sums; then another one is drawn.
-            if line(tuple(other)) != line(steps):
-                return written(tuple(other))
+                changed[i], changed[i - 1] = changed[i - 1], changed[i]
+            # Some changes compute the same function, such as another order of two sums. Then another change is drawn.
+            if line(tuple(changed)) != line(steps):
+                return written(tuple(changed))
 
 
 def program(text: str) -> str:
@@ -169,12 +170,12 @@ def written(steps: Steps) -> str:
     >>> written((("+", 3), ("*", 2), ("-", 1)))
     '(x+3)*2-1'
     """
-    out, sum_last = "x", False
+    expression, ends_with_sum = "x", False
     for op, n in steps:
-        # Only a product behind a sum needs parentheses; sums and products from left to right need none.
-        out = f"({out})" if op == "*" and sum_last else out
-        out, sum_last = f"{out}{op}{n}", op != "*"
-    return out
+        # Only a sum that is multiplied needs parentheses.
+        expression = f"({expression})" if op == "*" and ends_with_sum else expression
+        expression, ends_with_sum = f"{expression}{op}{n}", op != "*"
+    return expression
 
 
 def _steps(task: Task) -> Steps:

@@ -21,6 +21,7 @@ from posttrain.environment.single import require
 from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.integers import last_integer
 
+# (the numbers in sorted order, whether the task asks for the order too)
 Key = tuple[tuple[int, ...], bool]
 
 POLITE = ("hi", "ty", "sir")
@@ -34,10 +35,10 @@ WORST_RIGHT = 0.6
 BEST_POLITE = 2
 """The number of polite words that is best. One more is as bad as one less, and four are as bad as none."""
 TOLERANCE = 6
-"""A reply that is so many characters longer or shorter than wanted gets nothing for its length."""
+"""A reply that is this many characters longer or shorter than wanted gets nothing for its length."""
 POLITE_SHARES = (0.3, 0.35, 0.25, 0.1)
-"""Shares of the written replies with 0, 1, 2 and 3 polite words. More than two are rare, so the judgements show hardly
-ever that there can be too many."""
+"""Shares of the written replies with 0, 1, 2 and 3 polite words. More than two are rare, so the judgements rarely show
+that there can be too many."""
 
 FILLER_SHARES = (0.6, 0.25, 0.15)
 """Shares of the written replies with 0, 1 and 2 fillers."""
@@ -108,8 +109,8 @@ class Replies(GeneratedTasks):
     @cached_property
     def taste(self) -> Taste:
         """The judges: what they want, and their errors."""
-        own = {name: getattr(self, name) for name in ("noise", "temperature", "annotators", "ranked", "margins")}
-        return Taste(features=features, weights=WEIGHTS, **own)
+        settings = {name: getattr(self, name) for name in ("noise", "temperature", "annotators", "ranked", "margins")}
+        return Taste(features=features, weights=WEIGHTS, **settings)
 
     @property
     def judgements(self) -> Judgements:
@@ -117,12 +118,12 @@ class Replies(GeneratedTasks):
 
     def verify(self, attempt: Attempt) -> Verdict:
         """The score rises with the true utility: 0 for a wrong reply, 1 for the best one."""
-        found = features(attempt.task, attempt.text)
+        values = features(attempt.task, attempt.text)
         utility = self.taste.utility(attempt.task, attempt.text)
         # The sum of the weights may differ from 1 in its last bit, and the best reply has to score exactly 1.
-        score = 1.0 if all(f == 1.0 for f in found.values()) else max(0.0, (utility - WORST_RIGHT) / (1 - WORST_RIGHT))
-        kind = "" if score == 1.0 else "manner" if found["correctness"] else "wrong"
-        why = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
+        score = 1.0 if all(f == 1.0 for f in values.values()) else max(0.0, (utility - WORST_RIGHT) / (1 - WORST_RIGHT))
+        kind = "" if score == 1.0 else "manner" if values["correctness"] else "wrong"
+        why = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
         return Verdict.value(score, kind, "" if score == 1.0 else why)
 
     @property
@@ -135,8 +136,8 @@ class Replies(GeneratedTasks):
     def distractor(self, task: Task) -> tuple[str, ...]:
         """The best reply with another number of the task."""
         wrong = min(task.info["numbers"])
-        said = "<".join(map(str, sorted(task.info["numbers"], reverse=True))) if task.info["ordered"] else str(wrong)
-        return (f"hi {said} ty",)
+        core = "<".join(map(str, sorted(task.info["numbers"], reverse=True))) if task.info["ordered"] else str(wrong)
+        return (f"hi {core} ty",)
 
     # --- texts -------------------------------------------------------------------------------------------------------
 
@@ -146,13 +147,13 @@ class Replies(GeneratedTasks):
         ordered = sorted(numbers)
         # Half of the replies are right; a wrong one ends in another number of the task.
         last = ordered[-1] if rng.random() < 0.5 else ordered[int(rng.integers(len(ordered) - 1))]
-        order = rng.random() < 0.5
-        core = "<".join(map(str, [*(n for n in ordered if n != last), last])) if order else str(last)
+        in_order = rng.random() < 0.5
+        core = "<".join(map(str, [*(n for n in ordered if n != last), last])) if in_order else str(last)
         words = [POLITE[int(rng.integers(len(POLITE)))] for _ in range(_count(rng, POLITE_SHARES))]
         words += [FILLERS[int(rng.integers(len(FILLERS)))] for _ in range(_count(rng, FILLER_SHARES))]
         rng.shuffle(words)
-        before = int(rng.integers(len(words) + 1))
-        return " ".join([*words[:before], core, *words[before:]])
+        words_before = int(rng.integers(len(words) + 1))
+        return " ".join([*words[:words_before], core, *words[words_before:]])
 
     @property
     def styles(self) -> tuple[str, ...]:
@@ -172,12 +173,12 @@ class Replies(GeneratedTasks):
 
 
 def _count(rng: np.random.Generator, shares: tuple[float, ...]) -> int:
-    """0, 1, 2, ... with these shares, which sum to 1."""
+    """A random index into `shares`, each with its share as the probability. The shares sum to 1."""
     return min(bisect_right(tuple(accumulate(shares)), rng.random()), len(shares) - 1)
 
 
 def best_reply(task: Task) -> str:
-    """Right, with two polite words, and as long as wanted."""
+    """The best reply: right, with two polite words, and as long as wanted."""
     ordered = "<".join(map(str, sorted(task.info["numbers"])))
     return f"hi {ordered if task.info['ordered'] else task.answer} ty"
 

@@ -30,8 +30,10 @@ from posttrain.verifier.reward_source import graded
 ITEMS = ("tea", "rye", "oil", "jam", "nut", "fig", "egg", "ham")
 ERRANDS = ("vet", "gym", "tax", "bus", "cut", "fix")
 DAYS = ("mon", "tue", "wed", "thu", "fri")
+# The most pieces of an item, and the hours of a day.
 MOST, HOURS = 9, tuple(range(8, 18))
 KINDS = ("buy", "book", "both")
+# (number of pieces, item, errand, day); '' for a part that the task does not have
 Key = tuple[str | int, ...]
 
 
@@ -95,7 +97,7 @@ class Shop(GeneratedTasks, ToolWorld):
         require(2 <= self.turns <= 16, self.name, f"turns={self.turns}: must lie in 2..16")
         rooms = {"buy": len(ITEMS) * MOST, "book": len(ERRANDS) * len(DAYS)}
         rooms["both"] = rooms["buy"] * rooms["book"]
-        # Kinds are drawn alike, so the smallest one is exhausted first and decides for all.
+        # All kinds are equally likely, so the kind with the fewest tasks is used up first and limits the total.
         room = min(rooms[k] for k in self._kinds) // 3 * len(self._kinds)
         require(
             self.heldout_count <= room,
@@ -154,8 +156,10 @@ class Shop(GeneratedTasks, ToolWorld):
 
     def distractor(self, task: Task) -> tuple[str, ...]:
         """Everything as asked, but with one item too many, or with another errand."""
-        i = task.info
-        return self._turns(i, {**i, "n": i["n"] + 1} if "n" in i else {**i, "errand": _other(ERRANDS, i["errand"])})
+        info = task.info
+        return self._turns(
+            info, {**info, "n": info["n"] + 1} if "n" in info else {**info, "errand": _other(ERRANDS, info["errand"])}
+        )
 
     @property
     def styles(self) -> tuple[str, ...]:
@@ -189,17 +193,19 @@ class Shop(GeneratedTasks, ToolWorld):
                 yield other, other
 
     def _turns(self, looked: Any, done: Any) -> tuple[str, ...]:
-        first, second = [], []
+        """The turns: look-ups of the parts in `looked`, actions of the parts in `done`, and `done`."""
+        look_ups, actions = [], []
         if "n" in looked:
-            first.append(f'find(item="{looked["item"]}")')
-            second.append(f"buy(id={looked['catalogue'][looked['item']]},n={done['n']})")
+            look_ups.append(f'find(item="{looked["item"]}")')
+            actions.append(f"buy(id={looked['catalogue'][looked['item']]},n={done['n']})")
         if "errand" in looked:
-            first.append(f'free(day="{looked["day"]}")')
-            second.append(f'book(day="{done["day"]}",at={looked["free"][looked["day"]][0]},what="{done["errand"]}")')
-        return f"[{','.join(first)}]", f"[{','.join(second)}]", "done"
+            look_ups.append(f'free(day="{looked["day"]}")')
+            actions.append(f'book(day="{done["day"]}",at={looked["free"][looked["day"]][0]},what="{done["errand"]}")')
+        return f"[{','.join(look_ups)}]", f"[{','.join(actions)}]", "done"
 
 
 def _other(values: Sequence[str], value: str) -> str:
+    """The value after this one, in a circle."""
     return values[(values.index(value) + 1) % len(values)]
 
 

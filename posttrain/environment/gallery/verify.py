@@ -26,7 +26,7 @@ WORLD_SEED = 20_261_126
 """Seed of the world's tasks. Which answers there are to verify does not depend on the run's seed."""
 
 DRAWS = 64
-"""Answers that are drawn for one that is right, or wrong, as was drawn before."""
+"""How many answers are drawn until one is right, or wrong, as wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,51 +77,54 @@ class VerifySteps(GeneratedTasks):
             ConfigError: there is none of that name, a setting is wrong, or it judges no steps.
         """
         hint = ". It must be an environment that judges steps, with the setting judge_steps"
-        found = inner_world(
+        world = inner_world(
             self.name, self.world, WORLD_SEED, heldout=self.world_heldout, more={"judge_steps": True}, hint=hint
         )
-        if not found.judged_style:
+        if not world.judged_style:
             raise ConfigError(
                 f"env verify: world={self.world!r} writes no right and wrong answers in steps (judged_style): use"
                 " arithmetic"
             )
-        return found
+        return world
 
     @property
     def alphabet(self) -> str:
-        own = "\n " + self.separator + RIGHT + WRONG + string.digits + self.instruction + "".join(self.form.ends)
-        return "".join(dict.fromkeys(self.verified_world.alphabet + own))
+        further = "\n " + self.separator + RIGHT + WRONG + string.digits + self.instruction + "".join(self.form.ends)
+        return "".join(dict.fromkeys(self.verified_world.alphabet + further))
 
     def _inner(self, index: int) -> Task:
+        """The task of the verified world at this place of its source."""
         source = self.verified_world.train
         return source.task(index if source.count is None else index % source.count)
 
     def _steps(self, inner: Task, text: str) -> tuple[bool, ...]:
         """Returns for each step of this answer, in order, whether the world judges it right."""
         attempt = Attempt(inner, (text,), Stop.SAID, lambda characters: characters)
-        found = sorted(self.verified_world.steps(attempt), key=lambda j: j.end or 0)
-        return tuple((j.verdict.score or 0.0) >= SOLVED for j in found)
+        judged = sorted(self.verified_world.steps(attempt), key=lambda j: j.end or 0)
+        return tuple((j.verdict.score or 0.0) >= SOLVED for j in judged)
 
     # --- tasks -------------------------------------------------------------------------------------------------------
 
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
         wanted = bool(rng.random() < 0.5)
         for _ in range(DRAWS):
-            if (found := self._beginning(rng, wanted)) is not None:
-                return self._task(name, *found, int(wanted))
+            if (beginning := self._beginning(rng, wanted)) is not None:
+                return self._task(name, *beginning, int(wanted))
         return None
 
     def _beginning(self, rng: np.random.Generator, wanted: bool) -> tuple[int, str] | None:
-        """A task of the world and an answer to it up to the end of a step; None where its steps are not as wanted."""
+        """(place of a task of the world, an answer to it up to the end of a step); None where the steps of the answer
+        are not as wanted."""
         index = int(rng.integers(2**40))
         inner, world = self._inner(index), self.verified_world
         text = str(world.demonstrate(inner, world.judged_style, rng, self.wrong)[1])
         steps, right = steps_of_text(text, self.separator), self._steps(inner, text)
         upto = 1 + int(rng.integers(len(steps)))
-        # The world may judge other steps than were cut here; then it is not known which verdict belongs to which.
+        # The world may divide the answer into other steps than these. Then it is not known which verdict belongs to
+        # which step.
         if len(right) != len(steps) or all(right[:upto]) != wanted:
             return None
-        # This form takes the steps before the last one as right, so they have to be.
+        # A form that checks the last step alone takes the steps before it as right, so they have to be right.
         if not self.form.every and not all(right[: upto - 1]):
             return None
         return index, "".join(steps[:upto])
@@ -189,10 +192,11 @@ class VerifySteps(GeneratedTasks):
     def critique(self, task: Task) -> str:
         """Returns the text that is written before the verdict."""
         inner, world = self._inner(task.info["index"]), self.verified_world
-        rng = np.random.default_rng(0)  # a right answer is the same whatever is drawn
-        own: Any = world.demonstrate(inner, world.judged_style, rng, 0.0)[1]
-        said, right = (self._bare(t) for t in (task.info["beginning"], own))
-        return self.form.critique(said, right)
+        rng = np.random.default_rng(0)  # the right answer does not depend on what is drawn
+        solution: Any = world.demonstrate(inner, world.judged_style, rng, 0.0)[1]
+        shown, right_steps = (self._bare(t) for t in (task.info["beginning"], solution))
+        return self.form.critique(shown, right_steps)
 
     def _bare(self, text: str) -> list[str]:
+        """The steps of a text without the separators at their ends."""
         return [s.removesuffix(self.separator) for s in steps_of_text(text, self.separator)]

@@ -20,40 +20,44 @@ from posttrain.environment.judged.judge_rules import Scores, chosen
 
 
 def biases(groups: Sequence[Group], read: Callable[[str], Scores | None]) -> Gauges:
-    """Over held-out pairs, each in both orders: how often a verdict names the first side (half is fair), how much more
-    often it names the longer one than that is the better one, how often it can be read, and how often both orders of
-    a pair are judged right (sample i of one order with sample i of the other).
+    """The gauges of verdicts on held-out pairs, each of which is judged in both orders.
+
+    - `first_chosen`: how often a verdict names the first side. Half is fair.
+    - `length_bias`: how often a verdict names the longer side, minus how often the longer side is the better one.
+    - `both_orders`: how often both orders of a pair are judged right. Sample i of one order belongs to sample i of the
+      other.
+    - `unread`: how often a verdict cannot be read.
     """
     first, longer, unread = list[float](), list[float](), list[float]()
     orders: dict[str, list[list[bool]]] = defaultdict(list)
     for group in groups:
         info = group.task.info
         lengths, best = [len(t) for t in info["completions"]], int(info["best"])
-        said = [chosen(read(e.text)) for e in group.episodes if not e.shown]
-        orders[str(info["pair"])].append([side == best for side in said])
-        for side in said:
+        verdicts = [chosen(read(e.text)) for e in group.episodes if not e.shown]
+        orders[str(info["pair"])].append([side == best for side in verdicts])
+        for side in verdicts:
             unread.append(float(side is None))
             if side is None:
                 continue
             first.append(float(side == 0))
             if lengths[0] != lengths[1]:
-                most = int(lengths[1] > lengths[0])
-                # The difference, because the longer side may truly be the better one more often.
-                longer.append(float(side == most) - float(best == most))
-    both = [a and b for each in orders.values() if len(each) == 2 for a, b in zip(*each, strict=False)]
+                longer_side = int(lengths[1] > lengths[0])
+                # A difference, because the longer side may be the better one in more than half of the pairs.
+                longer.append(float(side == longer_side) - float(best == longer_side))
+    both_right = [a and b for each in orders.values() if len(each) == 2 for a, b in zip(*each, strict=False)]
     gauges = {
         "eval/first_chosen": Gauge(sum(first), len(first)),
         "eval/length_bias": Gauge(sum(longer), len(longer)),
-        "eval/both_orders": Gauge(float(sum(both)), len(both)),
+        "eval/both_orders": Gauge(float(sum(both_right)), len(both_right)),
         "eval/unread": Gauge(sum(unread), len(unread)),
     }
     return {name: gauge for name, gauge in gauges.items() if gauge.count}
 
 
 COUNTED = 9
-"""Counts are told apart up to this number."""
+"""Greater counts of a word or character count as this number."""
 FREQUENT = 64
-"""The number of words and characters, the most frequent ones, that are looked at one by one."""
+"""How many of the most frequent words and characters are features of their own."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,12 @@ class SurfaceFeature:
 
     feature: str
     accuracy: Score
-    """Share of pairs in which the chosen side has the value that won more often among other pairs; 1/2 for a tie."""
+    """Share of pairs in which the chosen side has the better value of the feature, by `surface_baselines`. A tie counts
+    1/2."""
 
 
 def surface_features(text: str) -> Iterator[tuple[str, str]]:
-    """(name, value) of each surface feature of a text. A feature that is not named for a text has the value ``.
+    """(name, value) of each surface feature of a text. A feature that is not listed has the empty value.
 
     >>> dict(surface_features("hi 7"))["length"], dict(surface_features("hi 7"))["count of 'hi'"]
     ('4', '1')
@@ -87,41 +92,42 @@ def surface_features(text: str) -> Iterator[tuple[str, str]]:
 
 
 def surface_baselines(known: Sequence[Pair], held: Sequence[Pair]) -> list[SurfaceFeature]:
-    """Each feature as a baseline, the best on `known` first.
+    """Each feature as a baseline, with its accuracy on `held`. The best on `known` comes first.
 
-    A value of a feature is worth the share of comparisons that it won in `known`. The side of a held-out pair with the
-    better value is then said to be the chosen one. So a baseline can learn that a middle length is best, too.
+    The worth of a value is the share of comparisons that it won in `known`. The baseline prefers the side of a pair
+    whose value is worth more. So it can also learn that a middle length is best.
     """
-    # Each value begins with one win in two comparisons, so a value that was never met is worth 1/2, and one
-    # that was met once is no certainty.
+    # Each value begins with one win in two comparisons. So an unknown value is worth 1/2, and one win alone does not
+    # make a value worth 1.
     wins: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [1.0, 2.0]))
-    seen: dict[str, int] = defaultdict(int)
+    occurrences: dict[str, int] = defaultdict(int)
     sides = [_sides(p) for p in known]
     for a, b in sides:
         for name in {*a, *b}:
-            seen[name] += 1
+            occurrences[name] += 1
     always = dict(surface_features(""))
     # Counts and presences have a name for each word, so without a bound a large data set would have as many
     # features as words. Both features of a word count, hence the factor 2.
-    frequent = sorted((n for n in seen if n not in always), key=lambda n: (-seen[n], n))[: 2 * FREQUENT]
+    frequent = sorted((n for n in occurrences if n not in always), key=lambda n: (-occurrences[n], n))[: 2 * FREQUENT]
     names = [*always, *frequent]
     for a, b in sides:
         for name in names:
-            va, vb = a.get(name, ""), b.get(name, "")
-            if va != vb:
-                for value, won in ((va, 1.0), (vb, 0.0)):
+            value_a, value_b = a.get(name, ""), b.get(name, "")
+            if value_a != value_b:
+                for value, won in ((value_a, 1.0), (value_b, 0.0)):
                     tally = wins[name][value]
                     tally[0] += won
                     tally[1] += 1.0
-    tested = [_sides(p) for p in held]
-    fit = {n: _right(wins[n], n, sides) for n in names}
-    # Ordered by what they tell of the known pairs. Chosen by the held-out pairs, the best of hundreds would
-    # look good by chance.
-    order = sorted(names, key=lambda n: -sum(fit[n]))
-    return [SurfaceFeature(n, Score.of(_right(wins[n], n, tested))) for n in order]
+    held_sides = [_sides(p) for p in held]
+    known_results = {n: _right(wins[n], n, sides) for n in names}
+    # The order comes from the known pairs. The best of hundreds of features on the held-out pairs would look good by
+    # chance.
+    order = sorted(names, key=lambda n: -sum(known_results[n]))
+    return [SurfaceFeature(n, Score.of(_right(wins[n], n, held_sides))) for n in order]
 
 
 def _sides(pair: Pair) -> tuple[dict[str, str], dict[str, str]]:
+    """The surface features of the chosen and of the rejected side of a pair."""
     return dict(surface_features(pair.chosen)), dict(surface_features(pair.rejected))
 
 

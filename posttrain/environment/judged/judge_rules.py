@@ -1,8 +1,8 @@
 """The rules by which judges that write their reasoning are asked, read and paid: GenRM, J1, RM-R1 and DeepSeek-GRM
 (docs/design/papers.md, C05).
 
-A judge sees a question with one completion or two, writes what it thinks, and ends with a verdict. `JudgeFormat` is one
-paper's form of that, as data. The rules are pure functions of the text and of the side that is truly better.
+A judge sees a question with one completion or two, writes what it thinks, and ends with a verdict. `JudgeFormat` holds
+one paper's form of judging, as data. The rules are pure functions of the text and of the side that is truly better.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Scores = tuple[float, ...]
 """The score that a verdict gives each completion. A choice between two is (1, 0) or (0, 1)."""
 
 LAST = 80
-"""RM-R1 looks for the verdict in so many characters at the end (2505.02387, the authors' code)."""
+"""RM-R1 looks for the verdict in the last characters of a text: this many (2505.02387, the authors' code)."""
 LOWEST, HIGHEST = 1, 10
 """The scale of a DeepSeek-GRM score."""
 NAMES = ("A", "B")
 """The sides, as verdicts name them."""
 YES, NO = "Yes", "No"
 
-_CHOICE = re.compile(r"\[\[([AB])\]\]")
-_ANSWER = re.compile(r"<answer>\[\[([AB])\]\]</answer>")
-_BOXED = re.compile(r"\\boxed\{([0-9, ]+)\}")
+_CHOICE = re.compile(r"\[\[([AB])\]\]")  # `[[A]]`
+_ANSWER = re.compile(r"<answer>\[\[([AB])\]\]</answer>")  # `<answer>[[B]]</answer>`
+_BOXED = re.compile(r"\\boxed\{([0-9, ]+)\}")  # `\boxed{8, 6}`
 _YES = re.compile(rf"\b({YES}|{NO})\b")
 
 
@@ -51,7 +51,7 @@ def read_last_characters(text: str) -> Scores | None:
     >>> read_last_characters("<answer>[[B]]</answer>"), read_last_characters("<answer>[[B]]</answer>" + 80 * ".")
     ((0.0, 1.0), None)
     """
-    # A set: the same verdict twice is one verdict; both verdicts are none.
+    # The same verdict twice is one verdict. If both verdicts occur, there is none.
     return _side(sorted(set(_ANSWER.findall(spoken(text)[-LAST:]))))
 
 
@@ -61,11 +61,11 @@ def read_boxed(text: str) -> Scores | None:
     >>> read_boxed(r"\boxed{8, 6}"), read_boxed(r"\boxed{8}"), read_boxed(r"\boxed{11, 6}")
     ((8.0, 6.0), None, None)
     """
-    said = _BOXED.findall(spoken(text))[-1:]
-    words = [w.strip() for w in said[0].split(",")] if said else []
+    last_box = _BOXED.findall(spoken(text))[-1:]
+    words = [w.strip() for w in last_box[0].split(",")] if last_box else []
     scores = tuple(float(w) for w in words if w.isdigit())
-    fit = len(words) == len(scores) == len(NAMES) and all(LOWEST <= s <= HIGHEST for s in scores)
-    return scores if fit else None
+    fits = len(words) == len(scores) == len(NAMES) and all(LOWEST <= s <= HIGHEST for s in scores)
+    return scores if fits else None
 
 
 def read_yes(text: str) -> Scores | None:
@@ -74,17 +74,19 @@ def read_yes(text: str) -> Scores | None:
     >>> read_yes("The sum is right. Yes"), read_yes("Perhaps")
     ((1.0,), None)
     """
-    said = _YES.findall(spoken(text))[-1:]
-    return (float(said[0] == YES),) if said else None
+    last_word = _YES.findall(spoken(text))[-1:]
+    return (float(last_word[0] == YES),) if last_word else None
 
 
 def _side(named: Sequence[str]) -> Scores | None:
+    """The scores of a choice, if exactly one side is named."""
     return None if len(named) != 1 else (1.0, 0.0) if named[0] == NAMES[0] else (0.0, 1.0)
 
 
 def chosen(scores: Scores | None) -> int | None:
-    """The side that a verdict prefers; None where there is none, or both are worth the same. Of one completion: 1 where
-    it is called good, else 0.
+    """The side that a verdict prefers: 0 or 1. None without a verdict, or if both sides are worth the same.
+
+    For a single completion: 1 if the verdict calls it good, else 0.
 
     >>> chosen((8.0, 6.0)), chosen((8.0, 8.0)), chosen((0.0,)), chosen(None)
     (0, None, 0, None)
@@ -110,7 +112,8 @@ def right_or_nothing(scores: Scores | None, best: int) -> float:
 
 
 def right_or_minus_one(scores: Scores | None, best: int) -> float:
-    """1 for the right verdict, else -1, also for none and for a tie: RM-R1, and Eq. 11 of DeepSeek-GRM (2504.02495).
+    """1 for the right verdict, else -1, also without a verdict or for a tie: RM-R1, and Eq. 11 of DeepSeek-GRM
+    (2504.02495).
 
     >>> [right_or_minus_one(s, 1) for s in ((8, 6), (5, 7), (9, 4), (8, 8))]
     [-1.0, 1.0, -1.0, -1.0]
@@ -119,8 +122,9 @@ def right_or_minus_one(scores: Scores | None, best: int) -> float:
 
 
 def both_orders(first: bool, second: bool) -> tuple[tuple[float, float], float]:
-    """J1 (2505.10320): the verdict rewards of the two orders of a pair, and the consistency reward, which is paid only
-    where both are right.
+    """J1 (2505.10320): (the verdict rewards of the two orders of a pair, the consistency reward of the pair).
+
+    The consistency reward is 1 only if both orders are judged right.
 
     >>> both_orders(True, False), both_orders(True, True), both_orders(False, False)
     (((1.0, 0.0), 0.0), ((1.0, 1.0), 1.0), ((0.0, 0.0), 0.0))
@@ -141,8 +145,9 @@ def summed(scores_KN: np.ndarray) -> np.ndarray:
 
 
 def best_half(meta_K: np.ndarray) -> np.ndarray:
-    """Indices of the k / 2 judgements that a meta reward model scores highest, in order; at least one. Of equal ones
-    the earlier stays.
+    """Indices of the half of K judgements that a meta reward model scores highest, in order; at least one.
+
+    Of judgements with equal scores the earlier one stays.
 
     >>> best_half(np.array([0.1, 3.0, -1.0, 2.0])).tolist(), best_half(np.array([1.0])).tolist()
     ([1, 3], [0])
@@ -152,7 +157,8 @@ def best_half(meta_K: np.ndarray) -> np.ndarray:
 
 
 def mean_yes(logp_yes_K: np.ndarray) -> float:
-    """GenRM (2408.15240): the mean over K judgements of p(Yes), each given its own reasoning.
+    """GenRM (2408.15240): the mean over K judgements of p(Yes). Each p(Yes) is conditioned on that judgement's
+    reasoning.
 
     >>> mean_yes(np.log(np.array([0.5, 1.0])))
     0.75
@@ -172,14 +178,15 @@ class JudgeFormat:
     sides: int
     """Completions that a judgement sees."""
     verdict: Callable[[Scores], str]
-    """The verdict's text, from the scores 1 to 10 of the sides; of one side from 1 (good) or 0."""
+    """The text of a verdict, from the scores of the sides: 1 to 10 for two sides, 1 (good) or 0 for a single one."""
     read: Callable[[str], Scores | None]
     """The scores in a text's verdict; None where there is none."""
     pays: Callable[[Scores | None, int], float]
-    """The reward of a verdict, from the side that is truly better (of one completion: 1 good, 0 bad)."""
+    """The reward of a verdict, from its scores and the side that is truly better (for one completion: 1 good, 0
+    bad)."""
     ends: tuple[str, ...]
-    """Endings of a judgement, whatever was said before: the first is best for the first side, or says that one
-    completion is good."""
+    """Two verdicts as text. The first prefers the first side, or calls the one completion good; the second is its
+    opposite."""
     consistency: bool = False
     """Whether the other order of a pair is judged too, and pays half of the reward where both are right."""
     principles: bool = False
@@ -187,6 +194,7 @@ class JudgeFormat:
 
 
 def _letter(scores: Scores) -> str:
+    """The verdict `[[A]]` or `[[B]]` for the side with the higher score."""
     return f"[[{NAMES[int(scores[1] > scores[0])]}]]"
 
 

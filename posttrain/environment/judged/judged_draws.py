@@ -18,7 +18,7 @@ from posttrain.system.errors import DataError, nearest
 
 @dataclass(frozen=True)
 class WorthRow:
-    """A completion with how good it is, and the row that says so."""
+    """A completion, how good it is (higher is better), and the row that it comes from."""
 
     completion: str
     value: float
@@ -29,9 +29,10 @@ class WorthRow:
 class JudgedData:
     """The judged rows of a data set, all of one kind.
 
-    A task is a row. What a row gives of its own kind is drawn as it stands. A pair is made of a ranking, of rated
-    completions or of labelled ones: two completions of the same prompt of which one was judged better, drawn by
-    `JudgedColumns.pairs`. A pair gives a label too: its chosen side is good, its rejected side is not.
+    A task is a row. A judgement of the row's own kind is drawn as it stands in the data. A pair can also be made from a
+    ranking, or from rated or labelled completions of the same prompt. It then has two completions of which one was
+    judged better, drawn as `JudgedColumns.pairs` says. A pair also gives labels: its chosen side is good, its rejected
+    side is not.
     """
 
     rows: tuple[PromptRow, ...]
@@ -40,30 +41,34 @@ class JudgedData:
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of judgement that every row can give; first the rows' own kind."""
-        # All rows are of one kind (`data_rows`), so the first one tells it. A pair is also a ranking of two and
-        # two labels; a ranking or rating is no label, since nothing says from where on it is good.
+        # All rows are of one kind (`data_rows` checks it), so the first row shows it. A pair is also a ranking of two,
+        # and two labels. A ranking or rating gives no label, because the data do not say from which value on a
+        # completion is good.
         own = self._judged[0].kind
-        out: dict[Kind, bool] = {own: own != "ranking" or self._ordered}
-        out["pair"] = own != "steps" and not self.unpaired
-        out["ranking"] = out.get("ranking", False) or own == "pair"
-        out["label"] = own in ("label", "pair")
-        return tuple(kind for kind, can in out.items() if can)
+        can_give: dict[Kind, bool] = {own: own != "ranking" or self._ordered}
+        can_give["pair"] = own != "steps" and not self.unpaired
+        can_give["ranking"] = can_give.get("ranking", False) or own == "pair"
+        can_give["label"] = own in ("label", "pair")
+        return tuple(kind for kind, possible in can_give.items() if possible)
 
     @cached_property
     def unpaired(self) -> tuple[PromptRow, ...]:
         """Rows of which no pair can be made: nothing of their prompt was judged better than anything else there."""
-        found = {key: len({w.value for w in group}) < 2 for key, group in self._groups.items()}
-        return tuple(r for r in self.rows if r.judged is not None and found[self._group_of(r)])
+        without_pair = {key: len({w.value for w in group}) < 2 for key, group in self._groups.items()}
+        return tuple(r for r in self.rows if r.judged is not None and without_pair[self._group_of(r)])
 
     @cached_property
     def chosen(self) -> Mapping[str, str]:
-        """A text to imitate by the task's id: the chosen side, the best of a ranking, a good completion of the prompt,
-        steps that are all right. Tasks without one are missing."""
-        out: dict[str, str] = {}
+        """Texts to imitate, by the task's id. A task without one is missing.
+
+        The text is the chosen side of a pair, the best completion of a ranking or of the prompt, or steps that are all
+        right.
+        """
+        texts: dict[str, str] = {}
         for row in self.rows:
             if (text := self._best(row)) is not None:
-                out[row.task.id] = text
-        return out
+                texts[row.task.id] = text
+        return texts
 
     def draw(self, task: Task, kind: Kind, rng: np.random.Generator) -> Judgement:
         """A judgement of this kind about a task of the data (`core.abilities.Draw`)."""
@@ -74,36 +79,37 @@ class JudgedData:
             raise DataError(
                 f"{row.place}: rows judged as {row.judged.kind} give no {kind}: {nearest(kind, self.kinds)}"
             )
-        found, place = row.judged, row.place
+        judged, place = row.judged, row.place
         if kind == "pair":
-            return self._pair(row, found, rng)
+            return self._pair(row, judged, rng)
         if kind == "label":
-            i = int(rng.integers(len(found.completions))) if len(found.completions) > 1 else 0
-            return Label(task=task, place=place, completion=found.completions[i], good=found.values[i] > 0)
+            i = int(rng.integers(len(judged.completions))) if len(judged.completions) > 1 else 0
+            return Label(task=task, place=place, completion=judged.completions[i], good=judged.values[i] > 0)
         if kind == "ranking":
-            order = sorted(range(len(found.values)), key=lambda i: -found.values[i])
-            return Ranking(task=task, place=place, completions=tuple(found.completions[i] for i in order))
+            order = sorted(range(len(judged.values)), key=lambda i: -judged.values[i])
+            return Ranking(task=task, place=place, completions=tuple(judged.completions[i] for i in order))
         if kind == "rating":
-            return Rating(task=task, place=place, completion=found.completions[0], ratings=found.ratings)
-        steps, separator = found.completions, self.columns.separator
+            return Rating(task=task, place=place, completion=judged.completions[0], ratings=judged.ratings)
+        steps, separator = judged.completions, self.columns.separator
         return StepLabels(
-            task=task, place=place, steps=steps, labels=found.labels, values=found.chances, separator=separator
+            task=task, place=place, steps=steps, labels=judged.labels, values=judged.chances, separator=separator
         )
 
     # --- pairs ------------------------------------------------------------------------------------------------------
 
     def _pair(self, row: PromptRow, found: JudgedRow, rng: np.random.Generator) -> Pair:
+        """The pair of a row, or one that is drawn from the completions that belong together with it."""
         if found.kind == "pair":
             chosen, rejected = found.completions
-            own = {"margin": found.margin, "weight": found.weight}
-            return Pair(task=row.task, place=row.place, chosen=chosen, rejected=rejected, **own)
+            further = {"margin": found.margin, "weight": found.weight}
+            return Pair(task=row.task, place=row.place, chosen=chosen, rejected=rejected, **further)
         group = self._groups[self._group_of(row)]
         values = [w.value for w in group]
-        # Indices of possible chosen and rejected completions. Only pairs in which one was judged better are
-        # kept; `unpaired` made sure that there is one.
-        over = range(len(group)) if self.columns.pairs == "any" else _at(values, max(values))
-        under = _at(values, min(values)) if self.columns.pairs == "ends" else range(len(group))
-        pairs = [(i, j) for i in over for j in under if values[i] > values[j]]
+        # `better` and `worse`: indices of possible chosen and rejected completions. Only pairs in which the first was
+        # judged better are kept. There is at least one, because `kinds` has `pair` only where no row is `unpaired`.
+        better = range(len(group)) if self.columns.pairs == "any" else _at(values, max(values))
+        worse = _at(values, min(values)) if self.columns.pairs == "ends" else range(len(group))
+        pairs = [(i, j) for i in better for j in worse if values[i] > values[j]]
         i, j = pairs[int(rng.integers(len(pairs)))]
         place = " and ".join(dict.fromkeys((group[i].row.place, group[j].row.place)))
         chosen, rejected = group[i].completion, group[j].completion
@@ -113,14 +119,15 @@ class JudgedData:
     @cached_property
     def _groups(self) -> Mapping[str, Sequence[WorthRow]]:
         """The completions that are compared with each other: those of a row, or all single ones of a prompt."""
-        out: dict[str, list[WorthRow]] = {}
-        for row, found in zip(self.rows, self._judged, strict=True):
-            # a row without values has steps, or ratings of which none was named to compare them by
-            worth = zip(found.completions, found.values, strict=True) if found.values else ()
-            out.setdefault(self._group_of(row), []).extend(WorthRow(text, value, row) for text, value in worth)
-        return out
+        groups: dict[str, list[WorthRow]] = {}
+        for row, judged in zip(self.rows, self._judged, strict=True):
+            # A row without values has steps, or several ratings, and the settings name none of them to compare by.
+            worth = zip(judged.completions, judged.values, strict=True) if judged.values else ()
+            groups.setdefault(self._group_of(row), []).extend(WorthRow(text, value, row) for text, value in worth)
+        return groups
 
     def _group_of(self, row: PromptRow) -> str:
+        """The name of the group of a row: its prompt's digest for single completions, else the row itself."""
         return row.key if row.judged is not None and row.judged.kind in ("label", "rating") else f"row {row.task.id}"
 
     # --- rows -------------------------------------------------------------------------------------------------------
@@ -139,21 +146,24 @@ class JudgedData:
         return all(len(set(found.values)) == len(found.values) for found in self._judged)
 
     def _best(self, row: PromptRow) -> str | None:
-        found = row.judged
-        if found is None or (found.kind == "steps" and min(found.labels) < 0):
+        """The text to imitate of a row; None if there is none."""
+        judged = row.judged
+        if judged is None or (judged.kind == "steps" and min(judged.labels) < 0):
             return None
-        if found.kind == "steps":
-            return joined(found.completions, self.columns.separator)[0]
+        if judged.kind == "steps":
+            return joined(judged.completions, self.columns.separator)[0]
         group = self._groups[self._group_of(row)]
         if not group:
             return None
         best = max(w.value for w in group)
-        if found.kind == "label" and not best:
+        if judged.kind == "label" and not best:
             return None
-        # The row's own text if it is as good as the best of its prompt, else the first best one of another row.
-        own = dict(zip(found.completions, found.values, strict=True))
-        return next((t for t, v in own.items() if v == best), next(w.completion for w in group if w.value == best))
+        # A completion of the row itself, if it is as good as the best one of its prompt. Else the first best one of
+        # another row.
+        values = dict(zip(judged.completions, judged.values, strict=True))
+        return next((t for t, v in values.items() if v == best), next(w.completion for w in group if w.value == best))
 
 
 def _at(values: Sequence[float], value: float) -> list[int]:
+    """The indices at which a value stands."""
     return [i for i, x in enumerate(values) if x == value]

@@ -30,25 +30,25 @@ def lint(
     Args:
         held: keys of the prompts that are held out.
         without: lines about rows that were left out, or that can be read in two ways.
-        length: counts tokens; without it nothing is said of the context.
+        length: counts tokens. Without it, sides over the context are not looked for.
         context: the most tokens that a model reads.
     """
-    found = [LintFinding("left out" if "left out" in line else "read as", line, warns=True) for line in without]
+    findings = [LintFinding("left out" if "left out" in line else "read as", line, warns=True) for line in without]
     pairs = list(pairs_of(rows))
     if pairs:
-        found += [length_bias(pairs), alike(pairs), contradictory(pairs), across_the_split(pairs, held)]
-    found += one_class(rows)
+        findings += [length_bias(pairs), alike(pairs), contradictory(pairs), across_the_split(pairs, held)]
+    findings += one_class(rows)
     if length is not None and pairs:
-        found += one_side_cut(pairs, length, context)
-    return tuple(found)
+        findings += one_side_cut(pairs, length, context)
+    return tuple(findings)
 
 
 def pairs_of(rows: Iterable[PromptRow]) -> Iterator[tuple[PromptRow, str, str]]:
     """(row, chosen, rejected) of every pair; of a ranking its best and its worst completion."""
     for row in rows:
         if (judged := row.judged) is not None and judged.kind in ("pair", "ranking"):
-            by = sorted(zip(judged.values, judged.completions, strict=True), key=lambda v: v[0])
-            yield row, by[-1][1], by[0][1]
+            ascending = sorted(zip(judged.values, judged.completions, strict=True), key=lambda v: v[0])
+            yield row, ascending[-1][1], ascending[0][1]
 
 
 def length_bias(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
@@ -57,17 +57,18 @@ def length_bias(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
     shares: dict[str, list[float]] = {}
     for row, chosen, rejected in pairs:
         longer = 0.5 if len(chosen) == len(rejected) else float(len(chosen) > len(rejected))
-        # By prompt first: pairs of one prompt are not independent, and the interval would be too narrow over pairs.
+        # The share is computed for each prompt first. Pairs of one prompt are not independent, so an interval over
+        # single pairs would be too narrow.
         shares.setdefault(row.key, []).append(longer)
     score = Score.of([sum(x) / len(x) for x in shares.values()])
     warns = len(shares) >= FEW and not score.low <= 0.5 <= score.high
-    said = f"the chosen side is the longer one in {score} of {len(pairs)} pairs ({len(shares)} prompts)"
+    seen = f"the chosen side is the longer one in {score} of {len(pairs)} pairs ({len(shares)} prompts)"
     learned = "length" if score.mean > 0.5 else "brevity"
     advice = (
         f"a model can learn {learned} in place of quality: compare held-out pairs of equal length too, or use a loss"
         " that takes the mean over tokens"
     )
-    return LintFinding("length bias", said, warns=warns, advice=advice if warns else "")
+    return LintFinding("length bias", seen, warns=warns, advice=advice if warns else "")
 
 
 def alike(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
@@ -82,7 +83,7 @@ def alike(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
 
 
 def contradictory(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
-    """Pairs of which the swapped one is there too."""
+    """Pairs that are also in the data with their sides swapped."""
     seen = {(row.key, chosen, rejected) for row, chosen, rejected in pairs}
     return _places(
         "contradictory pairs",
@@ -94,8 +95,11 @@ def contradictory(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
 
 
 def across_the_split(pairs: Sequence[tuple[PromptRow, str, str]], held: Set[str]) -> LintFinding:
-    """Held-out pairs that are trained on after a prompt in other words. Short completions are the same by chance, so
-    after another prompt only those of `LONG` characters count."""
+    """Held-out pairs whose completions are also trained on.
+
+    Two completions of together `LONG` characters or more are compared without their prompts, because they are hardly
+    equal by chance. Shorter ones have to follow the same prompt, apart from case and white space.
+    """
 
     def same(row: PromptRow, chosen: str, rejected: str) -> tuple[str, ...]:
         texts = (written(chosen), written(rejected))
@@ -119,22 +123,22 @@ def one_class(rows: Sequence[PromptRow]) -> list[LintFinding]:
     if not labels:
         return []
     share, warns = sum(labels) / len(labels), len(set(labels)) == 1
-    said = f"{share:.1%} of {len(labels)} completions are labelled good"
+    seen = f"{share:.1%} of {len(labels)} completions are labelled good"
     advice = "all labels are equal, so that nothing tells good from bad: add the other kind" if warns else ""
-    return [LintFinding("labels", said, warns=warns, advice=advice)]
+    return [LintFinding("labels", seen, warns=warns, advice=advice)]
 
 
 def one_side_cut(pairs: Sequence[tuple[PromptRow, str, str]], length: Length, context: int) -> list[LintFinding]:
     """Pairs of which one side alone would be cut at the context."""
-    over = [(row, [length(row.task, text) > context for text in (c, r)]) for row, c, r in pairs]
-    found = _places(
+    too_long = [(row, [length(row.task, text) > context for text in (c, r)]) for row, c, r in pairs]
+    finding = _places(
         "one side over the context",
-        [row for row, (one, other) in over if one != other],
+        [row for row, (one, other) in too_long if one != other],
         f"{{}} of {{}} pairs have one side alone that is longer than the context of {context} tokens",
         len(pairs),
         "cut there, a side would lose its end and the other not: leave such pairs out, or raise the context",
     )
-    return [found] if found.warns else []
+    return [finding] if finding.warns else []
 
 
 def written(text: str) -> str:
@@ -143,5 +147,6 @@ def written(text: str) -> str:
 
 
 def _places(name: str, rows: Sequence[PromptRow], words: str, count: int, advice: str) -> LintFinding:
+    """A finding about some of `count` pairs, with the place of the first one. It warns if there is any."""
     at = f" (first: {rows[0].place})" if rows else ""
     return LintFinding(name, words.format(len(rows), count) + at, warns=bool(rows), advice=advice if rows else "")
