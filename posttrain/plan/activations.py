@@ -1,7 +1,8 @@
-"""Memory that a forward pass keeps for its backward, in bytes a token, counted from the layers of this package.
+"""Memory of passes through the model: what a forward pass keeps for its backward, and what passes need meanwhile.
 
-Letters as in `shapes`: h hidden width, q and kv widths of all query heads and of all key heads, f feed-forward width;
-a bytes of a number. docs/research/plans-measured.md has these figures beside measured ones.
+Most figures are bytes a token, counted from the layers of this package. Letters as in `shapes`: h hidden width, q and
+kv widths of all query heads and of all key heads, f feed-forward width; a bytes of a number.
+docs/research/plans-measured.md has these figures beside measured ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ SCORE_TOKENS = 16384
 
 
 def _widths(work: Work) -> tuple[int, int, int]:
+    """(h, q, kv) of the model."""
     s, x = work.shape, work.shape.latent
     if x is not None:
         # Multi-head latent attention unfolds keys and values of different widths. Callers count kv twice, once for keys
@@ -27,18 +29,21 @@ def _widths(work: Work) -> tuple[int, int, int]:
 
 
 def inner(work: Work) -> float:
-    """Numbers of one vector inside the feed-forward part that a token takes."""
+    """f: the width of the feed-forward parts that a token goes through, its experts together."""
     x = work.shape.experts
     return work.shape.feed if x is None else x.active * x.width + x.shared
 
 
 def _gates(work: Work) -> int:
-    """Gate and up are kept; what both make for the last product is made again, but where that has an adapter."""
+    """Vectors of width f that a compiled layer keeps: gate and up.
+
+    Their product is computed again in the backward pass. Where the down projection has an adapter it is kept too.
+    """
     return 3 if work.adapter else 2
 
 
 def layer(work: Work) -> float:
-    """Bytes of a token in one layer of which everything is kept."""
+    """Bytes of a token in one layer that is not checkpointed."""
     h, q, kv = _widths(work)
     a, f, head_norms = work.width, inner(work), work.shape.form.query_norms != ""
     # Inputs of both norms and of the products behind them are 4 h; queries and what attention gives are 2 q;
@@ -54,19 +59,19 @@ def layer(work: Work) -> float:
 
 
 def kept(work: Work) -> float:
-    """Bytes of a token in all layers, as checkpointing leaves them."""
+    """Bytes of a token that all layers keep until the backward pass, under the stage's checkpointing."""
     h, q, kv = _widths(work)
     match work.checkpointing:
         case "none":
-            each = layer(work)
+            bytes_a_layer = layer(work)
         case "selective":  # the layer's input and what the products made; on an accelerator attention too
             gates = 2 if work.shape.form.gated else 1
             # 3 h: the layer's input, and what the output and the down projection make. The activation of
             # the gate is computed again.
-            each = work.width * (3 * h + q + 2 * kv + gates * inner(work) + work.accelerator * q)
+            bytes_a_layer = work.width * (3 * h + q + 2 * kv + gates * inner(work) + work.accelerator * q)
         case "full":
-            each = work.width * h
-    return each * work.shape.layers
+            bytes_a_layer = work.width * h
+    return bytes_a_layer * work.shape.layers
 
 
 def again(work: Work) -> float:
@@ -75,20 +80,23 @@ def again(work: Work) -> float:
 
 
 def backward(work: Work) -> float:
-    """Bytes of a token that the backward of a layer needs at once beside what is kept: gradients of gate and up, less
-    their product, which is no longer needed, and one of the hidden state."""
+    """Bytes of a token that the backward of a layer needs at once, beside what is kept.
+
+    They are the gradients of gate and up (2 f) less their product (f), which is no longer needed, and the gradient of
+    the hidden state (h).
+    """
     return work.width * (inner(work) + work.shape.hidden)
 
 
 def unread(work: Work) -> float:
-    """Bytes that the last of the compiled layers does not keep of a token whose hidden state nobody reads."""
+    """Bytes that the last compiled layer does not keep of a token whose hidden state no loss reads."""
     # Where no loss reads a position, the last layer needs only its keys and values there, so it keeps no input of the
     # feed-forward part, no gate and no up.
     return work.width * (2 * work.shape.hidden + _gates(work) * inner(work)) if work.fused else 0.0
 
 
 def ends(work: Work) -> float:
-    """Bytes of a token outside of the layers: the embedding, and the last norm's input and results."""
+    """Bytes of a token outside of the layers: the output of the embedding, and input and output of the last norm."""
     return work.width * 3 * work.shape.hidden
 
 
@@ -99,7 +107,7 @@ def scoring(work: Work) -> float:
 
 
 def tile(work: Work) -> float:
-    """Bytes of the head's work at once: two tiles of scores, and a block of the weight in float32."""
+    """Bytes that the head needs at once, for all tokens: two tiles of scores, and a block of the weight in float32."""
     s, kind = work.shape, work.accelerator
     ids = s.vocabulary
     # As the head cuts its scores: all ids in one block where the vocabulary is small, else equal
@@ -118,8 +126,11 @@ def tile(work: Work) -> float:
 
 
 def logits(work: Work) -> float:
-    """Bytes for a draw of a token for each sequence that is decoded: scores and log-probs, and where the draw is not
-    compiled probabilities and their float64 sums."""
+    """Bytes for drawing one token of each sequence that is decoded.
+
+    They are scores and log-probs. On an accelerator, where the draw is not compiled, also probabilities and their
+    float64 sums.
+    """
     # 8 = 4 of scores and 4 of log-probs; 20 = these, 4 of probabilities and 8 of their sums.
     return work.together * work.shape.vocabulary * (20 if work.accelerator else 8)
 

@@ -1,7 +1,7 @@
-"""What to make faster first: optimisations of a step by role, and what each brings to these times.
+"""What to make faster first: optimisations by role, and how much shorter each makes a step.
 
-An optimisation multiplies the time of one role. The factors are those that are usually quoted of each, and none was
-measured here; what a whole step gains depends on how long the role takes in it.
+An optimisation multiplies the time of one role. The factors are the usually quoted ones; none was measured here. How
+much a whole step gains depends on the share of the role in it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class Optimisation:
     name: str
     role: str
     factor: float
-    """Of the role's time that is left."""
+    """The share of the role's time that is left."""
     says: str
+    """The optimisation in a few words."""
 
 
 OPTIMISATIONS: Mapping[str, Optimisation] = {
@@ -56,13 +57,15 @@ def faster(times: Times, chosen: Collection[str], overlap: bool = False) -> floa
             raise ConfigError(f"no optimisation {name!r} is known; {nearest(name, OPTIMISATIONS)}")
         # Factors of one role multiply: each is of the time that the others leave.
         left[OPTIMISATIONS[name].role] *= OPTIMISATIONS[name].factor
-    now = replace(times, **{role: getattr(times, role) * share for role, share in left.items()})
-    return now.step("asynchronous" if overlap else "colocated")
+    changed = replace(times, **{role: getattr(times, role) * share for role, share in left.items()})
+    return changed.step("asynchronous" if overlap else "colocated")
 
 
 def order(times: Times) -> list[tuple[str, float]]:
-    """The optimisations in the order in which they bring the most, each after those before it: (name, seconds of the
-    step then)."""
+    """The optimisations in the order in which to make them, with the seconds of a step after each.
+
+    Each one is the one that saves most after those before it.
+    """
     chosen, out = list[str](), list[tuple[str, float]]()
     while len(chosen) < len(OPTIMISATIONS):
         # What is worth doing next depends on what was done: a role that became short is no longer the bottleneck.

@@ -1,4 +1,4 @@
-"""Changes for a stage that does not fit, the cheapest first, and the largest that does fit."""
+"""Changes of settings for a stage that does not fit into memory, and the largest size that does fit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Saving:
     words: tuple[str, ...]
     """Overrides to paste."""
     price: str
-    """Cost of the change."""
+    """Cost of the change, in words."""
     work: Work
-    """With the change."""
+    """The stage with the change."""
 
 
 def most(work: Work) -> float:
@@ -65,30 +65,32 @@ def changes(work: Work, stage: str) -> Iterator[Saving]:
 
 
 def fixes(work: Work, stage: str, memory: float, count: int = 3) -> list[Saving]:
-    """The cheapest changes that make it fit into so many bytes: single ones first, then several together."""
+    """The cheapest changes with which the stage fits into `memory` bytes: up to `count` single changes, or else one
+    combination of several. Empty where nothing is enough."""
     single = [c for c in changes(work, stage) if most(c.work) <= memory][:count]
     if single:
         return single
-    words, now = list[str](), work
+    words, changed = list[str](), work
     # No single change is enough. Settings are gone through from the cheapest, and of each the last value that still
     # lowers the peak is taken, on top of those before it, until all fits.
     for name in dict.fromkeys(_setting(c) for c in changes(work, stage)):
-        found = [c for c in changes(now, stage) if _setting(c) == name and most(c.work) < most(now)]
-        if not found:
+        lower = [c for c in changes(changed, stage) if _setting(c) == name and most(c.work) < most(changed)]
+        if not lower:
             continue
-        last = found[-1]
+        last = lower[-1]
         # A word that sets the same key as an earlier one replaces it.
-        words, now = (
+        words, changed = (
             [w for w in words if w.partition("=")[0] not in {x.partition("=")[0] for x in last.words}],
             last.work,
         )
         words += last.words
-        if most(now) <= memory:
-            return [Saving(tuple(words), "together", now)]
+        if most(changed) <= memory:
+            return [Saving(tuple(words), "together", changed)]
     return []
 
 
 def _setting(change: Saving) -> str:
+    """The path of the last setting that a change sets."""
     return change.words[-1].partition("=")[0]
 
 
@@ -96,45 +98,53 @@ def _setting(change: Saving) -> str:
 
 
 def largest(what: str, work: Work, memory: float, stage: str) -> Saving | None:
-    """The largest model, context, number of siblings or of prompts that fits into so many bytes on each place; None:
-    not even the smallest does.
+    """The largest size with which the stage fits into `memory` bytes on each place; None: not even the smallest does.
+
+    Args:
+        what: the size that is changed: "model", "context", "siblings" or "batch".
 
     Raises:
-        ConfigError: it is none of these words.
+        ConfigError: `what` is none of these words.
     """
     if what == "model":
-        named = sorted(((shape_by_name(n), n) for n in MODELS), key=lambda x: -x[0].parameters)
-        fitting = (Saving((f"model={n}",), "", replace(work, shape=s)) for s, n in named)
+        models = sorted(((shape_by_name(n), n) for n in MODELS), key=lambda x: -x[0].parameters)
+        fitting = (Saving((f"model={n}",), "", replace(work, shape=s)) for s, n in models)
         return next((c for c in fitting if most(c.work) <= memory), None)
-    many = "prompts" if work.samples else "batch"
+    size = "prompts" if work.samples else "batch"
     makers: dict[str, tuple[Callable[[int], tuple[str, ...]], Callable[[int], Work], int]] = {
         "context": (lambda n: _context(work, stage, n), lambda n: _longer(work, n), 1 << 22),
         "siblings": (lambda n: (f"{stage}.siblings={n}",), lambda n: replace(work, siblings=n), 1 << 16),
-        "batch": (lambda n: (f"{stage}.{many}={n}",), lambda n: replace(work, prompts=n), 1 << 16),
+        "batch": (lambda n: (f"{stage}.{size}={n}",), lambda n: replace(work, prompts=n), 1 << 16),
     }
     if what not in makers:
         raise ConfigError(f"--fit {what}: {nearest(what, ['model', *makers])}")
-    words, make, top = makers[what]
+    words, work_with, top = makers[what]
     # Doubling until it no longer fits, then halving the interval: memory rises with each of these sizes.
     # `low` fits, `high` does not.
     low, high = 0, 1
-    while high <= top and most(make(high)) <= memory:
+    while high <= top and most(work_with(high)) <= memory:
         low, high = high, high * 2
     if low and high > top:
-        return Saving(words(low), "and more: memory does not grow with it, since a step is cut into passes", make(low))
+        return Saving(
+            words(low), "and more: memory does not grow with it, since a step is cut into passes", work_with(low)
+        )
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if most(make(middle)) <= memory else (low, middle)
-    return Saving(words(low), "", make(low)) if low else None
+        low, high = (middle, high) if most(work_with(middle)) <= memory else (low, middle)
+    return Saving(words(low), "", work_with(low)) if low else None
 
 
 def _context(work: Work, stage: str, answer: int) -> tuple[str, ...]:
+    """The overrides for answers of at most `answer` tokens."""
     whole = (f"model.context={work.lengths.prompt + answer}",)
     return (*whole, f"{stage}.sampling.max_tokens={answer}") if work.samples else whole
 
 
 def _longer(work: Work, answer: int) -> Work:
-    """With answers that may be so long, and are in the same part of it. Passes hold the longest sequence."""
+    """The stage with answers of at most `answer` tokens.
+
+    Their mean length keeps its share of the longest. A pass can hold the longest sequence.
+    """
     at = work.lengths
     longer = replace(at, most=answer, mean=max(1.0, at.mean / at.most * answer))
     return replace(work, lengths=longer, micro_tokens=max(work.micro_tokens, at.prompt + answer))

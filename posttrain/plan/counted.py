@@ -18,7 +18,9 @@ OF_TRAINING = (
     "optimizer state",
     "average of the weights",
 )
+"""Terms of `plan.memory` that belong to training."""
 OF_COPIES = ("engine's weights", "reference")
+"""Terms of further copies of the weights."""
 
 
 def quoted(parameters: float) -> float:
@@ -31,7 +33,7 @@ def quoted(parameters: float) -> float:
 
 
 def ours(work: Work) -> tuple[float, float]:
-    """Bytes a parameter here: of what trains, and of the copies that sample and compare."""
+    """Bytes a parameter by this package's plan: of what trains, and of the copies that sample and compare."""
     learner: Place = places(work)[0]
     by_name = {t.name: t.bytes for p in (learner, *places(work)[1:]) for t in p.terms}
     count = work.shape.parameters
@@ -42,19 +44,19 @@ def ours(work: Work) -> tuple[float, float]:
 
 
 def counted(work: Work) -> Iterator[str]:
-    """Both ways in lines."""
+    """Lines with the bytes a parameter in both ways: as usually quoted, and by this package's plan."""
     trains, copies = ours(work)
     yield (
         f"bytes a parameter: {sum(QUOTED.values())} as usually quoted ("
         + ", ".join(f"{name} {each}" for name, each in QUOTED.items())
         + ")"
     )
-    why = (
+    reason = (
         "weights and gradients are float32 and have no copy"
         if work.width == 4
         else "gradients are summed in float32 beside those of a pass"
     )
-    why = "the base is frozen and has neither gradients nor moments" if work.lora is not None else why
-    cut = f", each of {work.ranks} ranks" if work.ranks > 1 else ""
-    yield f"  here {trains + copies:.3g}{cut}: {trains:.3g} of what trains ({why})"
+    reason = "the base is frozen and has neither gradients nor moments" if work.lora is not None else reason
+    of_ranks = f", each of {work.ranks} ranks" if work.ranks > 1 else ""
+    yield f"  here {trains + copies:.3g}{of_ranks}: {trains:.3g} of what trains ({reason})"
     yield f"  and {copies:.3g} of copies that sample and compare"

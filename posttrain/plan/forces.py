@@ -1,7 +1,8 @@
-"""The three forces: from the signal, the estimator and the cost that somebody has to a reward source, an algorithm and
-a topology, as the decision table that it is.
+"""A decision table: three facts about a project decide its reward source, its algorithm and its topology.
 
-A better signal allows a cheaper estimator, and that a simpler topology. Each cell says why.
+The three facts, or forces, are the signal (what can say that an answer is right), the estimator (how many samples of a
+prompt can be paid for) and the cost (how much hardware there is). A better signal allows a cheaper estimator, and a
+cheaper estimator a simpler topology. Each cell says why.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cell:
-    """One case. '' where the force does not decide it."""
+    """One case of the table."""
 
     signal: str
     """Source that can say whether an answer is right."""
@@ -24,13 +25,13 @@ class Cell:
     algorithm: str
     topology: str
     recipe: str
-    """The nearest published one."""
+    """The nearest published recipe."""
     why: str
     command: str
     """Nearest command of this package."""
     at: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Where it lies on the three axes, 0 to 1: from people's comparisons to a program that decides; from nothing that
-    is sampled to many siblings; from one device to many machines."""
+    """Its place on three axes, each from 0 to 1. Signal: from people's comparisons to a program that decides.
+    Estimator: from no sample to many siblings. Cost: from one device to many machines."""
 
 
 CELLS: Sequence[Cell] = (
@@ -66,6 +67,7 @@ CELLS: Sequence[Cell] = (
          "SFT, the first stage of all of them", "imitation needs no reward; RL begins where 10 to 80 % are right",
          "posttrain run sft", (0.5, 0.0, 0.0)),
 )  # fmt: skip
+# The usual choice between these cases, in words.
 MIDDLE = (
     "a verifier where there is one and a model elsewhere, GRPO with a clip, a KL anchor and 8 siblings, one machine"
     " that takes turns or engines apart with weights sent to them: R1, Tulu 3, Qwen"

@@ -1,8 +1,9 @@
-"""From a model, devices and days to a layout: who samples and who learns, over how many devices one copy of the weights
-is cut, how far samples run ahead, how large the batch is, and which role is the bottleneck.
+"""Searches a layout for a model and its devices: which devices sample and which learn.
 
-It is a search over a few dozen layouts with the functions of a plan. What a plan assumes it assumes too;
-`other_assumptions` says what becomes of the answer where one of these is wrong.
+A layout also says over how many devices one copy of the weights is cut, how far samples run ahead, and which role is
+the bottleneck. `largest_batch` also chooses the batch, for a number of days. The search tries a few dozen layouts with
+the memory and the times of a plan, so it makes the same assumptions. `other_assumptions` has the best layouts under
+others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from posttrain.plan.work import Work
 from posttrain.system.errors import ConfigError
 
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
-"""Shares of the devices that sample, where roles have their own."""
+"""The shares of the devices that sample which are tried, where sampling and learning have devices of their own."""
 AHEAD = (0, 1, 2, 4)
 """Steps by which samples may be old (K)."""
 WORKERS = (1, 2, 4, 8)
@@ -43,13 +44,13 @@ class MachineLayout:
     """One way to use all devices."""
 
     work: Work
-    """With its ranks, engines, slots and staleness."""
+    """The stage with the ranks, engines, slots and staleness of this layout."""
     machine: Hardware
     topology: Topology
     engines: int
     """Devices that sample."""
     learners: int
-    """Devices that learn; where roles take turns both are all."""
+    """Devices that learn. Where roles take turns, `engines` and `learners` are both all devices."""
     workers: int
     """Devices of one engine."""
     assumed: Assumed
@@ -74,7 +75,7 @@ class MachineLayout:
 
     @property
     def step(self) -> float:
-        """Seconds."""
+        """Seconds of a step."""
         return self.times.step(self.topology)
 
     @property
@@ -86,7 +87,8 @@ class MachineLayout:
 
     @property
     def bottleneck(self) -> str:
-        """The role that a step waits for: the longest, of roles that work at once that of the longer side."""
+        """The role that a step waits for: the longest one. Where two sides work at once, the longest of the longer
+        side."""
         t = self.times
         # Both sides work at once, so only the longer one can be the bottleneck.
         if self.topology == "asynchronous" and t.rollout + t.reward < t.reference + t.learn:
@@ -105,13 +107,15 @@ class MachineLayout:
     def words(self) -> str:
         """Overrides and options of `posttrain run`."""
         count = self.engines // self.workers
-        apart = f"placement=processes placement.engines={count} " if self.topology != "colocated" else ""
-        kept = f" --replicas {self.work.replicas}" if self.work.replicas > 1 else ""
-        again = "" if self.work.checkpointing == "none" else f" model.gradient_checkpointing={self.work.checkpointing}"
+        placement = f"placement=processes placement.engines={count} " if self.topology != "colocated" else ""
+        replicas = f" --replicas {self.work.replicas}" if self.work.replicas > 1 else ""
+        checkpointing = (
+            "" if self.work.checkpointing == "none" else f" model.gradient_checkpointing={self.work.checkpointing}"
+        )
         return (
-            f"{apart}engine=vllm engine.workers={self.workers} rl.prompts={self.work.prompts}"
-            f" rl.micro_tokens={self.work.micro_tokens} rl.staleness={self.work.staleness}{again}"
-            f" --nproc {self.learners}{kept}"
+            f"{placement}engine=vllm engine.workers={self.workers} rl.prompts={self.work.prompts}"
+            f" rl.micro_tokens={self.work.micro_tokens} rl.staleness={self.work.staleness}{checkpointing}"
+            f" --nproc {self.learners}{replicas}"
         )
 
 
@@ -126,67 +130,78 @@ def layouts(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> Iter
 
 
 def _rounded(devices: float) -> int:
-    """Whole machines where there are some."""
+    """The nearest number of devices; from 8 devices on a number of whole machines of 8."""
     return round(devices / 8) * 8 if devices >= 8 else round(devices)
 
 
 def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners: int) -> Iterator[MachineLayout]:
-    """The layouts of these devices; where both are all, roles take turns."""
+    """The layouts with this number of devices for engines and for learners. If both are all devices, roles take
+    turns."""
     # On shared devices learner and engine divide the memory: the learner may take what the engine's weights and its
     # smallest cache leave, and the cache then gets the rest. Slots follow from the cache.
     memory, shared = USABLE * machine.device.memory, engines == learners == machine.count
     for workers in (w for w in WORKERS if engines % w == 0):
         weights = work.shape.parameters * work.width / workers
-        for now, held in _learners(work, learners, memory - (weights + ROOM * memory if shared else 0.0)):
-            left = memory - weights - (held if shared else 0.0)
+        for with_learner, learner_bytes in _learners(
+            work, learners, memory - (weights + ROOM * memory if shared else 0.0)
+        ):
+            left = memory - weights - (learner_bytes if shared else 0.0)
             if left < ROOM * memory:
                 continue
-            each = work.shape.cache_bytes(2) * (work.lengths.prompt + work.lengths.answer)
-            slots = max(1, min(work.slots, int(left * workers / each)))
-            fitting = replace(now, engines=engines // workers, slots=slots, cache=left * workers)
+            bytes_a_sequence = work.shape.cache_bytes(2) * (work.lengths.prompt + work.lengths.answer)
+            slots = max(1, min(work.slots, int(left * workers / bytes_a_sequence)))
+            fitting = replace(with_learner, engines=engines // workers, slots=slots, cache=left * workers)
             if shared:
                 yield MachineLayout(fitting, machine, "colocated", engines, learners, workers, assumed)
                 continue
             for ahead in AHEAD:
-                way: Topology = "asynchronous" if ahead else "disaggregated"
+                topology: Topology = "asynchronous" if ahead else "disaggregated"
                 yield MachineLayout(
-                    replace(fitting, staleness=ahead), machine, way, engines, learners, workers, assumed
+                    replace(fitting, staleness=ahead), machine, topology, engines, learners, workers, assumed
                 )
 
 
 def _learners(work: Work, learners: int, room: float) -> Iterator[tuple[Work, float]]:
-    """The learner over the fewest devices that hold a copy of it, and its bytes, for each way to compute layers again:
-    the more is computed again, the larger a pass may be, and the less often the weights are brought together."""
+    """(the stage, bytes of a learner's device) for each way of checkpointing with which a learner fits.
+
+    One copy of the weights is cut over the fewest devices with which it fits. Each way is tried because the more is
+    computed again, the larger a pass may be, and the less often the weights are brought together.
+
+    Args:
+        room: bytes that the learner may take of a device.
+    """
     # The fewest devices a copy come first, since fewer ranks have less to bring together. Once one number of devices
     # fits, larger ones are not tried.
     for cut in (c for c in CUTS if learners % c == 0):
         fits = False
         for how in get_args(Checkpointing):
-            now = replace(
+            fitted = replace(
                 work, ranks=learners, replicas=learners // cut, engines=1, vllm=True, cache=0.0, checkpointing=how,
                 micro_tokens=max(work.micro_tokens, work.longest), staleness=0,
             )  # fmt: skip
-            if _most(now) > room:
+            if _most(fitted) > room:
                 continue
             # Larger passes until the memory or the minibatch ends it: the weights are brought together once a pass.
-            while now.micro_tokens < now.minibatch:
-                more = replace(now, micro_tokens=2 * now.micro_tokens)
+            while fitted.micro_tokens < fitted.minibatch:
+                more = replace(fitted, micro_tokens=2 * fitted.micro_tokens)
                 if _most(more) > room:
                     break
-                now = more
+                fitted = more
             fits = True
-            yield now, _most(now)
+            yield fitted, _most(fitted)
         if fits:
             return
 
 
 @lru_cache(maxsize=1024)
 def _most(work: Work) -> float:
+    """The peak of the learner's memory in bytes."""
     return places(work)[0].most
 
 
 def best_layout(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> MachineLayout:
-    """The layout with the shortest step; K as small as brings nearly all of it.
+    """The layout with the shortest step. A larger K (steps ahead) is taken only if it shortens the step clearly
+    (`GAIN`).
 
     Raises:
         ConfigError: none fits.
@@ -200,24 +215,26 @@ def best_layout(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> 
             " more devices, devices with more memory, model.lora.rank=16, or shorter sequences"
         )
     best = found[0]
-    for one in found[1:]:
-        if one.step < (best.step if one.work.staleness == best.work.staleness else GAIN * best.step):
-            best = one
+    for layout in found[1:]:
+        if layout.step < (best.step if layout.work.staleness == best.work.staleness else GAIN * best.step):
+            best = layout
     return best
 
 
 def of_each_topology(work: Work, machine: Hardware, assumed: Assumed) -> list[MachineLayout]:
     """The best layout of each topology and K."""
-    found: dict[tuple[str, int], MachineLayout] = {}
-    for one in layouts(work, machine, assumed):
-        key = (one.topology, one.work.staleness)
-        found[key] = min(found.get(key, one), one, key=lambda x: x.step)
-    return list(found.values())
+    best: dict[tuple[str, int], MachineLayout] = {}
+    for layout in layouts(work, machine, assumed):
+        key = (layout.topology, layout.work.staleness)
+        best[key] = min(best.get(key, layout), layout, key=lambda x: x.step)
+    return list(best.values())
 
 
 def largest_batch(work: Work, machine: Hardware, assumed: Assumed, steps: int, days: float) -> MachineLayout:
-    """The best layout of the largest batch, doubled from that of the stage, with which the steps end within the days.
-    Where not even the stage's own does, that one."""
+    """The best layout of the largest batch with which the steps end within the days.
+
+    The batch of the stage is doubled as long as they do. If not even the stage's own batch is fast enough, it is kept.
+    """
     best = best_layout(work, machine, assumed)
     # Each size gets its own best layout, since a larger batch may ask for another one.
     while best.step * steps <= days * DAY and best.work.prompts < MOST_PROMPTS:
@@ -229,7 +246,7 @@ def largest_batch(work: Work, machine: Hardware, assumed: Assumed, steps: int, d
 
 
 def other_assumptions(work: Work, machine: Hardware, assumed: Assumed) -> Sequence[tuple[str, MachineLayout | None]]:
-    """The best layout where one assumption is another; None where nothing fits then."""
+    """The best layout under each of some other assumptions, with a name for the assumption; None where nothing fits."""
     at = work.lengths
     changed: list[tuple[str, Callable[[], tuple[Work, Hardware, Assumed]]]] = [
         ("answers twice as long", lambda: (

@@ -10,7 +10,7 @@ from statistics import NormalDist
 from posttrain.system.errors import ConfigError
 
 POINTS = 512
-"""Quantiles over which means are taken."""
+"""Number of quantiles over which means are taken."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Lengths:
     most: int
     """`sampling.max_tokens`: an answer ends there at the latest."""
     cv: float = 0.0
-    """Standard deviation of an answer's length, in means. 0: all are as long."""
+    """Standard deviation of an answer's length, as a share of the mean. 0: all answers have the mean length."""
 
     def __post_init__(self) -> None:
         for name, least in (("prompt", 1), ("mean", 1), ("most", 1), ("cv", 0)):
@@ -47,7 +47,10 @@ class Lengths:
         return min(self.mean * math.exp(z * math.sqrt(variance) - variance / 2), self.most)
 
     def longest(self, count: int) -> float:
-        """The mean of the longest of `count` answers: the largest of n uniform numbers is u ** (1 / n)."""
+        """The expected length of the longest of `count` answers.
+
+        The largest of n uniform random numbers is distributed as u ** (1 / n), with one uniform number u.
+        """
         if not self.cv or count < 1:
             return min(self.mean, self.most)
         if count == 1:
@@ -56,7 +59,7 @@ class Lengths:
 
     @cached_property
     def answer(self) -> float:
-        """The mean of answers as they are cut."""
+        """The mean length of answers after they are cut."""
         if not self.cv:
             return min(self.mean, self.most)
         # The mean over quantiles in the middle of equal shares, since a lognormal that is cut has no closed form that
@@ -65,7 +68,7 @@ class Lengths:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of answers as they are cut, in their means."""
+        """Standard deviation of the lengths of answers after they are cut, as a share of their mean."""
         if not self.cv:
             return 0.0
         square = math.fsum(self.quantile((i + 0.5) / POINTS) ** 2 for i in range(POINTS)) / POINTS
@@ -74,6 +77,7 @@ class Lengths:
 
 @lru_cache(maxsize=4096)
 def _longest(lengths: Lengths, count: int) -> float:
+    """`Lengths.longest` for answers of different lengths."""
     # For many answers u^(1/n) rounds to 1, where the quantile is infinite.
     at = ((i + 0.5) / POINTS for i in range(POINTS))
     return math.fsum(lengths.quantile(min(u ** (1 / count), 1 - 1e-12)) for u in at) / POINTS

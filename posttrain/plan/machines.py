@@ -1,7 +1,7 @@
 """Devices and machines as numbers: memory, arithmetic and bandwidth, each with its source.
 
-Peaks are those of the makers' data sheets. Programs reach a share of them, which a `Hardware` has beside: what is
-assumed of all devices, what a user's TOML file says, or what `posttrain plan --probe` measured here.
+Peaks are those of the makers' data sheets. Programs reach a share of them, which a `Hardware` also has. The share is
+assumed to be the same for all devices, unless a user's TOML file or a measurement by `posttrain plan --probe` gives it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Device:
     """One accelerator, or a processor."""
 
     memory: float
-    """Bytes."""
+    """Bytes of its memory."""
     flops: float
     """Multiplications and additions a second in bfloat16, dense."""
     bandwidth: float
@@ -53,7 +53,7 @@ NODE = 8
 
 @dataclass(frozen=True)
 class Hardware:
-    """Some equal devices, and what programs reach of their peaks."""
+    """Some equal devices, and the shares of their peaks that programs reach."""
 
     name: str
     device: Device
@@ -94,7 +94,7 @@ class Hardware:
         return self.device.bandwidth * self.reading
 
     def between(self, devices: int) -> float:
-        """Bytes a second from one device to another among so many."""
+        """Bytes a second from one device to another, among this number of devices."""
         return self.device.link if devices <= NODE else self.network
 
 
@@ -110,17 +110,18 @@ def device(name: str) -> Device:
     return found
 
 
+# "8xH100", "8 * h100" or "H100": the number, and the device.
 COUNTED = re.compile(r"(?:(-?\d+)\s*[xX*]\s*)?(.+)")
 
 
 def machine(word: str) -> Hardware:
-    """`H100`, `64xH100`, or a TOML file of the user's.
+    """The hardware that a word names: `H100`, `64xH100`, or a TOML file of the user's.
 
     >>> machine("8xh100").count, machine("8xh100").device.memory
     (8, 80000000000.0)
 
     Raises:
-        ConfigError: there is no such device or file, or a number is none.
+        ConfigError: there is no such device or file, or a number is wrong.
     """
     if word.endswith(".toml"):
         return read_machine(Path(word).expanduser())
@@ -136,34 +137,37 @@ OF_MACHINE = tuple(f.name for f in fields(Hardware) if f.name not in ("name", "d
 
 
 def read_machine(path: Path) -> Hardware:
-    """A machine of a TOML file: `device = "H100"`, or its memory, flops and bandwidth; and any field of `Hardware`.
+    """The hardware that a TOML file describes.
+
+    The file has `device = "H100"`, or the device's memory, flops and bandwidth; and any field of `Hardware`.
 
     Raises:
         ConfigError: the file cannot be read, or says something else.
     """
     try:
-        told: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"machine={path}: it cannot be read ({error})") from error
     known = ("device", *OF_DEVICE, *OF_MACHINE)
-    if strange := [k for k in told if k not in known]:
+    if strange := [k for k in settings if k not in known]:
         raise ConfigError(f"{path}: {strange[0]!r} is no field of a machine; {nearest(strange[0], known)}")
     # A truth value is an int in Python, so `count = true` would pass the first condition.
     if wrong := [
-        k for k, v in told.items() if not isinstance(v, _type(k)) or isinstance(v, bool) != (k == "accelerator")
+        k for k, v in settings.items() if not isinstance(v, _type(k)) or isinstance(v, bool) != (k == "accelerator")
     ]:
-        raise ConfigError(f"{path}: {wrong[0]}={told[wrong[0]]!r} is not a {_type(wrong[0])[0].__name__}")
-    base = device(told["device"]) if "device" in told else None
-    own = {k: told[k] for k in OF_DEVICE if k in told}
-    if base is None and (missing := [k for k in ("memory", "flops", "bandwidth") if k not in own]):
+        raise ConfigError(f"{path}: {wrong[0]}={settings[wrong[0]]!r} is not a {_type(wrong[0])[0].__name__}")
+    base = device(settings["device"]) if "device" in settings else None
+    of_device = {k: settings[k] for k in OF_DEVICE if k in settings}
+    if base is None and (missing := [k for k in ("memory", "flops", "bandwidth") if k not in of_device]):
         raise ConfigError(f"{path}: {missing[0]} is missing; give it, or device= with a name such as H100")
     # Fields of the file replace those of the device that it names.
     values = {"source": str(path)} if base is None else {k: getattr(base, k) for k in OF_DEVICE}
-    more = {k: told[k] for k in OF_MACHINE if k in told}
-    return Hardware(path.stem, Device(**{**values, **own}), **more, why=f"shares of the peaks: {path} or assumed")
+    more = {k: settings[k] for k in OF_MACHINE if k in settings}
+    return Hardware(path.stem, Device(**{**values, **of_device}), **more, why=f"shares of the peaks: {path} or assumed")
 
 
 def _type(name: str) -> tuple[type, ...]:
+    """The types that a field of the file may have."""
     if name in ("device", "source"):
         return (str,)
     return (bool,) if name == "accelerator" else (int,) if name == "count" else (float, int)

@@ -1,13 +1,13 @@
 """The memory of a stage before it starts: every term by name, its bytes, how they are counted, and when it is there.
 
-A step goes through instants. What is always there is counted at each of them, the rest where it is there, and the
-peak is the highest sum, so training and sampling are added only where both are in memory. Two instants come in the
-first step alone, because a run proves once what it does (`checks.learning.gradient_and_update_checks`,
+A step goes through instants. Each term is counted at the instants at which it is in memory, and the peak is the highest
+sum. So training and sampling are added only where both are in memory. Two instants come in the first step alone,
+because a run checks its first update and its shared beginnings once (`checks.learning.gradient_and_update_checks`,
 `engine.layers.shared_prefixes`).
 
-On a processor memory is what is resident: glibc keeps blocks below 32 MiB that were freed
-(`system.machine.kept_memory`), so of these the most that was ever in use counts at every later instant, with what lies
-unused between them.
+On a processor the resident memory is counted. glibc keeps blocks below 32 MiB after they were freed
+(`system.machine.kept_memory`). So the most bytes of such blocks that were ever in use count at every later instant,
+with the unused space between them.
 
 Letters: P parameters, T those that train, V x h the embedding, N tokens of a pass.
 """
@@ -34,23 +34,25 @@ Instant = Literal[
     "update",
     "sync",
 ]
-"""first scoring, first update: what a run proves in its first step. forward: the end of a forward pass.
-backward: its beginning. gradients: the end of the last backward pass."""
+"""first scoring, first update: the checks of a run in its first step. forward: the end of a forward pass. backward: the
+beginning of a backward pass. gradients: the end of the last backward pass."""
 INSTANTS: tuple[Instant, ...] = get_args(Instant)
 ONCE: tuple[Instant, ...] = ("first scoring", "first update")
 EVERY: tuple[Instant, ...] = tuple(i for i in INSTANTS if i not in ONCE)
 MOVED: tuple[Instant, ...] = ("first update", *EVERY)
-"""When the optimizer has its state."""
+"""The instants at which the optimizer has its state."""
 FIRST: tuple[Instant, ...] = ("first scoring", "forward", "backward", "gradients", "first update")
 """The instants of the first step, in their order."""
 SMALL = 32 << 20
-"""Bytes of a block that glibc keeps, at most."""
+"""Blocks of fewer bytes are kept by glibc when they are freed."""
 BETWEEN = {"none": 1.15, "selective": 1.6, "full": 1.85}
 SEVERAL, SAMPLING, HEADLESS, ADAPTED = 1.52, 1.48, 1.5, 1.9
-"""Resident bytes of kept blocks for each byte that was in use at once, by what is computed again: where layers are,
-blocks of many sizes come and go. At least SEVERAL with several passes and where a first update is checked, SAMPLING
-where the process samples too, HEADLESS for a reward model, ADAPTED with an adapter. Measured
-(docs/research/plans-measured.md)."""
+"""Resident bytes of kept blocks for each byte of them that was in use at once. Measured
+(docs/research/plans-measured.md).
+
+BETWEEN is by `checkpointing`: where layers are computed again, blocks of many sizes come and go. The factor is at least
+SEVERAL with several passes and where a first update is checked, SAMPLING where the process samples too, HEADLESS for a
+reward model, and ADAPTED with an adapter."""
 LIBRARIES = 35 << 20
 """Bytes that oneDNN, torch and the tokenizer keep for themselves once a run has worked with its sizes. Measured."""
 STATE = {
@@ -59,7 +61,7 @@ STATE = {
     "muon": (4.4, "{} T: momentum of matrices, two moments of the rest"),
     "sgd": (4.0, "{} T: momentum"),
 }
-"""Bytes of an optimizer's state for each number that trains."""
+"""For each optimizer: bytes of its state for each number that trains, and the formula in words."""
 WORTH = 1 << 22
 """Numbers of an embedding from which on a gradient of rows is made (`engine.layers.embedding_gradient`)."""
 IN_FULL = 1 << 21
@@ -77,7 +79,7 @@ class Term:
     formula: str
     instants: tuple[Instant, ...] = INSTANTS
     small: float = 0.0
-    """Bytes of it in blocks that glibc keeps."""
+    """Bytes of it that lie in blocks which glibc keeps."""
 
     @property
     def lasts(self) -> bool:
@@ -93,7 +95,7 @@ class Place:
     terms: tuple[Term, ...]
     accelerator: bool
     between: float = 1.0
-    """Resident bytes for each byte in use of small blocks."""
+    """Resident bytes for each byte in use, of the blocks that glibc keeps."""
 
     def held(self, at: Instant) -> list[Term]:
         """Returns the terms in memory at this instant, the largest first."""
@@ -115,8 +117,8 @@ class Place:
     def _small(self, at: Instant, first: bool = False) -> float:
         """Bytes in small blocks; `first`: in the first step, before the optimizer has its state."""
         # Forward and backward of the first step come before the first update, so the optimizer has no state yet.
-        there = (t for t in self.held(at) if not (first and at in EVERY and t.instants == MOVED))
-        return sum(t.small for t in there)
+        terms = (t for t in self.held(at) if not (first and at in EVERY and t.instants == MOVED))
+        return sum(t.small for t in terms)
 
     def total(self, at: Instant) -> float:
         """Bytes at this instant."""
@@ -134,23 +136,29 @@ class Place:
 
 
 def places(work: Work) -> tuple[Place, ...]:
-    """The learner's process with what works in it, and an engine's where it has its own."""
-    apart = work.engines > 0 and work.samples
+    """The learner's process, and that of each engine where engines have processes of their own."""
+    own_process = work.engines > 0 and work.samples
     # An engine in the learner's process adds its terms to that place. One of its own is a place of its own, and the
     # learner's does not grow by it.
-    beside = () if apart else tuple(_engine(work))
-    least = (SEVERAL, work.passes > 1), (SAMPLING, work.samples), (HEADLESS, not work.head), (ADAPTED, work.adapter > 0)
-    between = max(BETWEEN[work.checkpointing], *(factor for factor, yes in least if yes), 1.0)
-    name = "learner" if apart else "learner and engine"
-    learner = Place(name, (*_learner(work), *beside), work.accelerator, between)
+    in_learner = () if own_process else tuple(_engine(work))
+    lower_bounds = (
+        (SEVERAL, work.passes > 1),
+        (SAMPLING, work.samples),
+        (HEADLESS, not work.head),
+        (ADAPTED, work.adapter > 0),
+    )
+    between = max(BETWEEN[work.checkpointing], *(factor for factor, applies in lower_bounds if applies), 1.0)
+    name = "learner" if own_process else "learner and engine"
+    learner = Place(name, (*_learner(work), *in_learner), work.accelerator, between)
     engine = Place("each engine", tuple(_engine(work)), work.accelerator, BETWEEN["none"])
-    return (learner, engine) if apart else (learner,)
+    return (learner, engine) if own_process else (learner,)
 
 
 # --- the learner ------------------------------------------------------------------------------------------------------
 
 
 def _learner(work: Work) -> Iterator[Term]:
+    """Yields the terms of the learner's process, an engine in it left out."""
     yield from _weights(work)
     yield from _training(work)
     yield from _passes(work)
@@ -158,7 +166,8 @@ def _learner(work: Work) -> Iterator[Term]:
         yield _of_tensors(work, "reference", work.width, "{} P: a frozen copy", divided=True)
     if work.judges:
         yield Term("reward models", work.judges, "as they are stored")
-    if work.engines and work.samples and not work.accelerator:  # else it lies in the host's memory
+    # On an accelerator these weights lie in the host's memory, which is not planned here.
+    if work.engines and work.samples and not work.accelerator:
         # `placement.delta` keeps what was sent last, to compare with.
         copies = 1 + work.delta
         sent = work.shape.parameters * work.width * copies
@@ -168,8 +177,10 @@ def _learner(work: Work) -> Iterator[Term]:
 
 
 def _weights(work: Work) -> Iterator[Term]:
-    """Yields the terms of the learner's weights. A file of weights is mapped, and the parts of it that are read stay in
-    place."""
+    """Yields the terms of the learner's weights.
+
+    A file of weights is mapped, and the parts of it that were read stay in memory.
+    """
     p, a = work.shape.parameters, work.width
     # Only the linear layers of the decoder are held in few bits: embedding, norms and head are as they were loaded.
     if work.quantize is not None:
@@ -197,6 +208,7 @@ def _weights(work: Work) -> Iterator[Term]:
 
 
 def _training(work: Work) -> Iterator[Term]:
+    """Yields the terms of gradients, of the optimizer, and of the checks of the first step."""
     narrow = work.width < 4 and not work.adapter and not _rows(work)
     several = work.passes > 1
     # Gradients are summed in float32 over the passes of a step. With one pass they are there from its end on; with
@@ -219,8 +231,11 @@ def _training(work: Work) -> Iterator[Term]:
 
 
 def _proofs(work: Work) -> Iterator[Term]:
-    """What a run proves in its first step: of the smallest weights, `IN_FULL` numbers together, their update, moments
-    and a copy; and that shared beginnings change nothing."""
+    """Yields the terms of the checks of the first step.
+
+    One compares the update of the smallest weights, `IN_FULL` numbers together: it holds their update, moments and a
+    copy. The other shows that shared beginnings change nothing.
+    """
     # An adapter has many small matrices; 64 equal ones stand for them.
     moved = [(work.adapter // 64, 64)] if work.adapter else [*tensors(work)]
     sizes = sorted(size * _share(work) for size, count in moved for _ in range(int(count)))
@@ -234,6 +249,7 @@ def _proofs(work: Work) -> Iterator[Term]:
 
 
 def _passes(work: Work) -> Iterator[Term]:
+    """Yields the terms of forward and backward passes."""
     n, said = work.tokens, f"N = {work.tokens:,.0f}"
     cut = _heads(work)
     if not work.offload_activations:
@@ -269,6 +285,7 @@ def _passes(work: Work) -> Iterator[Term]:
 
 
 def _engine(work: Work) -> Iterator[Term]:
+    """Yields the terms of one engine."""
     # In the same process learner and engine read the same frozen weights. The engine has an adapter of its own, since
     # the learner's changes before the engine is given it.
     shared = work.adapter and not work.vllm and not work.engines
@@ -294,8 +311,10 @@ def _engine(work: Work) -> Iterator[Term]:
 
 
 def cache(work: Work) -> tuple[float, str]:
-    """Bytes of the cache of keys and values, and how they are counted. The embedded engine keeps float32; vLLM takes
-    what it is allowed."""
+    """Bytes of the cache of keys and values, and their formula in words.
+
+    The embedded engine keeps float32. vLLM takes all that it is allowed.
+    """
     if work.vllm:
         return work.cache, "engine.cache_gib: taken at the start"
     each = work.shape.cache_bytes(4)
@@ -310,7 +329,7 @@ def cache(work: Work) -> tuple[float, str]:
 
 
 def tensors(work: Work) -> Iterable[tuple[int, int]]:
-    """(numbers of a tensor, how many there are) of a model."""
+    """(numbers in a tensor, how many such tensors there are) for the tensors of a model."""
     s, parts = work.shape, work.shape.parts
     listed = [(s.vocabulary * s.hidden, 1 + (not s.tied)), *((i * o, n) for i, o, n in work.linear.values())]
     # What is left are norms and biases, taken as two tensors of equal size a layer.
@@ -324,7 +343,12 @@ def tensors(work: Work) -> Iterable[tuple[int, int]]:
 
 
 def _of_tensors(work: Work, name: str, each: float, formula: str, divided: bool = False, parts: int = 1) -> Term:
-    """Bytes for each number of a model, those of small tensors apart; they are in `parts` tensors of equal size."""
+    """The term of something that has `each` bytes for each number of the model.
+
+    Args:
+        divided: whether ranks divide it.
+        parts: the number of tensors of equal size in which it lies, for each tensor of the model.
+    """
     share = _share(work) if divided else 1.0
     held = work.shape.parameters * each * share
     # The gradient of the embedding has a row for each token that was read. How many different ones there are is not
@@ -338,6 +362,7 @@ def _of_tensors(work: Work, name: str, each: float, formula: str, divided: bool 
 
 
 def _trained(work: Work, name: str, each: float, formula: str, instants: tuple[Instant, ...]) -> Term:
+    """The term of something that has `each` bytes for each number that trains."""
     if work.adapter:
         held = each * work.adapter / _cut(work)
         return Term(name, held, formula.format(f"{each:g}"), instants, held)
@@ -352,17 +377,18 @@ def _small(name: str, held: float, formula: str, instants: tuple[Instant, ...]) 
 
 
 def _kept_small(held: float) -> float:
+    """The bytes of one block that glibc keeps: all of a small block, none of a large one."""
     return held if held < SMALL else 0.0
 
 
 def _cut(work: Work) -> int:
-    """Over how many ranks one copy of the weights is cut."""
+    """The number of ranks over which one copy of the weights is cut."""
     return work.ranks // work.replicas
 
 
 def _by_rows(work: Work) -> bool:
-    """Whether the gradient of the embedding holds the rows that were read alone: where no head reads the weight, and it
-    is large."""
+    """Whether the gradient of the embedding holds only the rows that were read: no head reads the weight, and it is
+    large."""
     return not work.head and work.ranks == 1 and work.shape.vocabulary * work.shape.hidden >= WORTH
 
 
@@ -383,9 +409,10 @@ def _share(work: Work) -> float:
 
 
 def _heads(work: Work) -> float:
-    """The share of a layer's activations that a rank keeps: with columns and rows about half of them are cut."""
+    """The share of a layer's activations that a rank keeps. Tensor parallelism cuts about half of them."""
     return 1.0 if work.parallel != "tensor" or work.ranks == 1 else 0.5 + 0.5 / _cut(work)
 
 
 def _over(work: Work) -> str:
+    """Words for a formula that say over how many ranks the weights are cut; '' where they are whole."""
     return "" if _cut(work) == 1 else f", cut over {_cut(work)} ranks"

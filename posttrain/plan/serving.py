@@ -1,7 +1,7 @@
 """One decoding step of an engine: the memory of weights and caches, and the time that reading or arithmetic takes.
 
-In decoding each sequence says one token a step. The weights are read once for all of them, and the cache of each is
-read by itself. So arithmetic grows with the number of sequences, and reading with their number times their length.
+In a decoding step each sequence gets one token. The weights are read once for all sequences, and each sequence's cache
+is read by itself. So arithmetic grows with the number of sequences, and reading with their number times their length.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class Decoding:
 
     @property
     def fitting(self) -> int:
-        """Number of sequences of this length that fit beside the weights, at most."""
+        """The largest number of sequences of this length that fit beside the weights."""
         return max(0, int((self.memory - self.weights) // (self.token_cache * self.length)))
 
     @property
     def reading(self) -> float:
         """Seconds to read what a step reads: the weights that are used, and every cache."""
-        # In a mixture each sequence may choose other experts, and with enough sequences all of them are read. Of a
-        # dense model both are all weights.
+        # In a mixture each sequence may choose other experts, and with enough sequences all of them are read. In a
+        # dense model every sequence uses all weights.
         used = min(self.shape.parameters, self.shape.active * self.sequences) * self.bytes_each
         return (used + self.cache) / (self.device.bandwidth * self.devices)
 
@@ -80,17 +80,17 @@ class Decoding:
     def arithmetic(self) -> float:
         """Seconds of the multiplications with weights and of attention over the cache."""
         # A multiplication and an addition for each weight that a token meets.
-        each = 2 * self.shape.active + self.shape.attending(self.length)
-        return self.sequences * each / (self.device.flops * self.devices)
+        operations = 2 * self.shape.active + self.shape.attending(self.length)
+        return self.sequences * operations / (self.device.flops * self.devices)
 
     @property
     def bound(self) -> Bound:
-        """The cause of the limit: it does not fit, it waits for reading, or it waits for arithmetic."""
+        """What limits decoding: "memory" if it does not fit, "bandwidth" if it waits for reading, else "arithmetic"."""
         if self.weights + self.cache > self.memory:
             return "memory"
         return "bandwidth" if self.reading >= self.arithmetic else "arithmetic"
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all sequences together, at the peaks of the devices."""
+        """Tokens a second of all sequences together, at the peaks of the devices."""
         return self.sequences / max(self.reading, self.arithmetic)

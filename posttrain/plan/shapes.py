@@ -1,7 +1,7 @@
 """The shape of a decoder from its `config.json`: how many parameters its parts have, and what a token's cache takes.
 
-Nothing is loaded. What a family of models adds to the common form (biases, norms of queries and keys, experts) is a row
-of `FAMILIES`; the counts of each row equal those of transformers' own classes (tests/plan/test_plan_shapes.py).
+No weights are loaded. A row of `FAMILIES` has what a family of models adds to the common form: biases, norms of queries
+and keys, and so on. The counts equal those of transformers' own classes (tests/plan/test_plan_shapes.py).
 
 Letters: h hidden width, q and kv the widths of all query heads and of all key heads, f width of the feed-forward part,
 V vocabulary.
@@ -21,7 +21,7 @@ from posttrain.system.files import read_json
 
 @dataclass(frozen=True)
 class Family:
-    """The parts that a family has besides the common form: two norms a layer, a gated feed-forward part, no biases."""
+    """How a family differs from the common form: two norms a layer, a gated feed-forward part, and no biases."""
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -33,7 +33,7 @@ class Family:
     query_norms: str = ""
     """Norms of queries and keys: '' none, 'head' one of a head's width, 'all' one of all heads' width."""
     head_dim: int = 0
-    """Where the config does not say it and it is not hidden / heads."""
+    """Width of a head where the config does not say it; 0: hidden / heads."""
     tied: bool = False
     """Whether the head shares the embedding, where the config does not say."""
     positions: bool = False
@@ -74,16 +74,20 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Experts:
-    """The feed-forward parts of which each token takes a few."""
+    """The feed-forward parts of a mixture: each token goes through a few of them."""
 
     count: int
+    """Experts of a layer."""
     active: int
-    """How many a token takes."""
+    """Experts that a token goes through."""
     width: int
+    """Width of one expert."""
     shared: int
-    """Width of the part that every token takes besides; 0: there is none."""
+    """Width of the part that every token also goes through; 0: there is none."""
     shared_gate: bool
+    """Whether the shared part has a gate of its own."""
     biased: bool
+    """Whether experts and router have biases."""
     dense: int
     """Layers at the beginning that have one plain feed-forward part instead."""
 
@@ -93,13 +97,15 @@ class Latent:
     """Multi-head latent attention (DeepSeek-V2): keys and values come from one short vector a token."""
 
     query_rank: int
-    """0: queries are made in one step."""
+    """Width of the short vector that queries are made from; 0: they are made in one step."""
     rank: int
+    """Width of the short vector that keys and values are made from."""
     rope: int
     """Width of the part of a key that carries the position, one for all heads."""
     plain: int
-    """Width of a head's other part."""
+    """Width of the other part of a head's key."""
     value: int
+    """Width of a head's value."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +140,9 @@ class ModelShape:
             key = x.plain + x.rope
             # DeepSeek-V2 (2405.04434). Queries: h -> r_q, a norm, r_q -> heads x (plain + rope). Keys and values:
             # h -> r + rope, a norm over r, r -> heads x (plain + value). The output: heads x value -> h.
-            asked = h * x.query_rank + x.query_rank + x.query_rank * self.heads * key if x.query_rank else h * q
-            kept = h * (x.rank + x.rope) + x.rank + x.rank * self.heads * (x.plain + x.value)
-            return asked + kept + self.heads * x.value * h
+            queries = h * x.query_rank + x.query_rank + x.query_rank * self.heads * key if x.query_rank else h * q
+            keys_and_values = h * (x.rank + x.rope) + x.rank + x.rank * self.heads * (x.plain + x.value)
+            return queries + keys_and_values + self.heads * x.value * h
         # One norm for queries and one for keys. A norm of a head's width is shared by all heads.
         norms = {"": 0, "head": 2 * self.head_dim, "all": q + kv}[form.query_norms]
         biases = (q + 2 * kv) * form.qkv_bias + h * form.out_bias
@@ -155,10 +161,10 @@ class ModelShape:
         return self.form.norms * self.hidden * (1 + self.form.norm_bias)
 
     def mixture(self, experts: int) -> int:
-        """Parameters of the experts of one layer that count `experts` of them, its router and its shared part."""
+        """Parameters of `experts` experts of one layer, its router and its shared part."""
         x = self.experts
         assert x is not None
-        # The router has a row, and where experts are biased a bias, for each expert.
+        # The router has a row for each expert, and where experts are biased also a bias.
         one = self.feed_forward(x.width) + (2 * x.width + self.hidden) * x.biased
         shared = self.feed_forward(x.shared) + self.hidden * x.shared_gate if x.shared else 0
         return experts * one + shared + x.count * (self.hidden + x.biased)
@@ -173,7 +179,7 @@ class ModelShape:
             "attention": self.layers * self.attention,
             "feed-forward": dense * self.feed_forward(self.feed),
             "experts": (self.layers - dense) * self.mixture(x.count) if x is not None else 0,
-            # And the last norm before the head.
+            # The norms of all layers, and the last norm before the head.
             "norms": self.layers * self.norms + h * (1 + self.form.norm_bias),
             "head": 0 if self.tied else self.vocabulary * h,
         }
@@ -186,7 +192,7 @@ class ModelShape:
 
     @property
     def active(self) -> int:
-        """Parameters that one token is multiplied with, the embedding's table left out and the head counted."""
+        """Parameters that one token is multiplied with. The embedding's table is not among them; the head is."""
         x = self.experts
         # In each layer with experts a token is multiplied with `active` of them. The embedding's table is looked up and
         # not multiplied; where the head shares it, it is multiplied once, as the head.
@@ -199,7 +205,7 @@ class ModelShape:
         """Bytes that one token's keys and values take in all layers.
 
         GQA has fewer key heads than query heads. A latent cache keeps the short vector and the part with the position.
-        Not `shared`: as if each query head had keys and values of its own (MHA).
+        Without `shared` the result is that of a model whose query heads each have keys and values of their own (MHA).
         """
         x, heads = self.latent, self.kv_heads if shared else self.heads
         if x is None:
@@ -218,7 +224,7 @@ class ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], name: str = "the config") -> ModelShape:
-    """The shape that a `config.json` describes. Of a model with an image part it is that of the language model.
+    """The shape that a `config.json` describes. For a model with an image part it is the shape of its language model.
 
     Raises:
         ConfigError: it is no decoder of a known family, or a size is missing or not a whole number above 0.
@@ -274,14 +280,15 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def _size(config: Mapping[str, Any], name: str, *keys: str, default: int | None = None, least: int = 1) -> int:
-    """The first of these settings that is there, a whole number."""
-    given = next((config[k] for k in keys if config.get(k) is not None), default)
-    if isinstance(given, bool) or not isinstance(given, int) or not least <= given < 10**9:
-        raise ConfigError(f"{name}: {keys[0]}={given!r} must be a whole number of at least {least}")
-    return given
+    """The first of these settings that the config has, checked to be a whole number of at least `least`."""
+    value = next((config[k] for k in keys if config.get(k) is not None), default)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 10**9:
+        raise ConfigError(f"{name}: {keys[0]}={value!r} must be a whole number of at least {least}")
+    return value
 
 
 def _experts(config: Mapping[str, Any], name: str, form: Family) -> Experts | None:
+    """The experts of a mixture; None for a dense model."""
     keys = ("num_local_experts", "num_experts", "n_routed_experts")
     if config["model_type"] not in ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"):
         return None

@@ -1,8 +1,8 @@
-"""Time of a step and its reasons: five times by role, and how the topology puts them together.
+"""The time of a step: five times, one for each role, and how the topology puts them together.
 
-Each time is the largest of arithmetic and reading, at the share of the peaks that the machine reaches. Decoding is
-followed answer by answer: while many are said each reading of the weights serves many, and at the end a few long ones
-are said alone, which is the long tail.
+A time is that of arithmetic or of reading, at the share of the peaks that the machine reaches. For decoding it is the
+larger of the two, for lengths that differ. While many answers are sampled, each reading of the weights serves many. At
+the end a few long answers are sampled alone: the long tail.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Topology = Literal["colocated", "disaggregated", "asynchronous"]
 both at once, with samples of earlier weights."""
 ROLES = ("rollout", "reward", "reference", "learn", "sync")
 SCORES = 8.0
-"""Bytes that a product of the head writes and reads of each score."""
+"""Bytes that a product of the head writes and reads for each score."""
 PIECES = 64
 """Parts of the tail in which the number of sequences is taken as constant."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumed:
-    """The assumed values that no config holds."""
+    """Values that a plan needs and no config has."""
 
     reward: float = 0.0
     """Seconds to judge one answer."""
@@ -47,7 +47,7 @@ class Assumed:
     forwards: int = 0
     """Further passes without gradient (`ladder.algorithm_cost`), beside the reference's."""
     factors: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Measured / predicted of each role (`plan.of_run.against`), by which its time is multiplied."""
+    """Measured / predicted time of each role (`plan.of_run.against`). The predicted time is multiplied by it."""
 
     def __post_init__(self) -> None:
         if not 0 < self.kept <= 1:
@@ -59,7 +59,7 @@ class Assumed:
 
     @property
     def tokens_a_pass(self) -> float:
-        """1 + a + ... + a^k: what a pass with k drafts says.
+        """1 + a + ... + a^k: the expected tokens of a pass with k drafts, each accepted with chance a.
 
         >>> round(Assumed(accepted=0.7, drafts=4).tokens_a_pass, 2)
         2.77
@@ -87,8 +87,10 @@ class Times:
         return max(ROLES, key=lambda r: getattr(self, r))
 
     def step(self, topology: Topology, *, hidden_sync: bool = False) -> float:
-        """Seconds of a step. Asynchronous sampling hides what is shorter; weights are sent between the two, or, where
-        `hidden_sync`, while sampling goes on.
+        """Seconds of a step.
+
+        With asynchronous sampling only the longer of sampling and learning counts. Weights are sent after it, or with
+        `hidden_sync` while sampling goes on.
 
         >>> Times(30, 1, 3, 8, 1).step("asynchronous")
         32
@@ -105,7 +107,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Throughput:
-    """A stage on a machine. `engines` and `learners` are devices; where the topology is colocated both are all."""
+    """A stage on a machine. `engines` and `learners` are numbers of devices, both of them all if it is colocated."""
 
     work: Work
     machine: Hardware
@@ -124,12 +126,17 @@ class Throughput:
 
     @cached_property
     def times(self) -> Times:
-        """The five times, as the factors leave them."""
-        found, by = self.plain, self.assumed.factors
-        return replace(found, **{role: getattr(found, role) * by.get(role, 1.0) for role in ROLES}) if by else found
+        """The five times, multiplied by the assumed factors."""
+        unscaled, factors = self.plain, self.assumed.factors
+        return (
+            replace(unscaled, **{role: getattr(unscaled, role) * factors.get(role, 1.0) for role in ROLES})
+            if factors
+            else unscaled
+        )
 
     @cached_property
     def plain(self) -> Times:
+        """The five times before any factor."""
         w, played = self.work, self.work.sequences / self.assumed.kept
         if not w.samples:
             return Times(0, 0, self.reference, self.learn, 0)
@@ -139,7 +146,7 @@ class Throughput:
 
     @property
     def prefill(self) -> float:
-        """Seconds to read the prompts: each once, whatever its siblings."""
+        """Seconds to read the prompts, each one once for all its siblings."""
         w = self.work
         tokens = w.prompts * w.lengths.prompt
         # Attention is causal: a token reads half of the prompt in the mean.
@@ -147,8 +154,9 @@ class Throughput:
         return tokens * each / (self.machine.flops * self.engines)
 
     def decoding(self, sequences: float, length: float) -> float:
-        """Seconds of one decoding step of so many sequences, each with so many tokens so far."""
-        apart = max(1, self.work.engines)  # each reads its own copy of the weights
+        """Seconds of one decoding step of `sequences` sequences, each with `length` tokens so far."""
+        # Each engine reads its own copy of the weights.
+        apart = max(1, self.work.engines)
         m, one = self.machine, Decoding(
             self.work.shape, self.machine.device, max(1, self.engines // apart), max(1, round(sequences / apart)),
             max(1, round(length)), bytes_each=self.work.width,
@@ -161,13 +169,16 @@ class Throughput:
 
     @cached_property
     def decode(self) -> float:
-        """Seconds to say the answers. While more wait than there are slots, all slots are full; then the tail begins,
-        in which the longest of those that were begun last are said alone."""
+        """Seconds to sample the answers.
+
+        As long as answers wait for a slot, all slots are full. Then the tail begins: fewer and fewer are sampled at
+        once, at last only the longest.
+        """
         w = self.work
         slots = min(w.slots * (self.engines if w.engines else 1), w.sequences)
         # First all slots are full, until as many answers are left as there are slots. While it is said, an answer has
         # half of its length in the mean.
-        whole = (w.sequences - slots) * w.lengths.answer / slots * self.decoding(
+        full_slots = (w.sequences - slots) * w.lengths.answer / slots * self.decoding(
             slots, w.lengths.prompt + w.lengths.answer / 2
         )  # fmt: skip
         # Then the tail. The slots' answers are taken as begun at once; between two edges a share of 1 / PIECES of them
@@ -179,7 +190,7 @@ class Throughput:
             if end > begun:
                 tail += (end - begun) * self.decoding(left, w.lengths.prompt + (begun + end) / 2)
                 begun = end
-        return (whole + tail) / self.assumed.tokens_a_pass
+        return (full_slots + tail) / self.assumed.tokens_a_pass
 
     @property
     def flat(self) -> float:
@@ -203,8 +214,10 @@ class Throughput:
         return 2 * (s.active - s.vocabulary * s.hidden) + s.attending(round(length)) / 2
 
     def _head(self, products: int) -> float:
-        """Seconds of so many products with the head's weight over the tokens that are learned from, each with its
-        scores read and written."""
+        """Seconds of `products` products with the head's weight over the tokens that are learned from.
+
+        Each product also reads and writes its scores.
+        """
         # The share of a pass's tokens that are learned from, of all tokens of the step; 0 for a reward
         # model, which has no head.
         s, spoken = self.work.shape, self.tokens * self.work.spoken / self.work.tokens * self.work.head
@@ -228,21 +241,26 @@ class Throughput:
 
     @property
     def learn(self) -> float:
-        """Seconds of forward and backward passes and of the optimizer: 3 forwards; 2 where the weights are frozen
-        beneath an adapter; one more where layers are computed again."""
+        """Seconds of forward and backward passes and of the optimizer.
+
+        Both passes take the time of 3 forward passes, or of 2 where the weights are frozen beneath an adapter.
+        Checkpointing adds up to one more, for layers that are computed again.
+        """
         w = self.work
         # A backward pass makes two products where the forward makes one: a gradient of the input and one of the weight.
         # Frozen weights have only the first.
         passes = (2 if w.lora is not None else 3) + {"none": 0.0, "selective": 0.1, "full": 1.0}[w.checkpointing]
         computed = passes * self._body + self._head(3 if w.lora is not None else 4)  # scores are computed again
         # 28 bytes in float32: the weight and two moments read and written (24), the gradient read (4).
-        moved = w.trained * 28.0 / (self.machine.bandwidth * self.learners)  # weight, gradient, moments: read, written
+        moved = w.trained * 28.0 / (self.machine.bandwidth * self.learners)
         return (max(computed, self.gathering) + moved * w.minibatches) * w.epochs
 
     @property
     def gathering(self) -> float:
-        """Seconds in which ranks that hold rows of the weights bring them together twice a pass and sum gradients once:
-        at the same time as the arithmetic, so the longer one counts."""
+        """Seconds in which ranks that hold rows of the weights bring them together twice a pass and sum gradients once.
+
+        It goes on at the same time as the arithmetic, so the longer of the two counts.
+        """
         w = self.work
         cut = w.ranks // w.replicas
         if cut == 1 or w.parallel != "rows":
@@ -264,7 +282,7 @@ class Throughput:
 
     @property
     def step(self) -> float:
-        """Seconds."""
+        """Seconds of a step."""
         return self.times.step(self.topology)
 
     @property
@@ -278,7 +296,7 @@ class Throughput:
 
     @property
     def busy(self) -> dict[str, float]:
-        """The share of a step in which the devices of each role work for it."""
+        """The share of a step in which the engines' and the learner's devices work."""
         t = self.times
         return {"engines": t.rollout / self.step, "learner": (t.reference + t.learn) / self.step}
 
@@ -290,7 +308,7 @@ class Throughput:
 
     @property
     def utilisation(self) -> float:
-        """Operations that learning and sampling need, of what all devices could do at their peaks."""
+        """The operations that learning and sampling need, as a share of what all devices could do at their peaks."""
         w = self.work
         head = 2 * w.shape.vocabulary * w.shape.hidden * w.spoken / w.tokens * w.head
         # What the mathematics asks for alone: 3 forwards of learning and one of sampling. What is computed again, and
@@ -299,11 +317,11 @@ class Throughput:
         return needed / (self.step * self.machine.device.flops * self.machine.count)
 
     def hours(self, steps: int) -> float:
-        """Returns the hours of all devices together."""
+        """Returns the device hours of these steps: the hours of all devices together."""
         return steps * self.step * self.machine.count / 3600
 
     def cost(self, steps: int) -> float:
-        """In the machine's currency; 0 where it has no price."""
+        """The price of these steps in the machine's currency; 0 where it has no price."""
         return self.hours(steps) * self.machine.price
 
 
@@ -313,14 +331,13 @@ def throughput(
     """A stage on the devices of a machine.
 
     Args:
-        engines: devices that sample. None: all where the roles take turns, else half. Engines in processes of their own
-            have theirs, and with staleness they sample while the learner works.
+        engines: devices that sample. None: those of the engines that `work` names, or all devices where it names none.
         workers: devices of each engine, where `work` names engines.
     """
     # Without devices of their own the engines share all of them with the learner.
     if not work.engines or machine.count == 1:
         topology: Topology = "asynchronous" if work.staleness else "colocated"
         return Throughput(work, machine, topology, engines or machine.count, machine.count, assumed)
-    own = engines or max(1, min(work.engines * workers, machine.count - 1))
+    sampling = engines or max(1, min(work.engines * workers, machine.count - 1))
     topology = "asynchronous" if work.staleness else "disaggregated"
-    return Throughput(work, machine, topology, own, machine.count - own, assumed)
+    return Throughput(work, machine, topology, sampling, machine.count - sampling, assumed)

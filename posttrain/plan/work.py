@@ -1,4 +1,4 @@
-"""Sizes of what a stage of a run computes and holds: the model, the batch, the lengths, and who works where."""
+"""The sizes of a stage of a run: its model, its batch, its lengths, and where it works."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from posttrain.system.errors import ConfigError
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers run as few operations on a processor (`engine.layers.fused_layers`,
 `engine.embedded.cache.fused_decoder`)."""
-# nf4 is 4 bits and .127 bits of scales, which are quantised themselves (2305.14314): 4.127 / 8.
+# nf4 has 4 bits, and .127 bits of scales, which are quantised themselves (2305.14314): 4.127 / 8.
 QUANTISED = {"int8": 1.0, "nf4": 0.516}
-"""Bytes of a number of a quantised weight; scales of int8 rows come on top, those of nf4 are in it."""
+"""Bytes of one number of a quantised weight. For nf4 its scales are included, for int8 those of rows are not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Work:
     shape: ModelShape
     lengths: Lengths
     prompts: int
-    """Groups of a step; of a stage that samples nothing its sequences or pairs."""
+    """Groups of a step. In a stage that samples nothing: its sequences or pairs."""
     siblings: int = 1
     """Samples of a prompt; 2 for pairs."""
     micro_tokens: int = 4096
@@ -43,7 +43,7 @@ class Work:
     """Bytes of a weight and of an activation."""
     accelerator: bool = False
     head: bool = True
-    """Whether log-probs are learned from; a reward model has none."""
+    """Whether log-probs are learned from. A reward model has none."""
     lora: Lora | None = None
     quantize: str | None = None
     optimizer: str = "adamw"
@@ -67,9 +67,9 @@ class Work:
     budget: int = 2048
     sleep: bool = False
     context: int = 0
-    """0: as long as the longest sequence."""
+    """Tokens of the model's context; 0: as long as the longest sequence."""
     engines: int = 0
-    """In processes of their own; 0: one, in the learner's process."""
+    """Engines in processes of their own; 0: there is one in the learner's process."""
     delta: bool = False
     staleness: int = 0
     learned: float = 1.0
@@ -110,8 +110,10 @@ class Work:
 
     @property
     def unit(self) -> float:
-        """Tokens computed for one group of siblings: what they begin with counts once, and their last token is not
-        computed."""
+        """Tokens computed for one group of siblings.
+
+        A shared prompt counts once. The last token of an answer is never an input.
+        """
         each = self.lengths.answer - 1
         shared = self.share and self.siblings > 1
         prompts = 1 if shared else self.siblings
@@ -128,23 +130,23 @@ class Work:
     @property
     def tokens(self) -> float:
         """Tokens computed in the largest forward and backward pass."""
-        # Else passes are filled with whole sequences of the mean length, and one that is longer than a
-        # pass is a pass of its own.
+        # The minibatch is one pass if it fits. Else passes are filled with whole sequences of the mean length, and a
+        # sequence that is longer than a pass gets one of its own.
         if self.minibatch <= self.micro_tokens:
             return self.minibatch
-        one = self.unit / self.siblings
-        return max(self.longest - 1.0, one * (self.micro_tokens // one))
+        sequence = self.unit / self.siblings
+        return max(self.longest - 1.0, sequence * (self.micro_tokens // sequence))
 
     @property
     def passes(self) -> int:
         """Forward and backward passes of an optimizer step."""
-        # The small number keeps a quotient that is whole but for rounding from counting one more.
+        # Without the small number a whole quotient with a rounding error would count one pass more.
         return math.ceil(self.minibatch / self.tokens - 1e-9)
 
     @property
     def spoken(self) -> float:
         """Tokens of a pass whose log-probs are learned."""
-        # Of `unit` tokens of a group the answers are learned, and the prompts are only read.
+        # The answers' share of the tokens of a group: prompts are only read.
         return self.tokens * self.lengths.answer * self.siblings / self.unit
 
     # --- parameters --------------------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ class Work:
 
     @property
     def in_linear(self) -> int:
-        """Parameters of these layers."""
+        """Parameters of the layers in `linear`."""
         return sum(i * o * n for i, o, n in self.linear.values())
 
     @property
@@ -186,7 +188,7 @@ class Work:
 def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work:
     """The sizes of a stage of a run over one process."""
     model, engine = run.model, run.engine
-    made = Work(
+    common = Work(
         shape=shape,
         lengths=lengths,
         prompts=1,
@@ -214,27 +216,27 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         a = stage.algorithm
         # A second model is held where something is compared with it. An adapter that is switched off is its own
         # reference, and a teacher with the policy's weights is the policy.
-        copied = (
+        holds_reference = (
             bool(a.reads & {"reference", "teacher"})
             and not a.own_teacher
             and (stage.reference is not None or model.lora is None)
         )
-        return replace(made, prompts=stage.prompts, siblings=stage.siblings, minibatches=stage.minibatches,
+        return replace(common, prompts=stage.prompts, siblings=stage.siblings, minibatches=stage.minibatches,
                        epochs=stage.epochs, samples=True, staleness=stage.staleness,
-                       reference=copied, values="values" in a.reads)  # fmt: skip
+                       reference=holds_reference, values="values" in a.reads)  # fmt: skip
     if isinstance(stage, Preference):
         # With `ahead=none` the data is taken to be finite: the reference's log-probs are then computed before the first
         # step, and no second model is in memory later.
-        kept = stage.algorithm.reads_reference and stage.ahead is False and model.lora is None
-        return replace(made, prompts=stage.batch, siblings=2, reference=kept)
+        held = stage.algorithm.reads_reference and stage.ahead is False and model.lora is None
+        return replace(common, prompts=stage.batch, siblings=2, reference=held)
     if isinstance(stage, RewardModel):
-        return replace(made, prompts=stage.batch, siblings=2, head=False)
+        return replace(common, prompts=stage.batch, siblings=2, head=False)
     if isinstance(stage, OnlinePreference):
-        return replace(made, prompts=stage.prompts, siblings=2, samples=True, reference=model.lora is None)
+        return replace(common, prompts=stage.prompts, siblings=2, samples=True, reference=model.lora is None)
     if isinstance(stage, Rejection):
-        return replace(made, prompts=stage.prompts, siblings=stage.siblings, samples=True)
+        return replace(common, prompts=stage.prompts, siblings=stage.siblings, samples=True)
     if isinstance(stage, Supervised):
-        return replace(made, prompts=stage.batch)
+        return replace(common, prompts=stage.batch)
     raise ConfigError(
         f"{stage.name}: a stage of kind {type(stage).__name__} is not planned; name another with stage=NAME"
     )

@@ -1,7 +1,8 @@
-"""A plan held to a run: its sizes with the lengths that the run's record has, and each term beside what was measured.
+"""Compares a plan with a run that was measured, term by term.
 
-Lengths, spread and what the learner leaves out are read from the record, so what differs is the plan's own error. On a
-processor memory counts above what the process held before the model was there.
+The plan gets its lengths, their spread and the share of tokens that the learner leaves out from the run's record. So
+each difference is the plan's own error. On a processor, measured memory is resident memory less what the process held
+before the model was there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from posttrain.plan.throughput import ROLES, Throughput, Times
 from posttrain.plan.work import Work
 
 SPOKEN = ("sft/tokens", "preference/tokens", "ranking/tokens")
-"""Gauges of the tokens that a stage learns from where it samples none."""
+"""Gauges of the tokens that are learned from, for stages that do not sample."""
 PHASES: Mapping[str, tuple[Instant, ...]] = {
     "rollout": ("rollout",),
     "score": ("first scoring", "scoring"),
@@ -26,26 +27,27 @@ PHASES: Mapping[str, tuple[Instant, ...]] = {
     "learn": ("first scoring", "forward", "backward", "gradients", "first update", "update"),
     "sync": ("sync",),
 }
-"""Role and phase of the record -> the instants of a plan that lie in it."""
+"""For each role and phase of the record, the instants of a plan that lie in it."""
 CLOCK: Mapping[str, tuple[str, ...]] = {
     "rollout": ("rollout", "reward"), "score": ("reference",), "learn": ("learn",), "sync": ("sync",)
 }  # fmt: skip
-"""Role of the record -> the times of a plan that it takes. Answers are judged while others are said."""
+"""For each role of the record, the times of a plan that belong to it. The rollout contains the reward, because answers
+are judged while others are still sampled."""
 OWN = ("check", "book", "data")
-"""Roles of the record that no plan counts: what a run proves of itself, writes down and reads."""
+"""Roles of the record that no plan counts: the checks of a run, its record, and its reading of data."""
 FIRST = 5
-"""Steps by which a plan is calibrated."""
+"""Number of first steps by which a plan is calibrated."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One term of a plan beside what a run took."""
+    """One figure of a plan beside the measured one, in bytes or seconds."""
 
     name: str
     predicted: float
     measured: float
     terms: tuple[Term, ...] = ()
-    """What the plan says is in memory then, the largest first."""
+    """The terms that are in memory at `instant` by the plan, the largest first; empty for times."""
     instant: str = ""
 
     @property
@@ -55,15 +57,15 @@ class Compared:
 
 
 def recorded_work(work: Work, steps: Sequence[Step]) -> Work:
-    """The sizes of these steps: their mean lengths, and the tokens that the learner computed."""
-    seen = merge(*(s.gauges for s in steps))
-    packed = seen.get("learner/shared", Gauge(0, 0))
+    """The stage's sizes, with the lengths and the share of computed tokens that these steps had."""
+    gauges = merge(*(s.gauges for s in steps))
+    packed = gauges.get("learner/shared", Gauge(0, 0))
     taken = len([s for s in steps if "learner/shared" in s.gauges])
     if work.samples:
-        said = seen.get("rollout/tokens", Gauge(0, 0))
-        lengths = _sampled(work, said, seen) if said.count else work.lengths
+        spoken_tokens = gauges.get("rollout/tokens", Gauge(0, 0))
+        lengths = _sampled(work, spoken_tokens, gauges) if spoken_tokens.count else work.lengths
     else:
-        spoken = sum(seen[n].sum for n in SPOKEN if n in seen)
+        spoken = sum(gauges[n].sum for n in SPOKEN if n in gauges)
         if not spoken or not taken:
             return work
         rows = taken * work.sequences
@@ -72,27 +74,40 @@ def recorded_work(work: Work, steps: Sequence[Step]) -> Work:
         prompt, answer = max(1, round((packed.count - spoken) / rows)), max(1.0, spoken / rows)
         lengths = Lengths(prompt=prompt, mean=answer, most=max(1, round(answer)))
     # The share of tokens that the learner computed: groups without spread are left out of its passes.
-    now = replace(work, lengths=lengths, learned=1.0)
-    whole = now.prompts * now.unit * max(1, taken) * now.epochs
-    return replace(now, learned=min(1.0, (packed.count - packed.sum) / whole)) if packed.count > packed.sum else now
+    with_lengths = replace(work, lengths=lengths, learned=1.0)
+    all_tokens = with_lengths.prompts * with_lengths.unit * max(1, taken) * with_lengths.epochs
+    return (
+        replace(with_lengths, learned=min(1.0, (packed.count - packed.sum) / all_tokens))
+        if packed.count > packed.sum
+        else with_lengths
+    )
 
 
 def _sampled(work: Work, said: Gauge, seen: Mapping[str, Gauge]) -> Lengths:
-    """Prompts are as long as the engine's requests; the spread is the one whose longest answer is that of the run."""
-    read, tail = seen.get("engine/shared", Gauge(0, 0)), seen.get("engine/straggler", Gauge(0, 0))
-    prompt = max(1, round(read.count / said.count)) if read.count else work.lengths.prompt
+    """The lengths of a stage that samples, from its record.
+
+    Prompts are as long as the engine's requests. The spread is the one at which the expected longest answer of a step
+    is as long as the run's.
+
+    Args:
+        said: the gauge of spoken tokens.
+        seen: all gauges.
+    """
+    prompts, tail = seen.get("engine/shared", Gauge(0, 0)), seen.get("engine/straggler", Gauge(0, 0))
+    prompt = max(1, round(prompts.count / said.count)) if prompts.count else work.lengths.prompt
     mean = max(1.0, said.mean)
-    found = Lengths(prompt=prompt, mean=mean, most=max(work.lengths.most, round(mean)))
+    even = Lengths(prompt=prompt, mean=mean, most=max(work.lengths.most, round(mean)))
     # `longest` rises with the spread, so halving the interval twelve times finds the spread to .001.
     longest, low, high = tail.mean * mean if tail.count else mean, 0.0, 4.0
     for _ in range(12):
         middle = (low + high) / 2
-        low, high = (middle, high) if replace(found, cv=middle).longest(work.sequences) < longest else (low, middle)
-    return replace(found, cv=low)
+        low, high = (middle, high) if replace(even, cv=middle).longest(work.sequences) < longest else (low, middle)
+    return replace(even, cv=low)
 
 
 def largest_step(steps: Iterable[Step]) -> list[Step]:
-    """The step whose learner computed the most tokens, alone: the one that memory is held to."""
+    """The step whose learner computed the most tokens, as a list of one: memory is compared at it. Empty without
+    any."""
     found = [s for s in steps if "learner/shared" in s.gauges]
     return (
         [max(found, key=lambda s: s.gauges["learner/shared"].count - s.gauges["learner/shared"].sum)] if found else []
@@ -100,13 +115,17 @@ def largest_step(steps: Iterable[Step]) -> list[Step]:
 
 
 def memory_terms(place: Place, steps: Sequence[Step], held: float) -> list[Compared]:
-    """The peak of each role and phase. `held`: resident bytes before the model was there; 0 on an accelerator."""
+    """The peak of memory in each role and phase, predicted and measured.
+
+    Args:
+        held: resident bytes before the model was there, which are subtracted; 0 on an accelerator.
+    """
     out: list[Compared] = []
     for name, instants in PHASES.items():
         measured = [s.memory[name] for s in steps if name in s.memory]
         if not measured:
             continue
-        # A phase is measured by its peak, so it is held to the largest of the instants that lie in it.
+        # A phase is measured by its peak, so it is compared with the largest of its instants.
         at = max(instants, key=lambda i: _counted(place, i))
         out.append(Compared(name, _counted(place, at), max(measured) - held, tuple(place.held(at)), at))
     return out
@@ -118,8 +137,8 @@ def _counted(place: Place, at: Instant) -> float:
 
 
 def time_terms(timed: Throughput, steps: Sequence[Step]) -> list[Compared]:
-    """The median time of each role and of the step, the first step left out where there are others."""
-    # The first step also proves and compiles.
+    """The time of each role and of the step, predicted and measured. Measured times are medians over steps."""
+    # The first step is left out where there are others: it also compiles, and makes the checks of a first step.
     steps = steps[1:] if len(steps) > 1 else steps
     times = _in_turn(timed)
     out: list[Compared] = []
@@ -131,7 +150,8 @@ def time_terms(timed: Throughput, steps: Sequence[Step]) -> list[Compared]:
 
 
 def _in_turn(timed: Throughput) -> Times:
-    """What a run's clock shows of each role: where samples are asked ahead, the rollout takes what it is waited for."""
+    """The times that a run's clock would show. Where samples are asked ahead, the clock's rollout is the time that the
+    learner waits for groups."""
     t = timed.times
     if timed.topology != "asynchronous":
         return t
@@ -145,6 +165,6 @@ def step_seconds(steps: Sequence[Step]) -> float:
 
 
 def time_factors(rows: Iterable[Compared]) -> dict[str, float]:
-    """Measured / predicted by role of a plan."""
-    by = {x.name: x.ratio for x in rows if x.name in CLOCK and 0 < x.ratio < float("inf")}
-    return {part: by[role] for role, parts in CLOCK.items() if role in by for part in parts if part in ROLES}
+    """Measured / predicted for each role of a plan (`Assumed.factors`)."""
+    ratios = {x.name: x.ratio for x in rows if x.name in CLOCK and 0 < x.ratio < float("inf")}
+    return {part: ratios[role] for role, parts in CLOCK.items() if role in ratios for part in parts if part in ROLES}

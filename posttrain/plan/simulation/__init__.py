@@ -1,2 +1,5 @@
-"""A loop of engines, verifiers and a learner that is played event by event. `simulated_loop`: its sizes and times, and
-what comes of it; `simulator`: how it is played. `plan.staleness` has the closed forms of what can be solved."""
+"""A simulation of a loop of engines, verifiers and a learner, event by event.
+
+`simulated_loop` has the loop's sizes and times and the outcome; `simulator` plays it. `plan.staleness` has closed forms
+for the cases that can be solved.
+"""

@@ -1,4 +1,4 @@
-"""Sizes and times of a loop that `plan.simulation.simulator` plays, and what comes of it."""
+"""The sizes and times of a loop that `plan.simulation.simulator` plays, and the outcome of a simulation."""
 
 from __future__ import annotations
 
@@ -10,47 +10,60 @@ from typing import Literal
 from posttrain.system.errors import ConfigError
 
 Update = Literal["inflight", "drain", "rest"]
-"""New weights come between two passes, or once the turns that were given to engines have ended, or all groups."""
+"""When new weights come. inflight: between two passes of an engine. drain: once the turns that engines have are ended.
+rest: once all groups that were asked have ended."""
 LEAST = dict.fromkeys(("prompts", "siblings", "engines", "slots", "turns", "judges"), 1)
 LEAST |= dict.fromkeys(("staleness", "prefill", "sync", "handle", "reward", "extra", "failed", "restart"), 0)
+"""The least value of each size and time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedLoop:
-    """Sizes and times (seconds) of a loop. From a sequence one value is drawn each time, all alike."""
+    """Sizes and times (seconds) of a loop.
+
+    Where a field is a sequence, one of its values is drawn each time, all with the same chance.
+    """
 
     prompts: int
+    """Groups that a step learns from."""
     siblings: int = 1
+    """Answers of a group."""
     staleness: int = 0
+    """Steps by which samples may be older than the weights that learn from them."""
     engines: int = 1
     slots: int = 256
+    """Answers that an engine decodes at once."""
     lengths: Sequence[float]
     """Tokens of a turn."""
     passes: Callable[[int], float]
-    """Time of a pass over so many answers."""
+    """Time of one pass of an engine, by the number of answers that it decodes. A pass gives each one a token."""
     prefill: float = 0.0
     """Time to read a turn's prompt, once for siblings that are asked together."""
     learn: Sequence[float] = (0.0,)
     """Time from a step's last group until weights are sent."""
     sync: float = 0.0
-    """Time to send them. Engines stand for `install` of it; None: for all of it."""
+    """Time to send the weights."""
     install: float | None = None
+    """The part of `sync` in which engines stand still; None: all of it."""
     handle: float = 0.0
     """Time of the learner's process for each turn that has ended."""
     turns: int = 1
+    """Turns of an answer."""
     waits: Sequence[float] = (0.0,)
     """Time of a tool between two turns."""
     reward: float = 0.0
-    """Time of a verifier for one answer, of which it judges `judges` at once."""
+    """Time of a verifier for one answer."""
     judges: int = 1
+    """Answers that are judged at once."""
     kept: float = 1.0
     """Share of groups that a filter keeps."""
     extra: int = 0
-    """Siblings that are asked beside those wanted: when these have ended, the others are given up (dynamic K)."""
+    """Siblings that are asked beyond `siblings`. When `siblings` of them have ended, the others are given up (dynamic
+    K)."""
     failed: float = 0.0
     """Share of answers that cannot be judged: nothing is learned from them."""
     deaths: float = math.inf
-    """Mean time until an engine dies. What it has not ended is asked again."""
+    """Mean time until an engine dies. Turns that it has not ended are asked again."""
     restart: float = 0.0
     """Time until another engine stands in its place."""
     update: Update = "inflight"
@@ -69,17 +82,20 @@ class SimulatedLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOutcome:
-    """The measured steps, with shares of their time."""
+    """The outcome of the measured steps of a simulation."""
 
     seconds: tuple[float, ...]
-    """From one push to the next."""
+    """Time of each step, from one push of weights to the next."""
     ages: Mapping[int, float]
-    """Share of the tokens that are so many steps older than the weights that learn from them."""
+    """Share of the learned tokens by their age: the steps by which they are older than the weights that learn from
+    them."""
     idle: Mapping[str, float]
-    """Share of the time in which the learner waits for groups or engines, engines have no turn, judges no answer."""
+    """Share of the time in which a role has nothing to do: `learner` (waits for groups or engines), `engines` (have no
+    turn), `judges` (have no answer)."""
     slots_used: float
+    """Share of the engines' slots that hold an answer, over the time."""
     lost: float
-    """Share of the tokens that were said and not learned from: refused, failed, given up, said again."""
+    """Share of the sampled tokens that are not learned from: refused, failed, given up, or sampled again."""
 
     @property
     def step(self) -> float:

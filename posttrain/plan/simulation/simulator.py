@@ -1,7 +1,8 @@
-"""A loop of engines, verifiers and a learner, event by event: how old samples are, and who waits for whom.
+"""Simulates a loop of engines, verifiers and a learner, event by event: how old samples are, and who waits for whom.
 
 Groups are asked and taken as `role.group_queue` does it, by the same `plan.staleness.capacity`. In a pass an engine
-says one token of each answer that it holds. What follows a turn waits until the learner's process does not compute.
+adds one token to each answer that it holds. When a turn has ended, the learner's process has to handle it; while that
+process computes, ended turns wait.
 """
 
 from __future__ import annotations
@@ -20,33 +21,42 @@ from posttrain.plan.staleness import capacity
 from posttrain.system.errors import ConfigError
 
 MOST_EVENTS = 500_000
+"""A simulation with more events than this is taken to have no end."""
 MOST_PLAYED = 8
 """As `ladder.rollout_request.RolloutRequest.most`: a step plays at most this many times its groups."""
 
 
 @dataclass(eq=False)
 class _Siblings:
+    """A group."""
+
     refused: bool
+    """Whether the filter will refuse it. Nobody in the loop reads it before the group has ended."""
     begun: list[_Turns] = field(default_factory=list[Any])
     ended: list[_Turns] = field(default_factory=list[Any])
     whole: bool = False
+    """Whether it has as many ended answers as are wanted."""
 
 
 @dataclass(eq=False)
 class _Turns:
-    """An answer: `lengths` of its turns that are left, and the `waits` between them."""
+    """An answer: the `lengths` in tokens of the turns that are left, and the `waits` of tools between them."""
 
     group: _Siblings
     lengths: list[float]
     waits: list[float]
     first: bool
+    """Whether its next turn has to read its prompt."""
     engine: _Slots | None = None
+    """The engine that has its present turn."""
     mark: float = 0.0
-    """Passes up to which its tokens are counted."""
+    """`passes` of its engine when its tokens were last counted."""
     turn: list[tuple[int, float]] = field(default_factory=list[Any])
-    """(version, tokens) of the present turn; `said`: of earlier ones."""
+    """(version of the weights, tokens) of the present turn."""
     said: list[tuple[int, float]] = field(default_factory=list[Any])
+    """The same of the turns that have ended."""
     gone: bool = False
+    """Whether it was given up."""
 
 
 @dataclass(eq=False)
@@ -54,19 +64,24 @@ class _Slots:
     """An engine, with its `passes` up to the time `at`."""
 
     active: list[tuple[float, int, _Turns]] = field(default_factory=list[Any])
+    """A heap of (the pass in which the turn ends, a number that orders equal passes, the answer)."""
     queue: deque[_Turns] = field(default_factory=deque[Any])
+    """Turns that wait for a slot."""
     passes: float = 0.0
     at: float = 0.0
     debt: float = 0.0
-    """Time that it works before the next pass."""
+    """Time for reading prompts that it works before its next pass."""
     stands: int = 0
-    """Reasons for which it does not work now."""
+    """Number of reasons for which it stands still; 0: it works."""
     plan: int = 0
-    """Number of the latest plan of when a turn ends: earlier ones are void."""
+    """Number of the latest event that was planned for the end of a turn. Earlier ones are void."""
 
 
 class _Simulation:
-    """The methods of engines stand first, then what follows a turn, then the queue and the learner."""
+    """The state of a simulation.
+
+    The methods of engines stand first, then those for what follows a turn, then those of the queue and the learner.
+    """
 
     def __init__(self, loop: SimulatedLoop, steps: int, seed: int) -> None:
         # The first steps find empty queues. As many as may be on their way, and two, are played and not measured.
@@ -74,23 +89,32 @@ class _Simulation:
         # Three streams of random numbers, so that what is asked, how long the learner takes and what fails do not
         # change each other: loops that differ in one setting are compared on the same draws.
         self.rng, self.pace, self.fate = (Random(f"{seed}/{what}") for what in ("asked", "learn", "deaths"))
+        # The time; when the learner's present wait began; when measuring began.
         self.now = self.since = self.began = 0.0
+        # `taken`: groups that the present step has and learns from. `played`: the same with refused ones. `count`
+        # numbers events and turns. `judging`: answers that are being judged.
         self.version = self.taken = self.played = self.count = self.judging = 0
         self.events = list[tuple[float, int, Callable[..., None], tuple[Any, ...]]]()
+        # `touched`: engines that changed since their next event was planned.
         self.engines, self.touched = [_Slots() for _ in range(loop.engines)], dict[_Slots, None]()
+        # Groups that were asked and not taken; answers that wait for a verifier; turns held back for new weights.
         self.waiting, self.to_judge, self.held = deque[_Siblings](), deque[_Turns](), list[_Turns]()
+        # What the learner's process has to handle: (function, answer, seconds that it takes).
         self.hands = deque[tuple[Callable[[_Turns], None], _Turns, float]]()
         self.state: Literal["takes", "learns", "waits", "sends"] = "takes"
         self.handling = False
+        # Times of the pushes of weights; totals by name, and of tokens by their age (an int).
         self.pushed, self.sums = list[float](), defaultdict[str | int, float](float)
 
     def after(self, seconds: float, what: Callable[..., None], *given: Any) -> None:
+        """Call `what` when this time has passed."""
         self.count += 1
         # The count orders events of one time as they were made, so a loop is the same at every play;
         # methods cannot be compared.
         heapq.heappush(self.events, (self.now + seconds, self.count, what, given))
 
     def run(self) -> LoopOutcome:
+        """Play all steps."""
         for e in self.engines if self.o.deaths < math.inf else ():
             self.after(self.fate.expovariate(1 / self.o.deaths), self._dies, e)
         self._take()
@@ -102,17 +126,22 @@ class _Simulation:
             self.now, _, what, given = heapq.heappop(self.events)
             what(*given)
         self._advance(*self.engines)
-        s, passed, n = self.sums, self.now - self.began, len(self.engines)
-        idle = {"learner": s["learner"], "engines": s["idle"] / n, "judges": passed - s["judged"] / self.o.judges}
+        s, measured_time, n = self.sums, self.now - self.began, len(self.engines)
+        idle = {
+            "learner": s["learner"],
+            "engines": s["idle"] / n,
+            "judges": measured_time - s["judged"] / self.o.judges,
+        }
         return LoopOutcome(
             seconds=tuple(b - a for a, b in pairwise(self.pushed[self.settle :])),
             ages={a: s[a] / s["kept"] for a in sorted(x for x in s if isinstance(x, int))},
-            idle={role: seconds / passed for role, seconds in idle.items()},
-            slots_used=s["used"] / passed / n / self.o.slots,
+            idle={role: seconds / measured_time for role, seconds in idle.items()},
+            slots_used=s["used"] / measured_time / n / self.o.slots,
             lost=max(0.0, round(1 - s["kept"] / s["spoken"], 9)),
         )
 
     def _advance(self, *engines: _Slots) -> None:
+        """Bring engines up to the present time."""
         self.touched.update(dict.fromkeys(engines))
         for e in engines:
             # An engine is brought up to date before anything about it changes. Between two changes it has
@@ -122,12 +151,12 @@ class _Simulation:
             self.sums["idle"] += seconds * (not e.active and not e.queue)
             self.sums["used"] += seconds * len(e.active)
             if e.active and not e.stands:
-                before = min(seconds, e.debt)
-                e.debt -= before
-                e.passes += (seconds - before) / self.o.passes(len(e.active))
+                reading = min(seconds, e.debt)
+                e.debt -= reading
+                e.passes += (seconds - reading) / self.o.passes(len(e.active))
 
     def _plan(self) -> None:
-        """Plan when the next turn of each engine ends that has changed."""
+        """For each engine that has changed, plan the event at which its next turn ends."""
         for e in self.touched:
             # The end that was planned before is void. It cannot be taken out of the heap, so it is passed over when its
             # time comes (`_turn_ends`).
@@ -140,12 +169,13 @@ class _Simulation:
         self.touched.clear()
 
     def _stand(self, change: int) -> None:
+        """Let all engines stand still (1), or take that reason away (-1)."""
         self._advance(*self.engines)
         for e in self.engines:
             e.stands += change
 
     def _give(self, answer: _Turns) -> None:
-        """Give a turn to the engine that has least to say. While new weights come it is held."""
+        """Give a turn to the engine with the fewest turns. While new weights come it is held back."""
         if self.state == "sends" or (self.state == "waits" and self.o.update == "drain"):
             self.held.append(answer)
         elif not answer.gone:
@@ -156,6 +186,7 @@ class _Simulation:
             self._fill(e)
 
     def _fill(self, e: _Slots) -> None:
+        """Give free slots of an engine to turns of its queue."""
         while e.queue and len(e.active) < self.o.slots:
             answer = e.queue.popleft()
             answer.mark, self.count = e.passes, self.count + 1
@@ -165,13 +196,15 @@ class _Simulation:
             heapq.heappush(e.active, (e.passes + answer.lengths[0], self.count, answer))
 
     def _say(self, e: _Slots, answer: _Turns, active: bool = True) -> None:
-        # A token a pass since the answer was last counted, under the version that the engine has now. So it is called
-        # before the version changes, and where a turn ends or is broken off.
+        """Count an answer's tokens since the last count: one for each pass, under the present version of the
+        weights."""
+        # So it is called before the version changes, and where a turn ends or is broken off.
         tokens, answer.mark = (e.passes - answer.mark) * active, e.passes
         answer.turn.append((self.version, tokens))
         self.sums["spoken"] += tokens
 
     def _turn_ends(self, e: _Slots, plan: int) -> None:
+        """The event at which an engine's next turn ends. It is void if the engine has a newer plan."""
         if plan != e.plan:
             return
         self._advance(e)
@@ -198,6 +231,7 @@ class _Simulation:
             self._fill(e)
 
     def _dies(self, e: _Slots) -> None:
+        """The event of an engine's death."""
         self._advance(e)
         for _, _, answer in e.active:
             self._say(e, answer)
@@ -212,14 +246,15 @@ class _Simulation:
         self._go_on()
 
     def _revives(self, e: _Slots) -> None:
+        """The event at which another engine stands in its place."""
         self._advance(e)
         e.stands -= 1
         self.after(self.fate.expovariate(1 / self.o.deaths), self._dies, e)
 
     def _go_on(self) -> None:
-        """The learner's process sees to what has ended, one after the other, then to its step."""
-        # One process sees to what has ended: what is said, judged or waited for comes in while the learner computes,
-        # and waits in `hands` until it is done. `handle` is the time that each takes of it.
+        """The learner's process handles what has ended, one after the other, and then goes on with its step."""
+        # Turns, verdicts and tools may end while the learner computes. They wait in `hands` until it is done. Each
+        # ended turn takes `handle` seconds of the process.
         while self.hands and not self.handling and self.state != "learns":
             what, answer, seconds = self.hands.popleft()
             if not seconds:
@@ -232,13 +267,15 @@ class _Simulation:
             (self._taking if self.state == "takes" else self._sending)()
 
     def _later(self, what: Callable[[_Turns], None], answer: _Turns, handled: bool = False) -> None:
+        """Let the learner's process call `what`. `handled`: its time was spent already."""
         if handled:
             self.handling, self.since = False, self.now
-        # One that was being seen to goes first, and its time is paid.
+        # What was being handled goes first, and takes no more time.
         self.hands.insert(0 if handled else len(self.hands), (what, answer, 0.0))
         self._go_on()
 
     def _heard(self, answer: _Turns) -> None:
+        """A turn of an answer has ended."""
         # Another turn follows after its tool; else the answer has ended and is judged.
         if answer.lengths:
             answer.first = True
@@ -250,17 +287,20 @@ class _Simulation:
             self._ends(answer)
 
     def _judge(self) -> None:
+        """Give answers to free verifiers."""
         while self.to_judge and self.judging < self.o.judges:
             self.judging += 1
             self.sums["judged"] += self.o.reward
             self.after(self.o.reward, self._later, self._judged, self.to_judge.popleft())
 
     def _judged(self, answer: _Turns) -> None:
+        """An answer has its verdict."""
         self.judging -= 1
         self._judge()
         self._ends(answer)
 
     def _ends(self, answer: _Turns) -> None:
+        """An answer has ended and is judged."""
         group = answer.group
         if answer.gone:
             return
@@ -276,7 +316,7 @@ class _Simulation:
                 self._admit()
 
     def _admit(self) -> None:
-        """Ask as many groups as may be on their way."""
+        """Ask groups until as many are on their way as are allowed."""
         o, draw = self.o, self.rng.choice
         while True:
             # What a filter refuses is not known before the group has ended.
@@ -295,12 +335,13 @@ class _Simulation:
                 self._give(answer)
 
     def _take(self) -> None:
-        """A step comes for its groups."""
+        """Begin a step: it asks for its groups."""
         self.state, self.since, self.taken, self.played = "takes", self.now, 0, 0
         self._admit()
         self._go_on()
 
     def _taking(self) -> None:
+        """Take the groups of a step that have ended. When it has all, the learner begins."""
         o = self.o
         while self.taken < o.prompts and self.played < MOST_PLAYED * o.prompts:
             # Groups are taken in the order in which they were asked, although later ones may have ended.
@@ -324,23 +365,25 @@ class _Simulation:
         self.after(self.pace.choice(o.learn), self._learned)
 
     def _learned(self) -> None:
+        """The learner has finished its step."""
         self._stand(-(not self.o.apart))
         self.state, self.since = "waits", self.now
         self._go_on()
 
     def _sending(self) -> None:
         """Send new weights, once what they wait for has ended."""
-        turns = self.o.update == "drain" and any(e.active or e.queue for e in self.engines)
-        if turns or (self.o.update == "rest" and not all(g.whole for g in self.waiting)):
+        busy = self.o.update == "drain" and any(e.active or e.queue for e in self.engines)
+        if busy or (self.o.update == "rest" and not all(g.whole for g in self.waiting)):
             return
         self.sums["learner"] += self.now - self.since
         self.state = "sends"
-        stands = self.o.sync if self.o.install is None else min(self.o.install, self.o.sync)
+        standing = self.o.sync if self.o.install is None else min(self.o.install, self.o.sync)
         # Most of the sending goes on beside the engines. They stand for its last part, in which they load what came.
-        self.after(self.o.sync - stands, self._stand, 1)
+        self.after(self.o.sync - standing, self._stand, 1)
         self.after(self.o.sync, self._push)
 
     def _push(self) -> None:
+        """The engines have the new weights. The next step begins."""
         self._stand(-1)
         for e in self.engines:
             # What was said up to here belongs to the old version.
@@ -359,7 +402,7 @@ class _Simulation:
 
 
 def simulate(loop: SimulatedLoop, steps: int = 24, seed: int = 0) -> LoopOutcome:
-    """Plays so many steps, after as many as the loop needs to settle.
+    """Plays `steps` steps that are measured, after those that the loop needs to settle.
 
     >>> even = SimulatedLoop(prompts=4, lengths=(100,), passes=lambda n: 0.01, learn=(2.0,), staleness=2)
     >>> found = simulate(even)
